@@ -14,9 +14,9 @@ from threading import Event
 import kvtier
 from kvtier.service.cluster.defaults import BESIDE_US
 from kvtier.service.cluster.file import Placeholders, Topology
-from kvtier.service.observe.dashboard import dashboard_routes
+from kvtier.service.observe.dashboard import LivePage
 print(kvtier.__file__)
-print(*(route.path for route in dashboard_routes(dict, Event())))
+print(*(route.path for route in LivePage(dict, Event()).routes()))
 deploy = BESIDE_US.parent / "deploy"
 places = Placeholders(deploy, deploy, deploy)
 services = Topology.read(BESIDE_US, places, ["cluster", "observability", "bench"]).services
@@ -53,7 +53,8 @@ def all_of_it_is_there(asked: list[str], environment: dict[str, str], tmp_path: 
     told = subprocess.run(asked, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=True)
     where, paths, *sources = told.stdout.splitlines()
     assert Path(where).is_relative_to(tmp_path)
-    pages = "/ /daemon.js /dashboard.css /dashboard.js /draw.js /router.js /stream /tiers.js"
+    pages = "/ /charts.js /daemon.js /dashboard.css /dashboard.js /draw.js /history /memory.js /past.js /router.js "
+    pages += "/saved.js /stream /tiers.js /why.js"
     assert sorted(paths.split()) == pages.split()
     assert len(sources) >= 8
     for file in sources:

@@ -12,6 +12,7 @@ from .errors import (
 )
 from .finding import Finding, Status, error, ok, warning
 from .kinds import L1, L2, MISS, TIERS, TierKind, lookup_results, lower_tiers, tier_captions
+from .lineage import Lineage, TellsLineage
 from .metrics import Metrics, Series
 from .tier import (
     BATCH_BYTES,
@@ -59,6 +60,7 @@ __all__ = [
     "FingerprintMismatch",
     "FormatError",
     "KVTierError",
+    "Lineage",
     "Locates",
     "Metrics",
     "NameCipher",
@@ -69,6 +71,7 @@ __all__ = [
     "Status",
     "StoreLocked",
     "TellsChildren",
+    "TellsLineage",
     "Tier",
     "TierKind",
     "TierUnavailable",

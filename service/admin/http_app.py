@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
+from functools import partial
 from threading import Event
 from typing import Any, Final, TypeVar
 
@@ -18,8 +19,8 @@ from starlette.routing import Route
 from kvtier.service.admin import bodies
 from kvtier.service.admin.admin import Admin
 from kvtier.service.admin.transfers import RunningTransfer, Steps, Transfers
-from kvtier.service.node import Daemon, NotThere, Pins, degraded_tiers, exposition, status
-from kvtier.service.observe import EXPOSITION, dashboard_routes, summary
+from kvtier.service.node import Daemon, MemoryUse, NotThere, Pins, degraded_tiers, exposition, memory, status
+from kvtier.service.observe import EXPOSITION, LivePage, summary
 from kvtier.service.web import Guard, HttpServer, HttpSocket, page, read_body
 from kvtier.tiers import ConfigError, FingerprintMismatch, FormatError, KVTierError, TierUnavailable
 
@@ -29,6 +30,7 @@ _log = logging.getLogger(__name__)
 
 _HEALTHY: Final = 1.0  # seconds the daemon's loop may take to answer
 _EXPIRY: Final = 0.25  # seconds between looks at the pins
+_REMEMBERED: Final = ("uptime_s", "budget", "models")  # of a status, for the live page's past hour
 
 
 class Pages:
@@ -53,7 +55,9 @@ class Pages:
 def make_app(daemon: Daemon, pins: Pins, stopping: Event) -> Starlette:
     """The application; `stopping` ends what would go on. What waits does so on threads, with deadlines."""
     guard = Guard(daemon.config.service.token)
+    use = MemoryUse()
     admin, transfers = Admin(daemon, pins), Transfers(daemon)
+    live = LivePage(lambda: run_in_threadpool(lambda: status(daemon, pins).as_json()), stopping, _REMEMBERED)
 
     def get(path: str, answer: Callable[[], Response], guard: Guard | None = None) -> Route:
         return page(path, lambda: run_in_threadpool(answer), guard)
@@ -76,6 +80,10 @@ def make_app(daemon: Daemon, pins: Pins, stopping: Event) -> Starlette:
 
         return Route(path, endpoint, methods=["POST"])
 
+    async def tell_memory(request: Request) -> Response:
+        named = _is_operator(guard, request)
+        return JSONResponse((await run_in_threadpool(partial(memory, daemon, use, named=named))).as_json())
+
     async def expire() -> None:
         while True:
             await asyncio.sleep(_EXPIRY)
@@ -84,16 +92,18 @@ def make_app(daemon: Daemon, pins: Pins, stopping: Event) -> Starlette:
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         task = asyncio.create_task(expire())
-        yield
+        async with live.remembering():
+            yield
         task.cancel()
 
     routes = [
-        get("/metrics", lambda: Response(exposition(daemon, pins), media_type=EXPOSITION)),
+        get("/metrics", lambda: Response(exposition(daemon, pins, use), media_type=EXPOSITION)),
         page("/healthz", lambda: _health(daemon)),
         page("/readyz", lambda: _readiness(daemon)),
         get("/summary", lambda: PlainTextResponse(summary.page(status(daemon, pins)))),
         get("/status", lambda: JSONResponse(status(daemon, pins).as_json())),
-        *dashboard_routes(lambda: run_in_threadpool(lambda: status(daemon, pins).as_json()), stopping),
+        *live.routes(),
+        Route("/memory", tell_memory, methods=["GET"]),
         do("/admin/reset", bodies.ResetBody, admin.reset),
         do("/admin/evict", bodies.BlocksBody, admin.evict),
         do("/admin/pin", bodies.PinBody, admin.pin),
@@ -106,6 +116,15 @@ def make_app(daemon: Daemon, pins: Pins, stopping: Event) -> Starlette:
         tell("/admin/trace", bodies.TraceBody, transfers.trace),
     ]
     return Starlette(routes=routes, lifespan=lifespan, exception_handlers=_HANDLERS)
+
+
+def _is_operator(guard: Guard, request: Request) -> bool:
+    """Whether names may be told: everybody may read the page, operators more of it."""
+    try:
+        guard.admit(request)
+    except HTTPException:
+        return False
+    return True
 
 
 async def _health(daemon: Daemon) -> Response:

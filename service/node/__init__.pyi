@@ -1,6 +1,8 @@
 from .daemon import Daemon
 from .exposition import exposition
 from .lookup_trace import TraceRecorder
+from .memory_page import memory
+from .memory_use import MemoryUse
 from .namespaces import Namespace, OperatorHold
 from .operator_access import NotThere, held_open, hold_open, name_of, release_hold
 from .pins import Pins, PinView
@@ -12,6 +14,7 @@ __all__ = [
     "MAX_QUOTAS",
     "BlockSelection",
     "Daemon",
+    "MemoryUse",
     "Namespace",
     "NotThere",
     "OperatorHold",
@@ -22,6 +25,7 @@ __all__ = [
     "exposition",
     "held_open",
     "hold_open",
+    "memory",
     "name_of",
     "release_hold",
     "status",

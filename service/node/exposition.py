@@ -6,17 +6,19 @@ from collections.abc import Iterator
 from prometheus_client.metrics_core import Metric
 
 from kvtier.service.node.daemon import ClientView, Daemon
+from kvtier.service.node.memory_page import memory_series
+from kvtier.service.node.memory_use import MemoryUse
 from kvtier.service.node.namespaces import Namespace
 from kvtier.service.node.operator_access import name_of
 from kvtier.service.node.pins import Pins
 from kvtier.service.observe import counter, gauge, labelled, text_of, version
 
 
-def exposition(daemon: Daemon, pins: Pins) -> str:
+def exposition(daemon: Daemon, pins: Pins, use: MemoryUse) -> str:
     """The text format. Waits for the loop: TierUnavailable if it does not answer."""
     namespaces, clients = daemon.call(lambda: (daemon.namespaces(), daemon.clients()))
     metrics = {name_of(namespace.fingerprint): namespace.hierarchy.metrics for namespace in namespaces}
-    return text_of([*labelled(metrics), *_own(daemon, namespaces, clients, pins)])
+    return text_of([*labelled(metrics), *_own(daemon, namespaces, clients, pins), *memory_series(namespaces, use)])
 
 
 def _own(daemon: Daemon, namespaces: list[Namespace], clients: list[ClientView], pins: Pins) -> Iterator[Metric]:
@@ -32,3 +34,23 @@ def _own(daemon: Daemon, namespaces: list[Namespace], clients: list[ClientView],
     told = dict(daemon.publisher.counts) if daemon.publisher is not None else {}
     yield counter("kvtier_kv_events", "KV events published, in batches, and told again", told, "event")
     yield gauge("kvtier_pinned_blocks", "Blocks kept by pins", pins.blocks_by_model(), "fingerprint")
+    yield from _savings(daemon, namespaces)
+
+
+def _savings(daemon: Daemon, namespaces: list[Namespace]) -> Iterator[Metric]:
+    """What requests did not have to compute: less `kvtier_load_seconds_sum`, it is what was saved."""
+    savings = {name_of(each.fingerprint): each.tiers.savings for each in namespaces}
+    tokens = {model: each.num_tokens for model, each in savings.items()}
+    yield counter("kvtier_saved_tokens", "Tokens that were loaded instead of computed", tokens, "fingerprint")
+    seconds = {(model, rate): value for model, each in savings.items() for rate, value in each.seconds.items()}
+    yield counter(
+        "kvtier_saved_prefill_seconds",
+        "Seconds of prefill that these would have taken, by whether an engine measured its rate or it is assumed",
+        seconds,
+        "fingerprint",
+        "rate",
+    )
+    rates = {model: rate for model, each in savings.items() if (rate := each.tokens_per_second) is not None}
+    yield gauge("kvtier_prefill_tokens_per_second", "What an engine prefills", rates, "fingerprint")
+    if (price := daemon.config.service.gpu_hour) is not None:
+        yield gauge("kvtier_gpu_hour_price", "Of an hour of an engine's GPUs, as the operator says", price)

@@ -89,7 +89,8 @@ class Opening(NamedTuple):
         host = self.config.host.model_copy(update={"size": self.size, "shared": True, "pin": False})
         config = self.config.model_copy(update={"host": host})
         hierarchy = open_hierarchy(config, self.hello.fingerprint, blocks, lease_deadline=math.inf)
-        tiers = ServedTiers(hierarchy, self.hello.fingerprint, config.service.default_quota)
+        rate = config.service.prefill_rate
+        tiers = ServedTiers(hierarchy, self.hello.fingerprint, config.service.default_quota, assumed_rate=rate)
         source = EventSource(hierarchy) if config.events.publish is not None else None
         return Namespace(self.hello.fingerprint, blocks, self.size, tiers, source)
 

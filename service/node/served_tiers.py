@@ -7,7 +7,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from kvtier.service.node.lookup_trace import TraceRecorder
+from kvtier.service.node.memory_use import Tenants
 from kvtier.service.node.quota import Quotas
+from kvtier.service.node.savings import Savings
 from kvtier.tiers import L2, ChainHash, Outcome
 from kvtier.tiers.hierarchy import Claim, Ends, Hierarchy, Pending, Wanted
 from kvtier.tiers.pool import Lease, Reservation
@@ -25,10 +27,19 @@ class ServedTiers:
     All others are the hierarchy's own. `poll` answers each claim once.
     """
 
-    def __init__(self, hierarchy: Hierarchy, fingerprint: bytes, default_quota: int | None = None) -> None:
-        """`default_quota`: bytes of L2 for each tenant that has no quota."""
+    def __init__(
+        self,
+        hierarchy: Hierarchy,
+        fingerprint: bytes,
+        default_quota: int | None = None,
+        *,
+        assumed_rate: int | None = None,
+    ) -> None:
+        """`default_quota`: bytes of L2 for each tenant that has no quota. `assumed_rate`: as `Savings` has it."""
         self.hierarchy = hierarchy
         self.quotas = Quotas(hierarchy.host, fingerprint, default_quota)
+        self.savings = Savings(hierarchy.rates, assumed_rate)
+        self.tenants = Tenants(fingerprint)
         self.recorder: TraceRecorder | None = None  # while somebody records
         self.feed: TierFeed | None = None  # where KV events are published
         self._vain: OrderedDict[ChainHash, float] = OrderedDict()  # last block asked for → when it was last in vain
@@ -48,6 +59,8 @@ class ServedTiers:
     def take(self, claim: Claim) -> Lease:
         """As `Hierarchy.take`; what came up from below counts into its tenant's quota."""
         lease = self.hierarchy.take(claim)
+        if lease.hashes and claim.block_size:
+            self.savings.took(claim.num_l1 * claim.block_size, len(lease) * claim.block_size)
         self.quotas.promoted(lease.hashes, claim.hashes[claim.num_l1 - 1] if claim.num_l1 else claim.parent)
         return lease
 
@@ -57,6 +70,7 @@ class ServedTiers:
         if self.feed is not None:
             for tenant in tenants:
                 self.feed.begin_at(tenant)
+        self.tenants.note(wanted)
         if not any(map(self.quotas.bound, tenants)):
             return self.hierarchy.reserve(wanted)
         return [self._reserve(each) for each in wanted]

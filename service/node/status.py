@@ -1,7 +1,8 @@
 """How the daemon is doing: what /status says, and /summary and the commands print."""
 
+import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,8 @@ from kvtier.service.node.operator_access import name_of
 from kvtier.service.node.pins import Pins
 from kvtier.service.observe import DaemonStatus, MetricValues, figures, statuses, version
 from kvtier.tiers import tier_captions
-from kvtier.tiers.hierarchy import TierPort
+from kvtier.tiers.hierarchy import Hierarchy, TierPort
+from kvtier.tiers.returns import EDGES
 
 if TYPE_CHECKING:
     from kvtier.service.events import Publisher
@@ -34,6 +36,7 @@ def status(daemon: Daemon, pins: Pins) -> DaemonStatus:
         events=dict(daemon.counts),
         tier_captions=[statuses.TierCaption.model_validate(each) for each in tier_captions()],
         kv_events=None if daemon.publisher is None else _published(daemon.publisher),
+        gpu_hour=daemon.config.service.gpu_hour,
         models=[_model(each, clients, pinned.get(name_of(each.fingerprint), 0)) for each in namespaces],
         clients=[_client(client) for client in clients],
     )
@@ -77,7 +80,35 @@ def _model(namespace: Namespace, clients: Iterable[ClientView], num_pinned: int)
             )
             for port in hierarchy.ports
         },
+        saved=_saved(namespace),
+        absent=values.by_both("kvtier_absent_blocks"),
+        lifetimes={tier: _ages(each) for tier, each in hierarchy.metrics.buckets("kvtier_evicted_age_seconds").items()},
+        return_gaps=_return_gaps(hierarchy),
         **dict(figures(hierarchy.metrics)),
+    )
+
+
+def _ages(buckets: Mapping[float, float]) -> statuses.AgeCounts:
+    return statuses.AgeCounts(bounds=[bound for bound in buckets if bound < math.inf], counts=list(buckets.values()))
+
+
+def _return_gaps(hierarchy: Hierarchy) -> statuses.AgeCounts | None:
+    gaps = hierarchy.host.pool.return_gaps()
+    if gaps is None:
+        return None
+    return statuses.AgeCounts(bounds=EDGES[1:].tolist(), counts=[round(each, 3) for each in gaps.tolist()])
+
+
+def _saved(namespace: Namespace) -> statuses.SavedFigures:
+    savings, rate = namespace.tiers.savings, namespace.tiers.savings.tokens_per_second
+    loads = (each.value for each in namespace.hierarchy.metrics.sums("kvtier_load_seconds"))
+    return statuses.SavedFigures(
+        tokens=savings.num_tokens,
+        untimed_tokens=savings.num_untimed,
+        prefill_s=round(sum(savings.seconds.values()), 6),
+        load_s=round(sum(loads), 6),
+        tokens_per_s=None if rate is None else round(rate, 1),
+        assumed=savings.is_assumed,
     )
 
 

@@ -1,5 +1,5 @@
 from . import statuses, summary
-from .dashboard import dashboard_routes
+from .dashboard import LivePage
 from .figures import MetricValues, figures, version
 from .prometheus import EXPOSITION, counter, gauge, histogram, labelled, text_of
 from .statuses import DaemonStatus, EngineStatus, ReplicaScore, RouterStatus
@@ -10,13 +10,13 @@ __all__ = [
     "EXPOSITION",
     "DaemonStatus",
     "EngineStatus",
+    "LivePage",
     "MetricValues",
     "ReplicaScore",
     "RouterStatus",
     "brief_time",
     "counter",
     "counts",
-    "dashboard_routes",
     "figures",
     "gauge",
     "histogram",

@@ -1,20 +1,22 @@
-"""The live page: its files, and what it shows as server-sent events, the status once a second while somebody looks."""
+"""The live page: its files, the status as server-sent events once a second while somebody looks, and the past hour."""
 
 import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from importlib import resources
 from threading import Event
 from typing import Final
 
+from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from kvtier.service import Json
+from kvtier.service.observe.page_history import PERIOD, PageHistory
 from kvtier.service.web import page
 from kvtier.tiers import KVTierError
 
@@ -35,28 +37,58 @@ _LIFE: Final = 600.0  # seconds a stream lasts; the page then asks for another
 _PATIENCE: Final = 10.0  # seconds longer, for a reader who takes nothing
 
 
-def dashboard_routes(status: StatusSource, stopping: Event) -> list[Route]:
-    """`GET /`, the files it names, and `GET /stream`; `stopping` ends every stream.
+class LivePage:
+    """The page of one server, and its memory of the past hour. On the HTTP loop alone.
 
-    `status` gives the status as JSON. It is awaited once a second however many look, and never while nobody does. What
-    it raises as KVTierError is shown. It must not name what only some may see: the page is for everybody.
+    `status` gives the status as JSON. For streams it is awaited once a second however many look, and never while nobody
+    does; for the past hour once in five seconds while `remembering` is entered. What it raises as KVTierError is
+    shown. It must not name what only some may see: the page is for everybody.
     """
-    pages = resources.files("kvtier.service.observe") / "pages"
-    watch = _Watch(status, stopping)
 
-    def file(name: str, content: bytes, media_type: str) -> Route:
-        path = "/" if name == "index.html" else f"/{name}"
-        return page(path, lambda: Response(content, media_type=media_type, headers=_HEADERS))
+    def __init__(self, status: StatusSource, stopping: Event, parts: Sequence[str] = ()) -> None:
+        """`stopping` ends every stream. `parts` are the fields of the status whose numbers are remembered."""
+        self._status, self._stopping = status, stopping
+        self._history = PageHistory(parts)
+        self._watch = _Watch(status, stopping)
 
-    async def stream(request: Request) -> Response:
-        if watch.num_watchers >= _MAX_WATCHERS:
+    def routes(self) -> list[Route]:
+        """`GET /`, the files it names, `GET /stream` and `GET /history`."""
+        pages = resources.files("kvtier.service.observe") / "pages"
+
+        def file(name: str, content: bytes, media_type: str) -> Route:
+            path = "/" if name == "index.html" else f"/{name}"
+            return page(path, lambda: Response(content, media_type=media_type, headers=_HEADERS))
+
+        types = {each: _TYPES.get(each.name.rpartition(".")[2]) for each in pages.iterdir()}
+        files = [file(each.name, each.read_bytes(), known) for each, known in types.items() if known is not None]
+        return [*files, Route("/stream", self._stream, methods=["GET"]), page("/history", self._past)]
+
+    @contextlib.asynccontextmanager
+    async def remembering(self) -> AsyncIterator[None]:
+        """Look at the status now and then, until the block ends."""
+        task = asyncio.create_task(self._remember())
+        try:
+            yield
+        finally:
+            task.cancel()
+
+    async def _remember(self) -> None:
+        due = time.monotonic()
+        while True:
+            with contextlib.suppress(KVTierError):  # an hour has a gap then
+                at = time.monotonic()
+                self._history.add(await self._status(), at)
+            due = max(due + PERIOD, time.monotonic())  # whoever was slow does not catch up
+            await asyncio.sleep(due - time.monotonic())
+
+    async def _past(self) -> Response:
+        return JSONResponse(await run_in_threadpool(self._history.as_json), headers=_HEADERS)
+
+    async def _stream(self, request: Request) -> Response:
+        if self._watch.num_watchers >= _MAX_WATCHERS:
             error = f"{_MAX_WATCHERS} pages are watching already; close one, or ask for /status"
             return JSONResponse({"error": error}, 503, {"retry-after": "5"})
-        return _WatchStream(watch)
-
-    types = {each: _TYPES.get(each.name.rpartition(".")[2]) for each in pages.iterdir()}
-    files = [file(each.name, each.read_bytes(), known) for each, known in types.items() if known is not None]
-    return [*files, Route("/stream", stream, methods=["GET"])]
+        return _WatchStream(self._watch)
 
 
 class _Watch:

@@ -99,6 +99,24 @@ class LowerTierStatus(StatusPart):
     breakers: dict[str, str]  # by direction
 
 
+class AgeCounts(StatusPart):
+    """A histogram of seconds: `counts[i]` lie above `bounds[i - 1]` and not above `bounds[i]`; the last has no bound."""
+
+    bounds: list[float]
+    counts: list[float]
+
+
+class SavedFigures(StatusPart):
+    """What requests did not have to compute."""
+
+    tokens: int  # loaded instead of computed
+    untimed_tokens: int  # of these, nobody knows how long computing them takes
+    prefill_s: float  # seconds of prefill that the others would have taken
+    load_s: float  # seconds that lower tiers took to bring blocks; net of these is what was saved
+    tokens_per_s: float | None  # of prefill now
+    assumed: bool  # by [service] prefill_rate: no engine has told what it measures
+
+
 class _OpenModel(StatusPart):
     model: str  # the first digits of its fingerprint
     fingerprint: str
@@ -107,6 +125,10 @@ class _OpenModel(StatusPart):
     clients: int
     l2: HostTierStatus
     tiers: dict[str, LowerTierStatus]
+    saved: SavedFigures | None = None
+    absent: dict[str, Counts] = {}  # blocks that no tier held, by what became of them and the tier they left
+    lifetimes: dict[str, AgeCounts] = {}  # by tier: how long evicted blocks had been there
+    return_gaps: AgeCounts | None = None  # how long after a request's end the next one of its conversation came
 
 
 class ModelStatus(BlockFigures, _OpenModel):  # pydantic takes the last base's fields first, and so does the JSON
@@ -147,8 +169,47 @@ class DaemonStatus(StatusPart):
     events: Counts  # what became of clients
     tier_captions: list[TierCaption]  # nearest first
     kv_events: PublishedEvents | None
+    gpu_hour: float | None = None  # price of an hour of an engine's GPUs
     models: list[ModelStatus]
     clients: list[ClientStatus]
+
+
+class TenantMemory(StatusPart):
+    tenant: str  # "no salt", "others", "not known", or a label that says nothing of the cache_salt
+    cache_salt: str | None = None  # to operators, of a tenant that has a quota
+    blocks: int
+    bytes: int
+
+
+class PrefixMemory(StatusPart):
+    """Blocks that begin with the same blocks."""
+
+    prefix: str  # to operators the name of the first block, to others a label
+    tenant: str
+    tokens: int  # that all of them begin with
+    branches: int  # ways they go on after these
+    blocks: int
+    bytes: int
+
+
+class TierMemory(StatusPart):
+    blocks: int
+    bytes: int
+    num_tenants: int
+    tenants: list[TenantMemory]  # the largest first
+    prefixes: list[PrefixMemory]  # the largest first
+
+
+class ModelMemory(StatusPart):
+    model: str
+    tiers: dict[str, TierMemory]  # those that can tell
+
+
+class MemoryStatus(StatusPart):
+    """What fills the tiers; up to some time old."""
+
+    named: bool  # blocks by their names, as operators see them
+    models: list[ModelMemory]
 
 
 # --- an engine's server ---------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from kvtier.service import Json
-from kvtier.service.observe import EXPOSITION, dashboard_routes
+from kvtier.service.observe import EXPOSITION, LivePage
 from kvtier.service.openai import OpenAIError, error_handlers, unknown_model
 from kvtier.service.router import summary
 from kvtier.service.router.metrics import exposition
@@ -27,6 +27,7 @@ from kvtier.tiers.config import RouterConfig
 
 MAX_BODY: Final = 32 << 20  # bytes of a request: a million token ids, or the 25 MB of audio that OpenAI accepts
 _MAX_REQUESTS: Final = 1024  # answered at once
+_REMEMBERED: Final = ("uptime_s", "requests", "retries", "errors", "unknown_prompts", "tokens")  # for the live page
 _GRACE: Final = 10  # seconds that answers under way may take at a stop
 # A proxy in front of a replica could read other paths differently.
 _PATH: Final = re.compile(rb"/v1(/(?!\.{1,2}(/|$))[\w.~:@-]+)+", re.ASCII)
@@ -52,6 +53,8 @@ def make_app(router: Router, token: SecretStr | None, stopping: Event) -> Starle
     async def status() -> Json:
         return router.status().as_json()
 
+    live = LivePage(status, stopping, _REMEMBERED)
+
     async def model(request: Request) -> Response:
         guard.admit(request)
         asked, served = request.path_params["name"], {entry["id"]: entry for entry in router.fleet.models()}
@@ -63,7 +66,8 @@ def make_app(router: Router, token: SecretStr | None, stopping: Event) -> Starle
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         await router.start()
         try:
-            yield
+            async with live.remembering():
+                yield
         finally:
             await router.stop()
 
@@ -78,7 +82,7 @@ def make_app(router: Router, token: SecretStr | None, stopping: Event) -> Starle
         page("/readyz", lambda: _readiness(router)),
         page("/summary", lambda: PlainTextResponse(summary.page(router.status()))),
         page("/status", lambda: JSONResponse(router.status().as_json())),
-        *dashboard_routes(status, stopping),
+        *live.routes(),
     ]
     return Starlette(routes=routes, lifespan=lifespan, exception_handlers=error_handlers(router.ledger.errors))
 

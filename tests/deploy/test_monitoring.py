@@ -66,11 +66,12 @@ def told(home: Path) -> dict[str, set[str]]:
 def _daemon_page() -> str:
     with tempfile.TemporaryDirectory(prefix="kvt-", dir="/var/tmp") as name:
         file = {"path": name, "size": "4MiB"}
-        daemon = ServedDaemon(Path(name) / "s", host={"size": 1 << 20}, file=file)
+        daemon = ServedDaemon(Path(name) / "s", host={"size": 1 << 20}, file=file, service={"gpu_hour": 2.5})
         tiers = attach(Path(name) / "s")
         try:
             store(tiers, chain_of(6))
             load(tiers, chain_of(8))
+            tiers.computed(100, 1.0)
             (namespace,) = daemon.daemon.call(daemon.daemon.namespaces)
             metrics = namespace.hierarchy.metrics  # what is not easily brought about
             metrics.corrupted("file", 1)

@@ -12,10 +12,12 @@ from typing import Any
 import httpx2
 from service_rig import FINGERPRINT, DaemonThread
 from starlette.applications import Starlette
+from starlette.responses import JSONResponse
 
 from kvtier.service.admin.http_app import Pages
-from kvtier.service.observe.dashboard import dashboard_routes
+from kvtier.service.observe.dashboard import LivePage
 from kvtier.service.web.http_server import HttpServer, HttpSocket
+from kvtier.service.web.routes import page
 
 MODEL = FINGERPRINT.hex()[:16]
 _CLOSE = b"Connection: close\r\n"
@@ -43,15 +45,19 @@ class ServedDaemon(DaemonThread):
 class ServedStatus:
     """The live page of a status that the test makes up; `num_asked` counts how often it was asked for."""
 
-    def __init__(self, status: Callable[[], dict[str, Any]]) -> None:
+    def __init__(self, status: Callable[[], dict[str, Any]], *remembered: str) -> None:
+        """`remembered`: fields whose numbers are, of a status looked at now and then from `start` on."""
+
         async def ask() -> dict[str, Any]:
             self.num_asked += 1
             return status()
 
         self.num_asked = 0
         self._stopping = threading.Event()
-        routes = dashboard_routes(ask, self._stopping)
-        self._server = HttpServer(Starlette(routes=routes), HttpSocket("127.0.0.1:0"))
+        live = LivePage(ask, self._stopping, remembered)
+        remembering = (lambda app: live.remembering()) if remembered else None
+        app = Starlette(routes=[*live.routes(), page("/memory", lambda: JSONResponse({}))], lifespan=remembering)
+        self._server = HttpServer(app, HttpSocket("127.0.0.1:0"))
         self.url = f"http://{self._server.address}/"
 
     def __enter__(self) -> "ServedStatus":

@@ -158,6 +158,12 @@ class ServiceConfig(HttpSection):
     default_quota: ByteSize | None = option(
         None, "host memory of each model for a cache_salt without a quota of its own; none = no bound"
     )
+    gpu_hour: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)] | None = option(
+        None, "price of an hour of an engine's GPUs together, in your currency; none = the page shows no money"
+    )
+    prefill_rate: Annotated[WholeNumber, Field(ge=1, le=10**9)] | None = option(
+        None, "tokens a second that an engine prefills, assumed where no engine tells what it measures"
+    )
 
 
 class ServerConfig(HttpSection):

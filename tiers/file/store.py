@@ -17,6 +17,7 @@ from kvtier.tiers import (
     ConfigError,
     Direction,
     Encryption,
+    Lineage,
     Outcome,
     TierUnavailable,
     require_buffers,
@@ -42,6 +43,7 @@ from kvtier.tiers.pool import ChildIndex
 _log = logging.getLogger(__name__)
 _FIRST_LOOK: Final = 4  # names of a lookup found at once; twice as many while all are held
 _MOST_LOOKED: Final = 2048
+_PIECE: Final = 1 << 16  # slots whose blocks are listed under the lock at a time
 
 
 class FileStore:
@@ -160,6 +162,16 @@ class FileStore:
         with self._lock:
             slots = self._blocks.index.named()
             return list(zip(self._blocks.index.names(slots), self._rows.parents_of(slots), strict=True))
+
+    def lineage(self) -> Lineage:
+        """As `TellsLineage`."""
+        index, names, parents = self._blocks.index, [], []
+        for first in range(0, index.num_slots, _PIECE):
+            with self._lock:
+                slots = index.named(first, min(first + _PIECE, index.num_slots))
+                names.append(index.words(slots))
+                parents.append(self._rows.parents.take(slots, 0))
+        return Lineage(np.concatenate(names), np.concatenate(parents))
 
     # Reading.
 

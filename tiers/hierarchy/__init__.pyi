@@ -2,7 +2,7 @@ from .cache_tiers import PENDING, Attribution, BlockClaims, CacheTiers, Claim, E
 from .events import Event, EventSource, Removed, Stored, TierEvents, events_of
 from .evict import evict_everywhere
 from .hierarchy import Hierarchy
-from .inventory import HeldRun, held_runs, in_runs
+from .inventory import HeldRun, held_runs, in_runs, lineages
 from .io_queue import IoQueue, JoinedJob
 from .lower_tier import TierPort
 from .opening import lower_modules, open_hierarchy, open_ports
@@ -35,6 +35,7 @@ __all__ = [
     "evict_everywhere",
     "held_runs",
     "in_runs",
+    "lineages",
     "lower_modules",
     "open_hierarchy",
     "open_ports",

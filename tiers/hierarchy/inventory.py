@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvtier.tiers import ChainHash, Enumerates
+from kvtier.tiers import L2, ChainHash, Enumerates, Lineage, TellsLineage
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy
 
 
@@ -27,6 +27,16 @@ def held_runs(hierarchy: Hierarchy) -> list[HeldRun]:
             parents.update(tier.held())
     parents.update(hierarchy.host.held())
     return in_runs(parents)
+
+
+def lineages(hierarchy: Hierarchy) -> dict[str, Lineage]:
+    """The blocks of L2 and of each tier that can tell, by the tier's name, as arrays. No I/O."""
+    found = {L2: hierarchy.host.lineage()}
+    for port in hierarchy.ports:
+        tier: object = port.tier  # a probe may detach it meanwhile
+        if isinstance(tier, TellsLineage):
+            found[port.name] = tier.lineage()
+    return found
 
 
 def in_runs(parents: Mapping[ChainHash, ChainHash]) -> list[HeldRun]:

@@ -56,6 +56,16 @@ class Rates:
                 self._tokens_per_second = _average(self._tokens_per_second, num_tokens / seconds)
                 self._growth.add(position, seconds / num_tokens)
 
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Of prefill, as engines measured it; None until one has."""
+        return self._tokens_per_second
+
+    def prefill_seconds(self, start: int, num_tokens: int) -> float | None:
+        """What it would take to prefill so many tokens behind the first `start`; None until an engine measured it."""
+        with self._lock:
+            return None if self._tokens_per_second is None else self._compute(start, num_tokens)
+
     def worth_loading(self, num_tokens: int, bytes_by_tier: Mapping[str, int]) -> bool:
         """Whether loading these bytes beats computing these tokens. Unknown rates: load, and learn."""
         if self._policy != "auto":

@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.tiers import BlockRecord, ChainHash, ChildBlock, ConfigError, checksum_of
+from kvtier.tiers import BlockRecord, ChainHash, ChildBlock, ConfigError, Lineage, checksum_of
 from kvtier.tiers.config import format_size, show_size
 from kvtier.tiers.host import memory
 from kvtier.tiers.host.cuda_driver import cuda_driver
@@ -314,6 +314,10 @@ class HostTier:
             flags = self.pool.holds([record.chain_hash for record in batch])
             pairs += [(r.chain_hash, r.parent) for r, is_held in zip(batch, flags, strict=True) if is_held]
         return list(dict(pairs).items())
+
+    def lineage(self) -> Lineage:
+        """As `TellsLineage`; unfinished last blocks are among them."""
+        return self.records.lineage(self.pool.ready_slots())
 
     def close(self) -> None:
         """Give the memory back; idempotent."""

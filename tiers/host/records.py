@@ -6,12 +6,14 @@ from struct import Struct
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
-from kvtier.tiers import BlockRecord, ChainHash
+from kvtier.tiers import BlockRecord, ChainHash, Lineage
 from kvtier.tiers.compiled import twin
 
 _HASH_BYTES: Final = 32
 _HEAD: Final = Struct("<32sQII")  # parent, checksum, the slot's generation, lengths: 48 bytes
+_HEAD_ROW: Final = np.dtype([("parent", "V32"), ("checksum", "<u8"), ("generation", "<u4"), ("lengths", "<u4")])
 _GENERATION: Final = (1 << 32) - 1  # of a generation the low half: a slot is not taken so often while somebody reads
 _NAME: Final = Struct(f"{_HASH_BYTES}s")
 _SIZE_BITS: Final = 26  # of the lengths: bytes of tokens; above them the parent's, as that of none is b""
@@ -100,6 +102,16 @@ class BlockRecords:
                 raise ValueError(f"chain_hash: slot {slot} is named for another block")
             lengths = len(parent) << _SIZE_BITS | len(block_tokens)
             pack(rows, slot * stride, parent, checksum, generations[slot] & _GENERATION, lengths, block_tokens)
+
+    def lineage(self, slots: NDArray[np.int64]) -> Lineage:
+        """Names and parents of the blocks in these slots, as far as they were described and have a parent."""
+        rows = self._array.reshape(self._num_slots, self._row.size)[slots, : _HEAD.size]
+        heads = np.ascontiguousarray(rows).view(_HEAD_ROW).reshape(-1)
+        now = np.frombuffer(self._generations, np.int64)[slots] & _GENERATION
+        names = np.frombuffer(self._names, np.uint64).reshape(-1, 4)[slots]
+        known = (heads["generation"] == now) & (now != 0) & (heads["lengths"] >> _SIZE_BITS == _HASH_BYTES)
+        parents = np.ascontiguousarray(heads["parent"][known])
+        return Lineage(names[known], parents.view(np.uint64).reshape(-1, 4))
 
     def following(self, slots: Sequence[int], parent: ChainHash, start: bytes) -> list[int]:
         """Those of the slots whose record may have this parent and begin with these tokens: a glance at each."""

@@ -70,6 +70,16 @@ class SlotPool:
         with self._lock:
             return self._places.of(hashes)
 
+    def return_gaps(self) -> NDArray[np.float64] | None:
+        """`[ages]`: requests that returned after so long, by the ages of `tiers.returns`; None: the policy learns none."""
+        policy = self._table.policy
+        return policy.gaps() if isinstance(policy, TailIndex) else None
+
+    def ready_slots(self) -> Slots:
+        """Every slot that holds a block now. O(slots)."""
+        with self._lock:
+            return np.flatnonzero(self._table.state[:-1] == READY)
+
     def holds(self, hashes: Sequence[ChainHash]) -> list[bool]:
         """Which of the blocks are ready, each by itself."""
         with self._lock:

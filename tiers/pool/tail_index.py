@@ -76,6 +76,10 @@ class TailIndex(SlotQueue):
             if len(self._in_use) > _MANY:
                 self._take_in(self._ended_at[record])
 
+    def gaps(self) -> NDArray[np.float64]:
+        """`[ages]`: requests that returned after so long, as `Returns.gaps`. May be called beside everything else."""
+        return self._returns.gaps()
+
     # --- the policy's verbs that are not a queue's --------------------------------------------------------------
 
     enter = SlotQueue.append

@@ -1,5 +1,5 @@
 from .ends import Hint, RequestEnd, hint_of
-from .hazards import UNTOLD
+from .hazards import EDGES, UNTOLD
 from .returns import Returns
 
-__all__ = ["UNTOLD", "Hint", "RequestEnd", "Returns", "hint_of"]
+__all__ = ["EDGES", "UNTOLD", "Hint", "RequestEnd", "Returns", "hint_of"]

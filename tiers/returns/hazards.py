@@ -66,6 +66,10 @@ class Hazards:
         sums = np.bincount(cells, spans.reshape(-1), NUM_CLASSES * NUM_AGES)
         self._waited += sums.reshape(self._waited.shape)
 
+    def gaps(self) -> NDArray[np.float64]:
+        """`[ages]`: returns seen at each age (`EDGES`), of all classes; those of long ago count less."""
+        return self._returns.sum(0)
+
     def fade(self, seconds: float) -> None:
         """What was seen so far counts less."""
         faded = 0.5 ** (seconds / _HALF_LIFE)

@@ -52,6 +52,10 @@ class Returns:
         places: NDArray[np.int64] = self._hazards.places[kinds, age_of(seconds)]
         return places
 
+    def gaps(self) -> NDArray[np.float64]:
+        """`[ages]`: requests that returned after so long, as `Hazards.gaps`."""
+        return self._hazards.gaps()
+
     def _came_back(self, row: int, now: float) -> None:
         tails = self._tails
         if tails.is_open[row]:

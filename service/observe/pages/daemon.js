@@ -1,10 +1,14 @@
 // What the page shows of a node's daemon.
 
+import { chart, timeAxis } from "./charts.js";
 import {
   about, bar, breakdown, bytes, card, count, duration, h, line, memory, none, percent, rate, rateTile, shares, sum,
   swatch, table, tile,
 } from "./draw.js";
+import { memoryOf } from "./memory.js";
+import { savedOf } from "./saved.js";
 import { captionOf, readTiers, tiers } from "./tiers.js";
+import { causesOf, lifetimesOf } from "./why.js";
 
 const MISS = "miss"; // the counters' word for a block that no tier had
 // Colours of slots; those of "rest" are empty. What is not here is drawn as what is ready.
@@ -38,20 +42,21 @@ export function stateOf({ status, degraded }) {
 /** Everything below the header. */
 export function panelsOf(status, history) {
   readTiers(status);
-  const models = status.models.map((model) => modelOf(model, history));
+  const models = status.models.map((model) => modelOf(model, history, status));
   return [tiles(status, history), models.length ? models : nothingYet(status), clientsOf(status.clients)];
 }
 
 // what a status has, over all its models or of one
 
-const over = (f) => (status) => status.models.reduce((total, model) => total + f(model), 0);
+const over = (f) => (status) => (status.models ?? []).reduce((total, model) => total + f(model), 0);
+// What the server remembers has numbers alone: what was empty then is not there.
 const lookups = over((model) => sum(model.lookups));
-const hits = over((model) => sum(model.lookups) - (model.lookups[MISS] ?? 0));
-const dropped = over((model) => sum(Object.values(model.dropped).map(sum)));
+const hits = over((model) => sum(model.lookups) - (model.lookups?.[MISS] ?? 0));
+const dropped = over((model) => sum(Object.values(model.dropped ?? {}).map(sum)));
 const corrupted = over((model) => sum(model.corrupted));
-const moved = (direction) => over((model) => sum(Object.values(model.moved).map((each) => each[direction] ?? 0)));
+const moved = (direction) => over((model) => sum(Object.values(model.moved ?? {}).map((each) => each[direction] ?? 0)));
 const of = (name, f) => (status) => {
-  const model = status.models.find((each) => each.model === name);
+  const model = status.models?.find((each) => each.model === name);
   return model ? (f(model) ?? 0) : 0;
 };
 
@@ -114,13 +119,19 @@ function nothingYet({ socket }) {
 
 // a model
 
-function modelOf(model, history) {
+function modelOf(model, history, { gpu_hour: price }) {
   const clients = `${count(model.clients)} ${model.clients === 1 ? "client" : "clients"}`;
   const facts = `blocks of ${count(model.block_size)} tokens in ${memory(model.block_bytes)} · ${clients}`;
   return h(
     "section",
     { class: "model", "aria-label": `model ${model.model}` },
     h("h2", {}, "Model ", h("code", {}, model.model), h("small", {}, facts)),
+    h(
+      "div",
+      { class: "charts" },
+      card("Found, of the blocks asked for", shareOf(model, history)),
+      card("Looked up, over time", lookedUpOf(model, history)),
+    ),
     h(
       "div",
       { class: "cards" },
@@ -130,6 +141,14 @@ function modelOf(model, history) {
       card("Breakers", breakersOf(model)),
       card("Not served, by reason", missedOf(model, history)),
       card("Not stored, by reason", droppedOf(model, history)),
+    ),
+    h(
+      "div",
+      { class: "charts" },
+      card("Saved", savedOf(model, (f) => of(model.model, f), history, price)),
+      causesOf(model, (f) => of(model.model, f), history),
+      lifetimesOf(model),
+      memoryOf(model),
     ),
   );
 }
@@ -171,11 +190,33 @@ function meterOf(model, name, slots, whole, notes) {
   );
 }
 
+function shareOf(model, history) {
+  const [asked, found] = [(each) => sum(each.lookups), (each) => sum(each.lookups) - (each.lookups?.[MISS] ?? 0)];
+  const [allAsked, allFound] = [of(model.model, asked), of(model.model, found)];
+  const points = history.pairs((before, after) => {
+    const grown = allAsked(after) - allAsked(before);
+    return grown > 0 ? Math.max(0, allFound(after) - allFound(before)) / grown : null;
+  });
+  const now = history.grown(allAsked, RECENT)?.value > 0 ? "" : "nobody asks now";
+  const series = [{ name: "found", kind: "main", points, note: now }];
+  return chart(`${model.model}/share`, series, timeAxis(history.span), percent, { top: 1, nothing: "Nobody has asked yet." });
+}
+
+function lookedUpOf(model, history) {
+  const shown = tiers().filter((tier) => model.lookups[tier.name] || isOn(tier, model)).map(({ name }) => name);
+  const series = [...shown, MISS].map((tier) => {
+    const counter = of(model.model, ({ lookups: each }) => each?.[tier]);
+    return { name: nameOf(tier), kind: colourOf(tier), points: history.rates(counter) };
+  });
+  const id = `${model.model}/looked up`;
+  return chart(id, series, timeAxis(history.span), (value) => rate(value), { stacked: true, nothing: "Nobody has asked yet." });
+}
+
 function lookupsOf(model, history) {
   if (!sum(model.lookups)) return none("Nobody has asked yet.");
   const shown = tiers().filter((tier) => model.lookups[tier.name] || isOn(tier, model)).map(({ name }) => name);
   const rows = [...shown, MISS].map((tier) => {
-    const now = history.rate(of(model.model, ({ lookups: each }) => each[tier]));
+    const now = history.rate(of(model.model, ({ lookups: each }) => each?.[tier]));
     return { name: nameOf(tier), kind: colourOf(tier), value: model.lookups[tier] ?? 0, now };
   });
   return shares("blocks", rows);
@@ -192,7 +233,7 @@ function movedOf(model, history) {
   return table(
     [["way"], ["", "wide"], ["bytes", "number"], ["now", "number"]],
     ways.map(([tier, direction, value]) => {
-      const counter = of(model.model, (each) => each.moved[tier]?.[direction]);
+      const counter = of(model.model, (each) => each.moved?.[tier]?.[direction]);
       const picture = line(history.rates(counter), history.span, shown, colourOf(tier));
       return [[swatch(colourOf(tier)), `${nameOf(tier)} ${direction}`], picture, bytes(value), shown(history.rate(counter))];
     }),
@@ -201,14 +242,14 @@ function movedOf(model, history) {
 
 function missedOf(model, history) {
   const rows = Object.entries(model.missed).map(([reason, value]) => {
-    return { name: reason, value, now: history.rate(of(model.model, ({ missed }) => missed[reason])) };
+    return { name: reason, value, now: history.rate(of(model.model, ({ missed }) => missed?.[reason])) };
   });
   return breakdown("blocks", rows, "Every block found was served.");
 }
 
 function droppedOf(model, history) {
   const rows = flat(model.dropped).map(([tier, reason, value]) => {
-    const now = history.rate(of(model.model, (each) => each.dropped[tier]?.[reason]));
+    const now = history.rate(of(model.model, (each) => each.dropped?.[tier]?.[reason]));
     return { name: `${nameOf(tier)}: ${reason}`, value, now };
   });
   return breakdown("blocks", rows, "Every block offered was stored.");

@@ -1,69 +1,20 @@
-// The page's life: one stream of statuses, their history, and what to say while there is none.
+// The page's life: one stream of statuses, the hour before it, and what to say while there is none.
 
+import { watchPointer } from "./charts.js";
 import * as daemon from "./daemon.js";
 import { duration, h, morph } from "./draw.js";
+import { History } from "./past.js";
 import * as router from "./router.js";
 
-const KEPT = 300; // seconds of history
-const SHORTEST = 30; // seconds a line shows at least
+const WINDOWS = [[300, "5 min"], [3600, "1 h"]]; // seconds that lines show at most
+const KEEPS = "kvtier.window"; // where the browser keeps which
 const BROKEN = 3000; // milliseconds without a message after the connection broke
 const SILENT = 8000; // the same while the connection stands: a server that hangs says so after five seconds
 const AGAIN = 5000; // milliseconds until a stream that was refused is asked for again
-const GAP = 5; // seconds between two statuses that are no neighbours
-
-/** The statuses of the last minutes, and rates of what only grows in them. */
-class History {
-  samples = []; // {at: seconds, status}
-
-  add(at, status) {
-    const last = this.samples.at(-1);
-    if (last && at === last.at) return; // a stream begins with what the one before said last
-    // A new process counts anew.
-    if (last && (status.uptime_s < last.status.uptime_s || at < last.at)) this.samples = [];
-    this.samples.push({ at, status });
-    while (this.samples[0].at < at - KEPT) this.samples.shift();
-  }
-
-  /** Seconds that lines show. */
-  get span() {
-    return Math.max(SHORTEST, this.samples.length ? this.samples.at(-1).at - this.samples[0].at : 0);
-  }
-
-  /** [seconds ago, f(earlier status, later status, seconds between) or null], a pair of neighbours each. */
-  pairs(f) {
-    const now = this.samples.at(-1)?.at;
-    return this.samples.slice(1).map(({ at, status }, i) => {
-      const before = this.samples[i];
-      return [now - at, at - before.at > GAP ? null : f(before.status, status, at - before.at)];
-    });
-  }
-
-  /** What `counter` grew by each second. Nothing is known where it shrank: a model was closed. */
-  rates(counter) {
-    return this.pairs((before, after, seconds) => {
-      const grown = counter(after) - counter(before);
-      return grown < 0 ? null : grown / seconds;
-    });
-  }
-
-  /** What `counter` grew by over the last seconds, and how many those were; null where that is not known. */
-  grown(counter, seconds) {
-    const last = this.samples.at(-1);
-    const first = this.samples.find(({ at }) => at >= last.at - seconds - 0.5);
-    if (first === last) return null;
-    const value = counter(last.status) - counter(first.status);
-    return value < 0 ? null : { value, seconds: last.at - first.at };
-  }
-
-  /** Its rate now: over the last few seconds. */
-  rate(counter) {
-    const grown = this.grown(counter, 5);
-    return grown && grown.value / grown.seconds;
-  }
-}
+const ASKS = 30000; // milliseconds that the past hour may take to come
 
 const history = new History();
-const ids = ["about", "state", "trouble", "panels", "since"];
+const ids = ["about", "state", "trouble", "panels", "since", "window"];
 const place = Object.fromEntries(ids.map((id) => [id, document.getElementById(id)]));
 let source = null;
 let lastMessage = 0; // when the stream said something last, by performance.now()
@@ -93,6 +44,19 @@ function connect() {
 function begin() {
   lastMessage = performance.now();
   connect();
+  remember();
+}
+
+/** Take over what the server remembers from before this page, or from while nobody saw it. It does without, too. */
+async function remember() {
+  try {
+    const answer = await fetch("history", { signal: AbortSignal.timeout(ASKS) });
+    if (!answer.ok) return;
+    history.recall(await answer.json());
+    if (!document.hidden && history.latest) show();
+  } catch {
+    // it was stopped, or is an older one: the lines begin now
+  }
 }
 
 function alive() {
@@ -103,15 +67,32 @@ function alive() {
 }
 
 function show() {
-  const { status } = history.samples.at(-1);
+  const status = history.latest;
   const view = "replicas" in status ? router : daemon;
   const { text, kind, trouble } = view.stateOf(status);
   say(text, kind, trouble);
   place.about.textContent = view.aboutOf(status);
-  place.since.textContent = `Lines show the last ${duration(history.span)}, since this page was opened at most.`;
+  place.since.textContent = `Lines show the last ${duration(history.span)}.`;
+  morph(place.window, windows());
   document.title = `kvtier · ${text}`;
   morph(place.panels, h("main", { id: "panels" }, view.panelsOf(status, history)));
 }
+
+/** Which time the lines show. */
+function windows() {
+  const buttons = WINDOWS.map(([seconds, text]) => {
+    const chosen = history.window === seconds;
+    return h("button", { type: "button", value: seconds, "aria-pressed": String(chosen) }, text);
+  });
+  return h("p", { id: "window", role: "group", "aria-label": "time that lines show" }, buttons);
+}
+
+place.window.addEventListener("click", ({ target }) => {
+  if (!target.value) return;
+  history.window = Number(target.value);
+  localStorage.setItem(KEEPS, target.value);
+  show();
+});
 
 function say(text, kind, trouble) {
   morph(place.state, h("p", { id: "state", role: "status", class: `badge ${kind}` }, text));
@@ -124,11 +105,15 @@ function watchSilence() {
   lost ??= new Date();
   const refused = source.readyState === EventSource.CLOSED;
   const why = refused ? "The stream is refused: too many pages may be watching." : "Is it running?";
-  const before = history.samples.length ? " What stands below is from before." : "";
+  const before = history.latest ? " What stands below is from before." : "";
   say("✕ connection lost", "bad", `No word since ${lost.toLocaleTimeString()}. ${why} Trying again.${before}`);
   document.title = "kvtier · connection lost";
   document.body.classList.add("stale");
 }
+
+watchPointer();
+const kept = Number(localStorage.getItem(KEEPS));
+if (WINDOWS.some(([seconds]) => seconds === kept)) history.window = kept;
 
 // A page nobody sees costs the server nothing.
 document.addEventListener("visibilitychange", () => {

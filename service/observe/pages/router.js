@@ -81,8 +81,9 @@ function tiles(status, history) {
 
 function foundTile({ tokens }, history) {
   const shares = history.pairs((before, after) => {
-    const grown = after.tokens.told_prompt - before.tokens.told_prompt;
-    const cached = after.tokens.told_cached - before.tokens.told_cached;
+    const [was, is] = [before.tokens ?? {}, after.tokens ?? {}];
+    const grown = is.told_prompt - was.told_prompt; // no number where nobody remembers
+    const cached = is.told_cached - was.told_cached;
     return grown > 0 ? Math.min(1, Math.max(0, cached / grown)) : null;
   });
   const { told_prompt: prompts, told_cached: cached } = tokens;
@@ -92,7 +93,7 @@ function foundTile({ tokens }, history) {
 }
 
 /** [{shown, kind, tokens}] by where they were found: each tier that usage names, and what is left of the sums in it. */
-function foundBy({ told_prompt: all, told_cached: cached, told_tiers: tiers }) {
+function foundBy({ told_prompt: all, told_cached: cached, told_tiers: tiers = {} }) {
   return [
     ...Object.entries(tiers).map(([label, tokens]) => ({ ...captionOf(label, "label"), tokens })),
     { shown: "a replica's cache", kind: "main", tokens: cached - sum(tiers) },
@@ -103,7 +104,7 @@ function foundBy({ told_prompt: all, told_cached: cached, told_tiers: tiers }) {
 function foundOf(status, history) {
   if (!status.tokens.told_prompt) return none("No replica has said yet.");
   const rows = foundBy(status.tokens).filter(({ tokens }) => tokens > 0).map(({ shown, kind, tokens: value }) => {
-    const before = (each) => foundBy(each.tokens).find((row) => row.shown === shown)?.tokens ?? 0;
+    const before = (each) => foundBy(each.tokens ?? {}).find((row) => row.shown === shown)?.tokens ?? 0;
     return { name: shown, kind, value, now: history.rate(before) };
   });
   return shares("tokens", rows);
@@ -205,7 +206,7 @@ function scoreOf({ chosen, prompt_blocks: prompt }, score) {
 
 function counted(name, history, status) {
   const rows = Object.entries(status[name]).map(([reason, value]) => {
-    return { name: reason, value, now: history.rate((each) => each[name][reason] ?? 0) };
+    return { name: reason, value, now: history.rate((each) => each[name]?.[reason] ?? 0) };
   });
   return breakdown("requests", rows, "None.");
 }

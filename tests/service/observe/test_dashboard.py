@@ -98,8 +98,8 @@ def page(chromium: Browser) -> Iterator[Browser]:
     yield chromium
     chromium.be()
     chromium.open("about:blank")
-    # The page may have asked once more for the stream of a server that its story has stopped by now.
-    gone = re.compile(r".*/stream - Failed to load resource: net::ERR_CONNECTION_REFUSED")
+    # The page may have asked once more for something of a server that its story has stopped by now.
+    gone = re.compile(r".*/(stream|history|memory) - Failed to load resource: net::ERR_CONNECTION_REFUSED")
     assert [complaint for complaint in chromium.complaints() if not gone.fullmatch(complaint)] == []
 
 
@@ -196,6 +196,73 @@ def test_a_daemon_without_a_lower_tier_says_how_to_have_one(page: Browser, home:
     page.wait_for("No tier below host memory is configured: see [file] and [redis].", card="Breakers")
     assert load(tiers, chain_of(2)) == 0
     page.wait_for("host memory 0 % 0", "nowhere 100 % 2", card="Lookups, by where found")
+    tiers.close()
+    page.open("about:blank")
+    daemon.check()
+    daemon.close()
+
+
+def test_a_page_that_is_opened_late_shows_what_was_before(
+    page: Browser, home: Path, disk_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dashboard, "PERIOD", 0.2)
+    daemon = ServedDaemon(home / "s", host={"size": 1 << 20})
+    tiers = attach(home / "s")
+    # Nobody looks while blocks are stored and found, and while nothing happens afterwards.
+    store(tiers, chain_of(6))
+    load(tiers, chain_of(8))
+
+    def found() -> list[int]:
+        """Blocks found in L2 at each sample."""
+        series = daemon.client.get("/history").json()["series"]
+        values = next((each["values"] for each in series if each["path"][-2:] == ["lookups", "l2"]), [])
+        return values if isinstance(values, list) else []
+
+    wait_until(lambda: found().count(6) > 10)
+    page.open(f"http://{daemon.http}/")
+    page.wait_for("host memory 0/s nowhere 0/s", card="Looked up, over time")
+    # The line begins before the page was opened: what was found then is its highest point.
+    points = "return document.querySelector('[data-chart$=\"looked up\"] .stroke').getAttribute('d').split('L').length"
+    wait_until(lambda: page.run(points) > 2)
+    # The numbers under the pointer, and those that the arrow keys choose.
+    assert page.run("return document.getElementById('tip').hidden") is True
+    point = "const f = document.querySelector('[data-chart$=\"looked up\"]');"
+    page.run(f"{point} f.focus(); f.dispatchEvent(new KeyboardEvent('keydown', {{key: 'ArrowLeft', bubbles: true}}))")
+    shown = page.run("return document.getElementById('tip').innerText")
+    assert re.search(r"\d\d:\d\d:\d\d\s+host memory .*/s\s+nowhere .*/s", shown), shown
+    # Who wants the last minutes alone says so.
+    page.run("document.querySelector('#window button').click()")
+    assert page.run("return document.querySelector('#window [aria-pressed=true]').innerText") == "5 min"
+    page.run("localStorage.clear()")
+    tiers.close()
+    page.open("about:blank")
+    daemon.check()
+    daemon.close()
+
+
+def test_what_fills_memory_and_what_it_saves(page: Browser, home: Path, disk_dir: Path) -> None:
+    file = {"path": str(disk_dir), "size": "4MiB"}
+    daemon = ServedDaemon(home / "s", host={"size": 1 << 20}, file=file, service={"gpu_hour": 3600})
+    tiers, chain = attach(home / "s"), chain_of(6)
+    page.open(f"http://{daemon.http}/")
+    page.wait_for("Nothing is stored yet.", card="What fills memory, by tenant")
+    page.wait_for("No request has loaded a block yet.", card="Saved")
+    store(tiers, chain)
+    assert load(tiers, chain) == 6
+    # Nobody knows what 24 tokens cost, until an engine says it or the operator assumes it.
+    page.wait_for("tokens whose time is not known 24", "Assume it: [service] prefill_rate.", card="Saved")
+    tiers.computed(100, 1.0)
+    load(tiers, chain)
+    saved = (
+        "tokens loaded instead of computed 48",
+        "saved 0.2 s",
+        "at 3,600 an hour of GPUs 0.24",
+        "100 tokens a second (measured)",
+    )
+    page.wait_for(*saved, card="Saved")
+    page.wait_for("host memory 6 blocks · 24 KiB", "file 6 blocks", card="What fills memory, by tenant")
+    prefix = (chain.hashes[0].hex()[:16], "24 KiB 100 %", "A prefix is called by its first block's name.")
+    page.wait_for(*prefix, card="Prefixes that most blocks begin with")
     tiers.close()
     page.open("about:blank")
     daemon.check()
@@ -356,7 +423,8 @@ def test_screen_readers_and_narrow_screens_have_it_too(page: Browser, served: Se
 
 
 def test_its_files_run_nothing_from_elsewhere(served: ServedDaemon) -> None:
-    for path in ("/", "/dashboard.css", "/dashboard.js", "/daemon.js", "/router.js", "/tiers.js", "/draw.js"):
+    scripts = ("charts", "daemon", "dashboard", "draw", "memory", "past", "router", "saved", "tiers", "why")
+    for path in ("/", "/dashboard.css", *(f"/{name}.js" for name in scripts)):
         answer = served.client.get(path)
         assert answer.status_code == 200
         policy = answer.headers["content-security-policy"]

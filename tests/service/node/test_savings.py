@@ -1,0 +1,54 @@
+"""What requests did not have to compute: counted when they take it, in the engine's own measure or an assumed one."""
+
+from pathlib import Path
+
+import pytest
+from doubles import BLOCK_SIZE, chain_of
+from http_rig import ServedDaemon
+from service_rig import attach, load, store
+
+from kvtier.service.node.savings import Savings
+from kvtier.tiers.hierarchy.rates import Rates
+
+
+def test_seconds_are_those_of_the_rate_that_is_known() -> None:
+    rates = Rates("auto")
+    savings, assuming = Savings(rates, None), Savings(rates, 1000)
+    for each in (savings, assuming):
+        each.took(0, 500)
+    assert (savings.num_tokens, savings.num_untimed, sum(savings.seconds.values())) == (500, 500, 0)
+    assert (assuming.num_untimed, assuming.seconds) == (0, {"measured": 0, "assumed": 0.5})
+    assert assuming.is_assumed
+    assert not savings.is_assumed
+    rates.computed(100, 1.0)  # an engine measures: from here on that counts
+    for each in (savings, assuming):
+        each.took(0, 500)
+        assert not each.is_assumed
+        assert each.seconds["measured"] == pytest.approx(5.0)
+    assert (savings.num_tokens, savings.num_untimed) == (1000, 500)
+
+
+@pytest.mark.parametrize("options", [{"prefill_rate": 100, "gpu_hour": 2.5}, {}])
+def test_the_status_tells_what_was_saved(tmp_path: Path, options: dict[str, float]) -> None:
+    daemon = ServedDaemon(tmp_path / "s", host={"size": 1 << 20}, service=options)
+    tiers, chain = attach(tmp_path / "s"), chain_of(6)
+    store(tiers, chain)
+    assert load(tiers, chain) == 6
+    status = daemon.client.get("/status").json()
+    [model] = status["models"]
+    page = daemon.client.get("/metrics").text
+    num_tokens = 6 * BLOCK_SIZE
+    assert status["gpu_hour"] == options.get("gpu_hour")
+    assert ("kvtier_gpu_hour_price 2.5" in page) is bool(options)
+    assert f'kvtier_saved_tokens_total{{fingerprint="{model["model"]}"}} {num_tokens}.0' in page
+    expected = {"tokens": num_tokens, "load_s": 0, "tokens_per_s": 100 if options else None, "assumed": bool(options)}
+    expected |= {"untimed_tokens": 0 if options else num_tokens, "prefill_s": num_tokens / 100 if options else 0}
+    assert model["saved"] == expected
+    # An engine says what it measures: it counts from here on.
+    tiers.computed(1000, 1.0)
+    load(tiers, chain)
+    [model] = daemon.client.get("/status").json()["models"]
+    assert not model["saved"]["assumed"]
+    assert model["saved"]["prefill_s"] == pytest.approx(expected["prefill_s"] + num_tokens / 1000)
+    tiers.close()
+    daemon.close()
