@@ -100,7 +100,7 @@ class LowerTierStatus(StatusPart):
 
 
 class AgeCounts(StatusPart):
-    """A histogram of seconds: `counts[i]` lie above `bounds[i - 1]` and not above `bounds[i]`; the last has no bound."""
+    """A histogram of seconds: `counts[i]` lie above `bounds[i - 1]` and up to `bounds[i]`; the last has no bound."""
 
     bounds: list[float]
     counts: list[float]

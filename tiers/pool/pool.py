@@ -71,7 +71,7 @@ class SlotPool:
             return self._places.of(hashes)
 
     def return_gaps(self) -> NDArray[np.float64] | None:
-        """`[ages]`: requests that returned after so long, by the ages of `tiers.returns`; None: the policy learns none."""
+        """`[ages]`: requests that returned after so long, by the ages of `tiers.returns`; None: not learned."""
         policy = self._table.policy
         return policy.gaps() if isinstance(policy, TailIndex) else None
 
