@@ -38,6 +38,7 @@ ROWS: Final = (
     ("engine",),
     ("engine/demo", "service"),
     ("service/web",),
+    ("service/simulation",),
     ("service/events", "service/archive", "service/observe"),
     ("service/node", "service/cluster", "service/doctor", "service/openai"),
     ("service/admin", "service/router", "service/engine"),

@@ -1,0 +1,97 @@
+"""Optimum: the most blocks that any policy of a given size could have found, with all requests known in advance.
+
+Belady's rule with bypass: when there is no room, the block goes that is needed last, the deepest of its chain first. A
+request that asks for a block asks for those before it. So that order never takes a block before the ones behind it, and
+what it keeps of a chain is always its beginning: the bound is what a cache of prefixes can reach, and no more.
+"""
+
+import heapq
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+_NEVER = np.iinfo(np.int64).max
+
+
+class Optimum:
+    """The bound for one list of requests, at any capacity. It keeps three numbers a run of blocks, and no names.
+
+    Blocks of one request that are asked for next by the same request are one run: only how many of them are kept
+    matters. O(n log n) of blocks once, then O(runs log requests) for each capacity.
+    """
+
+    def __init__(self, chains: Sequence[Sequence[int]], num_prompt: Sequence[int] | None = None) -> None:
+        """`chains`: the numbers of each request's blocks, head first: its prompt's, then those its answer leaves.
+
+        `num_prompt`: how many of each chain are the prompt's, which alone are asked for; None: all of them.
+        """
+        lengths = np.array([len(chain) for chain in chains], np.int64)
+        flat = np.fromiter((block for chain in chains for block in chain), np.int64, int(lengths.sum()))
+        asked = lengths if num_prompt is None else np.asarray(num_prompt, np.int64)
+        self.num_requests = len(lengths)
+        self.num_asked = int(asked.sum())  # blocks
+        request = np.repeat(np.arange(self.num_requests), lengths)
+        place = np.arange(len(flat)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        needed = _next_asked(flat, request, place < asked[request])
+        self._runs = _runs_of(request, needed)
+
+    def hits(self, capacity: int) -> NDArray[np.int64]:
+        """`[requests]`: how many blocks of each prompt are found with room for `capacity` blocks."""
+        found = np.zeros(self.num_requests, np.int64)
+        kept: dict[int, int] = {}  # request → blocks kept for it
+        furthest: list[int] = []  # a heap of these requests, negated
+        total, at = 0, 0
+        requests, needed, counts = self._runs
+        for request, wanted_by, count in zip(requests, needed, counts, strict=True):
+            if request != at:
+                for passed in range(at + 1, request + 1):
+                    found[passed] = held = kept.pop(passed, 0)
+                    total -= held
+                at = request
+            if wanted_by not in kept:
+                kept[wanted_by] = 0
+                heapq.heappush(furthest, -wanted_by)
+            kept[wanted_by] += count
+            total += count
+            while total > capacity:
+                last = -furthest[0]
+                excess = min(kept.get(last, 0), total - capacity)
+                total -= excess
+                if excess and kept[last] > excess:
+                    kept[last] -= excess
+                else:
+                    kept.pop(last, None)
+                    heapq.heappop(furthest)
+        for passed in range(at + 1, self.num_requests):
+            found[passed] = kept.pop(passed, 0)
+        return found
+
+    def share(self, capacity: int) -> float:
+        """The share of all blocks asked for that are found."""
+        return float(self.hits(capacity).sum()) / self.num_asked if self.num_asked else 0.0
+
+
+def _next_asked(
+    blocks: NDArray[np.int64], request: NDArray[np.int64], is_asked: NDArray[np.bool_]
+) -> NDArray[np.int64]:
+    """For each block of each request the request that asks for it next; _NEVER if none does.
+
+    A block that an answer leaves anew before it is asked for need not be kept until then: _NEVER, too.
+    """
+    order = np.lexsort((request, blocks))
+    sorted_blocks, sorted_requests = blocks[order], request[order]
+    after = np.full(len(blocks), _NEVER)
+    is_next = (sorted_blocks[1:] == sorted_blocks[:-1]) & is_asked[order][1:]
+    is_next &= sorted_requests[1:] > sorted_requests[:-1]
+    after[:-1][is_next] = sorted_requests[1:][is_next]
+    result = np.empty(len(blocks), np.int64)
+    result[order] = after
+    return result
+
+
+def _runs_of(request: NDArray[np.int64], needed: NDArray[np.int64]) -> tuple[list[int], list[int], list[int]]:
+    """(request, the request that needs it next, how many blocks) of each run that is needed again, in order."""
+    again = needed != _NEVER
+    pairs, counts = np.unique(np.stack([request[again], needed[again]]), axis=1, return_counts=True)
+    return pairs[0].tolist(), pairs[1].tolist(), counts.tolist()
