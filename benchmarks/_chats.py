@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
-from _trace import read_trace
 from numpy.typing import NDArray
+
+from kvtier.service.traces import read_trace
 
 TRACE_UNIT: Final = 512  # tokens of the trace's blocks
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
-from _trace import TraceLine, read_trace
 
 from kvtier.service.events import prompt_hashes
+from kvtier.service.traces import TraceLine, read_trace
 from kvtier.tiers import BlockRecord, FormatError
 from kvtier.tiers.naming import TokenChain, root_hash
 

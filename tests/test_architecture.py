@@ -37,7 +37,7 @@ ROWS: Final = (
     ("connector/vllm", "connector/sglang", "connector/transformers"),
     ("engine",),
     ("engine/demo", "service"),
-    ("service/web",),
+    ("service/web", "service/traces"),
     ("service/simulation",),
     ("service/events", "service/archive", "service/observe"),
     ("service/node", "service/cluster", "service/doctor", "service/openai"),

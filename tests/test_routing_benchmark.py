@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import routing
 from _fleet import Hardware, SimulatedReplica, SimulatedRequest
-from _trace import TraceLine
 from _traffic import TracePrompt, made_up, prompts_of
+
+from kvtier.service.traces import TraceLine
 
 SLOW = Hardware(
     l1_blocks=12,

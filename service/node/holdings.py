@@ -214,7 +214,7 @@ class Holdings:
         self._hierarchy.computed(op.num_tokens, op.seconds, op.position)
 
     def _on_requestended(self, op: messages.RequestEnded) -> None:
-        self._hierarchy.ended(op.end._replace(client=self._client))
+        self._tiers.ended(op.end._replace(client=self._client))
 
     def _on_holds(self, op: messages.Holds) -> bytes:
         return bytes(self._hierarchy.holds(op.hashes))

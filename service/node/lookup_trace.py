@@ -1,4 +1,4 @@
-"""Records lookups as a trace in Mooncake's JSON lines while the daemon serves."""
+"""Records lookups, and how their requests ended, as a trace in Mooncake's JSON lines while the daemon serves."""
 
 import asyncio
 import json
@@ -6,13 +6,14 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
-from typing import Final
+from typing import Any, Final
 
 from kvtier.service.web import LoopFile
 from kvtier.tiers import ChainHash, KVTierError
+from kvtier.tiers.returns import RequestEnd
 
 _log = logging.getLogger(__name__)
 
@@ -20,6 +21,8 @@ _MAX_WAITING: Final = 1 << 19  # blocks of lookups not written yet
 _MAX_KNOWN: Final = 1 << 18  # blocks whose number is remembered
 _MAX_BYTES: Final = 4 << 30  # of one trace
 _PERIOD: Final = 0.1  # seconds between writes
+_PATIENCE: Final = 60.0  # seconds that a lookup waits for its request's end: lines keep the order of their lookups
+_LAST: Final = 2  # blocks of a prompt by which its lookup is known: the last may not have been asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +34,29 @@ class TraceCounts:
     num_bytes: int
 
 
-class TraceRecorder:
-    """Writes lookups to a file. `record` may be called on any thread and never waits; all else belongs to one loop.
+@dataclass(eq=False, slots=True)
+class _RecordedLookup:
+    """One that waits to be written: for its turn, and for the end of its request."""
 
+    when: float
+    hashes: Sequence[ChainHash]
+    input_length: int
+    output_length: int
+    block_size: int
+    ended: float | None = None
+    answer: Sequence[ChainHash] = ()
+    told: dict[str, Any] = field(default_factory=dict)  # hint and tenant, if they were told
+
+    @property
+    def size(self) -> int:
+        return len(self.hashes) + len(self.answer) + 1
+
+
+class TraceRecorder:
+    """Writes lookups to a file. `record` and `ended` may be called on any thread and never wait; all else is a loop's.
+
+    A line is written once its request has ended, or after `patience` seconds, or when half of `max_waiting` waits; and
+    never before the lines above it.
     At most `max_waiting` blocks wait to be written; lookups beyond are dropped and counted, as are all once the trace
     has `max_bytes` or the disk has refused it. A block's number is remembered while it is among the `max_known` / 2
     seen last, at least: one that comes back later gets a new number, so that a trace may show less reuse over long
@@ -47,17 +70,20 @@ class TraceRecorder:
         max_waiting: int = _MAX_WAITING,
         max_known: int = _MAX_KNOWN,
         max_bytes: int = _MAX_BYTES,
+        patience: float = _PATIENCE,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Use `start`."""
         self._file = file
         self._max_waiting = max_waiting
         self._max_bytes = max_bytes
+        self._patience = patience
         self._clock = clock
         self._start = clock()
         self._ids = _Numbers(max_known)
         self._lock = Lock()  # guards what follows; never held across I/O
-        self._waiting: deque[tuple[float, Sequence[ChainHash], int, int]] = deque()
+        self._waiting: deque[_RecordedLookup] = deque()
+        self._open: dict[ChainHash, _RecordedLookup] = {}  # by the last block asked for: those whose end was not told
         self._num_waiting = 0  # blocks
         self._num_recorded = self._num_dropped = self._num_bytes = 0
         self._ended = False
@@ -69,21 +95,40 @@ class TraceRecorder:
         """Record into a new file, which only its owner can read. ConfigError if it cannot be made, or is there."""
         return cls(await LoopFile.create(Path(path)), max_bytes=max_bytes)
 
-    def record(self, hashes: Sequence[ChainHash], input_length: int, output_length: int = 0) -> bool:
+    def record(
+        self, hashes: Sequence[ChainHash], input_length: int, output_length: int = 0, *, block_size: int = 0
+    ) -> bool:
         """Note a request: its full blocks, a list nobody changes any more, and its tokens. False: it was dropped."""
         with self._lock:
             room = self._max_waiting - self._num_waiting
             taken = not self._ended and len(hashes) + 1 <= room
             if taken:
-                self._waiting.append((self._clock(), hashes, input_length, output_length))
-                self._num_waiting += len(hashes) + 1
+                lookup = _RecordedLookup(self._clock(), hashes, input_length, output_length, block_size)
+                self._waiting.append(lookup)
+                self._num_waiting += lookup.size
+                if hashes and not output_length:
+                    self._open[hashes[-1]] = lookup
             else:
                 self._num_dropped += 1
         return taken
 
+    def ended(self, end: RequestEnd) -> None:
+        """A request has ended: its lookup, if one waits, is told with what its answer left behind."""
+        with self._lock:
+            for name in reversed(end.names[max(0, end.num_prompt - _LAST) : end.num_prompt]):
+                if (lookup := self._open.pop(name, None)) is not None:
+                    break
+            else:
+                return
+            if len(end.names) - end.num_prompt <= self._max_waiting - self._num_waiting:
+                lookup.answer = end.names[end.num_prompt :]
+                self._num_waiting += len(lookup.answer)
+            lookup.ended, lookup.output_length = self._clock(), end.num_output_tokens
+            lookup.told = {"tenant": end.client} if end.hint is None else {"hint": end.hint.value, "tenant": end.client}
+
     def counts(self) -> TraceCounts:
         with self._lock:
-            return TraceCounts(self._num_recorded, self._num_dropped, self._num_bytes)
+            return TraceCounts(self._num_recorded + len(self._waiting), self._num_dropped, self._num_bytes)
 
     async def stop(self) -> TraceCounts:
         """Write what waits, and close the file. Idempotent."""
@@ -107,8 +152,7 @@ class TraceRecorder:
                 _log.warning("trace: %s", error)
 
     async def _write_waiting(self) -> None:
-        with self._lock:
-            lookups = [self._waiting.popleft() for _ in range(len(self._waiting))]
+        lookups = self._ripe()
         if not lookups:
             return
         try:
@@ -122,17 +166,39 @@ class TraceRecorder:
         if fitting < len(lines):
             raise KVTierError(f"{self._file.path}: the trace has {self._num_bytes} bytes, all it may have")
 
-    def _lines(self, lookups: Sequence[tuple[float, Sequence[ChainHash], int, int]]) -> list[bytes]:
-        lines = []
-        for when, hashes, input_length, output_length in lookups:
-            line = {
-                "timestamp": int(1000 * (when - self._start)),
-                "input_length": input_length,
-                "output_length": output_length,
-                "hash_ids": self._ids.of(hashes),
-            }
-            lines.append(json.dumps(line).encode() + b"\n")
-        return lines
+    def _ripe(self) -> list[_RecordedLookup]:
+        """The first of what waits, as far as nothing is waited for any more."""
+        lookups: list[_RecordedLookup] = []
+        with self._lock:
+            now, size = self._clock(), self._num_waiting
+            while self._waiting:
+                first = self._waiting[0]
+                is_open = bool(first.hashes) and self._open.get(first.hashes[-1]) is first
+                is_patient = now - first.when < self._patience and size <= self._max_waiting // 2
+                if is_open and is_patient and not self._stopping.is_set():
+                    break
+                if is_open:
+                    del self._open[first.hashes[-1]]
+                size -= first.size
+                lookups.append(self._waiting.popleft())
+        return lookups
+
+    def _lines(self, lookups: Sequence[_RecordedLookup]) -> list[bytes]:
+        return [json.dumps(self._fields(lookup)).encode() + b"\n" for lookup in lookups]
+
+    def _fields(self, lookup: _RecordedLookup) -> dict[str, Any]:
+        fields: dict[str, Any] = {
+            "timestamp": int(1000 * (lookup.when - self._start)),
+            "input_length": lookup.input_length,
+            "output_length": lookup.output_length,
+            "hash_ids": self._ids.of(lookup.hashes),
+        }
+        if lookup.block_size:
+            fields["block_size"] = lookup.block_size
+        if lookup.ended is not None:
+            fields["answer_ids"] = self._ids.of(lookup.answer)
+            fields["ended"] = int(1000 * (lookup.ended - self._start))
+        return fields | lookup.told
 
     def _fitting(self, lines: Sequence[bytes]) -> int:
         room = self._max_bytes - self._num_bytes
@@ -142,11 +208,9 @@ class TraceRecorder:
                 return count
         return len(lines)
 
-    def _settle(
-        self, lookups: Sequence[tuple[float, Sequence[ChainHash], int, int]], num_written: int, num_bytes: int
-    ) -> None:
+    def _settle(self, lookups: Sequence[_RecordedLookup], num_written: int, num_bytes: int) -> None:
         with self._lock:
-            self._num_waiting -= sum(len(hashes) + 1 for _, hashes, _, _ in lookups)
+            self._num_waiting -= sum(lookup.size for lookup in lookups)
             self._num_recorded += num_written
             self._num_dropped += len(lookups) - num_written
             self._num_bytes += num_bytes
@@ -157,6 +221,7 @@ class TraceRecorder:
             self._ended = True
             self._num_dropped += len(self._waiting)
             self._waiting.clear()
+            self._open.clear()
             self._num_waiting = 0
 
 

@@ -13,6 +13,7 @@ from kvtier.service.node.savings import Savings
 from kvtier.tiers import L2, ChainHash, Outcome
 from kvtier.tiers.hierarchy import Claim, Ends, Hierarchy, Pending, Wanted
 from kvtier.tiers.pool import Lease, Reservation
+from kvtier.tiers.returns import RequestEnd
 
 if TYPE_CHECKING:
     from kvtier.service.events import TierFeed
@@ -53,8 +54,15 @@ class ServedTiers:
             assert claim.found is not None
             self.hierarchy.count(claim.found)
             if self.recorder is not None:
-                self.recorder.record(claim.hashes, len(claim.hashes) * claim.block_size)
+                size = claim.block_size
+                self.recorder.record(claim.hashes, len(claim.hashes) * size, block_size=size)
         return promised
+
+    def ended(self, end: RequestEnd) -> None:
+        """As `Hierarchy.ended`; a trace that is recorded tells it, too."""
+        self.hierarchy.ended(end)
+        if self.recorder is not None:
+            self.recorder.ended(end)
 
     def take(self, claim: Claim) -> Lease:
         """As `Hierarchy.take`; what came up from below counts into its tenant's quota."""

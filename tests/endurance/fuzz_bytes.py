@@ -8,7 +8,6 @@ from typing import Final
 
 import numpy as np
 import xxhash
-from _trace import _parse
 
 from kvtier.connector.daemon.handshake import unpack_handshake, unpack_handshake_reply
 from kvtier.connector.daemon.wire import MAX_FRAME, FrameReader, unpack_reply, unpack_request
@@ -16,6 +15,7 @@ from kvtier.connector.plan import StepPlan
 from kvtier.service.archive.format import HEADER_BYTES, Header, Parser, decode_header
 from kvtier.service.events.prefix_index import PrefixIndex
 from kvtier.service.events.wire import decode_batch
+from kvtier.service.traces.reading import parse_line
 from kvtier.tiers.cipher import Encryption, key_id
 from kvtier.tiers.errors import FormatError
 from kvtier.tiers.file import slab
@@ -149,5 +149,5 @@ TARGETS: Final[dict[str, Target]] = {
     "plan": raising(StepPlan.decode),
     "archive": raising(decode_header),
     "records": records,
-    "trace": raising(_parse),
+    "trace": raising(parse_line),
 }

@@ -9,7 +9,6 @@ from typing import Any
 
 import httpx2
 import pytest
-from _trace import read_trace
 from command_rig import kvtier
 from doubles import SLOT_BYTES, chain_of, payload_of, wait_until
 from http_rig import MODEL
@@ -19,6 +18,7 @@ from kvtier.connector.daemon.remote import RemoteTiers
 from kvtier.service.observe import DaemonStatus, statuses
 from kvtier.service.observe.summary import hit_share
 from kvtier.service.observe.top import row_of
+from kvtier.service.traces import read_trace
 from kvtier.tiers.naming.chain import TokenChain, root_hash
 
 pytestmark = pytest.mark.timeout(300)  # every command is a process that imports everything anew

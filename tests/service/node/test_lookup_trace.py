@@ -2,8 +2,6 @@
 
 import asyncio
 import errno
-import gzip
-import json
 import logging
 import os
 import resource
@@ -14,15 +12,15 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
-import _trace
 import pytest
-from _trace import TraceLine, read_trace
 from doubles import FakeClock, chain_of
-from hypothesis import given, strategies
 
 from kvtier.service.node.lookup_trace import TraceCounts, TraceRecorder
+from kvtier.service.traces.reading import read_trace
+from kvtier.service.traces.trace_line import TraceLine
 from kvtier.service.web.loop_file import LoopFile
 from kvtier.tiers.errors import ConfigError, FormatError
+from kvtier.tiers.returns.ends import Hint, RequestEnd
 
 T = TypeVar("T")
 
@@ -56,6 +54,56 @@ def test_lookups_become_lines_that_anybody_reads(tmp_path: Path) -> None:
     # Recording starts a file, it never goes on with one.
     with pytest.raises(ConfigError, match="exists already"):
         run(TraceRecorder.start(path))
+
+
+def test_a_line_tells_how_its_request_ended(tmp_path: Path) -> None:
+    clock = FakeClock()
+    path = tmp_path / "trace.jsonl"
+
+    async def story() -> None:
+        recorder = TraceRecorder(await LoopFile.create(path), clock=clock)
+        first, second = chain_of(5), chain_of(4, first_token=900)
+        recorder.record(first.hashes[:2], 8, block_size=4)  # of three full blocks: the last was not asked for
+        clock.advance(1)
+        recorder.record(second.hashes, 16, block_size=4)
+        recorder.record(first.hashes[:1], 4, block_size=4)
+        clock.advance(1)
+        # The second ends first, and its line waits for the one above it. The third's end is never told.
+        recorder.ended(RequestEnd(second.hashes, 4, 2, Hint.FINISHED, 7))
+        await asyncio.sleep(0.3)
+        assert path.read_bytes() == b""
+        recorder.ended(RequestEnd(first.hashes, 3, 11, client=2))
+        recorder.ended(RequestEnd(first.hashes, 3, 11, client=2))  # of a lookup that is not there: nothing
+        while path.read_bytes().count(b"\n") < 2:
+            await asyncio.sleep(0.01)
+        assert (await recorder.stop()).num_recorded == 3
+
+    run(story())
+    first, second, third = read_trace(path)
+    assert first == TraceLine(0, 8, 11, (0, 1), block_size=4, answer_ids=(2, 3), ended=2000, tenant=2)
+    assert second == TraceLine(1000, 16, 2, (4, 5, 6, 7), 4, answer_ids=(), ended=2000, hint="finished", tenant=7)
+    assert third == TraceLine(1000, 4, 0, (0,), block_size=4)
+
+
+def test_an_end_that_does_not_come_is_not_waited_for(tmp_path: Path) -> None:
+    clock = FakeClock()
+    path = tmp_path / "trace.jsonl"
+
+    async def story() -> None:
+        recorder = TraceRecorder(await LoopFile.create(path), max_waiting=100, patience=5, clock=clock)
+        recorder.record(chain_of(3).hashes, 12)
+        clock.advance(5)
+        while path.read_bytes().count(b"\n") < 1:
+            await asyncio.sleep(0.01)
+        # Nor while half of the room is taken.
+        for n in range(20):
+            recorder.record(chain_of(3, first_token=100 * n).hashes, 12)
+        while path.read_bytes().count(b"\n") < 8:
+            await asyncio.sleep(0.01)
+        await recorder.stop()
+
+    run(story())
+    assert sum(1 for _ in read_trace(path)) == 21
 
 
 def test_serving_threads_never_wait_and_what_does_not_fit_is_counted(tmp_path: Path) -> None:
@@ -144,75 +192,11 @@ def test_a_recorder_cancelled_with_its_loop_closes_the_file(tmp_path: Path) -> N
     async def story() -> TraceRecorder:
         recorder = await TraceRecorder.start(tmp_path / "trace")
         recorder.record(chain_of(3).hashes, 12)
-        await asyncio.sleep(0.3)
+        recorder.ended(RequestEnd(chain_of(3).hashes, 3, 9))
+        while not (tmp_path / "trace").read_bytes():
+            await asyncio.sleep(0.01)
         return recorder  # nobody stops it
 
     recorder = run(story())
     assert not recorder.record(chain_of(3).hashes, 12)
     assert [line.hash_ids for line in read_trace(tmp_path / "trace")] == [(0, 1, 2)]
-
-
-GOOD = {"timestamp": 5, "input_length": 100, "output_length": 2, "hash_ids": [0, 1]}
-
-
-@pytest.mark.parametrize(
-    ("line", "complaint"),
-    [
-        (b'{"timestamp": 5, "inp', "not a JSON object; was the file cut short"),
-        (b"\xff\xfe\x00", "not a JSON object"),
-        (b"[1]", "not a JSON object"),
-        (b"[" * 100_000, "not a JSON object"),
-        (b"\n", "not a JSON object"),
-        (json.dumps(GOOD | {"timestamp": -1}).encode(), "timestamp: not a whole number"),
-        (json.dumps(GOOD | {"timestamp": 4}).encode(), "timestamp 4 is before the 5 of the line above"),
-        (json.dumps(GOOD | {"timestamp": True}).encode(), "timestamp: not a whole number"),
-        (json.dumps(GOOD | {"input_length": 1.5}).encode(), "input_length: not a whole number"),
-        (json.dumps(GOOD | {"input_length": 1}).encode(), "hash_ids: 2 blocks for an input_length of 1 tokens"),
-        (json.dumps(GOOD | {"output_length": None}).encode(), "output_length: missing"),
-        (json.dumps(GOOD | {"hash_ids": "01"}).encode(), "hash_ids: not a list"),
-        (json.dumps(GOOD | {"hash_ids": [0, "1"]}).encode(), "hash_ids: not a whole number"),
-        (json.dumps(GOOD | {"hash_ids": [1 << 63]}).encode(), "hash_ids: not a whole number"),
-        (b'{"timestamp": ' + b"9" * 5000 + b"}", "not a JSON object"),
-    ],
-)
-def test_a_wrong_line_is_named_by_its_number(tmp_path: Path, line: bytes, complaint: str) -> None:
-    path = tmp_path / "trace.jsonl"
-    path.write_bytes(json.dumps(GOOD).encode() + b"\n" + line)
-    reader = read_trace(path)
-    assert next(reader) == TraceLine(5, 100, 2, (0, 1))  # what is right comes first
-    with pytest.raises(FormatError, match=rf"trace\.jsonl:2: {complaint}"):
-        next(reader)
-
-
-def test_a_line_without_end_is_not_read_into_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_trace, "_MAX_LINE", 1000)
-    (tmp_path / "trace").write_bytes(json.dumps(GOOD).encode() + b"\n" + b"[" * 5000)
-    with pytest.raises(FormatError, match=r"trace:2: longer than 1000 bytes"):
-        list(read_trace(tmp_path / "trace"))
-
-
-@given(strategies.lists(strategies.binary(max_size=60) | strategies.just(json.dumps(GOOD).encode()), max_size=6))
-def test_any_bytes_are_lines_or_an_error_with_a_number(lines: list[bytes]) -> None:
-    path = Path(f"/dev/shm/kvtier-trace-{os.getpid()}")
-    path.write_bytes(b"\n".join(lines))
-    complaint = f"{path}:"
-    try:
-        assert all(line == TraceLine(5, 100, 2, (0, 1)) for line in read_trace(path))
-    except FormatError as error:
-        complaint = str(error)
-    finally:
-        path.unlink()
-    assert complaint.startswith(f"{path}:")
-
-
-def test_compressed_traces_are_read_and_broken_ones_told(tmp_path: Path) -> None:
-    path = tmp_path / "trace.jsonl.gz"
-    whole = gzip.compress(b"".join(json.dumps(GOOD | {"timestamp": n}).encode() + b"\n" for n in range(2000)))
-    path.write_bytes(whole)
-    assert sum(1 for _ in read_trace(path)) == 2000
-    for broken in (whole[: len(whole) // 2], b"not gzip", whole[:200] + b"\0" * 50 + whole[250:]):
-        path.write_bytes(broken)
-        with pytest.raises(FormatError, match=r"trace\.jsonl\.gz:"):
-            list(read_trace(path))
-    with pytest.raises(ConfigError, match="No such file"):
-        list(read_trace(tmp_path / "nothing"))
