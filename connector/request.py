@@ -9,7 +9,7 @@ from kvtier.connector.plan import CopyOp
 from kvtier.tiers import ChainHash
 from kvtier.tiers.hierarchy import Attribution, Claim, Wanted
 from kvtier.tiers.pool import Lease, Reservation
-from kvtier.tiers.returns import Hint
+from kvtier.tiers.returns import Hint, RequestEnd
 
 
 class BlockChain(Protocol):
@@ -58,6 +58,16 @@ class Answered(NamedTuple):
     num_prompt_tokens: int
     num_output_tokens: int
     hint: Hint | None = None
+    is_derived: bool = False  # nobody said the hint: the answer shows it
+    seconds: float = 0.0  # from its arrival to its end; 0: not known
+
+    def end_of(self, chain: BlockChain) -> RequestEnd:
+        """What the tiers are told. Whoever has the same cache_salt is one client: each tenant is judged by itself."""
+        client = int.from_bytes(chain.tenant[:4], "little")
+        num_prompt = self.num_prompt_tokens // chain.block_size
+        return RequestEnd(
+            chain.hashes, num_prompt, self.num_output_tokens, self.hint, client, self.is_derived, self.seconds
+        )
 
 
 @dataclass(slots=True)

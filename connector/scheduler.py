@@ -215,7 +215,8 @@ class SchedulerSide:
     def finished(self, request_id: str, answered: Answered | None = None) -> None:
         """The request ended or was aborted. Copies under way go on and are still reported by `update`. Idempotent.
 
-        `answered`, of one that was not aborted: the tiers are told behind its last stores.
+        `answered`, of one that has an answer: the tiers are told behind its last stores. At once, if none are wanted:
+        an engine that is idle then makes no more plans.
         """
         if self.backs:
             self.leave(request_id)
@@ -224,9 +225,11 @@ class SchedulerSide:
         if known.claim is not None:
             self._cancel(known)
         if answered is not None:
-            chain = known.request.chain
-            num_prompt = answered.num_prompt_tokens // chain.block_size
-            self._ended.append(RequestEnd(chain.hashes, num_prompt, answered.num_output_tokens, answered.hint))
+            self._ended.append(answered.end_of(known.request.chain))
+            if not self._wanted:
+                self._tell_ends()
+                if not self.requests:
+                    self.tiers.tick()
 
     def computed(self, num_tokens: int, seconds: float, position: float = 0.0) -> None:
         """A step prefilled `num_tokens` in `seconds`, behind `position` others: what loading competes with."""

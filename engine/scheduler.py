@@ -5,10 +5,11 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final
 
-from kvtier.connector import Answered, ConnectorUpdate, StepPlan, WorkerReport
+from kvtier.connector import ConnectorUpdate, StepPlan, WorkerReport
 from kvtier.engine.admission import Admission
 from kvtier.engine.batch import Batch, Chunk
 from kvtier.engine.config import EngineConfig
+from kvtier.engine.ending import CallsTool, answered_of
 from kvtier.engine.held_blocks import HeldBlocks
 from kvtier.engine.meeting import MeetingPoint
 from kvtier.engine.offload import NoOffload
@@ -56,6 +57,7 @@ class Scheduler:
         self._held = HeldBlocks(pool)
         self._look_ahead_at = 0.0
         self._ended: list[Output] = []  # aborts not told yet
+        self.calls_tool: CallsTool | None = None  # reads an answer's tokens; None: nobody here knows its text
 
     @property
     def has_unfinished(self) -> bool:
@@ -147,7 +149,7 @@ class Scheduler:
             del self.loading[request_id]
         else:
             self.running.remove(sequence)
-        self._end(sequence)
+        self._end(sequence, FinishReason.ABORT)
         (self.segment_stats if sequence.is_segment else self.stats)["aborted"] += 1
         self._ended.append(Output(request_id, None, FinishReason.ABORT))
         return True
@@ -177,9 +179,7 @@ class Scheduler:
 
     def _compute(self, sequence: Sequence, budget: int, chunks: list[Chunk]) -> int:
         """Add what it computes in this step, of `budget` tokens at most. Returns how many: 0 if its back is awaited."""
-        end = sequence.num_tokens
-        if sequence.request_id in self._connector.backs:
-            end = self._meet(sequence)
+        end = self._meet(sequence) if sequence.request_id in self._connector.backs else sequence.num_tokens
         start = sequence.num_computed
         if sequence.reuse is not None and sequence.reuse.is_due:
             end = min(end, sequence.num_exact)
@@ -360,19 +360,18 @@ class Scheduler:
             reason = FinishReason.LENGTH
         if reason is not None:
             self.running.remove(sequence)
-            self._end(sequence)
+            self._end(sequence, reason)
             stats["finished"] += 1
         return Output(sequence.request_id, sample.token_id, reason, sample.logits)
 
-    def _end(self, sequence: Sequence) -> None:
+    def _end(self, sequence: Sequence, reason: FinishReason) -> None:
         if sequence.num_loading and sequence.block_table:  # a copy is still writing: the blocks stay until it ends
             self.orphans[sequence.request_id], sequence.block_table = sequence.block_table, []
         elif self._pool.partial_blocks and sequence.block_table:
             self._keep_tail(sequence)
         self._release(sequence)
         del self.live[sequence.request_id]
-        answered = Answered(sequence.num_prompt_tokens, sequence.num_generated, sequence.params.hint)
-        self._connector.finished(sequence.request_id, answered if sequence.num_generated else None)
+        self._connector.finished(sequence.request_id, answered_of(sequence, reason, self.calls_tool))
         sequence.state = SequenceState.FINISHED
 
     def _keep_tail(self, sequence: Sequence) -> None:

@@ -7,7 +7,7 @@ from kvtier.engine.batch import Chunk
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.offload import NoOffload
 from kvtier.engine.scheduler import Scheduler
-from kvtier.engine.sequence import Sequence, SequenceState
+from kvtier.engine.sequence import FinishReason, Sequence, SequenceState
 from kvtier.engine.state_borders import RequestStates, StateBorders, StateKeeper
 from kvtier.tiers import L2, TIERS, ChainHash
 from kvtier.tiers.hierarchy import Attribution, Pending
@@ -155,10 +155,10 @@ class StateScheduler(Scheduler):
         if latest is not None:  # it goes on from there, if blocks and state are still held then
             self._states.keep(sequence, *latest)
 
-    def _end(self, sequence: Sequence) -> None:
+    def _end(self, sequence: Sequence, reason: FinishReason) -> None:
         if sequence.states.latest is not None:
             self._states.keep(sequence, *sequence.states.latest)
-        super()._end(sequence)
+        super()._end(sequence, reason)
 
     def _release(self, sequence: Sequence) -> None:
         super()._release(sequence)

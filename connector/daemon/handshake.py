@@ -13,7 +13,7 @@ from kvtier.connector.daemon.fields import ID_BYTES, decoded, flag, number, octe
 from kvtier.connector.daemon.wire import pack_frame
 from kvtier.tiers import FormatError
 
-VERSION: Final = 5
+VERSION: Final = 6
 _MAGIC: Final = "kvtier"
 _MAX_SLOTS: Final = 1 << 32
 _PEER: Final = struct.Struct("3i")

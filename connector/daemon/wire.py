@@ -301,17 +301,21 @@ def _seal(epoch: Any, reservations: Any, counts: Any, tokens: Any) -> Seal:
 
 def _pack_end(op: RequestEnded) -> list[Any]:
     """The names that count most: a prompt continues the last of another. Names before them are left out."""
-    names, num_prompt, num_output_tokens, hint, _ = op.end
+    names, num_prompt, num_output_tokens, hint, client, is_derived, lasted = op.end
     left_out = max(0, len(names) - MAX_ENDED)
-    return [pack_hashes(names[left_out:]), max(0, num_prompt - left_out), num_output_tokens, hint or ""]
+    told = pack_hashes(names[left_out:]), max(0, num_prompt - left_out), num_output_tokens
+    return [*told, hint or "", client, is_derived, lasted]
 
 
-def _end(hashes: Any, num_prompt: Any, num_output_tokens: Any, hint: Any) -> RequestEnded:
+def _end(
+    hashes: Any, num_prompt: Any, num_output_tokens: Any, hint: Any, client: Any, is_derived: Any, lasted: Any
+) -> RequestEnded:
     names, word = unpack_hashes(hashes), text(hint)
     if len(names) > MAX_ENDED:
         raise FormatError(f"request ended: {len(names)} names, at most {MAX_ENDED} are told")
     said = Hint(word) if word else None
-    return RequestEnded(RequestEnd(names, number(num_prompt, len(names) + 1), number(num_output_tokens), said))
+    counts = number(num_prompt, len(names) + 1), number(num_output_tokens)
+    return RequestEnded(RequestEnd(names, *counts, said, number(client, 1 << 32), flag(is_derived), seconds(lasted)))
 
 
 class OperationRow(NamedTuple):

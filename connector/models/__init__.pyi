@@ -3,9 +3,11 @@ from .checkpoint import config_digest_of, config_of, name_of, revision_of
 from .hf_model import identity_of
 from .length_rope import SHORT_ROPE, rope_limit
 from .tokenizer import load_tokenizer
+from .tool_calls import ToolCalls
 
 __all__ = [
     "SHORT_ROPE",
+    "ToolCalls",
     "cache_option",
     "config_digest_of",
     "config_of",

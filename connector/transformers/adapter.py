@@ -1,6 +1,7 @@
 """transformers: what `generate()` computed is kept in the tiers, and found by the next call and the next process."""
 
 import logging
+import time
 from collections.abc import Sequence
 from functools import cached_property, partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from kvtier.connector.transformers.assisted import going_on_from
 from kvtier.connector.transformers.blocks import Blocks
 from kvtier.connector.transformers.cache_form import CacheForm, empty_cache
 from kvtier.connector.transformers.calls import Call, UnheldCallError, read_call, require_plain_rows, require_rows
+from kvtier.connector.transformers.endings import tell_ends
 from kvtier.connector.transformers.kv_cache import BlendedCache, blocks_of, fill, is_whole
 from kvtier.connector.transformers.padding import move_behind_padding, why_padding_shows
 from kvtier.connector.transformers.quantized import quantized_cache
@@ -33,6 +35,7 @@ from kvtier.tiers import L2, ConfigError, Outcome, RequestError
 from kvtier.tiers.config import Config, format_size
 from kvtier.tiers.hierarchy import CacheTiers
 from kvtier.tiers.naming import root_hash
+from kvtier.tiers.returns import Hint, hint_of
 
 if int(_version.partition(".")[0]) < 5:
     raise ImportError(f"KVTier needs transformers 5.0 or newer, here is {_version}: pip install -U 'kvtier[engine]'")
@@ -107,13 +110,16 @@ class KVTier:
         *,
         segments: SegmentLists | None = None,
         repair: Repair | None = None,
+        hint: Hint | str | None = None,
         **options: Any,
     ) -> Any:
         """`model.generate(input_ids, **options)`: loads what is known, computes the rest, keeps what is new.
 
-        Of `segments` (a list for each row) the KV may come from another place: approximate, see `Repair`. RequestError
-        before anything is computed if they are off, or bad.
+        Of `segments` (a list for each row) the KV may come from another place: approximate, see `Repair`. `hint` says
+        whether these conversations go on. RequestError before anything is computed if one of them is bad.
         """
+        began = time.monotonic()
+        said = None if hint is None else hint_of(hint)
         wanted = self._wanted(input_ids, segments, repair)
         self._forget_last_call()
         call = self._held_call(input_ids, options)
@@ -124,6 +130,7 @@ class KVTier:
             ends = partial(call.ends, num_columns=input_ids.shape[1])
             result = self._states.generate(rows, input_ids, call.options(self.model, options, None), ends)
             self._note_cached(self._states.num_cached_tokens, len(rows))
+            self._tell_ends(call, rows, result, input_ids, said, began)
             return result
         cache = self._load(rows, wanted) if call.loads else empty_cache(self.model)
         if call.num_copies > 1:
@@ -138,6 +145,7 @@ class KVTier:
             self._store(copies, sequences, cache, call.ends(sequences, num_columns))
         else:  # of each prompt its first row
             self._store(rows, input_ids, cache, num_copies=call.num_copies)
+        self._tell_ends(call, rows, result, input_ids, said, began)
         return result
 
     def load(
@@ -173,18 +181,23 @@ class KVTier:
         if all(self._can_hold(torch.tensor([text])) for text in checked):
             self.segments.precompute(checked)
 
-    def store(self, input_ids: torch.Tensor, cache: DynamicCache) -> None:
-        """Keep the KV of the tokens ([rows, tokens], from the first one on) that `cache` holds."""
+    def store(self, input_ids: torch.Tensor, cache: DynamicCache, *, hint: Hint | str | None = None) -> None:
+        """Keep the KV of the tokens ([rows, tokens], from the first one on) that `cache` holds.
+
+        `hint` says whether these conversations go on; RequestError if it is none.
+        """
+        said = None if hint is None else hint_of(hint)
         if self._can_hold(input_ids):
             rows = self._rows(input_ids)
             if self._states is not None:
                 if not self._states.store(rows, input_ids, cache):
-                    said = "nothing is kept of a cache with other tokens than these, or without K and V"
-                    self._say_once(f"{said}; let load() make it")
-                return
-            for row in rows:
-                row.num_exact = cache.num_exact if isinstance(cache, BlendedCache) else None
-            self._store(rows, input_ids, cache)
+                    why = "nothing is kept of a cache with other tokens than these, or without K and V"
+                    self._say_once(f"{why}; let load() make it")
+            else:
+                for row in rows:
+                    row.num_exact = cache.num_exact if isinstance(cache, BlendedCache) else None
+                self._store(rows, input_ids, cache)
+            tell_ends(self._tiers, rows, [0] * len(rows), said, 0.0)
 
     def stats(self) -> dict[str, float]:
         """Every counter and gauge of the tiers by its exposition name; what came of segments as in `Engine.stats`."""
@@ -207,6 +220,14 @@ class KVTier:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+    def _tell_ends(
+        self, call: Call, rows: list[PromptRow], result: Any, input_ids: torch.Tensor, hint: Hint | None, began: float
+    ) -> None:
+        sequences = result if isinstance(result, torch.Tensor) else result.sequences
+        num_columns, num_returned = input_ids.shape[1], len(sequences) // len(rows)
+        num_outputs = [end - num_columns for end in call.ends(sequences, num_columns)[::num_returned]]
+        tell_ends(self._tiers, rows, num_outputs, hint, time.monotonic() - began)
 
     def _forget_last_call(self) -> None:
         self.num_cached_tokens = self.num_segment_tokens = self.num_repaired_tokens = 0

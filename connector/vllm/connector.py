@@ -28,6 +28,7 @@ except ImportError as error:
     raise ImportError(f"kvtier.connector.vllm needs vLLM 0.32 or 0.33 beside it ({error}); pip install vllm") from error
 
 from kvtier.connector import open_tiers
+from kvtier.connector.vllm.endings import AnswerReader
 from kvtier.connector.vllm.hashing import name_instead
 from kvtier.connector.vllm.identity import fingerprint
 from kvtier.connector.vllm.messages import LAST_REPORTS, CopyReports, StepMessage
@@ -99,6 +100,9 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler_half.configure(
             layerwise=options.layerwise, waits=waits, keeps=reason is None, shares=shares, stores=stores
         )
+        model = vllm_config.model_config
+        if not model.skip_tokenizer_init:
+            self._scheduler_half.reads_answers = AnswerReader(str(model.tokenizer), model.tokenizer_revision)
         algorithm = vllm_config.cache_config.prefix_caching_hash_algo
         self._scheduler_half.names.name_instead = name_instead(algorithm, plan.block_size)
         if vllm_config.kv_events_config is not None and vllm_config.kv_events_config.enable_kv_cache_events:

@@ -1,22 +1,20 @@
 """What the scheduler half remembers: of each live vLLM request, of each copy under way, of the next message."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, Final
 
-from kvtier.connector import Answered, BlockChain
+from kvtier.connector import BlockChain
 from kvtier.connector.vllm.drafts import AheadChain
 from kvtier.connector.vllm.keys import OwnChain, VllmChain
 from kvtier.connector.vllm.slots import GroupLane
 from kvtier.connector.vllm.states import ClosedRequest, StateRequest
 from kvtier.tiers import ChainHash
-from kvtier.tiers.returns import Hint
 
 Tables = Sequence[Sequence[int]]
 """A request's block ids, one table for each KV group."""
 
-HINT_KEY: Final = "kvtier_hint"  # in `kv_transfer_params`
 NULL: Final = 0  # vLLM's block that stands for "not kept", e.g. behind a sliding window
 
 
@@ -113,16 +111,3 @@ def handed_out(output: Any, group_sizes: Sequence[int]) -> set[int]:
         for table, size in zip(tables, group_sizes, strict=True)
         for block in table[num_computed // size :]
     }
-
-
-def answered_of(request: Any) -> Answered | None:
-    """What a request of vLLM's came to; None for one without an answer. Its hint: `kv_transfer_params` {"kvtier_hint"}.
-
-    A hint that is none is passed over: vLLM has taken the request in by then.
-    """
-    if not request.num_output_tokens:
-        return None
-    given = request.kv_transfer_params
-    word = given.get(HINT_KEY) if isinstance(given, Mapping) else None
-    hint = Hint(word) if word in list(Hint) else None
-    return Answered(int(request.num_prompt_tokens), int(request.num_output_tokens), hint)

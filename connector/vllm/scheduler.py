@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from kvtier.connector import CopyOp, SchedulerSide, StepPlan, WorkerReport
 from kvtier.connector.daemon import RemoteTiers
+from kvtier.connector.vllm.endings import AnswerReader, answered_of
 from kvtier.connector.vllm.events import VllmEvents
 from kvtier.connector.vllm.handover import Handovers
 from kvtier.connector.vllm.keys import RequestNames
@@ -18,7 +19,6 @@ from kvtier.connector.vllm.requests import (
     NextStep,
     Tables,
     TrackedRequest,
-    answered_of,
     handed_out,
     touched,
     whole_runs,
@@ -74,6 +74,7 @@ class SchedulerHalf:
         self._was_idle = True
         self._awaits = False  # some request has no answer yet
         self._events: VllmEvents | None = None  # None unless vLLM publishes events
+        self.reads_answers = AnswerReader(None)
         self._rows: dict[str, TrackedRequest] = {}
         self._ops = WatchedOps(num_blocks, num_ranks)
         self._arriving: dict[str, set[ChainHash]] = {}  # request → blocks on their way to L1 for it
@@ -233,7 +234,7 @@ class SchedulerHalf:
             ops = self._store(row, request.num_computed_tokens - request.num_in_flight_tokens, tables)
             self._tails.update(dict.fromkeys(ops, row.tables))
         del self._rows[request.request_id]
-        answered = answered_of(request)
+        answered = answered_of(request, self.reads_answers)
         for known in (row, row.closed, row.states):
             if known is not None:
                 self.side.finished(known.request_id, answered if known is row else None)

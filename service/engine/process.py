@@ -52,6 +52,7 @@ class EngineServer:
                 exact=exact,
             )
             opened.pop_all()
+        self.engine.scheduler.calls_tool = prompts.calls_tool
         self._feed = None if self.publisher is None else _feed(self.publisher, self.engine)
         self.loop = EngineLoop(self.engine, settings.max_waiting, self._feed)
         self.name = settings.name or name_of(model)

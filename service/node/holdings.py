@@ -13,6 +13,7 @@ from kvtier.tiers.pool import AnySlots, Lease, Reservation, listed
 MAX_HELD: Final = 8192  # claims and leases of one client
 MAX_RESERVATIONS: Final = 8192  # of one client, open at once
 _CLIENTS: Final = itertools.count(1)  # their numbers in hints' accounts
+_TENANTS: Final = 16  # accounts of one client; tenants beyond share one by their number
 
 
 class HeldCounts(NamedTuple):
@@ -214,7 +215,8 @@ class Holdings:
         self._hierarchy.computed(op.num_tokens, op.seconds, op.position)
 
     def _on_requestended(self, op: messages.RequestEnded) -> None:
-        self._tiers.ended(op.end._replace(client=self._client))
+        account = self._client * _TENANTS + op.end.client % _TENANTS  # a client is judged for no other's hints
+        self._tiers.ended(op.end._replace(client=account))
 
     def _on_holds(self, op: messages.Holds) -> bytes:
         return bytes(self._hierarchy.holds(op.hashes))

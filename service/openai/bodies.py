@@ -227,10 +227,13 @@ class RepairFields(_Strict):
     max_deviation: Annotated[float, Field(ge=0)] | None = None
 
 
+SaidHint = Annotated[Hint, Field(strict=False)]  # JSON has words, no members of an enumeration
+
+
 class ChatReuse(_Strict):
     """What only kvtier's engine knows of a chat."""
 
-    hint: Hint | None = None
+    hint: SaidHint | None = None
     repair: Annotated[RepairFields | None, BeforeValidator(_options)] = None
     segments: Annotated[None, _must_be([], fix="mark a part of type text in messages, and only it")] = None
 
@@ -243,7 +246,7 @@ SegmentPairs = Annotated[list[SegmentPair], Field(max_length=_MAX_LIST, fail_fas
 class CompletionReuse(_Strict):
     """The same of a completion. Segments are pairs of start and end in tokens: of a prompt, or a list for each."""
 
-    hint: Hint | None = None
+    hint: SaidHint | None = None
     repair: Annotated[RepairFields | None, BeforeValidator(_options)] = None
     segments: (
         Annotated[

@@ -12,7 +12,7 @@ from typing import Any, Final
 from jinja2 import TemplateError
 from tokenizers import Tokenizer
 
-from kvtier.connector.models import load_tokenizer
+from kvtier.connector.models import ToolCalls, load_tokenizer
 from kvtier.service import writable
 from kvtier.service.openai.bodies import AnyPrompt, ChatPrompt, CompletionPrompt
 from kvtier.service.openai.chat_template import ChatTemplate, TextTooLong
@@ -36,6 +36,7 @@ class Prompts:
 
     def __init__(self, tokenizer: Tokenizer, templates: Mapping[str, ChatTemplate], context: int | None) -> None:
         """`templates` by name: `default`, and `tool_use` if there is a separate one for requests with tools."""
+        self.calls_tool = ToolCalls(tokenizer)
         self._tokenizer = tokenizer
         self._templates = templates
         self._context = context

@@ -1,5 +1,6 @@
 """Stories of requests' ends: told once, behind the last stores, in this process or to the daemon, with their hints."""
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,9 +10,10 @@ import pytest
 from connector_rig import Bench, request_of
 from doubles import SLOT_BYTES, chain_of, wait_until
 from service_rig import DaemonThread, attach
+from tokenizers import Tokenizer, models
 
 from kvtier.connector.request import Answered
-from kvtier.connector.vllm.requests import answered_of
+from kvtier.connector.vllm.endings import AnswerReader, answered_of
 from kvtier.engine.sequence import SamplingParams
 from kvtier.tiers.errors import RequestError
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy
@@ -45,15 +47,30 @@ def test_an_end_is_told_once_and_behind_the_last_stores(bench: Bench, told: list
     bench.scheduler.allocated("a", [0, 1, 2, 3], 0)
     bench.compute(request, 0, [0, 1, 2])
     bench.scheduler.store("a", 0, [0, 1, 2])
-    bench.scheduler.finished("a", Answered(2 * request.chain.block_size + 1, 9, Hint.GOES_ON))
+    bench.scheduler.finished("a", Answered(2 * request.chain.block_size + 1, 9, Hint.GOES_ON, True, 1.5))
     assert not told
     bench.step()
-    assert told == [RequestEnd(request.chain.hashes, 2, 9, Hint.GOES_ON)]
+    tenant = int.from_bytes(request.chain.tenant[:4], "little")
+    assert told == [RequestEnd(request.chain.hashes, 2, 9, Hint.GOES_ON, tenant, True, 1.5)]
     bench.stream.complete_all()
     bench.update()
     bench.scheduler.finished("a", Answered(2, 9))
     bench.scheduler.build_plan()
     assert len(told) == 1
+
+
+def test_an_idle_engines_last_end_is_told_at_once(bench: Bench, told: list[RequestEnd]) -> None:
+    """Nothing is left to store, and an engine without requests makes no more plans."""
+    request = request_of(3)
+    bench.scheduler.lookup(request, 0)
+    bench.scheduler.finished("a", Answered(40, 9))
+    assert [end.num_output_tokens for end in told] == [9]
+
+
+def test_a_prompt_shorter_than_a_block_is_known_by_its_answer() -> None:
+    names = chain_of(3).hashes
+    assert RequestEnd(names, 2, 9).tail_names == names[:2]
+    assert RequestEnd(names, 0, 9).tail_names == names
 
 
 def test_an_aborted_request_tells_no_end(bench: Bench, told: list[RequestEnd]) -> None:
@@ -66,18 +83,13 @@ def test_an_aborted_request_tells_no_end(bench: Bench, told: list[RequestEnd]) -
 def test_the_daemon_hears_it_and_notes_itself_whose_it_is(home: Path, told: list[RequestEnd]) -> None:
     daemon = DaemonThread(home / "s", host={"size": 64 * SLOT_BYTES})
     tiers, other, names = attach(home / "s"), attach(home / "s"), chain_of(600).hashes
-    tiers.ended(RequestEnd(names, 590, 7, Hint.TOOL, client=99))
+    tiers.ended(RequestEnd(names, 590, 7, Hint.TOOL, 99, True, 2.5))
     other.ended(RequestEnd(names[:1], 1, 3))
     for each in (tiers, other):
         each.tick()
     wait_until(lambda: len(told) == 2)
     first, second = sorted(told, key=lambda end: -len(end.names))
-    assert (list(first.names), first.num_prompt, first.num_output_tokens, first.hint) == (
-        names[-512:],
-        502,
-        7,
-        Hint.TOOL,
-    )
+    assert first == (names[-512:], 502, 7, Hint.TOOL, first.client, True, 2.5)
     assert (list(second.names), second.num_prompt, second.hint) == (names[:1], 1, None)
     assert first.client != second.client
     assert 99 not in (first.client, second.client)
@@ -98,10 +110,52 @@ def test_the_daemon_hears_it_and_notes_itself_whose_it_is(home: Path, told: list
     ],
 )
 def test_vllms_requests_bring_their_hint_among_the_transfers_parameters(params: Any, hint: Hint | None) -> None:
-    request = SimpleNamespace(num_output_tokens=5, num_prompt_tokens=40, kv_transfer_params=params)
-    assert answered_of(request) == Answered(40, 5, hint)
+    request = vllms_request(params)
+    answered = answered_of(request, lambda _: False)
+    assert answered is not None
+    assert answered._replace(seconds=0.0) == Answered(40, 5, hint)
+    assert 3.0 <= answered.seconds < 60.0
     request.num_output_tokens = 0
-    assert answered_of(request) is None
+    assert answered_of(request, lambda _: False) is None
+
+
+def vllms_request(params: Any, status: str = "FINISHED_STOPPED") -> SimpleNamespace:
+    """A request as vLLM's scheduler shows it, three seconds old."""
+    return SimpleNamespace(
+        num_output_tokens=5,
+        num_prompt_tokens=40,
+        kv_transfer_params=params,
+        status=SimpleNamespace(name=status),
+        output_token_ids=[1, 2, 3, 4, 5],
+        arrival_time=time.time() - 3.0,
+    )
+
+
+@pytest.mark.parametrize(
+    ("params", "status", "told"),
+    [
+        (None, "FINISHED_STOPPED", (Hint.TOOL, True)),
+        ({"kvtier_hint": "finished"}, "FINISHED_STOPPED", (Hint.FINISHED, False)),
+        (None, "FINISHED_LENGTH_CAPPED", (None, False)),  # half a call
+        (None, "FINISHED_ABORTED", (None, False)),
+        ({"do_remote_decode": True}, "FINISHED_LENGTH_CAPPED", None),  # the decode node tells it
+    ],
+)
+def test_vllms_answer_that_calls_a_tool_says_so_itself(params: Any, status: str, told: Any) -> None:
+    answered = answered_of(vllms_request(params, status), lambda tokens: tokens == [1, 2, 3, 4, 5])
+    assert (answered and (answered.hint, answered.is_derived)) == told
+
+
+def test_answers_are_read_as_soon_as_the_tokenizer_is_there(tmp_path: Path) -> None:
+    call = '{"name": "weather", "arguments": {}}'
+    made = Tokenizer(models.WordLevel({call: 0, "no": 1}, "no"))
+    made.save(str(tmp_path / "tokenizer.json"))
+    reader = AnswerReader(str(tmp_path))
+    wait_until(lambda: reader([0]))
+    assert not reader([1])
+    (tmp_path / "tokenizer.json").write_text("{")
+    for unreadable in (AnswerReader(str(tmp_path)), AnswerReader("nobody/has-this"), AnswerReader(None)):
+        assert not unreadable([0])
 
 
 def test_a_hint_that_is_none_is_refused() -> None:

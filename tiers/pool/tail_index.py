@@ -57,8 +57,8 @@ class TailIndex(SlotQueue):
 
     def ended(self, end: RequestEnd, slots: Slots) -> None:
         """A request has ended whose blocks are in these slots, idle or in use; -1 for what is not there."""
-        tags = to_words(end.names[: end.num_prompt]) @ NAME_MIX
-        kind = self._returns.note(tags, end.num_output_tokens, end.hint, end.client, self.clock())
+        tags = to_words(end.tail_names) @ NAME_MIX
+        kind = self._returns.note(end, tags[: end.num_prompt], tags, self.clock())
         slots = slots[slots >= 0]
         if not len(slots):
             return

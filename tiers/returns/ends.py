@@ -23,6 +23,13 @@ class RequestEnd(NamedTuple):
     num_output_tokens: int
     hint: Hint | None = None
     client: int = 0  # whose hint it is: trust is kept by client; 0 is the process's own
+    is_derived: bool = False  # the hint was read from the answer, not said
+    seconds: float = 0.0  # from the request's arrival to now; 0: not known
+
+    @property
+    def tail_names(self) -> Sequence[ChainHash]:
+        """By these the next turn is known: the prompt's names, or the answer's if no block of the prompt is full."""
+        return self.names[: self.num_prompt] or self.names
 
 
 def hint_of(word: str) -> Hint:

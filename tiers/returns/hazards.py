@@ -53,6 +53,7 @@ class Hazards:
         self._returns = np.zeros((NUM_CLASSES, NUM_AGES))
         self._waited = np.zeros((NUM_CLASSES, NUM_AGES))  # request-seconds
         self.all = _PRIOR  # of all requests, returns a second
+        self.unhinted = _PRIOR  # of those that came without a hint: what a promise has to exceed
         self.places = np.zeros((NUM_CLASSES + 1, NUM_AGES), np.int64)  # lower goes earlier
         self.learn()
 
@@ -87,8 +88,11 @@ class Hazards:
         """Each class's hazard `[classes, ages]`: a gamma-Poisson estimate around its group's, and that around all."""
         seen, waited = self._returns, self._waited
         self.all = (seen.sum(0) + _BELIEF) / (waited.sum(0) + _BELIEF / _PRIOR)
+        plain = slice(0, None, NUM_HINTS)  # groups whose hint is none
         shape = (NUM_TURNS * NUM_HINTS, NUM_ANSWERS, NUM_AGES)
-        groups = _drawn_to(self.all, seen.reshape(shape).sum(1), waited.reshape(shape).sum(1))
+        of_groups = seen.reshape(shape).sum(1), waited.reshape(shape).sum(1)
+        self.unhinted = _drawn_to(self.all, *(each[plain].sum(0, keepdims=True) for each in of_groups))[0]
+        groups = _drawn_to(self.all, *of_groups)
         return _drawn_to(np.repeat(groups, NUM_ANSWERS, 0), seen, waited)
 
 

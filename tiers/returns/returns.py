@@ -5,10 +5,10 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.tiers.returns.ends import Hint
+from kvtier.tiers.returns.ends import Hint, RequestEnd
 from kvtier.tiers.returns.hazards import Hazards, age_of, class_of, spans_of
 from kvtier.tiers.returns.tails import NOBODY, RequestTails, Tags
-from kvtier.tiers.returns.trust import NUM_CLIENTS, HintTrust
+from kvtier.tiers.returns.trust import HintTrust, account_of
 
 _HINTS: Final = {None: 0, Hint.GOES_ON: 1, Hint.TOOL: 2, Hint.FINISHED: 3}
 _PROMISES: Final = (Hint.GOES_ON, Hint.TOOL)  # what keeps blocks longer, so that others' go earlier
@@ -27,21 +27,29 @@ class Returns:
         self._lesson = _FIRST_LEARN
         self._learned_at: float | None = None
 
-    def note(self, tags: Tags, num_output_tokens: int, hint: Hint | None, client: int, now: float) -> int:
-        """A request has ended; `tags` are its prompt's full blocks in chain order. Returns its class."""
+    def note(self, end: RequestEnd, tags: Tags, tail_tags: Tags, now: float) -> int:
+        """A request has ended; `tags` are its prompt's full blocks in chain order, `tail_tags` those of `tail_names`.
+
+        Returns its class.
+        """
         if self._learned_at is None:
             self._learned_at = now
-        turn, row = 0, self._tails.continued_by(tags)
+        turn, row = 0, self._tails.continued_by(tags, now - end.seconds)
         if row != NOBODY:
-            turn = int(self._tails.turn[row]) + 1
-            self._came_back(row, now)
-        promises = hint in _PROMISES
-        account = client % NUM_CLIENTS + 1 if promises else 0  # 0: nobody is judged for it
-        if promises and not self._trust.is_heard(client):
+            turn = int(self._tails.turn[row])
+            if self._tails.ended_at[row] <= now - end.seconds:
+                turn += 1
+                self._came_back(row, now)
+            else:  # it ran beside it: another try or choice of the same turn
+                self._tails.is_open[row] &= not self._tails.is_twin(row, tail_tags)
+        hint, promises = end.hint, end.hint in _PROMISES
+        account = account_of(end.client, is_derived=end.is_derived)
+        if promises and not self._trust.is_heard(account):
             hint = None
-        kind = class_of(turn, num_output_tokens, _HINTS[hint])
-        if len(tags):
-            self._tails.add(tags, now, kind=kind, turn=turn, client=account)
+        kind = class_of(turn, end.num_output_tokens, _HINTS[hint])
+        if len(tail_tags):
+            judged = account + 1 if promises else 0  # 0: nobody is judged for it
+            self._tails.add(tail_tags, now, kind=kind, turn=turn, account=judged)
         self._since += 1
         if self._since >= self._lesson:
             self._learn(now)
@@ -62,8 +70,8 @@ class Returns:
             tails.is_open[row] = False
             self._waits(np.array([row]), now)
             self._hazards.returned(int(tails.kind[row]), now - float(tails.ended_at[row]))
-            if tails.client[row]:
-                self._trust.returned(int(tails.client[row]) - 1)
+            if tails.account[row]:
+                self._trust.returned(int(tails.account[row]) - 1)
 
     def _learn(self, now: float) -> None:
         assert self._learned_at is not None
@@ -84,7 +92,7 @@ class Returns:
         since = np.maximum(ended, self._learned_at)
         spans = spans_of(since - ended, np.maximum(since, now) - ended)
         self._hazards.waited(self._tails.kind[rows].astype(np.int64), spans)
-        said = self._tails.client[rows] > 0
+        said = self._tails.account[rows] > 0
         if said.any():
-            usual = spans[said] @ self._hazards.all
-            self._trust.waited(self._tails.client[rows[said]].astype(np.int64) - 1, usual)
+            usual = spans[said] @ self._hazards.unhinted
+            self._trust.waited(self._tails.account[rows[said]].astype(np.int64) - 1, usual)

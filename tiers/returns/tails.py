@@ -16,7 +16,7 @@ NOBODY: Final = -1
 
 
 class RequestTails:
-    """A ring of requests, and a table from the tags of their prompts' last full blocks to them. Arrays alone: 6 MiB.
+    """A ring of requests, and a table from the tags of their prompts' last full blocks to them. Arrays alone: 7 MiB.
 
     A tag is a name's mixed word (`NAME_MIX`). Two names of one tag would be taken for one conversation: it costs a
     wrong guess about a return.
@@ -25,20 +25,22 @@ class RequestTails:
     def __init__(self) -> None:
         self.ended_at = np.zeros(NUM_REQUESTS)  # seconds
         self.kind = np.zeros(NUM_REQUESTS, np.int16)
-        self.client = np.zeros(NUM_REQUESTS, np.int16)
+        self.account = np.zeros(NUM_REQUESTS, np.int16)  # whose promise it was, from 1; 0: nobody's
         self.is_open = np.zeros(NUM_REQUESTS, np.bool_)  # it may still return
         self.turn = np.zeros(NUM_REQUESTS, np.int32)
         self._uses = np.zeros(NUM_REQUESTS, np.uint8)
+        self._last_tag = np.zeros(NUM_REQUESTS, np.uint64)
         self._tags = np.zeros(_NUM_PLACES, np.uint64)
         self._owner = np.full(_NUM_PLACES, NOBODY, np.int32)
         self._serial = np.zeros(_NUM_PLACES, np.int64)  # of the request that wrote the place
         self._number = np.zeros(NUM_REQUESTS, np.int64)  # of the request in each row of the ring
         self._next = 1
 
-    def continued_by(self, tags: Tags) -> int:
+    def continued_by(self, tags: Tags, arrived: float) -> int:
         """The row of the newest request that a prompt of these tags, in chain order, continues; NOBODY.
 
-        It counts as continued. Who was continued three times is none any more.
+        If it had ended when the prompt `arrived`, it counts as continued. Who was continued three times is none any
+        more.
         """
         if self._next == 1:
             return NOBODY
@@ -47,15 +49,20 @@ class RequestTails:
             place = int(places[known])
             row = int(self._owner[place])
             if row >= 0 and self._number[row] == self._serial[place] and self._uses[row] < _SHARED:
-                self._uses[row] += 1
+                self._uses[row] += bool(self.ended_at[row] <= arrived)
                 return row
         return NOBODY
 
-    def add(self, tags: Tags, now: float, *, kind: int, turn: int, client: int) -> None:
-        """A request has ended whose prompt's last full blocks have these tags."""
+    def is_twin(self, row: int, tags: Tags) -> bool:
+        """Whether that request ends with the same block as a chain of these tags."""
+        return bool(len(tags) and self._last_tag[row] == tags[-1])
+
+    def add(self, tags: Tags, now: float, *, kind: int, turn: int, account: int) -> None:
+        """A request has ended that the next turn continues behind blocks of these tags."""
         row = self._next % NUM_REQUESTS
-        self.ended_at[row], self.kind[row], self.turn[row], self.client[row] = now, kind, turn, client
+        self.ended_at[row], self.kind[row], self.turn[row], self.account[row] = now, kind, turn, account
         self.is_open[row], self._uses[row], self._number[row] = True, 0, self._next
+        self._last_tag[row] = tags[-1]
         for tag in tags[-NUM_NAMES:].tolist():
             place = tag & (_NUM_PLACES - 1)
             owner = int(self._owner[place])

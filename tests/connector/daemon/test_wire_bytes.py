@@ -1,4 +1,4 @@
-"""Each message's bytes, as version 5 of the protocol has them: two builds of it understand each other."""
+"""Each message's bytes, as version 6 of the protocol has them: two builds of it understand each other."""
 
 from typing import Any, Final
 
@@ -53,7 +53,7 @@ from kvtier.tiers.tier import ChildBlock, Outcome
 A, B, P, T = (letter * 32 for letter in (b"a", b"b", b"p", b"t"))  # two names, a parent, a tenant
 a, b, p, t = (each.hex() for each in (A, B, P, T))
 c, i = (b"c" * 16).hex(), (b"i" * 16).hex()
-header = "a6" + b"kvtier".hex() + "05"
+header = "a6" + b"kvtier".hex() + "06"
 one = (1).to_bytes(8, "little").hex()
 two = (2).to_bytes(8, "little").hex()
 
@@ -82,8 +82,11 @@ OPERATIONS: Final = [
     (Reset(), "05000000920191910d"),
     (Drain(2.0, True), "0f000000920191930e cb4000000000000000 c3"),
     (Check(), "05000000920191910f"),
-    (RequestEnded(RequestEnd([A, B], 1, 300, Hint.TOOL)), f"5000000092019195 10 c440{a}{b} 01 cd012c a4746f6f6c"),
-    (RequestEnded(RequestEnd([A], 1, 9)), f"2a00000092019195 10 c420{a} 01 09 a0"),
+    (
+        RequestEnded(RequestEnd([A, B], 1, 300, Hint.TOOL, 7, True, 1.5)),
+        f"5b00000092019198 10 c440{a}{b} 01 cd012c a4746f6f6c 07 c3 cb3ff8000000000000",
+    ),
+    (RequestEnded(RequestEnd([A], 1, 9)), f"3500000092019198 10 c420{a} 01 09 a0 00 c2 cb0000000000000000"),
 ]
 
 

@@ -5,16 +5,20 @@ import hashlib
 import json
 import random
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from kvtier.tiers.pool import tail_index
 from kvtier.tiers.pool.pool import SlotPool
 from kvtier.tiers.pool.tail_index import TailIndex
-from kvtier.tiers.returns import Hint, RequestEnd
+from kvtier.tiers.returns import Hint, RequestEnd, Returns
+from kvtier.tiers.returns.hazards import NUM_ANSWERS, NUM_HINTS, class_of
 from kvtier.tiers.tier import ChainHash
 
 ROOT = Path(__file__).resolve().parents[3]
+NO_TAGS = np.zeros(0, np.uint64)
 TRACE = ROOT.parent / "shared" / "traces" / "conversation_trace.jsonl.gz"
 
 
@@ -221,3 +225,43 @@ def test_on_the_production_trace_it_beats_lru_by_far() -> None:
         served.pool.check()
         shares[policy] = served.num_hits / served.num_asked
     assert shares["tail"] >= shares["lru"] + 0.02
+
+
+def note(returns: Returns, now: float, tags: list[int], **told: Any) -> int:
+    """One end at this time; returns its turn, from 0: 2 stands for third and fourth."""
+    end = RequestEnd((), len(tags), 100, **told)
+    words = np.array(tags, np.uint64)
+    return returns.note(end, words, words, now) // (NUM_HINTS * NUM_ANSWERS)
+
+
+def test_requests_of_one_prompt_at_once_are_one_turn_of_one_conversation() -> None:
+    """Three choices of one answer, told one after the other; then the next turn, twice at once."""
+    returns = Returns()
+    assert [note(returns, 10.0 + i, [1, 2, 3], seconds=5.0) for i in range(3)] == [0, 0, 0]
+    assert [note(returns, 30.0 + i, [1, 2, 3, 4, 5], seconds=5.0) for i in range(2)] == [1, 1]
+    assert note(returns, 50.0, [1, 2, 3, 4, 5, 6], seconds=5.0) == 2
+    # Whoever says nothing of times is taken for the next turn.
+    assert [note(returns, 60.0 + i, [7, 8]) for i in range(2)] == [0, 1]
+
+
+def test_what_is_said_and_what_is_derived_are_judged_apart() -> None:
+    """A client says "goes on" of what never returns, while its answers' tool calls return."""
+    returns = Returns()
+    for number in range(2000):
+        now, odd = 10.0 * number, bool(number % 2)
+        note(returns, now, [10**6 + number // 2])  # nobody says anything: every other one returns
+        note(returns, now, [2 * 10**6 + number // 2], hint=None if odd else Hint.TOOL, is_derived=True, client=5)
+        note(returns, now, [3 * 10**6 + number], hint=Hint.GOES_ON, client=5)
+    promises = {
+        is_derived: returns.note(RequestEnd((), 0, 100, hint, 5, is_derived), NO_TAGS, NO_TAGS, 20000.0)
+        for is_derived, hint in ((False, Hint.GOES_ON), (True, Hint.TOOL))
+    }
+    assert promises[False] == class_of(0, 100, 0)  # not heard
+    assert promises[True] == class_of(0, 100, 2)  # heard
+
+
+def test_a_conversation_that_began_shorter_than_a_block_is_known_by_its_answer() -> None:
+    returns = Returns()
+    answer = np.array([1, 2], np.uint64)
+    assert returns.note(RequestEnd((), 0, 100), NO_TAGS, answer, 1.0) == class_of(0, 100, 0)
+    assert note(returns, 50.0, [1, 2, 3]) == 1

@@ -1,0 +1,26 @@
+"""What a request's end tells of its conversation: what was said, or else what the answer shows."""
+
+import time
+from collections import abc
+from collections.abc import Callable
+
+from kvtier.connector import Answered
+from kvtier.engine.sequence import FinishReason, Sequence
+from kvtier.tiers.returns import Hint
+
+CallsTool = Callable[[abc.Sequence[int]], bool]
+"""Whether an answer of these tokens calls a tool."""
+
+
+def answered_of(sequence: Sequence, reason: FinishReason, calls_tool: CallsTool | None) -> Answered | None:
+    """What a request came to; None for one without an answer.
+
+    An answer that was cut off calls nothing: nobody runs half a call.
+    """
+    if not sequence.num_generated:
+        return None
+    hint, is_derived = sequence.params.hint, False
+    if hint is None and reason is FinishReason.STOP and calls_tool is not None and calls_tool(sequence.generated):
+        hint, is_derived = Hint.TOOL, True
+    lasted = time.monotonic() - sequence.arrived
+    return Answered(sequence.num_prompt_tokens, sequence.num_generated, hint, is_derived, lasted)

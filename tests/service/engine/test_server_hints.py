@@ -1,0 +1,68 @@
+"""Stories of what the OpenAI server tells of its requests' ends: hints that clients say, and what answers show."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from server_rig import MODEL, ServerThread, save_checkpoint, serving, wait_for
+
+from kvtier.connector.models import ToolCalls
+from kvtier.tiers.hierarchy.hierarchy import Hierarchy
+from kvtier.tiers.returns import Hint, RequestEnd
+
+PROMPT = "What is the weather in Rome, and should I take an umbrella along?"
+ASK: dict[str, Any] = {"model": MODEL, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerThread]:
+    with serving(save_checkpoint(tmp_path_factory.mktemp("model"))) as made:
+        yield made
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[RequestEnd]:
+    ends: list[RequestEnd] = []
+    monkeypatch.setattr(Hierarchy, "ended", lambda _, end: ends.append(end))
+    return ends
+
+
+@pytest.mark.parametrize("hint", list(Hint))
+def test_a_hint_comes_through_the_official_client(server: ServerThread, told: list[RequestEnd], hint: Hint) -> None:
+    own: dict[str, Any] = {"extra_body": {"kvtier": {"hint": hint.value}, "ignore_eos": True}}
+    server.client.completions.create(prompt=PROMPT, max_tokens=3, **ASK, **own)
+    messages: list[Any] = [{"role": "user", "content": PROMPT}]
+    server.client.chat.completions.create(messages=messages, max_completion_tokens=3, **ASK, **own)
+    wait_for(lambda: len(told) == 2)
+    assert [(end.hint, end.is_derived, end.num_output_tokens) for end in told] == [(hint, False, 3)] * 2
+    assert all(0 < end.seconds < 60 for end in told)
+
+
+def test_an_answer_that_calls_a_tool_says_so_itself(
+    server: ServerThread, told: list[RequestEnd], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The mark of a call is a token of the answer. Only an answer that ends by itself counts, and what is said wins."""
+    first = server.post("completions", prompt=PROMPT, max_tokens=1, ignore_eos=True, **ASK).json()
+    assert first["choices"][0]["finish_reason"] == "length"
+    reader = server.engine.scheduler.calls_tool
+    assert isinstance(reader, ToolCalls)
+    monkeypatch.setattr(reader, "_marks", frozenset(range(258)))  # whatever it answers
+    stop = {"stop_token_ids": list(range(258)), "max_tokens": 3}
+    server.post("completions", prompt=PROMPT, **stop, **ASK)
+    server.post("completions", prompt=PROMPT, **stop, **ASK, kvtier={"hint": "finished"})
+    server.post("completions", prompt=PROMPT, max_tokens=3, ignore_eos=True, **ASK)
+    wait_for(lambda: len(told) == 4)
+    assert [(end.hint, end.is_derived) for end in told] == [
+        (None, False),
+        (Hint.TOOL, True),
+        (Hint.FINISHED, False),
+        (None, False),
+    ]
+
+
+def test_tenants_are_told_apart(server: ServerThread, told: list[RequestEnd]) -> None:
+    for salt in ("one", "other", "one"):
+        server.post("completions", prompt=PROMPT, max_tokens=1, cache_salt=salt, **ASK)
+    wait_for(lambda: len(told) == 3)
+    one, other, again = (end.client for end in told)
+    assert one == again != other
