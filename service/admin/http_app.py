@@ -19,7 +19,19 @@ from starlette.routing import Route
 from kvtier.service.admin import bodies
 from kvtier.service.admin.admin import Admin
 from kvtier.service.admin.transfers import RunningTransfer, Steps, Transfers
-from kvtier.service.node import Daemon, MemoryUse, NotThere, Pins, degraded_tiers, exposition, memory, status
+from kvtier.service.node import (
+    Daemon,
+    MemoryUse,
+    Namespace,
+    NotThere,
+    OptimumWatch,
+    Pins,
+    Watched,
+    degraded_tiers,
+    exposition,
+    memory,
+    status,
+)
 from kvtier.service.observe import EXPOSITION, LivePage, summary
 from kvtier.service.web import Guard, HttpServer, HttpSocket, page, read_body
 from kvtier.tiers import ConfigError, FingerprintMismatch, FormatError, KVTierError, TierUnavailable
@@ -39,25 +51,31 @@ class Pages:
     def __init__(self, daemon: Daemon, listening: HttpSocket) -> None:
         """Takes the socket over."""
         self.pins = Pins(daemon)
+        self._optimum = OptimumWatch(lambda: _watched(daemon))
         stopping = Event()
-        self._server = HttpServer(make_app(daemon, self.pins, stopping), listening, stopping=stopping)
+        self._server = HttpServer(make_app(daemon, self.pins, stopping, self._optimum), listening, stopping=stopping)
         self.address = self._server.address
 
     def start(self) -> None:
         self._server.start()
+        self._optimum.start()
 
     def stop(self) -> None:
         """End requests under way, let every pin go, close the socket: within seconds. Idempotent."""
+        self._optimum.stop()
         self._server.stop()
         self.pins.clear()
 
 
-def make_app(daemon: Daemon, pins: Pins, stopping: Event) -> Starlette:
-    """The application; `stopping` ends what would go on. What waits does so on threads, with deadlines."""
+def make_app(daemon: Daemon, pins: Pins, stopping: Event, optimum: OptimumWatch | None = None) -> Starlette:
+    """The application. What waits does so on threads, with deadlines.
+
+    `optimum` is what the status tells of it; `stopping` ends what would go on.
+    """
     guard = Guard(daemon.config.service.token)
     use = MemoryUse()
     admin, transfers = Admin(daemon, pins), Transfers(daemon)
-    live = LivePage(lambda: run_in_threadpool(lambda: status(daemon, pins).as_json()), stopping, _REMEMBERED)
+    live = LivePage(lambda: run_in_threadpool(lambda: status(daemon, pins, optimum).as_json()), stopping, _REMEMBERED)
 
     def get(path: str, answer: Callable[[], Response], guard: Guard | None = None) -> Route:
         return page(path, lambda: run_in_threadpool(answer), guard)
@@ -97,11 +115,11 @@ def make_app(daemon: Daemon, pins: Pins, stopping: Event) -> Starlette:
         task.cancel()
 
     routes = [
-        get("/metrics", lambda: Response(exposition(daemon, pins, use), media_type=EXPOSITION)),
+        get("/metrics", lambda: Response(exposition(daemon, pins, use, optimum), media_type=EXPOSITION)),
         page("/healthz", lambda: _health(daemon)),
         page("/readyz", lambda: _readiness(daemon)),
-        get("/summary", lambda: PlainTextResponse(summary.page(status(daemon, pins)))),
-        get("/status", lambda: JSONResponse(status(daemon, pins).as_json())),
+        get("/summary", lambda: PlainTextResponse(summary.page(status(daemon, pins, optimum)))),
+        get("/status", lambda: JSONResponse(status(daemon, pins, optimum).as_json())),
         *live.routes(),
         Route("/memory", tell_memory, methods=["GET"]),
         do("/admin/reset", bodies.ResetBody, admin.reset),
@@ -116,6 +134,20 @@ def make_app(daemon: Daemon, pins: Pins, stopping: Event) -> Starlette:
         tell("/admin/trace", bodies.TraceBody, transfers.trace),
     ]
     return Starlette(routes=routes, lifespan=lifespan, exception_handlers=_HANDLERS)
+
+
+def _watched(daemon: Daemon) -> list[Watched]:
+    """The models whose lookups are kept. Waits for the loop."""
+    namespaces = daemon.call(daemon.namespaces)
+    return [
+        Watched(each.fingerprint, each.tiers.past, partial(_capacity, each))
+        for each in namespaces
+        if each.tiers.past is not None
+    ]
+
+
+def _capacity(namespace: Namespace) -> int:
+    return namespace.capacity
 
 
 def _is_operator(guard: Guard, request: Request) -> bool:

@@ -5,6 +5,7 @@ from .memory_page import memory
 from .memory_use import MemoryUse
 from .namespaces import Namespace, OperatorHold
 from .operator_access import NotThere, held_open, hold_open, name_of, release_hold
+from .past_lookups import OptimumWatch, Watched
 from .pins import Pins, PinView
 from .quota import MAX_QUOTAS
 from .selection import BlockSelection
@@ -18,9 +19,11 @@ __all__ = [
     "Namespace",
     "NotThere",
     "OperatorHold",
+    "OptimumWatch",
     "PinView",
     "Pins",
     "TraceRecorder",
+    "Watched",
     "degraded_tiers",
     "exposition",
     "held_open",

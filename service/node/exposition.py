@@ -10,15 +10,23 @@ from kvtier.service.node.memory_page import memory_series
 from kvtier.service.node.memory_use import MemoryUse
 from kvtier.service.node.namespaces import Namespace
 from kvtier.service.node.operator_access import name_of
+from kvtier.service.node.past_lookups import OptimumWatch
 from kvtier.service.node.pins import Pins
 from kvtier.service.observe import counter, gauge, labelled, text_of, version
 
 
-def exposition(daemon: Daemon, pins: Pins, use: MemoryUse) -> str:
+def exposition(daemon: Daemon, pins: Pins, use: MemoryUse, optimum: OptimumWatch | None = None) -> str:
     """The text format. Waits for the loop: TierUnavailable if it does not answer."""
     namespaces, clients = daemon.call(lambda: (daemon.namespaces(), daemon.clients()))
     metrics = {name_of(namespace.fingerprint): namespace.hierarchy.metrics for namespace in namespaces}
-    return text_of([*labelled(metrics), *_own(daemon, namespaces, clients, pins), *memory_series(namespaces, use)])
+    return text_of(
+        [
+            *labelled(metrics),
+            *_own(daemon, namespaces, clients, pins),
+            *memory_series(namespaces, use),
+            *_possible(namespaces, optimum),
+        ]
+    )
 
 
 def _own(daemon: Daemon, namespaces: list[Namespace], clients: list[ClientView], pins: Pins) -> Iterator[Metric]:
@@ -35,6 +43,22 @@ def _own(daemon: Daemon, namespaces: list[Namespace], clients: list[ClientView],
     yield counter("kvtier_kv_events", "KV events published, in batches, and told again", told, "event")
     yield gauge("kvtier_pinned_blocks", "Blocks kept by pins", pins.blocks_by_model(), "fingerprint")
     yield from _savings(daemon, namespaces)
+
+
+def _possible(namespaces: list[Namespace], watch: OptimumWatch | None) -> Iterator[Metric]:
+    """What was found in the last hour, and what the best policy would have found. Of models whose lookups are kept."""
+    looks = {name_of(each.fingerprint): watch.of(each.fingerprint) for each in namespaces if watch is not None}
+    known = {model: look for model, look in looks.items() if look is not None and look.asked}
+    text = "Of the blocks asked for in the last hour, the share that the best possible policy would have found"
+    yield gauge(
+        "kvtier_optimum_share", text, {m: each.optimum / each.asked for m, each in known.items()}, "fingerprint"
+    )
+    text = "Of the same blocks, the share that was found"
+    yield gauge("kvtier_found_share", text, {m: each.found / each.asked for m, each in known.items()}, "fingerprint")
+    dropped = {
+        name_of(each.fingerprint): each.tiers.past.num_dropped for each in namespaces if each.tiers.past is not None
+    }
+    yield counter("kvtier_lookups_not_kept", "Lookups and stores that this leaves out", dropped, "fingerprint")
 
 
 def _savings(daemon: Daemon, namespaces: list[Namespace]) -> Iterator[Metric]:

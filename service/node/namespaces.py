@@ -68,6 +68,13 @@ class Namespace:
         return any(port.locates for port in self.hierarchy.ports)
 
     @property
+    def capacity(self) -> int:
+        """Blocks that the tiers of this node hold at most; a tier that nodes share is left out."""
+        below = [port.tier.stats() for port in self.hierarchy.ports if port.tier is not None and not port.is_shared]
+        slots = sum(value for each in below for key, value in each.items() if key.startswith("slots_"))
+        return self.hierarchy.num_slots + int(slots)
+
+    @property
     def in_use(self) -> bool:
         """Whether somebody has leases, or slots to fill. On the loop's thread."""
         return any(member.holds_slots for member in self.members)
@@ -89,8 +96,14 @@ class Opening(NamedTuple):
         host = self.config.host.model_copy(update={"size": self.size, "shared": True, "pin": False})
         config = self.config.model_copy(update={"host": host})
         hierarchy = open_hierarchy(config, self.hello.fingerprint, blocks, lease_deadline=math.inf)
-        rate = config.service.prefill_rate
-        tiers = ServedTiers(hierarchy, self.hello.fingerprint, config.service.default_quota, assumed_rate=rate)
+        service = config.service
+        tiers = ServedTiers(
+            hierarchy,
+            self.hello.fingerprint,
+            service.default_quota,
+            assumed_rate=service.prefill_rate,
+            kept_lookups=service.kept_lookups,
+        )
         source = EventSource(hierarchy) if config.events.publish is not None else None
         return Namespace(self.hello.fingerprint, blocks, self.size, tiers, source)
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvtier.service.node.lookup_trace import TraceRecorder
 from kvtier.service.node.memory_use import Tenants
+from kvtier.service.node.past_lookups import PastLookups
 from kvtier.service.node.quota import Quotas
 from kvtier.service.node.savings import Savings
 from kvtier.tiers import L2, ChainHash, Outcome
@@ -35,10 +36,15 @@ class ServedTiers:
         default_quota: int | None = None,
         *,
         assumed_rate: int | None = None,
+        kept_lookups: int = 0,
     ) -> None:
-        """`default_quota`: bytes of L2 for each tenant that has no quota. `assumed_rate`: as `Savings` has it."""
+        """`default_quota`: bytes of L2 for each tenant that has no quota. `assumed_rate`: as `Savings` has it.
+
+        `kept_lookups`: blocks of lookups that `past` keeps; 0: there is none.
+        """
         self.hierarchy = hierarchy
         self.quotas = Quotas(hierarchy.host, fingerprint, default_quota)
+        self.past = PastLookups(kept_lookups) if kept_lookups else None
         self.savings = Savings(hierarchy.rates, assumed_rate)
         self.tenants = Tenants(fingerprint)
         self.recorder: TraceRecorder | None = None  # while somebody records
@@ -53,6 +59,8 @@ class ServedTiers:
         if not self._is_repeated(claim.hashes[-1], promised):
             assert claim.found is not None
             self.hierarchy.count(claim.found)
+            if self.past is not None:
+                self.past.looked_up(claim.hashes, claim.found.blocks - claim.found.miss, claim.num_l1)
             if self.recorder is not None:
                 size = claim.block_size
                 self.recorder.record(claim.hashes, len(claim.hashes) * size, block_size=size)
@@ -79,6 +87,9 @@ class ServedTiers:
             for tenant in tenants:
                 self.feed.begin_at(tenant)
         self.tenants.note(wanted)
+        if self.past is not None:
+            for each in wanted:
+                self.past.stored(each.hashes)
         if not any(map(self.quotas.bound, tenants)):
             return self.hierarchy.reserve(wanted)
         return [self._reserve(each) for each in wanted]

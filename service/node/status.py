@@ -10,6 +10,7 @@ from kvtier.service.node.daemon import ClientView, Daemon
 from kvtier.service.node.loop import now
 from kvtier.service.node.namespaces import Namespace
 from kvtier.service.node.operator_access import name_of
+from kvtier.service.node.past_lookups import OptimumSoFar, OptimumWatch
 from kvtier.service.node.pins import Pins
 from kvtier.service.observe import DaemonStatus, MetricValues, figures, statuses, version
 from kvtier.tiers import tier_captions
@@ -20,8 +21,11 @@ if TYPE_CHECKING:
     from kvtier.service.events import Publisher
 
 
-def status(daemon: Daemon, pins: Pins) -> DaemonStatus:
-    """Everything. Waits for the loop: TierUnavailable if it does not answer."""
+def status(daemon: Daemon, pins: Pins, optimum: OptimumWatch | None = None) -> DaemonStatus:
+    """Everything. Waits for the loop: TierUnavailable if it does not answer.
+
+    `optimum` tells what could have been found of models whose lookups are kept.
+    """
     namespaces, clients, given = daemon.call(lambda: (daemon.namespaces(), daemon.clients(), daemon.host_bytes_given))
     degraded = degraded_tiers(namespaces)
     pinned = pins.blocks_by_model()
@@ -37,7 +41,7 @@ def status(daemon: Daemon, pins: Pins) -> DaemonStatus:
         tier_captions=[statuses.TierCaption.model_validate(each) for each in tier_captions()],
         kv_events=None if daemon.publisher is None else _published(daemon.publisher),
         gpu_hour=daemon.config.service.gpu_hour,
-        models=[_model(each, clients, pinned.get(name_of(each.fingerprint), 0)) for each in namespaces],
+        models=[_model(each, clients, pinned.get(name_of(each.fingerprint), 0), optimum) for each in namespaces],
         clients=[_client(client) for client in clients],
     )
 
@@ -55,7 +59,9 @@ def degraded_tiers(namespaces: Iterable[Namespace]) -> list[statuses.DegradedTie
     ]
 
 
-def _model(namespace: Namespace, clients: Iterable[ClientView], num_pinned: int) -> statuses.ModelStatus:
+def _model(
+    namespace: Namespace, clients: Iterable[ClientView], num_pinned: int, watch: OptimumWatch | None
+) -> statuses.ModelStatus:
     hierarchy = namespace.hierarchy
     counts, stride = hierarchy.host.pool.counts(), hierarchy.host.region.slot_stride
     values = MetricValues(hierarchy.metrics)
@@ -81,6 +87,7 @@ def _model(namespace: Namespace, clients: Iterable[ClientView], num_pinned: int)
             for port in hierarchy.ports
         },
         saved=_saved(namespace),
+        optimum=None if watch is None else _optimum(watch.of(namespace.fingerprint)),
         absent=values.by_both("kvtier_absent_blocks"),
         lifetimes={tier: _ages(each) for tier, each in hierarchy.metrics.buckets("kvtier_evicted_age_seconds").items()},
         return_gaps=_return_gaps(hierarchy),
@@ -97,6 +104,19 @@ def _return_gaps(hierarchy: Hierarchy) -> statuses.AgeCounts | None:
     if gaps is None:
         return None
     return statuses.AgeCounts(bounds=EDGES[1:].tolist(), counts=[round(each, 3) for each in gaps.tolist()])
+
+
+def _optimum(found: OptimumSoFar | None) -> statuses.OptimumFigures | None:
+    if found is None:
+        return None
+    return statuses.OptimumFigures(
+        capacity=found.capacity,
+        seconds=round(found.seconds, 1),
+        asked=found.asked,
+        found=found.found,
+        optimum=found.optimum,
+        steps=[(round(step.age_s, 1), step.asked, step.found, step.optimum) for step in found.steps],
+    )
 
 
 def _saved(namespace: Namespace) -> statuses.SavedFigures:

@@ -106,6 +106,17 @@ class AgeCounts(StatusPart):
     counts: list[float]
 
 
+class OptimumFigures(StatusPart):
+    """What was found of the last hour's lookups, and what the best possible policy would have found."""
+
+    capacity: int  # blocks that the tiers of this node hold
+    seconds: float  # that the lookups are of
+    asked: int
+    found: int
+    optimum: int
+    steps: list[tuple[float, int, int, int]]  # seconds ago, and these three, of each part of that time
+
+
 class SavedFigures(StatusPart):
     """What requests did not have to compute."""
 
@@ -126,6 +137,7 @@ class _OpenModel(StatusPart):
     l2: HostTierStatus
     tiers: dict[str, LowerTierStatus]
     saved: SavedFigures | None = None
+    optimum: OptimumFigures | None = None
     absent: dict[str, Counts] = {}  # blocks that no tier held, by what became of them and the tier they left
     lifetimes: dict[str, AgeCounts] = {}  # by tier: how long evicted blocks had been there
     return_gaps: AgeCounts | None = None  # how long after a request's end the next one of its conversation came

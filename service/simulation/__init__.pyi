@@ -1,1 +1,3 @@
-__all__: list[str] = []
+from .optimum import Optimum
+
+__all__ = ["Optimum"]

@@ -93,5 +93,7 @@ def _next_asked(
 def _runs_of(request: NDArray[np.int64], needed: NDArray[np.int64]) -> tuple[list[int], list[int], list[int]]:
     """(request, the request that needs it next, how many blocks) of each run that is needed again, in order."""
     again = needed != _NEVER
-    pairs, counts = np.unique(np.stack([request[again], needed[again]]), axis=1, return_counts=True)
-    return pairs[0].tolist(), pairs[1].tolist(), counts.tolist()
+    width = int(request[-1]) + 1 if len(request) else 1
+    # One number a pair: sorting numbers leaves Python's lock alone, so that a daemon's loop goes on beside it.
+    pairs, counts = np.unique(request[again] * width + needed[again], return_counts=True)
+    return (pairs // width).tolist(), (pairs % width).tolist(), counts.tolist()

@@ -77,6 +77,7 @@ def _daemon_page() -> str:
             metrics.corrupted("file", 1)
             metrics.dropped("file", "queue_full", 1)
             metrics.moved("file", "read", 1, 0.001)
+            until(lambda: "kvtier_optimum_share{" in daemon.client.get("/metrics").text)
             return daemon.client.get("/metrics").text
         finally:
             tiers.close()

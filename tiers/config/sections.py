@@ -158,6 +158,12 @@ class ServiceConfig(HttpSection):
     default_quota: ByteSize | None = option(
         None, "host memory of each model for a cache_salt without a quota of its own; none = no bound"
     )
+    kept_lookups: WholeNumber = option(
+        1 << 18,
+        "blocks of the last hour's lookups kept, to tell what the best policy would have found; 0 = none",
+        ge=0,
+        le=1 << 24,
+    )
     gpu_hour: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)] | None = option(
         None, "price of an hour of an engine's GPUs together, in your currency; none = the page shows no money"
     )

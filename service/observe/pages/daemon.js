@@ -199,7 +199,20 @@ function shareOf(model, history) {
   });
   const now = history.grown(allAsked, RECENT)?.value > 0 ? "" : "nobody asks now";
   const series = [{ name: "found", kind: "main", points, note: now }];
-  return chart(`${model.model}/share`, series, timeAxis(history.span), percent, { top: 1, nothing: "Nobody has asked yet." });
+  const best = model.optimum;
+  if (best) {
+    // The server knows it for parts of the past hour: each point of the line gets that of its part.
+    const share = ([, asked, , possible]) => (asked ? possible / asked : null);
+    const width = best.seconds / best.steps.length;
+    const part = (age) => best.steps.find(([middle]) => Math.abs(middle - age) <= width / 2);
+    const line = points.map(([age]) => [age, part(age) ? share(part(age)) : null]);
+    series.push({ name: "best possible", kind: "tier3", points: line, dashed: true });
+  }
+  const drawing = chart(`${model.model}/share`, series, timeAxis(history.span), percent, { top: 1, nothing: "Nobody has asked yet." });
+  if (!best?.asked) return drawing;
+  const words = `Of the ${count(best.asked)} blocks asked for in the last ${duration(best.seconds)}, ${percent(best.found / best.asked)} were found. `
+    + `The best possible policy would have found ${percent(best.optimum / best.asked)} with room for ${count(best.capacity)} blocks, had it known all requests in advance.`;
+  return [drawing, h("p", { class: "note" }, words)];
 }
 
 function lookedUpOf(model, history) {

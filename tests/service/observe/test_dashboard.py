@@ -269,6 +269,34 @@ def test_what_fills_memory_and_what_it_saves(page: Browser, home: Path, disk_dir
     daemon.close()
 
 
+def test_why_blocks_were_missing_and_how_long_they_live(page: Browser, served: ServedDaemon, home: Path) -> None:
+    tiers = attach(home / "s")
+    status = served.client.get("/status").json()
+    [model] = status["models"]
+    tiers.close()
+    causes = "Missing, by what became of the block"
+    with ServedStatus(lambda: status) as told:
+        page.open(told.url)
+        # Nothing has happened; then blocks are gone, and come back too late.
+        page.wait_for("No block was missing yet.", card=causes)
+        model["lifetimes"] = {"l2": {"bounds": [1, 2], "counts": [0, 0, 0]}}
+        page.wait_for("Nothing has been evicted yet.", card="How long blocks live: host memory")
+        model["absent"] = {"never_seen": {"": 30}, "evicted": {"l2": 60, "file": 10}}
+        page.wait_for("evicted to make room host memory 60.0 % 60", "evicted to make room file 10.0 % 10", card=causes)
+        page.wait_for("never seen here, or too long ago – 30.0 % 30", card=causes)
+        model["lifetimes"]["l2"] = {"bounds": [4, 8, 16], "counts": [0, 10, 10, 0]}
+        alone = ("Half of the evicted blocks lived 8 s or less in host memory.", "No request is known to have returned")
+        page.wait_for(*alone, card="How long blocks live: host memory")
+        model["return_gaps"] = {"bounds": [2, 20, 200], "counts": [5, 10, 4, 1]}
+        compared = (
+            "Half of the returns come within 11 s.",
+            "41.7 % of the returns come within that time: more memory would help much.",
+        )
+        page.wait_for(*compared, card="How long blocks live: host memory")
+        model["return_gaps"]["counts"] = [100, 5, 0, 0]
+        page.wait_for("more memory would help little.", card="How long blocks live: host memory")
+
+
 def test_the_router_shows_who_is_there_and_why_a_request_went_where_it_did(page: Browser) -> None:
     with ServedStatus(lambda: ROUTER) as router:
         page.open(router.url)
