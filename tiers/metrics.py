@@ -173,19 +173,6 @@ class Metrics:
                         labels = tuple(sample.labels.values())
                         yield Series(name, family.documentation, labels, is_counter=True, value=sample.value)
 
-    def buckets(self, name: str) -> dict[str, dict[float, int]]:
-        """A histogram with one label: by it the observations up to each bound, none counted twice."""
-        found: dict[str, dict[float, int]] = {}
-        for family in self._registry.collect():
-            if family.name != name:
-                continue
-            for sample in family.samples:
-                if sample.name == f"{name}_bucket":
-                    [label] = [value for key, value in sample.labels.items() if key != "le"]
-                    below = found.setdefault(label, {})
-                    below[float(sample.labels["le"])] = int(sample.value) - sum(below.values())
-        return found
-
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         self._families.append(Series(name, text, labels, is_counter=True))
         return Counter(name, text, labels, registry=self._registry)

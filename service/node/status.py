@@ -1,8 +1,7 @@
 """How the daemon is doing: what /status says, and /summary and the commands print."""
 
-import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -88,15 +87,9 @@ def _model(
         },
         saved=_saved(namespace),
         optimum=None if watch is None else _optimum(watch.of(namespace.fingerprint)),
-        absent=values.by_both("kvtier_absent_blocks"),
-        lifetimes={tier: _ages(each) for tier, each in hierarchy.metrics.buckets("kvtier_evicted_age_seconds").items()},
         return_gaps=_return_gaps(hierarchy),
         **dict(figures(hierarchy.metrics)),
     )
-
-
-def _ages(buckets: Mapping[float, float]) -> statuses.AgeCounts:
-    return statuses.AgeCounts(bounds=[bound for bound in buckets if bound < math.inf], counts=list(buckets.values()))
 
 
 def _return_gaps(hierarchy: Hierarchy) -> statuses.AgeCounts | None:

@@ -138,8 +138,6 @@ class _OpenModel(StatusPart):
     tiers: dict[str, LowerTierStatus]
     saved: SavedFigures | None = None
     optimum: OptimumFigures | None = None
-    absent: dict[str, Counts] = {}  # blocks that no tier held, by what became of them and the tier they left
-    lifetimes: dict[str, AgeCounts] = {}  # by tier: how long evicted blocks had been there
     return_gaps: AgeCounts | None = None  # how long after a request's end the next one of its conversation came
 
 

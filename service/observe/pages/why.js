@@ -45,9 +45,9 @@ function causesIn(model, counter, history) {
 
 /** A card for each tier that evicts: how long its blocks lived, against how long until requests return. */
 export function lifetimesOf(model) {
-  const lifetimes = Object.entries(model.lifetimes ?? {});
-  return lifetimes.map(([tier, lifetime]) => {
+  return Object.entries(model.ages ?? {}).map(([tier, counts]) => {
     const { shown, kind } = captionOf(tier);
+    const lifetime = { bounds: counts.slice(1).map((_, i) => 2 ** i), counts }; // the last count has no bound
     return card(`How long blocks live: ${shown}`, lifetimeOf(model, tier, lifetime, kind, shown));
   });
 }

@@ -279,12 +279,12 @@ def test_why_blocks_were_missing_and_how_long_they_live(page: Browser, served: S
         page.open(told.url)
         # Nothing has happened; then blocks are gone, and come back too late.
         page.wait_for("No block was missing yet.", card=causes)
-        model["lifetimes"] = {"l2": {"bounds": [1, 2], "counts": [0, 0, 0]}}
+        model["ages"] = {"l2": [0, 0, 0]}
         page.wait_for("Nothing has been evicted yet.", card="How long blocks live: host memory")
         model["absent"] = {"never_seen": {"": 30}, "evicted": {"l2": 60, "file": 10}}
         page.wait_for("evicted to make room host memory 60.0 % 60", "evicted to make room file 10.0 % 10", card=causes)
         page.wait_for("never seen here, or too long ago – 30.0 % 30", card=causes)
-        model["lifetimes"]["l2"] = {"bounds": [4, 8, 16], "counts": [0, 10, 10, 0]}
+        model["ages"]["l2"] = [0, 0, 0, 10, 10, 0]  # below 1 s, 2 s, 4 s, 8 s, 16 s, and any
         alone = ("Half of the evicted blocks lived 8 s or less in host memory.", "No request is known to have returned")
         page.wait_for(*alone, card="How long blocks live: host memory")
         model["return_gaps"] = {"bounds": [2, 20, 200], "counts": [5, 10, 4, 1]}
