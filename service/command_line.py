@@ -8,6 +8,7 @@ from typing import Final
 from kvtier.tiers import KVTierError
 
 _EXTRAS: Final = {
+    "charts": ("matplotlib",),
     "engine": ("safetensors", "tokenizers", "transformers"),
     "service": ("h11", "httpx2", "jinja2", "starlette", "uvicorn", "yaml", "zmq"),
 }

@@ -14,7 +14,11 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.progress import Progress, ProgressColumn
 
+    from kvtier.service.charts import Table
+
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+PngOption = Annotated[Path | None, typer.Option("--png", metavar="FILE", help="Draw it as a picture, too.")]
+HtmlOption = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write one page with all of it, too.")]
 ConfigOption = Annotated[
     Path | None, typer.Option("--config", metavar="FILE", help="TOML file; the environment overrides it.")
 ]
@@ -37,6 +41,19 @@ def show(value: object, table: "RenderableType", *, as_json: bool) -> None:
         from rich.console import Console
 
         Console().print(table)
+
+
+def table_of(table: "Table") -> "RenderableType":
+    """What was measured, for a terminal: the first column says what, the others are figures."""
+    from rich.markup import escape
+    from rich.table import Table as RichTable
+
+    made = RichTable(title=table.title, title_justify="left", caption=table.note or None, caption_justify="left")
+    for index, column in enumerate(table.columns):
+        made.add_column(escape(column), justify="right" if index else "left", overflow="fold")
+    for row in table.rows:
+        made.add_row(*map(escape, row))
+    return made
 
 
 def progress_bar(*columns: "ProgressColumn") -> "Progress":

@@ -47,6 +47,9 @@ _MODULES: Final = {
         "import": "Store the blocks of a file that `kvtier export` wrote; each is verified first.",
         "trace": "Record a model's lookups as JSON lines in Mooncake's form.",
     },
+    "bench_cli": {
+        "bench": "Put load on an OpenAI server, or on two by turns: first tokens, tokens a second, cached tokens.",
+    },
     "cluster_cli": {
         "cluster": "A whole cluster on this machine, without containers.",
     },

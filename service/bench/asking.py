@@ -1,0 +1,154 @@
+"""Asks one OpenAI server: one request at a time, streamed, with a deadline; whatever goes wrong has a name."""
+
+import asyncio
+import json
+import ssl
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+
+import httpx2
+
+from kvtier.tiers import ConfigError
+
+Api = Literal["chat", "completions"]
+
+_CONNECT: Final = 5.0  # seconds
+_NO_USAGE: Final = (400, 422)  # what servers answer that know no `stream_options`
+
+
+@dataclass(slots=True)
+class Answer:
+    """What came of one request. Times are in seconds."""
+
+    began: float = 0.0  # after the load's start
+    error: str | None = None  # its kind; None: it went well
+    ttft: float | None = None  # from the request to the first text
+    gaps: list[float] = field(default_factory=list)  # between two pieces of text
+    seconds: float = 0.0  # from the request to the end
+    text: str = ""
+    num_prompt: int | None = None  # tokens; None: the server does not say
+    num_cached: int | None = None
+    num_output: int | None = None  # None: as many as there were pieces
+
+
+class Server:
+    """One server under load. `close` it."""
+
+    def __init__(self, url: str, *, api: Api, model: str | None, token: str | None, deadline: float) -> None:
+        """`url` is http://HOST:PORT, or with a path up to /v1; `deadline` is in seconds for each request."""
+        self.url = url.rstrip("/").removesuffix("/v1")
+        if not self.url.startswith(("http://", "https://")):
+            raise ConfigError(f"URL {url!r}: write it as in http://127.0.0.1:8000")
+        self.model = model or ""
+        self._api, self._deadline = api, deadline
+        self._tells_usage = True
+        plain = self.url.startswith("http://")
+        self._client = httpx2.AsyncClient(
+            base_url=self.url,
+            headers={} if token is None else {"authorization": f"Bearer {token}"},
+            timeout=httpx2.Timeout(deadline, connect=min(_CONNECT, deadline)),
+            limits=httpx2.Limits(max_connections=None),
+            trust_env=False,
+            verify=ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT) if plain else True,  # certificates take 20 ms to read
+        )
+
+    async def find_model(self) -> None:
+        """Take the first model it has, unless one was named. ConfigError if it does not answer, or has none."""
+        if self.model:
+            return
+        try:
+            answer = await self._client.get("/v1/models")
+            names = [each["id"] for each in answer.raise_for_status().json()["data"]]
+        except (httpx2.HTTPError, httpx2.InvalidURL) as error:
+            raise ConfigError(f"{self.url}: {error or type(error).__name__}; is the server up?") from None
+        except (ValueError, LookupError, TypeError):
+            raise ConfigError(f"{self.url}/v1/models: not an OpenAI server's answer; check the URL") from None
+        if not names:
+            raise ConfigError(f"{self.url}: it has no model; start one, or name it with --model")
+        self.model = names[0]
+
+    async def ask(self, system: str, said: Sequence[str], max_tokens: int) -> Answer:
+        """Ask; `said` are the user's texts and the answers in turns. Raises nothing but a cancellation."""
+        answer, began = Answer(), time.perf_counter()
+        try:
+            async with asyncio.timeout(self._deadline):
+                await self._stream(self._body(system, said, max_tokens), answer, began)
+        except TimeoutError:
+            answer.error = f"no end within {self._deadline:g} s"
+        except httpx2.ConnectError:
+            answer.error = "connection refused"
+        except httpx2.TimeoutException:
+            answer.error = "no answer in time"
+        except (httpx2.HTTPError, httpx2.StreamError):
+            answer.error = "connection broken"
+        except (ValueError, LookupError, TypeError, AttributeError):
+            answer.error = "malformed answer"
+        answer.seconds = time.perf_counter() - began
+        return answer
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    def _body(self, system: str, said: Sequence[str], max_tokens: int) -> dict[str, Any]:
+        body: dict[str, Any] = {"model": self.model, "max_tokens": max_tokens, "temperature": 0, "stream": True}
+        if self._tells_usage:
+            body["stream_options"] = {"include_usage": True}
+        if self._api == "chat":
+            roles = ("user", "assistant")
+            turns = [{"role": roles[i % 2], "content": text or " "} for i, text in enumerate(said)]
+            first = [{"role": "system", "content": system}] if system else []
+            return {**body, "messages": [*first, *turns]}
+        return {**body, "prompt": "\n".join((system, *said) if system else said)}
+
+    async def _stream(self, body: Mapping[str, Any], answer: Answer, began: float) -> None:
+        path = "/v1/chat/completions" if self._api == "chat" else "/v1/completions"
+        async with self._client.stream("POST", path, json=body) as response:
+            if response.status_code in _NO_USAGE and "stream_options" in body:
+                self._tells_usage = False  # asked again without, from here on
+            elif response.status_code != 200:
+                answer.error = f"status {response.status_code}"
+                return
+            else:
+                await self._read(response, answer, began)
+                return
+        await self._stream({key: value for key, value in body.items() if key != "stream_options"}, answer, began)
+
+    async def _read(self, response: httpx2.Response, answer: Answer, began: float) -> None:
+        last, ended = began, False
+        async for line in response.aiter_lines():
+            data = line.removeprefix("data:").strip()
+            if not line.startswith("data:") or not data:
+                continue
+            if data == "[DONE]":
+                ended = True
+                break
+            event = json.loads(data)
+            if "error" in event:
+                answer.error = "error in the stream"
+                return
+            _note_usage(answer, event.get("usage"))
+            for choice in event.get("choices") or ():
+                ended |= choice.get("finish_reason") is not None
+                piece = choice.get("text") or (choice.get("delta") or {}).get("content")
+                if not piece:
+                    continue
+                now = time.perf_counter()
+                if answer.ttft is None:
+                    answer.ttft = now - began
+                else:
+                    answer.gaps.append(now - last)
+                last = now
+                answer.text += piece
+        if not ended:
+            answer.error = "stream cut off"
+
+
+def _note_usage(answer: Answer, usage: Any) -> None:
+    if not isinstance(usage, Mapping):
+        return
+    answer.num_prompt, answer.num_output = usage["prompt_tokens"], usage["completion_tokens"]
+    details = usage.get("prompt_tokens_details")
+    cached = details.get("cached_tokens") if isinstance(details, Mapping) else None
+    answer.num_cached = cached if isinstance(cached, int) else None

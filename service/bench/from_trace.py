@@ -1,0 +1,32 @@
+"""Sessions of a trace: what equal blocks were equal there is equal here, at the trace's own times."""
+
+import random
+from itertools import islice
+from pathlib import Path
+from typing import Final
+
+from kvtier.service.bench.patterns import Session, Turn, words
+from kvtier.service.traces import TraceLine, read_trace
+from kvtier.tiers import ConfigError
+
+_BLOCK: Final = 512  # tokens of a block where the trace does not say
+
+
+def sessions_of_trace(path: Path, num_requests: int, answer_tokens: int, speed: float) -> list[Session]:
+    """One session for each of the first requests; times are divided by `speed`. Errors as `read_trace`."""
+    if not speed > 0:
+        raise ConfigError(f"speed {speed}: use a number above 0; 2 is twice as fast as the trace")
+    lines = islice(read_trace(path), num_requests)
+    return [_session(number, line, answer_tokens, speed) for number, line in enumerate(lines)]
+
+
+def _session(number: int, line: TraceLine, answer_tokens: int, speed: float) -> Session:
+    """A block's words follow from its number. Without times, sessions begin at the pace that is asked for."""
+    size, left, texts = line.block_size or _BLOCK, line.input_length, []
+    for name in line.hash_ids:
+        texts.append(words(random.Random(name), min(size, left)))
+        left -= size
+        if left <= 0:
+            break
+    at = line.timestamp / 1000 / speed if line.has_time else None
+    return Session(number, "", [Turn(" ".join(texts), line.output_length or answer_tokens)], at)

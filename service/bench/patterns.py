@@ -1,0 +1,108 @@
+"""What is asked: sessions of one or several turns, made up from words, or read from a trace."""
+
+import random
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import cycle, islice
+from typing import Final, Literal
+
+from kvtier.tiers import ConfigError
+
+Pattern = Literal["shared", "turns", "rag", "agents"]
+
+PATTERNS: Final[tuple[Pattern, ...]] = ("shared", "turns", "rag", "agents")
+_WORDS: Final = tuple(  # short English words
+    re.findall(
+        r"\w+",
+        """
+        time year people way day man thing woman life child world school state family student group country problem
+        hand part place case week company system program question work government number night point home water room
+        mother area money story fact month lot right study book eye job word business issue side kind head house
+        service friend father power hour game line end member law car city community name president team minute idea
+        body information
+        """,
+    )
+)
+_PREFIXES: Final = 8  # different shared beginnings, or documents for each that a prompt takes
+_DOCUMENTS: Final = 3  # in a prompt of the pattern "rag"
+_KEPT: Final = 0.75  # share of a first prompt that others share
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What one request adds to its session's prompt."""
+
+    text: str
+    max_tokens: int
+    wait: float = 0.0  # seconds behind the answer before: a person reads, a tool runs
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """Requests that follow each other: each has all turns before it in its prompt, and their answers."""
+
+    number: int
+    system: str  # what its first prompt begins with
+    turns: Sequence[Turn]
+    at: float | None = None  # seconds from the start, where a trace says so
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How large what is asked is. Words stand for tokens: most tokenizers have one for each of these."""
+
+    pattern: Pattern = "shared"
+    num_requests: int = 64
+    prompt_tokens: int = 512  # of a session's first prompt
+    turn_tokens: int = 64  # that each further turn adds
+    answer_tokens: int = 32
+    num_turns: int = 4  # of "turns" and "agents"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("num_requests", "prompt_tokens", "turn_tokens", "answer_tokens", "num_turns"):
+            if (value := getattr(self, name)) < 1:
+                raise ConfigError(f"{name.replace('_', ' ')} {value}: use a whole number from 1 on")
+
+
+def sessions_of(shape: Shape) -> list[Session]:
+    """So many sessions that they have `num_requests` requests in all; the last one may be cut short."""
+    dice = random.Random(shape.seed)
+    made = list(islice(_sessions(shape, dice), shape.num_requests))
+    found, left = list[Session](), shape.num_requests
+    for session in made:
+        if left <= 0:
+            break
+        turns = session.turns[:left]
+        found.append(Session(session.number, session.system, turns))
+        left -= len(turns)
+    return found
+
+
+def _sessions(shape: Shape, dice: random.Random) -> Iterator[Session]:
+    kept = int(shape.prompt_tokens * _KEPT)
+    own = shape.prompt_tokens - kept
+    beginnings = [words(dice, kept) for _ in range(_PREFIXES)]
+    documents = [words(dice, kept // _DOCUMENTS) for _ in range(_PREFIXES * _DOCUMENTS)]
+    for number in cycle(range(1 << 30)):
+        system = dice.choice(beginnings)
+        if shape.pattern == "rag":
+            system = "\n\n".join(dice.sample(documents, _DOCUMENTS))
+        first = Turn(words(dice, own), shape.answer_tokens)
+        turns = [first]
+        if shape.pattern in ("turns", "agents"):
+            turns += [_further(shape, dice) for _ in range(shape.num_turns - 1)]
+        yield Session(number, system, turns)
+
+
+def _further(shape: Shape, dice: random.Random) -> Turn:
+    """A person says little; a tool answers at length."""
+    size = shape.turn_tokens * (4 if shape.pattern == "agents" and dice.random() < 0.5 else 1)
+    text = words(dice, size)
+    return Turn(f"Tool result:\n{text}" if shape.pattern == "agents" else text, shape.answer_tokens)
+
+
+def words(dice: random.Random, number: int) -> str:
+    """So many short English words."""
+    return " ".join(dice.choices(_WORDS, k=max(1, number)))
