@@ -320,7 +320,7 @@ class SchedulerSide:
         promised = self.tiers.poll(claim)
         if claim.found is not None and known.found is None:
             known.found = claim.found
-            self.tiers.count(claim.found, claim.missing)
+            self.tiers.count(claim.found, claim.missing, claim.causes)
             if claim.refusal is Outcome.NO_SLOT:
                 self.tiers.metrics.missed(Outcome.NO_SLOT, claim.found.loadable)
         may_look = self._partial_blocks and known.view is None and claim.behind is not None

@@ -1,9 +1,12 @@
 """Every counter kvtier keeps, on a registry of its own: what was found, missed, moved, dropped, and why."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Final, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
+from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.registry import Collector
 
 from kvtier.tiers.kinds import MISS, TIERS, lookup_results
 
@@ -55,6 +58,12 @@ class Metrics:
         self._families: list[Series] = []
         self._lookup = self._counter("kvtier_lookup_blocks", "Blocks asked for, by where they were found", "tier")
         self._miss = self._counter("kvtier_miss", "Blocks not served from the cache, by reason", "reason")
+        self._absent = self._counter(
+            "kvtier_absent_blocks",
+            "Blocks that no tier held, by what became of them",
+            "cause",
+            "tier",
+        )
         self._store = self._counter("kvtier_store_blocks", "Blocks stored", "tier")
         self._drop = self._counter("kvtier_store_dropped", "Blocks not stored, by reason", "tier", "reason")
         self._bytes = self._counter("kvtier_bytes", "Payload bytes moved", "tier", "direction")
@@ -70,6 +79,8 @@ class Metrics:
             buckets=_SECONDS,
             registry=registry,
         )
+        self._ages: dict[str, Sequence[int]] = {}
+        registry.register(_Ages(self._ages))
         self._evicted_before: dict[str, int] = {}
         self._refresh: list[Callable[[], None]] = []
         # All of them at once: Prometheus computes no rate of a series that does not exist yet.
@@ -95,6 +106,20 @@ class Metrics:
         if (counter := self._missed.get(reason)) is None:
             counter = self._missed[reason] = self._miss.labels(reason)
         counter.inc(num_blocks)
+
+    def absent(self, causes: Mapping[tuple[str, str], int]) -> None:
+        """Blocks that no tier held: (what became of them, the tier they left) → how many."""
+        for (cause, tier), num_blocks in causes.items():
+            self._absent.labels(cause, tier).inc(num_blocks)
+
+    def ages(self, tier: str, counts: Sequence[int]) -> None:
+        """How long the blocks lived that a tier has evicted: a count a bucket of seconds, then the sum of all."""
+        self._ages[tier] = counts
+
+    def age_counts(self) -> dict[str, list[int]]:
+        """Of each tier the evicted blocks by age: below 1 s, 2 s, 4 s and so on, at last all that were older."""
+        self._refreshed()
+        return {tier: [*counts[:-1]] for tier, counts in self._ages.items()}
 
     def stored(self, tier: str, num_blocks: int) -> None:
         """Blocks that became findable in a tier."""
@@ -184,6 +209,22 @@ class Metrics:
     def _refreshed(self) -> None:
         for refresh in self._refresh:
             refresh()
+
+
+class _Ages(Collector):
+    """How long blocks lived that were evicted: buckets of powers of two seconds, counted by the tiers themselves."""
+
+    def __init__(self, ages: Mapping[str, Sequence[int]]) -> None:
+        self._ages = ages
+
+    def collect(self) -> Iterator[Metric]:
+        family = HistogramMetricFamily(
+            "kvtier_evicted_age_seconds", "How long blocks that were evicted had been in the tier", labels=["tier"]
+        )
+        for tier, (*counts, seconds) in self._ages.items():
+            bounds = [*(str(float(1 << power)) for power in range(len(counts) - 1)), "+Inf"]
+            family.add_metric([tier], list(zip(bounds, accumulate(counts), strict=True)), seconds)
+        yield family
 
 
 def _series(name: str, labels: dict[str, str]) -> str:

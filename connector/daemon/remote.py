@@ -32,7 +32,7 @@ from kvtier.connector.daemon.wire import MAX_ITEMS, unpack_found, unpack_grants
 from kvtier.tiers import L2, BlockRecord, ChainHash, FormatError, Metrics, Outcome
 from kvtier.tiers.hierarchy import Attribution, Claim, Ends, Filled, Pending, Wanted
 from kvtier.tiers.host import HostRegion
-from kvtier.tiers.pool import Lease, Reservation
+from kvtier.tiers.pool import Causes, Lease, Reservation
 from kvtier.tiers.returns import RequestEnd
 
 _ANSWER: Final = 0.25  # seconds
@@ -135,8 +135,8 @@ class RemoteTiers:
         with self._lock:
             self._claims.cancel(claim)
 
-    def count(self, found: Attribution, missing: Outcome | None = Outcome.ABSENT) -> None:
-        """Into this client's own metrics."""
+    def count(self, found: Attribution, missing: Outcome | None = Outcome.ABSENT, causes: Causes | None = None) -> None:
+        """Into this client's own metrics. What became of blocks, the daemon counts."""
         if missing is not None and self._attachment.link is None:
             missing = Outcome.BREAKER_OPEN
         self.metrics.looked_up(found.by_tier, found.miss, missing)

@@ -58,7 +58,7 @@ class ServedTiers:
             return promised
         if not self._is_repeated(claim.hashes[-1], promised):
             assert claim.found is not None
-            self.hierarchy.count(claim.found)
+            self.hierarchy.count(claim.found, causes=claim.causes)
             if self.past is not None:
                 self.past.looked_up(claim.hashes, claim.found.blocks - claim.found.miss, claim.num_l1)
             if self.recorder is not None:
@@ -98,6 +98,7 @@ class ServedTiers:
         room = self.quotas.room(wanted)
         if room < len(wanted.hashes):
             self.hierarchy.metrics.dropped(L2, Outcome.QUOTA, len(wanted.hashes) - room)
+            self.hierarchy.host.pool.not_stored(wanted.hashes[room:], Outcome.QUOTA)
         if not room and wanted.hashes:
             return None
         (reservation,) = self.hierarchy.reserve([replace(wanted, hashes=wanted.hashes[:room])])

@@ -26,6 +26,8 @@ def figures(metrics: Metrics) -> BlockFigures:
         evicted=values.by_first("kvtier_evicted"),
         corrupted=values.by_first("kvtier_corruption"),
         moved=values.by_both("kvtier_bytes"),
+        absent=values.by_both("kvtier_absent_blocks"),
+        ages=metrics.age_counts(),
     )
 
 

@@ -46,6 +46,8 @@ class BlockFigures(StatusPart):
     evicted: Counts  # blocks, by tier
     corrupted: Counts  # blocks, by tier
     moved: dict[str, Counts]  # bytes, by tier and direction
+    absent: dict[str, Counts] = {}  # blocks that no tier held, by what became of them and the tier they left
+    ages: dict[str, list[int]] = {}  # by tier: evicted blocks by their age, below 1 s, 2 s, 4 s …, and any
 
 
 # --- a daemon -------------------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from kvtier.tiers.hierarchy.rates import LoadPolicy, Rates, Span
 from kvtier.tiers.metrics import Metrics
 from kvtier.tiers.naming.chain import TokenChain, root_hash
 from kvtier.tiers.naming.shape import KVShape
+from kvtier.tiers.pool.departures import Causes
 from kvtier.tiers.pool.lease import Lease
 from kvtier.tiers.returns import RequestEnd
 from kvtier.tiers.tier import ChainHash, Outcome
@@ -101,7 +102,7 @@ class ScriptedTiers:
     def cancel(self, claim: Claim) -> None:
         self._due.pop(claim, None)
 
-    def count(self, found: Attribution, missing: Outcome | None = Outcome.ABSENT) -> None:
+    def count(self, found: Attribution, missing: Outcome | None = Outcome.ABSENT, causes: Causes | None = None) -> None:
         self.metrics.looked_up(found.by_tier, found.miss, missing)
 
     def reserve(self, wanted: Sequence[Wanted]) -> list[None]:

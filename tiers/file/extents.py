@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from kvtier.tiers import ChainHash
 from kvtier.tiers.file.slab_index import SlabIndex
-from kvtier.tiers.pool import ChangeLog, Slots, to_words
+from kvtier.tiers.pool import EVICTED, REMOVED, RESET, ChangeLog, Departures, Slots, to_words
 
 MAX_OPEN: Final = 4  # extents being filled at once: as many chains stay adjacent while they are stored together
 _MAX_CHANCES: Final = 64  # extents passed over per eviction, as most of them was hit: bounds the time under the lock
@@ -65,6 +65,7 @@ class ExtentMap:
         self.epoch = 0
         self.num_evicted = 0
         self.changes: ChangeLog | None = None  # while somebody listens
+        self.departures = Departures("file", num_slots // 2, num_extents)
         self.generations = np.zeros(num_slots, np.uint32)
         self._generation = memoryview(self.generations)  # one at a time; most reads are of few blocks
         self._hits = bytearray(num_slots)
@@ -165,7 +166,7 @@ class ExtentMap:
         self._busy[extent] += 1
         self.num_evicted += self._live[extent] - len(keep)
         slots = self._slots(extent)
-        self._unlink(self.index.named(slots.start, slots.stop))
+        self._unlink(self.index.named(slots.start, slots.stop), EVICTED, keep)
         self._fill[extent] = 0
         hashes = self.index.names(np.array(keep, np.int64))
         return ClaimedExtent(extent, bool(self._dirty[extent]), self.epoch, keep, hashes)
@@ -202,6 +203,7 @@ class ExtentMap:
             return False
         self._state[extent] = _ExtentState.OPEN
         self._open[extent] = None
+        self.departures.came(np.array([extent]))
         return True
 
     def unclaim(self, claim: ClaimedExtent) -> None:
@@ -237,13 +239,13 @@ class ExtentMap:
         self._busy[extent] -= 1
         self._settle(extent)
 
-    def drop(self, chain_hash: ChainHash) -> int | None:
+    def drop(self, chain_hash: ChainHash, cause: str = REMOVED) -> int | None:
         """Forget a block; its slot, now a hole, stays busy until the caller has blanked its row and says `leave`."""
         slot = self.index.find_one(chain_hash)
         if slot < 0:
             return None
         self._busy[slot // self.per_extent] += 1
-        self._unlink(np.array([slot]))
+        self._unlink(np.array([slot]), cause)
         return slot
 
     def clear(self) -> None:
@@ -251,6 +253,7 @@ class ExtentMap:
         self.epoch += 1
         if self.changes is not None:
             self.changes.cleared(self.index.words)
+        self.departures.left(self.index.words(self.index.named()), RESET)
         self.index.reset()
         self._hits = bytearray(len(self._hits))
         self._live = [0] * self.num_extents
@@ -265,7 +268,7 @@ class ExtentMap:
         """Forget the blocks of extent `first` and all behind it, and fill them no more; returns how many those were."""
         slots = self.index.named(first * self.per_extent)
         self.num_evicted += len(slots)
-        self._unlink(slots)
+        self._unlink(slots, EVICTED)
         for extent in range(first, self.num_extents):
             self._open.pop(extent, None)
             self._order.pop(extent, None)
@@ -297,8 +300,13 @@ class ExtentMap:
     def _slots(self, extent: int) -> range:
         return range(extent * self.per_extent, (extent + 1) * self.per_extent)
 
-    def _unlink(self, slots: Slots) -> None:
-        """Slots that hold blocks, ascending, hold none any more."""
+    def _unlink(self, slots: Slots, cause: str, kept: Sequence[int] = ()) -> None:
+        """Slots that hold blocks, ascending, hold none any more; those `kept` are stored again."""
+        going = np.setdiff1d(slots, kept) if kept else slots
+        if cause == EVICTED:
+            self.departures.evicted(going // self.per_extent, self.index.words(going))
+        else:
+            self.departures.left(self.index.words(going), cause)
         if self.changes is not None:
             self.changes.removed(slots, self.index.words(slots))
         self.index.remove(slots)

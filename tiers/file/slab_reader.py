@@ -131,4 +131,6 @@ class SlabReader:
         if bad:
             _log.warning("[file] %s: dropped %d corrupt blocks, first %s", self.file.path, len(bad), bad[0].hex())
         if bad or (lost and answers):
-            self.writer.discard([*bad, *lost] if answers else bad)
+            self.writer.discard(bad, Outcome.CHECKSUM)
+            if answers:
+                self.writer.discard(lost, Outcome.IO_ERROR)

@@ -18,6 +18,7 @@ from kvtier.tiers.file.slab_children import SlabChildren
 from kvtier.tiers.file.slab_codec import Codec
 from kvtier.tiers.file.slab_rows import SlabRows
 from kvtier.tiers.file.slab_space import FULL_ERRNOS, SlabFile, blank_rows, blank_slots, write_superblock
+from kvtier.tiers.pool import REMOVED
 
 _log = logging.getLogger(__name__)
 
@@ -69,10 +70,10 @@ class SlabWriter:
             failure = Outcome.FULL if failure is Outcome.FULL else Outcome.PARENT_FAILED
         return _answer_twins(records, outcomes) if Outcome.ABORTED in outcomes else outcomes
 
-    def discard(self, hashes: Sequence[ChainHash]) -> None:
-        """Forget blocks, on disk too; if the disk refuses, they are found again at the next start."""
+    def discard(self, hashes: Sequence[ChainHash], cause: str = REMOVED) -> None:
+        """Forget blocks, on disk too; if the disk refuses, the next start finds them again. `cause` is remembered."""
         with self.lock:
-            dropped = (self.blocks.drop(chain_hash) for chain_hash in hashes)
+            dropped = (self.blocks.drop(chain_hash, cause) for chain_hash in hashes)
             slots = [slot for slot in dropped if slot is not None]
         try:
             blank_slots(self.io, self.file.fd, self._superblock, slots)
@@ -134,7 +135,7 @@ class SlabWriter:
                 for extent in entered - needed:
                     self.blocks.leave(extent)
             entered = needed
-            self.discard([records[position].chain_hash for position in sorted(differing)])
+            self.discard([records[position].chain_hash for position in sorted(differing)], Outcome.CHECKSUM)
         if len({record.chain_hash for record in records}) < len(records):
             seen: set[ChainHash] = set()
             for position, record in enumerate(records):

@@ -70,6 +70,7 @@ class FileStore:
         self._inside = self._calls.enter
         self._rows = SlabRows(io, file, codec)
         self._blocks = ExtentMap(file.superblock.num_extents, file.superblock.slots_per_extent)
+        self.departures = self._blocks.departures
         self.announcer = SlabChanges(self._blocks, self._rows, self._lock, codec, self._inside)
         index = ChildIndex(file.superblock.num_slots) if partial_blocks else None
         self._children = SlabChildren(self._blocks, self._rows, self._lock, codec, self._inside, index)

@@ -15,7 +15,7 @@ from typing import Final, Protocol
 from kvtier.tiers import L1, TIERS, BlockRecord, ChainHash, ChildBlock, Metrics, Outcome
 from kvtier.tiers.hierarchy.rates import Meeting
 from kvtier.tiers.host import HostRegion
-from kvtier.tiers.pool import Lease, Reservation
+from kvtier.tiers.pool import Causes, Lease, Reservation
 from kvtier.tiers.returns import RequestEnd
 
 _LOOK: Final = 0.05  # seconds `bring` waits for news before it looks at its deadline
@@ -87,6 +87,13 @@ class Claim:
     meeting: Meeting | None = None
     # Set together with `found`: looks for `children` that begin with these tokens. Most callers never do.
     behind: LooksBehind | None = field(default=None, init=False, repr=False)
+    # Set together with `found` where blocks are missing: what became of them. Asked once, when they are counted.
+    why: Callable[[], Causes] | None = field(default=None, init=False, repr=False)
+
+    @property
+    def causes(self) -> Causes | None:
+        """Good once `found` is: how many of its misses left which tier, and why. None: nobody here knows."""
+        return None if self.why is None else self.why()
 
     @property
     def children(self) -> Sequence[ChildBlock]:
@@ -159,8 +166,11 @@ class BlockClaims(Protocol):
     def cancel(self, claim: Claim) -> None:
         """The request went away. Idempotent."""
 
-    def count(self, found: Attribution, missing: Outcome | None = Outcome.ABSENT) -> None:
-        """Count a request's blocks by where they were, and its misses for that reason: once per request."""
+    def count(self, found: Attribution, missing: Outcome | None = Outcome.ABSENT, causes: Causes | None = None) -> None:
+        """Count a request's blocks by where they were, and its misses for that reason: once per request.
+
+        `causes`: what became of those that are absent.
+        """
 
     def wait_news(self, timeout: float) -> None:
         """Wait until a claim moved on, at most `timeout` seconds: for a caller with nothing else to do."""

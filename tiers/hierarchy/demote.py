@@ -62,6 +62,7 @@ class Demoter:
                 self._remember_failed(hashes[taken:])
         if taken < len(hashes) and ended is None:
             self._metrics.dropped(self.port.name, Outcome.QUEUE_FULL, len(hashes) - taken)
+            self.port.not_stored(hashes[taken:], Outcome.QUEUE_FULL)
         for first in range(0, taken, self._batch):
             batch = list(hashes[first : min(taken, first + self._batch)])
             job = _WriteJob(self, batch, self.host.pool.lease(batch), epoch, ended)
@@ -100,9 +101,11 @@ class Demoter:
                 )
         self._metrics.stored(self.port.name, len(good))
         for outcome in set(outcomes) - {Outcome.OK}:
-            self._metrics.dropped(self.port.name, outcome, list(outcomes).count(outcome))
+            lost = [h for h, each in zip(hashes, outcomes, strict=True) if each is outcome]
+            self._metrics.dropped(self.port.name, outcome, len(lost))
+            self.port.not_stored(lost, outcome)
         if corrupt := [h for h, outcome in zip(hashes, outcomes, strict=True) if outcome is Outcome.CHECKSUM]:
-            self.host.pool.evict(corrupt)
+            self.host.pool.evict(corrupt, Outcome.CHECKSUM)
         if ended is not None:
             ended(hashes, outcomes)
 

@@ -18,7 +18,7 @@ from kvtier.tiers.hierarchy.settings import HierarchySettings
 from kvtier.tiers.hierarchy.shared_lookup import Locator
 from kvtier.tiers.hierarchy.stores import StoreQueue
 from kvtier.tiers.host import HostRegion, HostTier
-from kvtier.tiers.pool import MAX_CHILDREN, Lease, Places
+from kvtier.tiers.pool import MAX_CHILDREN, Causes, Departure, Departures, Lease, Places, causes_of, why_gone
 from kvtier.tiers.returns import RequestEnd
 
 _TICK: Final = 0.001  # seconds between two looks at deadlines, however often they are asked for
@@ -64,6 +64,8 @@ class Hierarchy:
         self._ticked_at = -math.inf
         self._num_dirty_dropped = 0  # of those the pool counts: shown as dropped already
         self._closed = False
+        if host.pool.departures is None:
+            host.pool.remember(Departures(L2, self.num_slots, self.num_slots + 1, clock))
         metrics.before_read(self._show_pools)
 
     # claims
@@ -123,9 +125,11 @@ class Hierarchy:
         if claim.run:
             self.promoter.cancel(claim)
 
-    def count(self, found: Attribution, missing: Outcome | None = Outcome.ABSENT) -> None:
+    def count(self, found: Attribution, missing: Outcome | None = Outcome.ABSENT, causes: Causes | None = None) -> None:
         """Into the metrics of this process."""
         self.metrics.looked_up(found.by_tier, found.miss, missing)
+        if causes and missing is Outcome.ABSENT:
+            self.metrics.absent(causes)
 
     def wait_news(self, timeout: float) -> None:
         """Wait until a claim moved on or a shared tier answered, at most `timeout` seconds.
@@ -162,6 +166,19 @@ class Hierarchy:
             if not questions or not all(question.done for question in questions):
                 return self.lookup(hashes)
             asked_until = known + max(len(question.hashes) for question in questions)
+
+    def causes(self, hashes: Sequence[ChainHash]) -> Causes:
+        """What became of consecutive blocks that no tier holds: (cause, tier) → blocks."""
+        return causes_of(self._departures, hashes)
+
+    def why_gone(self, chain_hash: ChainHash) -> Departure:
+        """What became of one block that no tier holds."""
+        return why_gone(self._departures, chain_hash)
+
+    @property
+    def _departures(self) -> list[Departures]:
+        tiers = [self.host.pool.departures, *(port.departures for port in self.ports)]
+        return [each for each in tiers if each is not None]
 
     # upkeep
 
@@ -280,6 +297,7 @@ class Hierarchy:
                 claim.asked_until = known + max(len(question.hashes) for question in claim.questions)
                 return
         claim.found = where
+        claim.why = partial(self.causes, claim.hashes[known:]) if where.miss else None
         parent, following = claim.hashes[known - 1] if known else claim.parent, claim.hashes[known : known + 1]
         claim.behind = partial(self._children, parent, following)
         if claim.asked_until:
@@ -340,6 +358,8 @@ class Hierarchy:
 
     def _show_pools(self) -> None:
         pool = self.host.pool
+        for departures in self._departures:
+            self.metrics.ages(departures.tier, departures.ages.tolist())
         counts = pool.counts()
         for state in ("free", "filling", "ready", "leased", "quarantined", "dirty", "tails"):
             self.metrics.pool(L2, state, getattr(counts, state))

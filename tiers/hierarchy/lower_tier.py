@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from threading import Lock
-from typing import Final
+from typing import Final, Protocol, runtime_checkable
 
 from kvtier.tiers import (
     BlockRecord,
@@ -24,6 +24,7 @@ from kvtier.tiers import (
 )
 from kvtier.tiers.hierarchy.io_queue import IoQueue
 from kvtier.tiers.hierarchy.rates import Rates
+from kvtier.tiers.pool import Departures
 
 _log = logging.getLogger(__name__)
 
@@ -31,6 +32,13 @@ _FAILURES: Final = frozenset({Outcome.IO_ERROR, Outcome.TIMEOUT})  # what a brea
 _CORRUPTION: Final = frozenset({Outcome.CHECKSUM, Outcome.KEY_MISMATCH})
 _MAX_QUEUED: Final = 4096  # jobs per tier
 _MAX_SPANS: Final = 8  # reads in one sample, where reads follow each other without a pause
+
+
+@runtime_checkable
+class Remembers(Protocol):
+    """A tier that remembers what left it, when and why."""
+
+    departures: Departures
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +82,7 @@ class TierPort:
         self.epoch = 0  # counts resets: a write offered before one never lands after it
         self.is_shared = False  # the tier `Locates`
         self.tells_children: TellsChildren | None = None  # the tier, if it does
+        self.departures: Departures | None = None  # what left the tier lately, if it remembers
         self._shared_forgot_at = 0  # the last reset that a tier which nodes share was told of
         self._num_writing = 0  # writes under way that began in this epoch …
         self._num_stale = 0  # … and in an earlier one
@@ -98,6 +107,11 @@ class TierPort:
         """`TellsChildren.children`, of a tier that is readable now."""
         telling = self.tells_children
         return telling.children(parent, limit, start) if telling is not None and self._readable() is not None else []
+
+    def not_stored(self, hashes: Sequence[ChainHash], reason: str) -> None:
+        """Remember why these blocks did not come to the tier, if it remembers."""
+        if self.departures is not None and hashes:
+            self.departures.left(hashes, reason)
 
     @property
     def locates(self) -> bool:
@@ -282,6 +296,8 @@ class TierPort:
                 if forgot_at == self.epoch:
                     self.is_shared = isinstance(tier, Locates)  # asked once: it costs more than a lookup
                     self.tells_children = tier if isinstance(tier, TellsChildren) else None
+                    remembers: object = tier
+                    self.departures = remembers.departures if isinstance(remembers, Remembers) else None
                     self.tier = tier
                     return
                 forgot_at = self.epoch

@@ -178,7 +178,7 @@ class Promoter:
         with self._lock:
             if outcome is Outcome.CHECKSUM:
                 self._metrics.corrupted(L2, 1)
-                self.host.pool.evict(name)
+                self.host.pool.evict(name, Outcome.CHECKSUM)
             check.lease.release()
             if check in claim.checks:
                 claim.checks.discard(check)

@@ -98,11 +98,11 @@ class StoreQueue:
             self.drop_waiting(Outcome.CLOSED)
 
     def abandon(self, reservation: Reservation, reason: Outcome) -> None:
-        self._metrics.dropped(L2, reason, len(reservation.hashes))
+        self._dropped(reservation.hashes, reason)
         self._host.pool.abandon(reservation)
 
     def quarantine(self, reservation: Reservation, reason: Outcome) -> None:
-        self._metrics.dropped(L2, reason, len(reservation.hashes))
+        self._dropped(reservation.hashes, reason)
         self._host.pool.quarantine(reservation)
 
     def sealing(self, chain_hash: ChainHash) -> Sealing | None:
@@ -283,8 +283,8 @@ class StoreQueue:
     def _admitted(self, wanted: Sequence[Wanted]) -> list[int]:
         """Of each chain how many leading blocks are to be stored; the others are counted."""
         heads = self._seen_enough(wanted)
-        if num_refused := sum(len(each.hashes) for each in wanted) - sum(heads):
-            self._metrics.dropped(L2, Outcome.NOT_ADMITTED, num_refused)
+        refused = [name for each, head in zip(wanted, heads, strict=True) for name in each.hashes[head:]]
+        self._dropped(refused, Outcome.NOT_ADMITTED)
         return heads
 
     def _reserve_less(self, hashes: Sequence[ChainHash], parent: ChainHash) -> Reservation | None:
@@ -292,11 +292,17 @@ class StoreQueue:
         want = len(hashes) // 2
         while want and not self.closed:
             if (reservation := self._host.pool.reserve(hashes[:want], parent)) is not None:
-                self._metrics.dropped(L2, Outcome.NO_SLOT, len(hashes) - want)
+                self._dropped(hashes[want:], Outcome.NO_SLOT)
                 return reservation
             want //= 2
-        self._metrics.dropped(L2, Outcome.CLOSED if self.closed else Outcome.NO_SLOT, len(hashes))
+        self._dropped(hashes, Outcome.CLOSED if self.closed else Outcome.NO_SLOT)
         return None
+
+    def _dropped(self, hashes: Sequence[ChainHash], reason: Outcome) -> None:
+        """These blocks are not stored: count them, and remember why."""
+        if hashes:
+            self._metrics.dropped(L2, reason, len(hashes))
+            self._host.pool.not_stored(hashes, reason)
 
     def _seen_enough(self, wanted: Sequence[Wanted]) -> list[int]:
         """How many leading blocks of each have been seen often enough to be stored, this time included.

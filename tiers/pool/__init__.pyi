@@ -1,5 +1,17 @@
 from .changes import ChangeLog
 from .child_index import MAX_CHILDREN, ChildIndex
+from .departures import (
+    AGE_BOUNDS,
+    EVICTED,
+    NEVER_SEEN,
+    REMOVED,
+    RESET,
+    Causes,
+    Departure,
+    Departures,
+    causes_of,
+    why_gone,
+)
 from .few import BatchTable
 from .index import Slots, Words, to_words
 from .lease import Lease, Places, Reservation
@@ -7,19 +19,29 @@ from .pool import SlotPool
 from .states import FILLING, READY, AnySlots, listed
 
 __all__ = [
+    "AGE_BOUNDS",
+    "EVICTED",
     "FILLING",
     "MAX_CHILDREN",
+    "NEVER_SEEN",
     "READY",
+    "REMOVED",
+    "RESET",
     "AnySlots",
     "BatchTable",
+    "Causes",
     "ChangeLog",
     "ChildIndex",
+    "Departure",
+    "Departures",
     "Lease",
     "Places",
     "Reservation",
     "SlotPool",
     "Slots",
     "Words",
+    "causes_of",
     "listed",
     "to_words",
+    "why_gone",
 ]

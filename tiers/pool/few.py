@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from kvtier.tiers import ChainHash
 from kvtier.tiers.compiled import twin
+from kvtier.tiers.pool.departures import EVICTED_CODE, Departures
 from kvtier.tiers.pool.index import Slots
 from kvtier.tiers.pool.lease import Reservation
 from kvtier.tiers.pool.policy import LRU, S3FIFO
@@ -170,6 +171,8 @@ class FewSlots:
         if num_left >= 0:
             slots = [free[num_left]] if count == 1 else free[num_left : table.num_free].tolist()[::-1]
             table.num_free = num_left
+            if table.departures is not None:
+                table.departures.came_few(slots)
             return slots
         short = -num_left
         if short > table.num_ready - table.num_leased:
@@ -178,6 +181,8 @@ class FewSlots:
         if victims is None:
             return None
         table.num_evicted += short
+        if (departures := table.departures) is not None:
+            departures.evicted_few(victims, self._index.name_bytes)
         if table.changes is not None or table.tails or self._idle.num_dirty:
             table.forget(np.array(victims, np.int64))
         else:
@@ -188,6 +193,8 @@ class FewSlots:
         if table.num_free:
             victims += free[: table.num_free].tolist()[::-1]
             table.num_free = 0
+        if departures is not None:
+            departures.came_few(victims)
         return victims
 
 
@@ -198,6 +205,12 @@ class BatchTable(SlotTable):
         super().__init__(num_slots, policy, max_tails)
         self._few = FewSlots(self)
         self._compiled = _compiled(self)
+
+    def remember(self, departures: Departures) -> None:
+        """Tell `departures` what comes and leaves from now on."""
+        self.departures = departures
+        if self._compiled is not None:
+            cast(Any, self._compiled).remember(departures, EVICTED_CODE)
 
     @property
     def is_compiled(self) -> bool:

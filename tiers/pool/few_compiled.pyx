@@ -5,7 +5,7 @@ It takes no lock, and keeps the GIL. What is rare is left to the table, as FewSl
 read from the arrays it was made with; those that callers name are checked against their length.
 """
 
-from libc.stdint cimport int32_t, int64_t, uint8_t, uint64_t
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcmp, memcpy
 
@@ -132,6 +132,11 @@ cdef class CompiledSlots:
     cdef uint64_t[::1] ghost_tags
     cdef int64_t[::1] ghost_times
     cdef int64_t small_target, num_small
+    cdef object departures  # None: nobody remembers what leaves
+    cdef uint64_t[::1] gone
+    cdef uint32_t[::1] came_at
+    cdef int64_t[::1] ages
+    cdef uint64_t evicted_code
 
     def __cinit__(self, table, is_lru, is_planned, listed):
         index, links = table.index, table.links
@@ -154,6 +159,12 @@ cdef class CompiledSlots:
         self.in_use, self.in_main = policy._in_use.view(np.uint8), policy._in_main.view(np.uint8)
         self.ghosts, self.ghost_tags, self.ghost_times = policy._ghosts, policy._ghosts._tags, policy._ghosts._times
         self.small_target = policy._small_target
+
+    def remember(self, departures, code):
+        """Tell `departures` what comes and leaves from now on; `code` is the cause in its entries."""
+        self.departures = departures
+        self.gone, self.came_at, self.ages = departures.entries, departures.came_at, departures.ages
+        self.evicted_code = code
 
     # --- names --------------------------------------------------------------------------------------------------
 
@@ -434,15 +445,20 @@ cdef class CompiledSlots:
         """Slots that are nobody's, still marked as they were: free ones, or of evicted blocks. False: no room."""
         cdef int64_t num_free = self.table.num_free
         cdef Py_ssize_t short = count - num_free, i
-        cdef bint is_plain
+        cdef int64_t now = 0
         if short <= 0:
             for i in range(count):
                 slots[i] = self.free_slots[num_free - 1 - i]
             self.table.num_free = num_free - count
+            if self.departures is not None:
+                self.came(slots, count, self.departures.now())
             return True
         if short > self.table.num_ready - self.table.num_leased or not self.choose(short, slots, spare_parents):
             return False
         self.table.num_evicted += short
+        if self.departures is not None:
+            now = self.departures.now()
+            self.note_departures(slots, short, now)
         if self.table.changes is not None or self.table.tails or self.idle.num_dirty:
             self.table.forget(as_array(slots, short))
         else:
@@ -454,7 +470,35 @@ cdef class CompiledSlots:
             slots[short + i] = self.free_slots[num_free - 1 - i]
         if num_free:
             self.table.num_free = 0
+        if self.departures is not None:
+            self.came(slots, count, now)
         return True
+
+    cdef int came(self, const int64_t *slots, Py_ssize_t count, int64_t now) except -1:
+        """Blocks come to these slots."""
+        cdef Py_ssize_t i
+        for i in range(count):
+            self.came_at[slots[i]] = <uint32_t> now
+        return 0
+
+    cdef int note_departures(self, const int64_t *slots, Py_ssize_t count, int64_t now) except -1:
+        """Blocks leave these slots to make room: `Departures.evicted`."""
+        cdef uint64_t mixed, low = (<uint64_t> now << 8) | self.evicted_code, size = self.gone.shape[0]
+        cdef int64_t slot, age, left, last = self.ages.shape[0] - 2
+        cdef Py_ssize_t i, power
+        for i in range(count):
+            slot = slots[i]
+            mixed = self.names[slot, 0] * MIX_FIRST + self.names[slot, 3] * MIX_LAST
+            self.gone[((mixed >> 32) * size) >> 32] = ((mixed & LOW) << 32) | low
+            if self.came_at[slot]:
+                age = left = now - self.came_at[slot]
+                power = 0
+                while left:
+                    left >>= 1
+                    power += 1
+                self.ages[min(power, last)] += 1
+                self.ages[last + 1] += age
+        return 0
 
     cdef int forget(self, int64_t slot) except -1:
         """A slot loses its name and its place in a chain; whoever calls counts it."""

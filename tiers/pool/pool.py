@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.tiers import BlockRecord, ChainHash, Changes
+from kvtier.tiers import BlockRecord, ChainHash, Changes, Outcome
+from kvtier.tiers.pool.departures import REMOVED, RESET, Departures
 from kvtier.tiers.pool.few import FEW, BatchTable
 from kvtier.tiers.pool.index import Slots
 from kvtier.tiers.pool.kept_places import KeptPlaces
@@ -52,6 +53,21 @@ class SlotPool:
     def num_evicted(self) -> int:
         """Blocks the policy evicted to make room, since the start."""
         return self._table.num_evicted
+
+    @property
+    def departures(self) -> Departures | None:
+        """Where what leaves is remembered, since `remember`."""
+        return self._table.departures
+
+    def remember(self, departures: Departures) -> None:
+        """Tell `departures`, made for as many places as there are slots and one, what comes and leaves from now on."""
+        with self._lock:
+            self._table.remember(departures)
+
+    def not_stored(self, hashes: Sequence[ChainHash], reason: str) -> None:
+        """Remember why these blocks did not come here."""
+        if (departures := self._table.departures) is not None and hashes:
+            departures.left(hashes, reason)
 
     @property
     def num_dirty_dropped(self) -> int:
@@ -213,11 +229,17 @@ class SlotPool:
                 self._settle_dropped()
                 self._table.policy.ended(end, self._table.index.find(end.names)[1])  # those that still fill, too
 
-    def evict(self, hashes: Sequence[ChainHash]) -> int:
-        """Drop these blocks, with children or without; returns how many went. Leased slots go when their leases end."""
+    def evict(self, hashes: Sequence[ChainHash], cause: str = REMOVED) -> int:
+        """Drop these blocks, with children or without; returns how many went. Leased slots go when their leases end.
+
+        `cause` is what is remembered: one of `departures.py`, or an `Outcome`.
+        """
         with self._lock:
             self._settle_dropped()
-            return self._table.drop(self._ready(hashes))
+            slots = self._ready(hashes)
+            if self._table.departures is not None:
+                self._table.departures.left(self._table.index.words(slots), cause)
+            return self._table.drop(slots)
 
     def evict_idle(self, hashes: Sequence[ChainHash]) -> list[bool]:
         """Drop those of these blocks that nobody uses: no lease, no resident child but such as go with this call.
@@ -226,7 +248,11 @@ class SlotPool:
         """
         with self._lock:
             self._settle_dropped()
-            return self._table.drop_idle(hashes)
+            gone = self._table.drop_idle(hashes)
+            if self._table.departures is not None:
+                names = [name for name, is_gone in zip(hashes, gone, strict=True) if is_gone]
+                self._table.departures.left(names, Outcome.QUOTA)
+            return gone
 
     # --- write-back ---------------------------------------------------------------------------------------------
 
@@ -285,6 +311,9 @@ class SlotPool:
         with self._lock:
             self._settle_dropped()
             self._epoch += 1
+            if self._table.departures is not None:
+                ready = np.flatnonzero(self._table.state == READY)
+                self._table.departures.left(self._table.index.words(ready), RESET)
             self._table.reset()
 
     def check(self) -> PoolCounts:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from kvtier.tiers import ChainHash
 from kvtier.tiers.pool.changes import ChangeLog
+from kvtier.tiers.pool.departures import Departures
 from kvtier.tiers.pool.idle import IdleSlots, no_slots
 from kvtier.tiers.pool.index import HashIndex, Slots, Words, int_type
 from kvtier.tiers.pool.lease import Reservation
@@ -51,6 +52,7 @@ class SlotTable:
         self.num_evicted = 0
         self.num_dirty_dropped = 0
         self.changes: ChangeLog | None = None  # while somebody listens: of whole blocks
+        self.departures: Departures | None = None  # where what leaves is remembered
         self.tails: dict[int, None] = {}  # slots of the ready blocks that are not whole, oldest first
         self.is_tail = np.zeros(rows, np.bool_)
         self._max_tails = num_slots if max_tails is None else max_tails
@@ -68,6 +70,8 @@ class SlotTable:
             if victims is None:
                 return None
             self.num_evicted += short
+            if self.departures is not None:
+                self.departures.evicted(victims, self.index.words(victims))
             self.forget(victims)
             self.free(victims)
         self.num_free -= count
@@ -75,6 +79,8 @@ class SlotTable:
         self.generation[slots] = self.generation.take(slots) + 1
         self.state[slots] = FILLING
         self.links.children[slots] = 0
+        if self.departures is not None:
+            self.departures.came(slots)
         return slots
 
     def publish(self, slots: Slots, *, is_tail: bool = False) -> None:

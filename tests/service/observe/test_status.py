@@ -24,7 +24,7 @@ def listed(text: str) -> list[str]:
     return text.split()
 
 
-FIGURES: Final = "lookups missed stored dropped evicted corrupted moved"
+FIGURES: Final = "lookups missed stored dropped evicted corrupted moved absent ages"
 # Read from /status of kvtier 0.1, before it had types. What a key counts has as many keys as have occurred.
 DAEMON: Final = listed(f"""
     version pid uptime_s status degraded socket budget budget.bytes budget.given events
