@@ -79,6 +79,6 @@ def test_the_slab_remembers_what_it_evicted(disk_dir: Path) -> None:
     # the same, if an operator removes blocks that the slab alone holds
     last = chain_of(16, first_token=start)
     forget_l2(hierarchy)
-    evict_everywhere(hierarchy, last.hashes[12:], 60.0)
-    assert hierarchy.causes(last.hashes[12:]) == {("removed", "file"): 4}
+    evict_everywhere(hierarchy, last.hashes[4:8], 60.0)
+    assert hierarchy.causes(last.hashes[4:8]) == {("removed", "file"): 4}
     settle(hierarchy)
