@@ -42,7 +42,7 @@ function colouring(known) {
   return (name) => TOGETHER[name] ?? `tier${own.indexOf(name) % COLOURS}`;
 }
 
-const callOf = ({ tenant, cache_salt: salt }) => salt ?? (TOGETHER[tenant] || tenant === "no salt" ? tenant : `tenant ${tenant}`);
+const callOf = ({ tenant, cache_salt: salt }) => salt ?? tenant;
 
 function tenantsOf(known) {
   const colourOf = colouring(known);
@@ -56,7 +56,7 @@ function tenantsOf(known) {
   const rows = joined(known, ({ tenants }) => tenants, ({ tenant }) => tenant).map(([each, ...here]) => [
     [swatch(colourOf(each.tenant)), callOf(each)], ...sizes(here, known),
   ]);
-  return [bars, table([["tenant"], ...heads(known)], rows)];
+  return [bars, table([["tenant", "whole"], ...heads(known)], rows)];
 }
 
 function prefixesOf(known) {
@@ -65,7 +65,7 @@ function prefixesOf(known) {
   ]);
   const note = told.named ? "A prefix is called by its first block's name." : "Names are for operators: these are labels.";
   return [
-    table([["first block"], ["tenant"], ["tokens in common", "number"], ...heads(known)], rows),
+    table([["first block"], ["tenant", "whole"], ["tokens in common", "number"], ...heads(known)], rows),
     h("p", { class: "note" }, note),
   ];
 }

@@ -10,6 +10,7 @@ const time = (seconds) => {
   const size = Math.abs(seconds);
   return `${seconds < 0 ? "−" : ""}${size < 60 ? `${about(size)} s` : duration(size)}`;
 };
+const perSecond = (seconds) => `${seconds.toFixed(2)} s/s`;
 const money = (value) => value.toLocaleString("en", { maximumFractionDigits: value < 10 ? 4 : 2 });
 
 export const netOf = ({ prefill_s: prefill, load_s: load }) => prefill - load;
@@ -37,7 +38,7 @@ export function savedOf(model, counter, history, price) {
     return [age, value === null || load === null ? null : Math.max(0, value - load)];
   });
   return [
-    chart(`${model.model}/saved`, [{ name: "seconds of prefill saved, a second", kind: "main", points }], timeAxis(history.span), about, {
+    chart(`${model.model}/saved`, [{ name: "prefill saved, in seconds a second", kind: "main", points }], timeAxis(history.span), perSecond, {
       nothing: "Nothing is known of the time yet.",
     }),
     table([["since the start"], ["", "number"]], rows),
