@@ -2,7 +2,9 @@
 
 import time
 from collections.abc import Iterator
+from typing import Final
 
+import numpy as np
 from prometheus_client.metrics_core import Metric
 
 from kvtier.service.node.daemon import ClientView, Daemon
@@ -13,6 +15,9 @@ from kvtier.service.node.operator_access import name_of
 from kvtier.service.node.past_lookups import OptimumWatch
 from kvtier.service.node.pins import Pins
 from kvtier.service.observe import counter, gauge, labelled, text_of, version
+from kvtier.tiers.returns import EDGES
+
+_QUANTILES: Final = (0.5, 0.9)
 
 
 def exposition(daemon: Daemon, pins: Pins, use: MemoryUse, optimum: OptimumWatch | None = None) -> str:
@@ -25,6 +30,7 @@ def exposition(daemon: Daemon, pins: Pins, use: MemoryUse, optimum: OptimumWatch
             *_own(daemon, namespaces, clients, pins),
             *memory_series(namespaces, use),
             *_possible(namespaces, optimum),
+            *_returns(namespaces),
         ]
     )
 
@@ -59,6 +65,19 @@ def _possible(namespaces: list[Namespace], watch: OptimumWatch | None) -> Iterat
         name_of(each.fingerprint): each.tiers.past.num_dropped for each in namespaces if each.tiers.past is not None
     }
     yield counter("kvtier_lookups_not_kept", "Lookups and stores that this leaves out", dropped, "fingerprint")
+
+
+def _returns(namespaces: list[Namespace]) -> Iterator[Metric]:
+    """How long after a request's end the next one of its conversation came, where a policy learns it."""
+    seconds: dict[tuple[str, str], float] = {}
+    for namespace in namespaces:
+        gaps = namespace.hierarchy.host.pool.return_gaps()
+        if gaps is not None and (total := float(gaps.sum())) > 0:
+            within = np.interp(_QUANTILES, np.append(0.0, np.cumsum(gaps)) / total, [*EDGES, 2 * EDGES[-1]])
+            model = name_of(namespace.fingerprint)
+            seconds |= {(model, f"{q:g}"): float(age) for q, age in zip(_QUANTILES, within, strict=True)}
+    text = "Within which of its requests' ends this part of the next ones came"
+    yield gauge("kvtier_return_gap_seconds", text, seconds, "fingerprint", "quantile")
 
 
 def _savings(daemon: Daemon, namespaces: list[Namespace]) -> Iterator[Metric]:

@@ -21,6 +21,7 @@ from service_rig import attach, load, store
 
 from kvtier.service.events.publisher import Publisher
 from kvtier.tiers.config.sections import EventsConfig
+from kvtier.tiers.returns import RequestEnd
 
 DEPLOY = Path(__file__).resolve().parent.parent.parent / "deploy"
 PROMETHEUS = DEPLOY / "prometheus"
@@ -72,6 +73,9 @@ def _daemon_page() -> str:
             store(tiers, chain_of(6))
             load(tiers, chain_of(8))
             tiers.computed(100, 1.0)
+            for num_blocks in (6, 8):  # a conversation's turn, and the next one
+                tiers.ended(RequestEnd(chain_of(num_blocks).hashes, num_blocks, 1))
+            load(tiers, chain_of(8))  # what was told goes with it
             (namespace,) = daemon.daemon.call(daemon.daemon.namespaces)
             metrics = namespace.hierarchy.metrics  # what is not easily brought about
             metrics.corrupted("file", 1)
