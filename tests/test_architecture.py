@@ -91,6 +91,7 @@ EXPLAINED: Final = {
     "kvtier/cli/bench_cli.py:run_bench": "one parameter for each option of the command line",
     "kvtier/cli/bench_cli.py:kvtier.service.bench": "httpx2 is the extra `service`",
     "kvtier/cli/demo_cli.py:run_generate": "one parameter for each option of the command line",
+    "kvtier/cli/simulate_cli.py:simulate": "one parameter for each option of the command line",
     "connector/daemon/remote.py:RemoteTiers": "implements the same three, on one socket",
     "tiers/compiled/twins.py:_tried:except": "an extension's start may raise anything: then the Python way is taken",
     "tiers/file/extents.py:ExtentMap": "an extent's whole life, to the end of its slab's tail, over one index",

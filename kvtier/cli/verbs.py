@@ -50,6 +50,9 @@ _MODULES: Final = {
     "bench_cli": {
         "bench": "Put load on an OpenAI server, or on two by turns: first tokens, tokens a second, cached tokens.",
     },
+    "simulate_cli": {
+        "simulate": "Show what memory and disk of other sizes would have found of a trace, beside the optimum.",
+    },
     "cluster_cli": {
         "cluster": "A whole cluster on this machine, without containers.",
     },

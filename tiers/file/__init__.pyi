@@ -1,4 +1,5 @@
 from . import slab
+from .bare_slab import BareSlab
 from .file_io import PAGE, FileIO, write_all
 from .payload_io import Mode
 from .slab_budget import SLAB_NAME
@@ -9,6 +10,7 @@ from .store import FileStore
 __all__ = [
     "PAGE",
     "SLAB_NAME",
+    "BareSlab",
     "FileIO",
     "FileStore",
     "Mode",

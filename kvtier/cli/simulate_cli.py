@@ -1,0 +1,189 @@
+"""The verb `kvtier simulate`: what memory and disk of other sizes would have found of a trace."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+
+from kvtier.cli.options import JsonOption, progress_bar, show
+from kvtier.service import simulation, traces
+from kvtier.tiers import ConfigError
+from kvtier.tiers import config as configuration
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from kvtier.service.simulation import Capacity, RunValue, SimulatedRun
+    from kvtier.service.traces import RequestTrace
+
+app = typer.Typer()
+
+_POLICIES: Final = ("tail", "lru", "s3fifo")
+_SWEEP: Final = (64, 16, 8, 4, 2, 1)  # memory as a part of all blocks of the trace, where none is given
+_NONE: Final = "none"
+
+SizesOption = Annotated[
+    str | None, typer.Option(metavar="SIZES", help='As in "64GiB,256GiB"; else a part of the trace.')
+]
+
+
+@app.command()
+def simulate(
+    trace: Annotated[Path, typer.Argument(help="Mooncake's JSON lines, kvtier trace, or LMCache's lookup logs.")],
+    memory: SizesOption = None,
+    disk: Annotated[str, typer.Option(metavar="SIZES", help="Of the slab; none for no slab.")] = _NONE,
+    redis: Annotated[str, typer.Option(metavar="SIZE", help="What Redis has room for; none for no Redis.")] = _NONE,
+    redis_ttl: Annotated[str, typer.Option(help="How long Redis keeps a block nobody reads.")] = "24h",
+    policy: Annotated[str, typer.Option(metavar="NAMES", help="Of tail, lru and s3fifo.")] = "tail,lru",
+    block_size: Annotated[int | None, typer.Option(min=1, help="Tokens of a block, if the trace tells none.")] = None,
+    token_bytes: Annotated[int, typer.Option(min=1, help="KV of a token; the default is a Llama 3.1 8B's.")] = 131072,
+    limit: Annotated[int | None, typer.Option(min=1, help="Read so many requests.")] = None,
+    prefill: Annotated[float, typer.Option(min=1e-3, help="Tokens computed a second.")] = 10_000.0,
+    l2_bandwidth: Annotated[str, typer.Option(metavar="SIZE", help="Loaded a second.")] = "20GB",
+    file_bandwidth: Annotated[str, typer.Option(metavar="SIZE", help="Loaded a second.")] = "3GB",
+    redis_bandwidth: Annotated[str, typer.Option(metavar="SIZE", help="Loaded a second.")] = "1GB",
+    measured: Annotated[
+        Path | None, typer.Option("--from", metavar="FILE", help="Rates that kvtier worth --json measured.")
+    ] = None,
+    gpu_hour: Annotated[float | None, typer.Option(min=0, metavar="PRICE", help="Of an hour of the GPU.")] = None,
+    processes: Annotated[int, typer.Option(min=0, help="Side by side; 0 for one a core.")] = 0,
+    as_json: JsonOption = False,
+) -> None:
+    sizes = {
+        "--memory": _sizes("--memory", memory),
+        "--disk": _sizes("--disk", disk),
+        "--redis": _sizes("--redis", redis),
+    }
+    bandwidths = [
+        _size(name, text)
+        for name, text in (
+            ("--l2-bandwidth", l2_bandwidth),
+            ("--file-bandwidth", file_bandwidth),
+            ("--redis-bandwidth", redis_bandwidth),
+        )
+    ]
+    rates = simulation.LoadRates(prefill, *map(float, bandwidths))
+    if measured is not None:
+        rates = simulation.rates_from(measured, rates)
+    ttl = _duration("--redis-ttl", redis_ttl)
+    names = _policies(policy)
+    requests = _load(trace, block_size, limit)
+    block_bytes = token_bytes * requests.block_size
+    memories = sizes["--memory"] or [max(1, requests.num_names // part) * block_bytes for part in _SWEEP]
+    if min(memories) < block_bytes:
+        raise ConfigError(f"--memory {min(memories)}: a block has {block_bytes} bytes; give room for one")
+    each = product(sizes["--disk"] or [0], sizes["--redis"] or [0], memories, names)
+    capacities = [simulation.Capacity(l2, slab, shared, ttl, name) for slab, shared, l2, name in each]
+    runs = _run(requests, block_bytes, capacities, processes)
+    optimum = simulation.optimum_of(requests)
+    values = [simulation.value_of(run, requests, optimum, block_bytes, rates, gpu_hour) for run in runs]
+    assumed = [*requests.assumed, *_assumed(rates, token_bytes, measured)]
+    told: dict[str, Any] = {
+        "kvtier_simulate": 1,
+        "trace": str(trace),
+        "requests": len(requests),
+        "block_size": requests.block_size,
+        "token_bytes": token_bytes,
+        "prompt_tokens": int(requests.num_tokens.sum()),
+        "prompt_blocks": int(requests.num_prompt.sum()),
+        "different_blocks": requests.num_names,
+        "rates": asdict(rates),
+        "assumed": assumed,
+        "rows": [asdict(value) for value in values],
+    }
+    show(told, _table(values, requests, assumed), as_json=as_json)
+
+
+def _assumed(rates: "simulation.LoadRates", token_bytes: int, measured: Path | None) -> list[str]:
+    """What the figures rest on beside the trace."""
+    size = configuration.show_size
+    loads = f"{size(rates.l2, 1000)}/s from L2, {size(rates.file, 1000)}/s from file, {size(rates.redis, 1000)}/s"
+    return [
+        f"rates: {rates.prefill:,.0f} tokens/s of prefill, {loads} from Redis"
+        + ("" if measured is None else f", as {measured} says"),
+        f"token_bytes: {token_bytes:,} bytes of KV a token",
+        "requests: each is over as soon as it has come, every store succeeds, and one node has them all",
+    ]
+
+
+def _load(path: Path, block_size: int | None, limit: int | None) -> "RequestTrace":
+    from rich.progress import BarColumn, DownloadColumn, TextColumn
+
+    with progress_bar(TextColumn("{task.description}"), BarColumn(), DownloadColumn()) as bar:
+        task = bar.add_task(f"reading {path.name}", total=None)
+        return traces.load_trace(
+            path,
+            block_size=block_size,
+            limit=limit,
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+
+
+def _run(
+    requests: "RequestTrace", block_bytes: int, capacities: "Sequence[Capacity]", processes: int
+) -> "list[SimulatedRun]":
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with progress_bar(*columns) as bar:
+        task = bar.add_task("simulating", total=len(capacities))
+        replay = simulation.TraceReplay(requests, block_bytes)
+        return simulation.sweep(
+            replay, capacities, lambda done, total: bar.update(task, completed=done, total=total), processes
+        )
+
+
+def _table(values: "Sequence[RunValue]", requests: "RequestTrace", assumed: Sequence[str]) -> "Table":
+    from rich.markup import escape
+    from rich.table import Table
+
+    with_disk, with_redis = any(each.disk_bytes for each in values), any(each.redis_bytes for each in values)
+    with_money = any(each.money_saved is not None for each in values)
+    title = f"{len(requests):,} requests, {int(requests.num_tokens.sum()):,} prompt tokens"
+    caption = escape("assumed:\n" + "\n".join(f"- {each}" for each in assumed))
+    table = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
+    heads = ["memory", *["disk"] * with_disk, *["redis"] * with_redis, "policy", "hits", "optimum", "tokens"]
+    heads += [*["from disk"] * with_disk, *["from redis"] * with_redis, "saved", "TTFT", "without"]
+    for head in [*heads, *["money saved"] * with_money]:
+        table.add_column(head, justify="left" if head == "policy" else "right")
+    size, share = configuration.show_size, "{:.2%}".format
+    for each in values:
+        cells = [size(each.memory_bytes)]
+        cells += [size(each.disk_bytes)] * with_disk + [size(each.redis_bytes)] * with_redis
+        cells += [each.policy, share(each.block_hit_share), share(each.optimum_block_hit_share)]
+        cells += [share(each.token_hit_share)]
+        cells += [share(each.file_hit_share)] * with_disk + [share(each.redis_hit_share)] * with_redis
+        cells += [f"{each.seconds_saved:,.0f} s", f"{each.mean_ttft * 1e3:,.0f} ms"]
+        cells += [f"{each.mean_ttft_without * 1e3:,.0f} ms"]
+        table.add_row(*cells, *[f"{each.money_saved:,.2f}"] * with_money)
+    return table
+
+
+def _policies(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        if name not in _POLICIES:
+            raise ConfigError(f"--policy {name!r:.40}: use {', '.join(_POLICIES)}, or several separated by commas")
+    return list(dict.fromkeys(names))
+
+
+def _sizes(option: str, text: str | None) -> list[int]:
+    """Sizes separated by commas; none of them is no size."""
+    return [_size(option, part) for part in text.split(",")] if text not in (None, _NONE) and text else []
+
+
+def _size(option: str, text: str) -> int:
+    try:
+        return configuration.parse_size(text.strip())
+    except ValueError as error:
+        raise ConfigError(f"{option} {text!r:.40}: {error}") from None
+
+
+def _duration(option: str, text: str) -> float:
+    try:
+        return configuration.parse_duration(text)
+    except ValueError as error:
+        raise ConfigError(f"{option} {text!r:.40}: {error}") from None
