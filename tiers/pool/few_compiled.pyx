@@ -137,6 +137,7 @@ cdef class CompiledSlots:
     cdef uint32_t[::1] came_at
     cdef int64_t[::1] ages
     cdef uint64_t evicted_code
+    cdef int64_t[::1] owners  # of the policy that plans
 
     def __cinit__(self, table, is_lru, is_planned, listed):
         index, links = table.index, table.links
@@ -153,6 +154,8 @@ cdef class CompiledSlots:
         policy = table.policy
         if is_lru:
             self.queue = Queue(policy)
+            if is_planned:
+                self.owners = policy.owners
             return
         self.queue, self.main = Queue(policy._small), Queue(policy._main)
         self.uses = policy._uses
@@ -525,6 +528,9 @@ cdef class CompiledSlots:
         if found == count:
             if not self.is_lru:
                 self.note_evicted(victims, count)
+            elif self.is_planned:
+                for i in range(count):
+                    self.owners[victims[i]] = 0
             return True
         if found:  # the rest are parked or dirty: all over again, in bulk
             taken = as_array(victims, found)

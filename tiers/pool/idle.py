@@ -166,6 +166,8 @@ class IdleSlots:
     def check(self, idle: Slots) -> None:
         """Raise AssertionError unless exactly these slots are idle, each in one place."""
         everyone = np.arange(self._links.nobody)
+        if (check := getattr(self._policy, "check", None)) is not None:
+            check()
         queued, deferred = self._policy.ranks(everyone) >= 0, self._deferred.tickets(everyone) >= 0
         parked = self._parked[everyone]
         expected = np.zeros(len(everyone), np.int64)

@@ -222,12 +222,15 @@ class SlotPool:
             self._settle_dropped()
             self._table.use(self._ready(hashes))
 
-    def ended(self, end: RequestEnd) -> None:
-        """A request has ended: a policy that learns how requests return hears of it."""
-        if isinstance(self._table.policy, TailIndex):
-            with self._lock:
+    def ended(self, end: RequestEnd) -> int | None:
+        """A request has ended: a policy that learns how requests return hears of it. Returns the class it gave it."""
+        policy = self._table.policy
+        if not isinstance(policy, TailIndex):
+            return None
+        with self._lock:
+            if self._dropped:
                 self._settle_dropped()
-                self._table.policy.ended(end, self._table.index.find(end.names)[1])  # those that still fill, too
+            return policy.ended(end, *self._table.index.find(end.names))  # those that still fill, too
 
     def evict(self, hashes: Sequence[ChainHash], cause: str = REMOVED) -> int:
         """Drop these blocks, with children or without; returns how many went. Leased slots go when their leases end.

@@ -1,5 +1,6 @@
 from .ends import Hint, RequestEnd, hint_of
 from .hazards import EDGES, UNTOLD
 from .returns import Returns
+from .rival import LruRival
 
-__all__ = ["EDGES", "UNTOLD", "Hint", "RequestEnd", "Returns", "hint_of"]
+__all__ = ["EDGES", "UNTOLD", "Hint", "LruRival", "RequestEnd", "Returns", "hint_of"]

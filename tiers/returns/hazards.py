@@ -57,9 +57,9 @@ class Hazards:
         self.places = np.zeros((NUM_CLASSES + 1, NUM_AGES), np.int64)  # lower goes earlier
         self.learn()
 
-    def returned(self, kind: int, seconds: float) -> None:
-        """A request of this class returned at this age."""
-        self._returns[kind, age_of(np.array([seconds]))[0]] += 1
+    def returned(self, kinds: NDArray[np.int64], seconds: NDArray[np.float64]) -> None:
+        """Requests of these classes returned at these ages."""
+        np.add.at(self._returns, (kinds, age_of(seconds)), 1.0)
 
     def waited(self, kinds: NDArray[np.int64], spans: NDArray[np.float64]) -> None:
         """Requests of these classes waited `spans` `[n, ages]` more: so many seconds at each age (`spans_of`)."""

@@ -7,8 +7,12 @@ from numpy.typing import NDArray
 
 from kvtier.tiers.returns.ends import Hint, RequestEnd
 from kvtier.tiers.returns.hazards import Hazards, age_of, class_of, spans_of
+from kvtier.tiers.returns.rival import LruRival
 from kvtier.tiers.returns.tails import NOBODY, RequestTails, Tags
 from kvtier.tiers.returns.trust import HintTrust, account_of
+
+Kinds = NDArray[np.int64]
+Seconds = NDArray[np.float64]
 
 _HINTS: Final = {None: 0, Hint.GOES_ON: 1, Hint.TOOL: 2, Hint.FINISHED: 3}
 _PROMISES: Final = (Hint.GOES_ON, Hint.TOOL)  # what keeps blocks longer, so that others' go earlier
@@ -19,22 +23,30 @@ _LONGEST: Final = 3600.0  # seconds after which a request counts as gone for goo
 class Returns:
     """What was learned of how requests return. Bounded memory, no object for each request. Takes no lock."""
 
-    def __init__(self) -> None:
+    def __init__(self, rival: LruRival | None = None) -> None:
+        """`rival`: hears of every end, too."""
+        self._rival = rival
         self._tails = RequestTails()
         self._hazards = Hazards()
         self._trust = HintTrust()
+        self._back: list[tuple[int, float, float, int]] = []  # since the last lesson: class, end, return, account
         self._since = 0  # ends since the last lesson
         self._lesson = _FIRST_LEARN
         self._learned_at: float | None = None
 
-    def note(self, end: RequestEnd, tags: Tags, tail_tags: Tags, now: float) -> int:
+    def note(
+        self, end: RequestEnd, tags: Tags, tail_tags: Tags, now: float, are_known: NDArray[np.bool_] | None = None
+    ) -> int:
         """A request has ended; `tags` are its prompt's full blocks in chain order, `tail_tags` those of `tail_names`.
 
-        Returns its class.
+        `are_known`: which of all its blocks are here, and were so when an earlier request ended. Returns its class.
         """
         if self._learned_at is None:
             self._learned_at = now
-        turn, row = 0, self._tails.continued_by(tags, now - end.seconds)
+        turn, (row, user, num_common) = 0, self._tails.find(tags, now - end.seconds)
+        if self._rival is not None and are_known is not None and len(tail_tags):
+            own = int(np.count_nonzero(are_known[: num_common if user else len(tags)]))
+            self._rival.ended(self._tails.next_number, len(are_known), user, num_common, len(tags), own)
         if row != NOBODY:
             turn = int(self._tails.turn[row])
             if self._tails.ended_at[row] <= now - end.seconds:
@@ -68,31 +80,37 @@ class Returns:
         tails = self._tails
         if tails.is_open[row]:
             tails.is_open[row] = False
-            self._waits(np.array([row]), now)
-            self._hazards.returned(int(tails.kind[row]), now - float(tails.ended_at[row]))
-            if tails.account[row]:
-                self._trust.returned(int(tails.account[row]) - 1)
+            account = int(tails.account[row])
+            self._back.append((int(tails.kind[row]), float(tails.ended_at[row]), now, account))
+            if account:
+                self._trust.returned(account - 1)
 
     def _learn(self, now: float) -> None:
         assert self._learned_at is not None
         seconds = max(0.0, now - self._learned_at)
         self._hazards.fade(seconds)
         self._trust.fade(seconds)
-        rows = self._tails.waiting()
-        self._waits(rows, now)
-        self._tails.is_open[rows[now - self._tails.ended_at[rows] > _LONGEST]] = False
+        tails, rows = self._tails, self._tails.waiting()
+        kinds, ended, until, accounts = np.array(self._back, np.float64).reshape(-1, 4).T
+        self._back.clear()
+        self._hazards.returned(kinds.astype(np.int64), until - ended)
+        self._waits(
+            np.append(kinds, tails.kind[rows]).astype(np.int64),
+            np.append(ended, tails.ended_at[rows]),
+            np.append(until, np.full(len(rows), now)),
+            np.append(accounts, tails.account[rows]).astype(np.int64),
+        )
+        tails.is_open[rows[now - tails.ended_at[rows] > _LONGEST]] = False
         self._learned_at = now
         self._hazards.learn()
         self._since, self._lesson = 0, min(2 * self._lesson, _LAST_LEARN)
 
-    def _waits(self, rows: NDArray[np.intp], now: float) -> None:
-        """Count what these requests waited since the last lesson."""
+    def _waits(self, kinds: Kinds, ended: Seconds, until: Seconds, accounts: Kinds) -> None:
+        """Count what these requests waited since the last lesson. `accounts`: 0, or one more than the account."""
         assert self._learned_at is not None
-        ended = self._tails.ended_at[rows]
         since = np.maximum(ended, self._learned_at)
-        spans = spans_of(since - ended, np.maximum(since, now) - ended)
-        self._hazards.waited(self._tails.kind[rows].astype(np.int64), spans)
-        said = self._tails.account[rows] > 0
+        spans = spans_of(since - ended, np.maximum(since, until) - ended)
+        self._hazards.waited(kinds, spans)
+        said = accounts > 0
         if said.any():
-            usual = spans[said] @ self._hazards.unhinted
-            self._trust.waited(self._tails.account[rows[said]].astype(np.int64) - 1, usual)
+            self._trust.waited(accounts[said] - 1, spans[said] @ self._hazards.unhinted)

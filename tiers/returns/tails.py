@@ -1,6 +1,6 @@
 """RequestTails: the ends of the last requests, by which a prompt that continues one is known, evicted or not."""
 
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +13,17 @@ _NUM_PLACES: Final = 4 * NUM_REQUESTS  # of the table; two tags that share one p
 _MASK: Final = np.uint64(_NUM_PLACES - 1)
 _SHARED: Final = 3  # continued so often, a tail is a shared beginning and no conversation
 NOBODY: Final = -1
+
+
+class Found(NamedTuple):
+    """What a prompt is known by."""
+
+    continued: int  # the row of the newest request that it continues as a conversation, or NOBODY
+    user: int  # the number of that request, or else of one whose blocks many begin with; 0 for none
+    num_common: int  # leading blocks that it has in common with `user`
+
+
+_UNKNOWN: Final = Found(NOBODY, 0, 0)
 
 
 class RequestTails:
@@ -35,23 +46,35 @@ class RequestTails:
         self._serial = np.zeros(_NUM_PLACES, np.int64)  # of the request that wrote the place
         self._number = np.zeros(NUM_REQUESTS, np.int64)  # of the request in each row of the ring
         self._next = 1
+        # For one at a time: an item of a memoryview costs a third of an array's.
+        self._own, self._serial_of = memoryview(self._owner), memoryview(self._serial)
+        self._number_of, self._use, self._tag = memoryview(self._number), memoryview(self._uses), memoryview(self._tags)
 
-    def continued_by(self, tags: Tags, arrived: float) -> int:
-        """The row of the newest request that a prompt of these tags, in chain order, continues; NOBODY.
+    @property
+    def next_number(self) -> int:
+        """The number of the request that is added next; they count from 1."""
+        return self._next
 
-        If it had ended when the prompt `arrived`, it counts as continued. Who was continued three times is none any
-        more.
+    def find(self, tags: Tags, arrived: float) -> Found:
+        """The newest request that a prompt of these tags, in chain order, continues.
+
+        If it had ended when the prompt `arrived`, it counts as continued. Who was continued three times is a shared
+        beginning from then on, and no conversation.
         """
         if self._next == 1:
-            return NOBODY
-        places = tags & _MASK
-        for known in np.flatnonzero(self._tags[places] == tags)[::-1].tolist():
-            place = int(places[known])
-            row = int(self._owner[place])
-            if row >= 0 and self._number[row] == self._serial[place] and self._uses[row] < _SHARED:
-                self._uses[row] += bool(self.ended_at[row] <= arrived)
-                return row
-        return NOBODY
+            return _UNKNOWN
+        user, num_common = 0, 0
+        for known in np.flatnonzero(self._tags[tags & _MASK] == tags)[::-1].tolist():
+            place = int(tags[known]) & (_NUM_PLACES - 1)
+            row, serial = self._own[place], self._serial_of[place]
+            if row < 0 or self._number_of[row] != serial:
+                continue
+            if not user:
+                user, num_common = serial, known + 1
+            if self._use[row] < _SHARED:
+                self._use[row] += bool(self.ended_at[row] <= arrived)
+                return Found(row, user, num_common)
+        return Found(NOBODY, user, num_common)
 
     def is_twin(self, row: int, tags: Tags) -> bool:
         """Whether that request ends with the same block as a chain of these tags."""
@@ -65,10 +88,10 @@ class RequestTails:
         self._last_tag[row] = tags[-1]
         for tag in tags[-NUM_NAMES:].tolist():
             place = tag & (_NUM_PLACES - 1)
-            owner = int(self._owner[place])
-            is_known = owner >= 0 and self._tags[place] == tag and self._number[owner] == self._serial[place]
-            if not is_known or self._uses[owner] < _SHARED:
-                self._tags[place], self._owner[place], self._serial[place] = tag, row, self._next
+            owner = self._own[place]
+            is_known = owner >= 0 and self._tag[place] == tag and self._number_of[owner] == self._serial_of[place]
+            if not is_known or self._use[owner] < _SHARED:
+                self._tag[place], self._own[place], self._serial_of[place] = tag, row, self._next
         self._next += 1
 
     def waiting(self) -> NDArray[np.intp]:

@@ -1,0 +1,155 @@
+"""Cohorts: which idle slots of an LRU queue belong to which request's end, and from which of them victims come first.
+
+A cohort is a stretch of the queue's tickets, and a number that its slots carry. A slot that was used since has another
+ticket, or carries another number: nothing has to be taken out. Everything is done to all slots at once, in numpy.
+"""
+
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtier.tiers.pool.index import Slots
+
+NOBODYS: Final = 0  # the number of a slot whose block no end has told of
+_LATE: Final = 60.0  # seconds after a request's end in which its blocks still become idle as its own
+_FEWEST: Final = 64
+
+Places = NDArray[np.int64]
+
+
+class Cohorts:
+    """The rows of all cohorts that may still have slots, oldest first. `owners`: the number that each slot carries."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.owners = np.zeros(num_slots, np.int64)
+        self._allot(_FEWEST)
+        self.num_rows = self.num_told = 0
+        self._next = 1
+
+    def _allot(self, size: int) -> None:
+        self.number, self.first, self.end, self.kind = (np.zeros(size, np.int64) for _ in range(4))
+        self.ended_at = np.zeros(size)
+        self._is_late = np.zeros(size, np.bool_)
+
+    def reset(self) -> None:
+        self.owners[:] = NOBODYS
+        self.num_rows = self.num_told = 0
+
+    def add(self, slots: Slots, first: int, end: int, kind: int, ended_at: float, *, is_late: bool) -> None:
+        """A request's slots: those idle have tickets from `first` to before `end`. `is_late`: others still come."""
+        if self.num_rows == len(self.number):
+            self._make_room()
+        row, number = self.num_rows, self._next
+        self.number[row], self.first[row], self.end[row], self.kind[row] = number, first, end, kind
+        self.ended_at[row], self._is_late[row] = ended_at, is_late
+        self.owners[slots] = number
+        self.num_rows, self._next = row + 1, number + 1
+        self.num_told += 1
+
+    def take_in(self, slots: Slots, tickets: Slots, untold: int, now: float) -> None:
+        """Entries that are new in the queue since the last time: each into its request's cohort, or that of the untold.
+
+        `untold`: the class of what no end was told of.
+        """
+        if not len(slots):
+            return
+        rows = self._rows_of(self.owners[slots])
+        is_known = rows >= 0
+        is_in = is_known & (self.first[rows] <= tickets) & (tickets < self.end[rows])
+        is_late = is_known & ~is_in & self._is_late[rows] & (now - self.ended_at[rows] < _LATE)
+        left = ~is_in
+        slots, tickets, rows = slots[left], tickets[left], np.where(is_late, rows, -1)[left]
+        if not len(slots):
+            return
+        starts = np.flatnonzero(np.append(True, rows[1:] != rows[:-1]))
+        while self.num_rows + len(starts) > len(self.number):
+            before = rows[starts]
+            numbers = np.where(before >= 0, self.number[before], -1)
+            self._make_room()
+            rows = np.repeat(self._rows_of(numbers), np.diff(np.append(starts, len(rows))))
+        origin = rows[starts]
+        new = slice(self.num_rows, self.num_rows + len(starts))
+        self.number[new] = np.arange(self._next, self._next + len(starts))
+        self.first[new] = tickets[starts]
+        self.end[new] = np.append(tickets[starts[1:] - 1], tickets[-1]) + 1
+        self.kind[new] = np.where(origin >= 0, self.kind[origin], untold)
+        self.ended_at[new] = np.where(origin >= 0, self.ended_at[origin], now)
+        self._is_late[new] = False
+        self.owners[slots] = np.repeat(self.number[new], np.diff(np.append(starts, len(slots))))
+        self.num_rows += len(starts)
+        self._next += len(starts)
+
+    def choose(self, places: Places, count: int, ring: Slots, tickets: Slots) -> tuple[Slots, Slots]:
+        """The first `count` slots, and their tickets, of the rows by `places` (lower first), then the oldest row.
+
+        `ring`: the queue's entries; `tickets`: each slot's. Rows that have no slot left are dropped on the way.
+        """
+        n, mask = self.num_rows, len(ring) - 1
+        first, end, number = self.first[:n], self.end[:n], self.number[:n]
+        order = np.lexsort((self.ended_at[:n], places))
+        sizes = np.cumsum(end[order] - first[order])
+        parts: list[tuple[Slots, Slots]] = []
+        done, found, is_over = 0, 0, np.zeros(n, np.bool_)
+        while found < count and done < n:
+            already = int(sizes[done - 1]) if done else 0
+            upto = int(np.searchsorted(sizes, already + max(2 * (count - found), _FEWEST))) + 1
+            rows = order[done:upto]
+            done += len(rows)
+            lengths = end[rows] - first[rows]
+            of_row = np.repeat(np.arange(len(rows)), lengths)
+            each = np.arange(len(of_row)) + np.repeat(first[rows] - np.cumsum(lengths) + lengths, lengths)
+            slots = ring[each & mask].astype(np.int64)
+            good = (tickets[slots] == each) & (self.owners[slots] == number[rows][of_row])
+            is_over[rows] = np.bincount(of_row[good], minlength=len(rows)) == 0
+            parts.append((slots[good], each[good]))
+            found += len(parts[-1][0])
+        is_over &= ~self._is_late[:n]
+        if is_over.any():
+            self._keep(~is_over)
+        if not parts:
+            return np.zeros(0, np.int64), np.zeros(0, np.int64)
+        return np.concatenate([part[0] for part in parts])[:count], np.concatenate([part[1] for part in parts])[:count]
+
+    def renumber(self, alive: Slots, head: int) -> None:
+        """The queue was compacted: the entries with these tickets have those from `head` on now."""
+        n = self.num_rows
+        self.first[:n] = head + np.searchsorted(alive, self.first[:n])
+        self.end[:n] = head + np.searchsorted(alive, self.end[:n])
+
+    def rows_of(self, slots: Slots, tickets: Slots) -> Slots:
+        """The row of each idle slot; -1 for one that no row has."""
+        rows = self._rows_of(self.owners[slots])
+        if not self.num_rows:
+            return rows
+        return np.where((rows >= 0) & (self.first[rows] <= tickets) & (tickets < self.end[rows]), rows, -1)
+
+    def _rows_of(self, numbers: Slots) -> Slots:
+        known = self.number[: self.num_rows]
+        if not len(known):
+            return np.full(len(numbers), -1, np.int64)
+        rows = np.minimum(np.searchsorted(known, numbers), len(known) - 1)
+        return np.where(known[rows] == numbers, rows, -1)
+
+    def _make_room(self) -> None:
+        """Rows that no slot carries the number of are over; room for twice as many as are left."""
+        self._keep(np.isin(self.number[: self.num_rows], self.owners))
+        if 2 * self.num_rows > len(self.number):
+            old, n = (self.number, self.first, self.end, self.kind, self.ended_at, self._is_late), self.num_rows
+            self._allot(2 * len(self.number))
+            new = (self.number, self.first, self.end, self.kind, self.ended_at, self._is_late)
+            for source, target in zip(old, new, strict=True):
+                target[:n] = source[:n]
+
+    def _keep(self, which: NDArray[np.bool_]) -> None:
+        n, kept = self.num_rows, int(np.count_nonzero(which))
+        for array in (self.number, self.first, self.end, self.kind, self.ended_at, self._is_late):
+            array[:kept] = array[:n][which]
+        self.num_rows = kept
+
+    def check(self) -> None:
+        """Raise AssertionError where the rows contradict themselves."""
+        n = self.num_rows
+        assert (np.diff(self.number[:n]) > 0).all(), "cohorts out of order"
+        assert (self.first[:n] <= self.end[:n]).all(), "a cohort that ends before it begins"
+        assert self.owners.max(initial=0) < self._next, "a slot of a cohort to come"
