@@ -69,7 +69,8 @@ class Hazards:
 
     def gaps(self) -> NDArray[np.float64]:
         """`[ages]`: returns seen at each age (`EDGES`), of all classes; those of long ago count less."""
-        return self._returns.sum(0)
+        seen: NDArray[np.float64] = self._returns.sum(0)
+        return seen
 
     def fade(self, seconds: float) -> None:
         """What was seen so far counts less."""
