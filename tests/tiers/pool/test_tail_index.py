@@ -99,7 +99,7 @@ def test_what_is_said_to_be_finished_goes_before_what_goes_on() -> None:
     served.serve(one, 4, hint=Hint.GOES_ON)
     served.serve(other, 4, hint=Hint.FINISHED)
     served.clock.now += 100.0
-    for number in range(40):
+    for number in range(60):
         served.serve(chain("later", number, length=4), 4, hint=Hint.GOES_ON)
         if not all(served.pool.holds(other)):
             break
