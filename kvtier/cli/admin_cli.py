@@ -1,4 +1,4 @@
-"""`kvtier status`, `top`, `pin`, `unpin`, `quota`, `purge`, `export`, `import`, `trace`: the daemon from outside."""
+"""`kvtier status`, `top`, `explain`, `pin`, `unpin`, `quota`, `purge`, `export`, `import`, `trace`: for operators."""
 
 import inspect
 import json
@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -112,6 +113,34 @@ def show_top(
     seconds = _parsed("--interval", interval, parse_time)
     client = context.client
     observe.watch(lambda: observe.DaemonStatus.parse(client.status("clients")), seconds, count, as_json=context.as_json)
+
+
+@command("explain")
+def explain(
+    context: CommandContext,
+    blocks: BlocksOption = None,
+    text: Annotated[
+        str | None, typer.Option("--text", metavar="FILE", help="The prompt's text instead; - is stdin.")
+    ] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option("--tokenizer", metavar="DIR", help="The model's folder: to cut and to show text.")
+    ] = None,
+    cache_salt: SaltOption = None,
+    model: ModelOption = None,
+) -> None:
+    from kvtier.connector.models import load_tokenizer
+
+    if (blocks is None) == (text is None):
+        raise ConfigError("explain: say which prompt by one of --blocks FILE and --text FILE")
+    if text is not None and tokenizer is None:
+        raise ConfigError(f'--text "{text}": it takes the model\'s tokenizer; name its folder by --tokenizer')
+    cutter = None if tokenizer is None else load_tokenizer(tokenizer)
+    body = _which_blocks(blocks, cache_salt, model)
+    if text is not None and cutter is not None:
+        body["tokens"] = list(cutter.encode(_read(text, "--text")).ids)
+    answer = context.client.post("/admin/explain", body)
+    decode = None if cutter is None else partial(cutter.decode, skip_special_tokens=False)
+    context.show(answer, "\n".join(observe.explained(answer, decode, body.get("tokens", ()))))
 
 
 @command("pin")
@@ -254,16 +283,22 @@ def _which_blocks(file: str | None, cache_salt: str | None, model: str | None) -
     return body
 
 
-def _read_list(file: str) -> list[Any]:
+def _read(file: str, option: str) -> str:
     try:
         if file == "-":
-            text = sys.stdin.read(_MAX_INPUT)
-        else:
-            with Path(file).open(encoding="utf-8") as opened:
-                text = opened.read(_MAX_INPUT)
-        values = json.loads(text)
+            return sys.stdin.read(_MAX_INPUT)
+        with Path(file).open(encoding="utf-8") as opened:
+            return opened.read(_MAX_INPUT)
     except OSError as error:
-        raise ConfigError(f'--blocks "{file}": {error.strerror}; name a file that can be read') from None
+        raise ConfigError(f'{option} "{file}": {error.strerror}; name a file that can be read') from None
+    except UnicodeDecodeError:
+        raise ConfigError(f'{option} "{file}": not UTF-8 text; name a file of text') from None
+
+
+def _read_list(file: str) -> list[Any]:
+    text = _read(file, "--blocks")
+    try:
+        values = json.loads(text)
     except (ValueError, RecursionError) as error:
         why = f"not JSON ({error}); write a list of token ids or of block names"
         raise ConfigError(f'--blocks "{file}": {why}') from None

@@ -39,6 +39,7 @@ _MODULES: Final = {
     "admin_cli": {
         "status": "Show how the daemon is doing, or a router at --http. Status 0: well, 3: degraded, 1: no answer.",
         "top": "Show what the daemon does, look after look: a table that moves on a terminal, a line each otherwise.",
+        "explain": "Say which tier holds a prompt's blocks, why none holds the first that is missing, and what helps.",
         "pin": "Keep the blocks of a prompt in host memory for a time; without blocks, list what is pinned.",
         "unpin": "Let go of what a pin keeps.",
         "quota": "Bound what a tenant has of each model's host memory; without a tenant, list the quotas.",

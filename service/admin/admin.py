@@ -5,7 +5,7 @@ from typing import Final
 
 from kvtier.service import Json
 from kvtier.service.admin.bodies import BlocksBody, PinBody, QuotaBody, ResetBody, UnpinBody
-from kvtier.service.node import MAX_QUOTAS, Daemon, Namespace, NotThere, Pins, PinView, held_open, name_of
+from kvtier.service.node import MAX_QUOTAS, Daemon, Namespace, NotThere, Pins, PinView, explain, held_open, name_of
 from kvtier.tiers import ConfigError
 from kvtier.tiers.hierarchy import evict_everywhere
 
@@ -42,6 +42,12 @@ class Admin:
             num_unpinned = self._pins.unpin_blocks(namespace, hashes)
             evicted = evict_everywhere(namespace.hierarchy, hashes, _PATIENCE)
             return {"model": name_of(namespace.fingerprint), "evicted": evicted, "unpinned": num_unpinned}
+
+    def explain(self, body: BlocksBody) -> Json:
+        """Which tier holds each block of a prompt, and why none holds the first that is missing."""
+        with held_open(self._daemon, body.model) as namespace:
+            others = [each for each in self._open() if each is not namespace]
+            return explain(namespace, others, body.blocks, _PATIENCE)
 
     def pin(self, body: PinBody) -> Json:
         """Have blocks in host memory, and keep them there for a time."""

@@ -1,4 +1,5 @@
 from .daemon import Daemon
+from .explaining import explain
 from .exposition import exposition
 from .lookup_trace import TraceRecorder
 from .memory_page import memory
@@ -25,6 +26,7 @@ __all__ = [
     "TraceRecorder",
     "Watched",
     "degraded_tiers",
+    "explain",
     "exposition",
     "held_open",
     "hold_open",

@@ -1,0 +1,155 @@
+"""`kvtier explain`: which tier has a prompt's blocks, why none has the next one, and never a word of a stranger."""
+
+import json
+import signal
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from command_rig import kvtier
+from doubles import SLOT_BYTES, hierarchy_of
+from doubles import store as store_here
+from service_rig import FINGERPRINT, DaemonProcess, attach, store, where
+
+from kvtier.service.node.explaining import explain
+from kvtier.service.node.namespaces import BlockDimensions, Namespace
+from kvtier.service.node.selection import BlockSelection
+from kvtier.service.node.served_tiers import ServedTiers
+from kvtier.service.observe.explained import changing_part, explained
+from kvtier.tiers.naming.chain import TokenChain, root_hash
+
+BLOCK = 4  # tokens
+SECRET = 777_777  # a token that only another tenant's prompt has
+
+
+@pytest.fixture
+def daemon(home: Path) -> Iterator[DaemonProcess]:
+    process = DaemonProcess(home / "s", host__size="1MiB")
+    yield process
+    assert process.end(signal.SIGTERM) == 0
+
+
+def chain(tokens: Sequence[int], salt: str | None = None) -> TokenChain:
+    named = TokenChain(root_hash(FINGERPRINT, cache_salt=salt), BLOCK)
+    named.extend(tokens)
+    return named
+
+
+def says(daemon: DaemonProcess, tokens: Sequence[int], *arguments: str) -> list[str]:
+    ended = kvtier("explain", "--blocks", "-", "--http", daemon.http, *arguments, stdin=json.dumps(list(tokens)))
+    assert (ended.returncode, ended.stderr) == (0, ""), ended
+    return ended.stdout.splitlines()
+
+
+def test_each_cause_has_its_line(home: Path, daemon: DaemonProcess) -> None:
+    tiers = attach(home / "s", size=32 * SLOT_BYTES)
+    tokens = list(range(24))
+    store(tiers, chain(tokens))
+    assert where(tiers, chain(tokens))["l2"] == 6
+    assert says(daemon, tokens) == [
+        "blocks 0-5 (tokens 0-23): host memory",
+        "Every whole block is held: nothing to do.",
+    ]
+    # what changes near the head of the prompt: the held sibling says where
+    changed = [*tokens[:9], 5001, *tokens[10:]]
+    lines = says(daemon, changed)
+    assert lines[:3] == [
+        "blocks 0-1 (tokens 0-7): host memory",
+        "blocks 2-5 (tokens 8-23): nowhere",
+        "block 2 is missing: it was never stored here, or left too long ago",
+    ]
+    assert lines[3].startswith("differs at token 9: `[5001, 10, 11]` for `[9, 10, 11]`")
+    assert "end of the prompt" in lines[-1]
+    # an operator removed the tail
+    removed = kvtier("purge", "--blocks", "-", "--http", daemon.http, stdin=json.dumps([chain(tokens).hashes[5].hex()]))
+    assert removed.returncode == 0
+    assert "block 5 is missing: an operator removed it from host memory" in "\n".join(says(daemon, tokens))
+    # others need the room
+    other = chain(range(10_000, 10_000 + 32 * BLOCK))
+    store(tiers, other)
+    assert where(tiers, other)["l2"] == 32
+    lines = says(daemon, tokens)
+    assert lines[0] == "blocks 0-5 (tokens 0-23): nowhere"
+    assert lines[1].startswith("block 0 is missing: it was evicted from host memory ")
+    found = json.loads("\n".join(says(daemon, tokens, "--json")))
+    assert (found["blocks"], found["held"], found["cause"]["name"], found["cause"]["tier"]) == (6, 0, "evicted", "l2")
+    tiers.close()
+
+
+def opened(fingerprint: bytes = FINGERPRINT) -> Namespace:
+    """A model as the daemon has it open, without the daemon."""
+    hierarchy = hierarchy_of(slots=32)
+    tiers = ServedTiers(hierarchy, fingerprint)
+    return Namespace(fingerprint, BlockDimensions(BLOCK, SLOT_BYTES), 32 * SLOT_BYTES, tiers, None)
+
+
+def test_another_model_that_holds_the_prompt_is_named() -> None:
+    one, two = opened(), opened(b"another model".ljust(32, b"."))
+    named = TokenChain(root_hash(two.fingerprint), BLOCK)
+    named.extend(range(16))
+    store_here(two.hierarchy, named)
+    answer = explain(one, [two], BlockSelection((), list(range(16)), None), 1.0)
+    assert answer["elsewhere"] == [{"model": two.fingerprint.hex()[:16], "blocks": 4, "block_size": 4}]
+    lines = list(explained(answer))
+    assert f"another model holds the same tokens: {two.fingerprint.hex()[:16]}, 4 blocks of 4 tokens" in lines
+    assert lines[-1].startswith("Another fingerprint (model, dtype or layout) stored this prompt")
+    # under that model's own name everything is there
+    assert list(explained(explain(two, [one], BlockSelection((), list(range(16)), None), 1.0)))[-1].startswith("Every")
+
+
+def test_a_strangers_prompt_is_never_told() -> None:
+    model, other = opened(), opened(b"another model".ljust(32, b"."))
+    secret = [*range(8), SECRET, *range(9, 16)]
+    store_here(model.hierarchy, chain(secret, salt="anna"))
+    asked = [*range(8), 5, *range(9, 16)]
+    for salt in (None, "bert", "ann", "anna "):  # whoever is not anna
+        for tokens in (asked, secret):
+            answer = explain(model, [other], BlockSelection((), tokens, salt), 1.0)
+            assert (answer["held"], answer["differs"], answer["elsewhere"]) == (0, None, [])
+            if tokens is asked:
+                assert str(SECRET) not in json.dumps(answer) + "".join(explained(answer))
+    # nor by the names of anna's blocks: names tell no tokens
+    names = [*chain(secret, salt="anna").hashes[:2], chain(asked, salt="anna").hashes[2]]
+    answer = explain(model, [], BlockSelection(names, (), None), 1.0)
+    assert (answer["held"], answer["differs"]) == (2, None)
+    # anna is told what is hers
+    answer = explain(model, [], BlockSelection((), asked, "anna"), 1.0)
+    theirs = [SECRET, 9, 10, 11]
+    assert answer["differs"] == {"token": 8, "tokens": [5, 9, 10, 11], "held_tokens": theirs, "same": 0}
+
+
+def test_bad_input_names_the_option() -> None:
+    for arguments, why in (
+        ((), "by one of --blocks FILE and --text FILE"),
+        (("--text", "prompt.txt"), "name its folder by --tokenizer"),
+        (("--blocks", "/nowhere"), '--blocks "/nowhere"'),
+    ):
+        ended = kvtier("explain", *arguments, "--http", "127.0.0.1:1")
+        assert ended.returncode == 2
+        assert why in ended.stderr
+
+
+def test_the_classic_findings_are_named() -> None:
+    assert changing_part("Today is 2026-11-22.", "Today is 2026-11-21.") == (
+        "a date or time",
+        "2026-11-22",
+        "2026-11-21",
+    )
+    assert changing_part("It is 10:31 now", "It is 10:29 now") == ("a date or time", "10:31", "10:29")
+    ids = "123e4567-e89b-12d3-a456-426614174000", "123e4567-e89b-12d3-a456-4266141740ff"
+    assert changing_part(f"Request {ids[0]} of", f"Request {ids[1]} of") == ("a request id", *ids)
+    assert changing_part("User: anna.", "User: bert.") == ("a user name", "User: anna.", "User: bert.")
+    assert changing_part("a cat", "a dog") is None
+    assert changing_part("equal", "equal") is None
+    # tokens are characters here: the date began before the block
+    text, held = "Today is 2026-11-22", "Today is 2026-11-21"
+    answer = {
+        "block_size": 4,
+        "runs": [{"first": 0, "blocks": 4, "tier": "l2"}, {"first": 4, "blocks": 1, "tier": None}],
+        "cause": {"name": "never_seen", "tier": "", "seconds": 0, "block": 4},
+        "differs": {"token": 18, "same": 2, "tokens": [*map(ord, text[16:])], "held_tokens": [*map(ord, held[16:])]},
+        "elsewhere": [],
+    }
+    lines = list(explained(answer, lambda tokens: "".join(map(chr, tokens)), [*map(ord, text)]))
+    assert lines[-2] == "differs at token 18: `2026-11-22` for `2026-11-21`"
+    assert lines[-1].startswith("A date or time changes there")
