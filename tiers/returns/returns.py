@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier.tiers.returns.ends import Hint, RequestEnd
-from kvtier.tiers.returns.hazards import Hazards, age_of, class_of, spans_of
+from kvtier.tiers.returns.hazards import NUM_AGES, Hazards, age_of, class_of, spans_of
 from kvtier.tiers.returns.rival import LruRival
 from kvtier.tiers.returns.tails import NOBODY, RequestTails, Tags
 from kvtier.tiers.returns.trust import HintTrust, account_of
@@ -73,8 +73,10 @@ class Returns:
         return places
 
     def gaps(self) -> NDArray[np.float64]:
-        """`[ages]`: requests that returned after so long, as `Hazards.gaps`."""
-        return self._hazards.gaps()
+        """`[ages]`: requests that returned after so long, as `Hazards.gaps`; those since the last lesson, too."""
+        lately = np.array([until - ended for _, ended, until, _ in list(self._back)])
+        seen: NDArray[np.float64] = self._hazards.gaps() + np.bincount(age_of(lately), minlength=NUM_AGES)
+        return seen
 
     def _came_back(self, row: int, now: float) -> None:
         tails = self._tails
