@@ -137,7 +137,7 @@ function axes({ marks, label }, most, shown) {
 }
 
 const clock = (ms, seconds = false) =>
-  new Date(ms).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit", second: seconds ? "2-digit" : undefined, hour12: false });
+  new Date(ms).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit", second: seconds ? "2-digit" : undefined, hourCycle: "h23" });
 
 // the numbers under the pointer, or at a place chosen by the arrow keys
 

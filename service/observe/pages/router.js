@@ -178,7 +178,7 @@ function decisionsOf({ decisions, replicas }) {
   return table(
     [["time"], ["prompt", "number"], ["goes to"], ["why"], ...names.map((name) => [name, "score"])],
     decisions.slice(0, MAX_DECISIONS).map((decision) => [
-      new Date(decision.time * 1000).toLocaleTimeString([], { hour12: false }),
+      new Date(decision.time * 1000).toLocaleTimeString([], { hourCycle: "h23" }),
       `${count(decision.prompt_blocks)} blocks`,
       decision.chosen ?? "nobody",
       [h("b", {}, decision.reason), h("small", {}, ` ${REASONS[decision.reason] ?? ""}`)],
