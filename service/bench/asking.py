@@ -62,7 +62,7 @@ class Server:
             answer = await self._client.get("/v1/models")
             names = [each["id"] for each in answer.raise_for_status().json()["data"]]
         except (httpx2.HTTPError, httpx2.InvalidURL) as error:
-            raise ConfigError(f"{self.url}: {error or type(error).__name__}; is the server up?") from None
+            raise ConfigError(f"{self.url}: {str(error) or type(error).__name__}; is the server up?") from None
         except (ValueError, LookupError, TypeError):
             raise ConfigError(f"{self.url}/v1/models: not an OpenAI server's answer; check the URL") from None
         if not names:

@@ -89,9 +89,10 @@ def _numbers(value: object, path: Path = ()) -> Iterator[tuple[Path, float]]:
             yield from _numbers(inner, (*path, str(key)))
     elif isinstance(value, list):
         for entry in value:
-            names = (entry[field] for field in _IDENTITIES if field in entry) if isinstance(entry, Mapping) else ()
-            if isinstance(name := next(iter(names), None), str):
-                yield from _numbers(entry, (*path, name))
+            if isinstance(entry, Mapping):
+                name = next((entry[field] for field in _IDENTITIES if field in entry), None)
+                if isinstance(name, str):
+                    yield from _numbers(entry, (*path, name))
 
 
 def _listed(values: "np.ndarray[Any, np.dtype[np.float64]]") -> Any:

@@ -56,7 +56,7 @@ def load_lines(path: Path, limit: int | None = None, progress: Progress | None =
 
 def _each(path: Path, progress: Progress | None) -> Iterator[TraceLine | FormatError]:
     """Every line as a request, or as what is wrong with it; nothing comes after a fault that ends the file."""
-    last, read = 0, 0
+    last, read, file, number = 0, 0, path, 0
     try:
         files = sorted(path.glob(_LOG_FILES)) if path.is_dir() else [path]
         if not files:

@@ -50,6 +50,7 @@ def test_a_mark_may_be_one_token_and_the_answer_longer_than_what_is_read() -> No
     qwens = tokenizer()
     qwens.add_tokens([AddedToken("<tool_call>")])
     mark = qwens.token_to_id("<tool_call>")
+    assert mark is not None
     assert ToolCalls(qwens)([65] * 5000 + [mark] + [65] * 5000)
     assert ToolCalls(tokenizer())(tokenizer().encode(CALLS[2] + " " * 9000).ids)
     assert not ToolCalls(qwens)([65] * 10000)

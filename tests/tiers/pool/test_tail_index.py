@@ -13,6 +13,7 @@ import pytest
 from _synthetic_traces import TRACES
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from kvtier.tiers.pool import tail_index
 from kvtier.tiers.pool.index import to_words
@@ -188,6 +189,17 @@ def test_without_eviction_the_notes_stay_bounded_too() -> None:
     served.pool.check()
 
 
+class MadeUpReturns(Returns):
+    """Places by a formula that jumps about, in place of what is learned."""
+
+    def places(self, kinds: NDArray[np.int64], seconds: NDArray[np.float64]) -> NDArray[np.int64]:
+        places: NDArray[np.int64] = (kinds * 7919 + np.asarray(seconds).astype(np.int64) // 10) % 997
+        return places
+
+    def place(self, kind: int, age: float) -> int:
+        return int(self.places(np.array([kind]), np.array([age]))[0])
+
+
 class SlowOrder:
     """The order of victims by its definition: a list of slots, each with its request's class and end, or none."""
 
@@ -195,10 +207,14 @@ class SlowOrder:
         self.queue: list[int] = []  # idle slots in the order of their last use
         self.told: dict[int, tuple[int, float]] = {}  # slot → class and end of the last request that had it
 
-    def victims(self, count: int, places: Callable[[int, float], int]) -> list[int]:
+    def victims(self, count: int, place: Callable[[int, float], int], now: float) -> list[int]:
         """The slots of the lowest place, then of the oldest end, then in the queue's order."""
-        ranked = sorted(self.queue, key=lambda slot: (places(*self.told[slot]), self.told[slot][1]))
-        return ranked[:count]
+
+        def rank(slot: int) -> tuple[int, float]:
+            kind, ended_at = self.told[slot]
+            return place(kind, now - ended_at), ended_at
+
+        return sorted(self.queue, key=rank)[:count]
 
 
 @given(
@@ -212,8 +228,7 @@ def test_the_order_is_that_of_a_slow_list(steps: list[tuple[str, int, int]]) -> 
     """Eight conversations of four slots each. What no end told of is an old and a known class of its own here."""
     clock, policy, slow = Clock(), TailIndex(32, lambda slots: np.zeros((len(slots), 4), np.uint64)), SlowOrder()
     policy.clock = clock
-    policy.returns.places = lambda kinds, ages: (kinds * 7919 + np.asarray(ages).astype(np.int64) // 10) % 997  # type: ignore[method-assign]
-    places = lambda kind, ended_at: (kind * 7919 + int(clock.now - ended_at) // 10) % 997  # noqa: E731
+    policy.returns = returns = MadeUpReturns(policy.rival)
     held: set[int] = set()
 
     def use(slots: list[int]) -> None:
@@ -238,7 +253,7 @@ def test_the_order_is_that_of_a_slow_list(steps: list[tuple[str, int, int]]) -> 
             clock.now += 7.0 * number
         elif verb == "evict":
             policy._drop_plan()
-            expected = slow.victims(number, places)
+            expected = slow.victims(number, returns.place, clock.now)
             victims = policy.pop(number).tolist() if slow.told else []
             assert victims == (expected if slow.told else [])
             policy.evicted(np.array(victims, np.int64))
@@ -275,7 +290,8 @@ def test_it_gives_way_while_lru_does_better() -> None:
     rival = LruRival(100)
     for number in range(1, 400):  # each continues the one before, and finds nothing of it
         rival.ended(number, 10, number - 1, 8 if number > 1 else 0, 10, 0)
-    assert rival.leads
+    has_led = rival.leads
+    assert has_led
     assert rival.num_takeovers == 1
     for number in range(400, 4000):  # nothing is asked for again: neither loses
         rival.ended(number, 10, 0, 0, 10, 0)
