@@ -19,10 +19,8 @@ _log = logging.getLogger(__name__)
 HINT_KEY: Final = "kvtier_hint"  # in `kv_transfer_params`
 _STOPPED: Final = "FINISHED_STOPPED"  # vLLM's status of an answer that ended by itself
 
-CallsTool = Callable[[Sequence[int]], bool]
 
-
-def answered_of(request: Any, calls_tool: CallsTool) -> Answered | None:
+def answered_of(request: Any, calls_tool: Callable[[Sequence[int]], bool]) -> Answered | None:
     """What a request of vLLM's came to; None for one without an answer, or whose answer another node makes.
 
     What is said goes before what the answer shows. A word that is no hint is passed over: vLLM has taken the request in

@@ -38,10 +38,10 @@ def run_bench(
     html: HtmlOption = None,
 ) -> None:
     with needing("kvtier bench"):
-        from kvtier.service.bench import BenchOptions, Pace, Shape, run_bench
+        from kvtier.service.bench import BenchOptions, LoadPace, Shape, run_bench
     urls = (url,) if compare is None else (url, compare)
     shape = Shape(pattern, requests, prompt_tokens, turn_tokens, answer_tokens, turns, seed)
-    options = BenchOptions(urls, shape, Pace(concurrency, rate), api, model, token, deadline, trace, speed)
+    options = BenchOptions(urls, shape, LoadPace(concurrency, rate), api, model, token, deadline, trace, speed)
     from rich.progress import BarColumn, MofNCompleteColumn, TimeRemainingColumn
 
     with progress_bar(BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()) as bar:

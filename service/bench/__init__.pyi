@@ -1,5 +1,5 @@
 from .bench import BenchOptions, run_bench
-from .load import Pace
+from .load import LoadPace
 from .patterns import Shape
 
-__all__ = ["BenchOptions", "Pace", "Shape", "run_bench"]
+__all__ = ["BenchOptions", "LoadPace", "Shape", "run_bench"]

@@ -10,10 +10,10 @@ from typing import Any, Final
 import numpy as np
 
 from kvtier.service.bench.asking import Answer, Api, Server
-from kvtier.service.bench.figures import Figures, as_json, rows_of
+from kvtier.service.bench.figures import LoadFigures, as_json, rows_of
 from kvtier.service.bench.from_trace import sessions_of_trace
-from kvtier.service.bench.load import Measured, Pace, drive
-from kvtier.service.bench.patterns import Session, Shape, sessions_of
+from kvtier.service.bench.load import LoadPace, MeasuredLoad, drive
+from kvtier.service.bench.patterns import ScriptedSession, Shape, sessions_of
 from kvtier.service.charts import Chart, Line, Table, html_page, save_png
 
 _SHARES: Final = np.linspace(0.0, 100.0, 101)
@@ -25,7 +25,7 @@ class BenchOptions:
 
     urls: tuple[str, ...]
     shape: Shape
-    pace: Pace
+    pace: LoadPace
     api: Api = "chat"
     model: str | None = None
     token: str | None = None
@@ -35,11 +35,11 @@ class BenchOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class BenchResult:
     """What was measured, in the forms in which it is shown."""
 
-    measured: Measured
-    figures: list[Figures]
+    measured: MeasuredLoad
+    figures: list[LoadFigures]
     asked: dict[str, Any]
 
     @property
@@ -73,7 +73,7 @@ class Outcome:
             html_page(html, "kvtier bench", [self.table], self.charts)
 
 
-def run_bench(options: BenchOptions, begins: Callable[[int], Callable[[], None]]) -> Outcome:
+def run_bench(options: BenchOptions, begins: Callable[[int], Callable[[], None]]) -> BenchResult:
     """Ask everything. `begins` gets the number of requests, and returns what is called behind each.
 
     Ctrl-C ends it early, with what there is by then. ConfigError if a server does not answer at the start.
@@ -81,14 +81,14 @@ def run_bench(options: BenchOptions, begins: Callable[[int], Callable[[], None]]
     return asyncio.run(_run(options, begins))
 
 
-def _sessions(options: BenchOptions) -> list[Session]:
+def _sessions(options: BenchOptions) -> list[ScriptedSession]:
     shape = options.shape
     if options.trace is None:
         return sessions_of(shape)
     return sessions_of_trace(options.trace, shape.num_requests, shape.answer_tokens, options.speed)
 
 
-async def _run(options: BenchOptions, begins: Callable[[int], Callable[[], None]]) -> Outcome:
+async def _run(options: BenchOptions, begins: Callable[[int], Callable[[], None]]) -> BenchResult:
     sessions = _sessions(options)
     async with AsyncExitStack() as opened:
         servers = []
@@ -100,16 +100,19 @@ async def _run(options: BenchOptions, begins: Callable[[int], Callable[[], None]
             servers.append(server)
         measured = await _driven(servers, sessions, options, begins)
     named = zip(servers, measured.answers, strict=True)
-    figures = [Figures.of(each.url, each.model, answers, measured.seconds) for each, answers in named]
+    figures = [LoadFigures.of(each.url, each.model, answers, measured.seconds) for each, answers in named]
     shape, pace = asdict(options.shape), asdict(options.pace)
     how = {"api": options.api, "deadline": options.deadline, "speed": options.speed}
     trace = None if options.trace is None else str(options.trace)
-    return Outcome(measured, figures, {**shape, **pace, **how, "trace": trace})
+    return BenchResult(measured, figures, {**shape, **pace, **how, "trace": trace})
 
 
 async def _driven(
-    servers: list[Server], sessions: list[Session], options: BenchOptions, begins: Callable[[int], Callable[[], None]]
-) -> Measured:
+    servers: list[Server],
+    sessions: list[ScriptedSession],
+    options: BenchOptions,
+    begins: Callable[[int], Callable[[], None]],
+) -> MeasuredLoad:
     advance = begins(len(servers) * sum(len(session.turns) for session in sessions))
 
     def done(_: Answer) -> None:

@@ -8,7 +8,7 @@ from typing import Any, Final
 import numpy as np
 
 from kvtier.service.bench.asking import Answer
-from kvtier.service.bench.load import Measured
+from kvtier.service.bench.load import MeasuredLoad
 
 FORM: Final = 1  # of the JSON: `kvtier_bench`
 
@@ -27,7 +27,7 @@ class Percentiles:
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class LoadFigures:
     """One server's. None: the server did not say, or nothing was measured."""
 
     url: str
@@ -48,7 +48,7 @@ class Figures:
         return self.cached_tokens / self.prompt_tokens
 
     @classmethod
-    def of(cls, url: str, model: str, answers: Sequence[Answer], seconds: float) -> "Figures":
+    def of(cls, url: str, model: str, answers: Sequence[Answer], seconds: float) -> "LoadFigures":
         """`seconds` is how long the load ran."""
         good = [each for each in answers if each.error is None]
         output = sum(_num_output(each) for each in good)
@@ -74,7 +74,7 @@ def _num_output(answer: Answer) -> int:
     return len(answer.gaps) + (answer.ttft is not None)
 
 
-def as_json(measured: Measured, figures: Sequence[Figures], asked: dict[str, Any]) -> dict[str, Any]:
+def as_json(measured: MeasuredLoad, figures: Sequence[LoadFigures], asked: dict[str, Any]) -> dict[str, Any]:
     """The document of `--json`. `asked` is what was asked for, by option."""
     servers = [{**asdict(each), "cached_share": each.cached_share} for each in figures]
     return {
@@ -88,7 +88,7 @@ def as_json(measured: Measured, figures: Sequence[Figures], asked: dict[str, Any
     }
 
 
-def rows_of(figures: Sequence[Figures]) -> list[tuple[str, ...]]:
+def rows_of(figures: Sequence[LoadFigures]) -> list[tuple[str, ...]]:
     """The table: a label, and a text for each server."""
     rows: list[tuple[str, ...]] = [
         ("requests", *(str(each.requests) for each in figures)),

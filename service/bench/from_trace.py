@@ -5,14 +5,14 @@ from itertools import islice
 from pathlib import Path
 from typing import Final
 
-from kvtier.service.bench.patterns import Session, Turn, words
+from kvtier.service.bench.patterns import ScriptedSession, ScriptedTurn, words
 from kvtier.service.traces import TraceLine, read_trace
 from kvtier.tiers import ConfigError
 
 _BLOCK: Final = 512  # tokens of a block where the trace does not say
 
 
-def sessions_of_trace(path: Path, num_requests: int, answer_tokens: int, speed: float) -> list[Session]:
+def sessions_of_trace(path: Path, num_requests: int, answer_tokens: int, speed: float) -> list[ScriptedSession]:
     """One session for each of the first requests; times are divided by `speed`. Errors as `read_trace`."""
     if not speed > 0:
         raise ConfigError(f"speed {speed}: use a number above 0; 2 is twice as fast as the trace")
@@ -20,7 +20,7 @@ def sessions_of_trace(path: Path, num_requests: int, answer_tokens: int, speed: 
     return [_session(number, line, answer_tokens, speed) for number, line in enumerate(lines)]
 
 
-def _session(number: int, line: TraceLine, answer_tokens: int, speed: float) -> Session:
+def _session(number: int, line: TraceLine, answer_tokens: int, speed: float) -> ScriptedSession:
     """A block's words follow from its number. Without times, sessions begin at the pace that is asked for."""
     size, left, texts = line.block_size or _BLOCK, line.input_length, []
     for name in line.hash_ids:
@@ -29,4 +29,4 @@ def _session(number: int, line: TraceLine, answer_tokens: int, speed: float) -> 
         if left <= 0:
             break
     at = line.timestamp / 1000 / speed if line.has_time else None
-    return Session(number, "", [Turn(" ".join(texts), line.output_length or answer_tokens)], at)
+    return ScriptedSession(number, "", [ScriptedTurn(" ".join(texts), line.output_length or answer_tokens)], at)

@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from kvtier.service.bench.asking import Answer, Server
-from kvtier.service.bench.patterns import Session
+from kvtier.service.bench.patterns import ScriptedSession
 from kvtier.tiers import ConfigError
 
 _MOST: Final = 4096  # sessions under way at once: a server that falls behind at a rate must not take all memory
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class LoadPace:
     """How fast sessions begin: `concurrency` at once, or `rate` a second on average (Poisson) if that is given."""
 
     concurrency: int = 4
@@ -29,7 +29,7 @@ class Pace:
 
 
 @dataclass(slots=True)
-class Measured:
+class MeasuredLoad:
     """All answers of each server, in the order in which they ended."""
 
     answers: list[list[Answer]]
@@ -40,13 +40,17 @@ class Measured:
 
 
 async def drive(
-    servers: Sequence[Server], sessions: Sequence[Session], pace: Pace, done: Callable[[Answer], None], seed: int = 0
-) -> Measured:
+    servers: Sequence[Server],
+    sessions: Sequence[ScriptedSession],
+    pace: LoadPace,
+    done: Callable[[Answer], None],
+    seed: int = 0,
+) -> MeasuredLoad:
     """Ask everything of every server; `done` is called for each answer. Cancelled, it returns what there is.
 
     Of two servers each session goes to both, first to the one and then to the other, by turns.
     """
-    measured = Measured([[] for _ in servers])
+    measured = MeasuredLoad([[] for _ in servers])
     jobs = [
         (number, session)
         for session in sessions
@@ -66,13 +70,13 @@ async def drive(
 
 
 class _Driver:
-    def __init__(self, servers: Sequence[Server], measured: Measured, done: Callable[[Answer], None]) -> None:
+    def __init__(self, servers: Sequence[Server], measured: MeasuredLoad, done: Callable[[Answer], None]) -> None:
         self.in_flight = 0
         self._servers = servers
         self._measured = measured
         self._done = done
 
-    async def at_once(self, jobs: Sequence[tuple[int, Session]], concurrency: int) -> None:
+    async def at_once(self, jobs: Sequence[tuple[int, ScriptedSession]], concurrency: int) -> None:
         left = iter(jobs)
 
         async def work() -> None:
@@ -83,11 +87,11 @@ class _Driver:
             for _ in range(min(concurrency, len(jobs))):
                 group.create_task(work())
 
-    async def at_rate(self, jobs: Sequence[tuple[int, Session]], rate: float, dice: random.Random) -> None:
+    async def at_rate(self, jobs: Sequence[tuple[int, ScriptedSession]], rate: float, dice: random.Random) -> None:
         """Each at its time, whether the ones before have ended or not; a trace's sessions at their own times."""
         room, at = asyncio.Semaphore(_MOST), 0.0
 
-        async def work(number: int, session: Session) -> None:
+        async def work(number: int, session: ScriptedSession) -> None:
             try:
                 await self._run(number, session)
             finally:
@@ -100,7 +104,7 @@ class _Driver:
                 await room.acquire()
                 group.create_task(work(number, session))
 
-    async def _run(self, number: int, session: Session) -> None:
+    async def _run(self, number: int, session: ScriptedSession) -> None:
         """A session's turns. One that fails ends it: the next turn would have no answer to go on from."""
         said: list[str] = []
         for turn in session.turns:

@@ -30,7 +30,7 @@ _KEPT: Final = 0.75  # share of a first prompt that others share
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class ScriptedTurn:
     """What one request adds to its session's prompt."""
 
     text: str
@@ -39,12 +39,12 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
-class Session:
+class ScriptedSession:
     """Requests that follow each other: each has all turns before it in its prompt, and their answers."""
 
     number: int
     system: str  # what its first prompt begins with
-    turns: Sequence[Turn]
+    turns: Sequence[ScriptedTurn]
     at: float | None = None  # seconds from the start, where a trace says so
 
 
@@ -66,21 +66,21 @@ class Shape:
                 raise ConfigError(f"{name.replace('_', ' ')} {value}: use a whole number from 1 on")
 
 
-def sessions_of(shape: Shape) -> list[Session]:
+def sessions_of(shape: Shape) -> list[ScriptedSession]:
     """So many sessions that they have `num_requests` requests in all; the last one may be cut short."""
     dice = random.Random(shape.seed)
     made = list(islice(_sessions(shape, dice), shape.num_requests))
-    found, left = list[Session](), shape.num_requests
+    found, left = list[ScriptedSession](), shape.num_requests
     for session in made:
         if left <= 0:
             break
         turns = session.turns[:left]
-        found.append(Session(session.number, session.system, turns))
+        found.append(ScriptedSession(session.number, session.system, turns))
         left -= len(turns)
     return found
 
 
-def _sessions(shape: Shape, dice: random.Random) -> Iterator[Session]:
+def _sessions(shape: Shape, dice: random.Random) -> Iterator[ScriptedSession]:
     kept = int(shape.prompt_tokens * _KEPT)
     own = shape.prompt_tokens - kept
     beginnings = [words(dice, kept) for _ in range(_PREFIXES)]
@@ -89,18 +89,18 @@ def _sessions(shape: Shape, dice: random.Random) -> Iterator[Session]:
         system = dice.choice(beginnings)
         if shape.pattern == "rag":
             system = "\n\n".join(dice.sample(documents, _DOCUMENTS))
-        first = Turn(words(dice, own), shape.answer_tokens)
+        first = ScriptedTurn(words(dice, own), shape.answer_tokens)
         turns = [first]
         if shape.pattern in ("turns", "agents"):
             turns += [_further(shape, dice) for _ in range(shape.num_turns - 1)]
-        yield Session(number, system, turns)
+        yield ScriptedSession(number, system, turns)
 
 
-def _further(shape: Shape, dice: random.Random) -> Turn:
+def _further(shape: Shape, dice: random.Random) -> ScriptedTurn:
     """A person says little; a tool answers at length."""
     size = shape.turn_tokens * (4 if shape.pattern == "agents" and dice.random() < 0.5 else 1)
     text = words(dice, size)
-    return Turn(f"Tool result:\n{text}" if shape.pattern == "agents" else text, shape.answer_tokens)
+    return ScriptedTurn(f"Tool result:\n{text}" if shape.pattern == "agents" else text, shape.answer_tokens)
 
 
 def words(dice: random.Random, number: int) -> str:

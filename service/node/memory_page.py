@@ -22,7 +22,7 @@ def memory(daemon: Daemon, use: MemoryUse, *, named: bool) -> statuses.MemorySta
     for namespace in namespaces:
         tiers = found.get(namespace.fingerprint, {})
         salts = {root_hash(namespace.fingerprint, cache_salt=salt): salt for salt in limits} if named else {}
-        shown = _Names(namespace.tiers.tenants, use, salts, named=named)
+        shown = _ShownNames(namespace.tiers.tenants, use, salts, named=named)
         told = {tier: _tier(each, namespace.blocks.block_size, namespace.blocks.block_bytes, shown)
                 for tier, each in tiers.items()}  # fmt: skip
         models.append(statuses.ModelMemory(model=name_of(namespace.fingerprint), tiers=told))
@@ -35,7 +35,7 @@ def memory_series(namespaces: list[Namespace], use: MemoryUse) -> Iterator[Metri
     blocks: dict[tuple[str, str, str], float] = {}
     tenants: dict[tuple[str, str], float] = {}
     for namespace in namespaces:
-        model, shown = name_of(namespace.fingerprint), _Names(namespace.tiers.tenants, use, {}, named=False)
+        model, shown = name_of(namespace.fingerprint), _ShownNames(namespace.tiers.tenants, use, {}, named=False)
         for tier, each in found.get(namespace.fingerprint, {}).items():
             tenants[model, tier] = each.num_tenants
             for tenant in each.tenants:
@@ -51,7 +51,7 @@ def _models(namespaces: list[Namespace]) -> Mapping[bytes, tuple[Hierarchy, Tena
     return {each.fingerprint: (each.hierarchy, each.tiers.tenants) for each in namespaces}
 
 
-class _Names:
+class _ShownNames:
     """What tenants and blocks are called, for operators or for everybody."""
 
     def __init__(self, tenants: Tenants, use: MemoryUse, salts: Mapping[ChainHash, str], *, named: bool) -> None:
@@ -68,7 +68,7 @@ class _Names:
         return name.hex() if self._named else self._use.label(name)
 
 
-def _tier(use: TierUse, block_size: int, block_bytes: int, shown: _Names) -> statuses.TierMemory:
+def _tier(use: TierUse, block_size: int, block_bytes: int, shown: _ShownNames) -> statuses.TierMemory:
     tenants = []
     for each in use.tenants:
         named = {"cache_salt": shown.salts[each.root]} if each.root in shown.salts else {}

@@ -24,7 +24,7 @@ _TICK: Final = 1.0  # seconds between two times that what was told is taken in
 _MIX: Final = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x27D4EB2F165667C5], np.uint64)
 
 
-class Step(NamedTuple):
+class PastStep(NamedTuple):
     """Some time of the past hour."""
 
     age_s: float  # of its middle
@@ -38,7 +38,7 @@ class OptimumSoFar(NamedTuple):
 
     capacity: int  # blocks that all tiers of this node hold
     seconds: float  # that the lookups are of
-    steps: Sequence[Step]
+    steps: Sequence[PastStep]
 
     @property
     def asked(self) -> int:
@@ -53,7 +53,7 @@ class OptimumSoFar(NamedTuple):
         return sum(step.optimum for step in self.steps)
 
 
-class _Request(NamedTuple):
+class _PastRequest(NamedTuple):
     at: float
     blocks: NDArray[np.int64]  # a number for each, made of its name: no number leads back
     num_asked: int  # 0: they were stored
@@ -74,7 +74,7 @@ class PastLookups:
         self._clock = clock
         self._told: deque[tuple[float, Sequence[ChainHash], int, int, int]] = deque()
         self._num_told = self._num_taken = 0  # blocks: each is counted by one thread alone
-        self._past: deque[_Request] = deque()
+        self._past: deque[_PastRequest] = deque()
         self._num_blocks = 0
 
     def looked_up(self, hashes: Sequence[ChainHash], num_found: int, num_l1: int) -> None:
@@ -98,7 +98,7 @@ class PastLookups:
             at, hashes, *numbers = self._told.popleft()
             blocks = (to_words(hashes) @ _MIX).view(np.int64)
             self._num_taken += len(hashes)
-            self._past.append(_Request(at, blocks, *numbers))
+            self._past.append(_PastRequest(at, blocks, *numbers))
             self._num_blocks += len(blocks)
         oldest = self._clock() - _KEPT
         while self._past and (
@@ -126,7 +126,7 @@ class PastLookups:
             for numbers in ([request.num_asked for request in past], [request.num_found for request in past], best)
         ]
         ages = [now - first - width * (place + 0.5) for place in range(_NUM_STEPS)]
-        steps = [Step(age, *counts) for age, *counts in zip(ages, *sums, strict=True)]
+        steps = [PastStep(age, *counts) for age, *counts in zip(ages, *sums, strict=True)]
         return OptimumSoFar(capacity, now - first, steps)
 
 

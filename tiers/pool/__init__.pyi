@@ -1,9 +1,7 @@
 from .changes import ChangeLog
 from .child_index import MAX_CHILDREN, ChildIndex
 from .departures import (
-    AGE_BOUNDS,
     EVICTED,
-    NEVER_SEEN,
     REMOVED,
     RESET,
     Causes,
@@ -19,11 +17,9 @@ from .pool import SlotPool
 from .states import FILLING, READY, AnySlots, listed
 
 __all__ = [
-    "AGE_BOUNDS",
     "EVICTED",
     "FILLING",
     "MAX_CHILDREN",
-    "NEVER_SEEN",
     "READY",
     "REMOVED",
     "RESET",

@@ -15,7 +15,7 @@ NOBODYS: Final = 0  # the number of a slot whose block no end has told of
 _LATE: Final = 60.0  # seconds after a request's end in which its blocks still become idle as its own
 _FEWEST: Final = 64
 
-Places = NDArray[np.int64]
+CohortPlaces = NDArray[np.int64]
 
 
 class Cohorts:
@@ -80,7 +80,7 @@ class Cohorts:
         self.num_rows += len(starts)
         self._next += len(starts)
 
-    def choose(self, places: Places, count: int, ring: Slots, tickets: Slots) -> tuple[Slots, Slots]:
+    def choose(self, places: CohortPlaces, count: int, ring: Slots, tickets: Slots) -> tuple[Slots, Slots]:
         """The first `count` slots, and their tickets, of the rows by `places` (lower first), then the oldest row.
 
         `ring`: the queue's entries; `tickets`: each slot's. Rows that have no slot left are dropped on the way.

@@ -15,7 +15,7 @@ _SHARED: Final = 3  # continued so often, a tail is a shared beginning and no co
 NOBODY: Final = -1
 
 
-class Found(NamedTuple):
+class FoundTail(NamedTuple):
     """What a prompt is known by."""
 
     continued: int  # the row of the newest request that it continues as a conversation, or NOBODY
@@ -23,7 +23,7 @@ class Found(NamedTuple):
     num_common: int  # leading blocks that it has in common with `user`
 
 
-_UNKNOWN: Final = Found(NOBODY, 0, 0)
+_UNKNOWN: Final = FoundTail(NOBODY, 0, 0)
 
 
 class RequestTails:
@@ -55,7 +55,7 @@ class RequestTails:
         """The number of the request that is added next; they count from 1."""
         return self._next
 
-    def find(self, tags: Tags, arrived: float) -> Found:
+    def find(self, tags: Tags, arrived: float) -> FoundTail:
         """The newest request that a prompt of these tags, in chain order, continues.
 
         If it had ended when the prompt `arrived`, it counts as continued. Who was continued three times is a shared
@@ -73,8 +73,8 @@ class RequestTails:
                 user, num_common = serial, known + 1
             if self._use[row] < _SHARED:
                 self._use[row] += bool(self.ended_at[row] <= arrived)
-                return Found(row, user, num_common)
-        return Found(NOBODY, user, num_common)
+                return FoundTail(row, user, num_common)
+        return FoundTail(NOBODY, user, num_common)
 
     def is_twin(self, row: int, tags: Tags) -> bool:
         """Whether that request ends with the same block as a chain of these tags."""

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from command_rig import kvtier
 
-from kvtier.service.bench.bench import BenchOptions, Outcome, run_bench
-from kvtier.service.bench.load import Pace
+from kvtier.service.bench.bench import BenchOptions, BenchResult, run_bench
+from kvtier.service.bench.load import LoadPace
 from kvtier.service.bench.patterns import PATTERNS, Shape, sessions_of
 from kvtier.tiers.errors import ConfigError
 
@@ -67,9 +67,9 @@ def plain() -> Iterator[tuple[str, type[Plain]]]:
         thread.join()
 
 
-def measured(url: str, *others: str, pace: Pace | None = None, deadline: float = 60.0, **shape: Any) -> Outcome:
+def measured(url: str, *others: str, pace: LoadPace | None = None, deadline: float = 60.0, **shape: Any) -> BenchResult:
     small = {"prompt_tokens": 16, "turn_tokens": 4, "answer_tokens": 4, **shape}
-    options = BenchOptions((url, *others), Shape(**small), pace or Pace(2), deadline=deadline)
+    options = BenchOptions((url, *others), Shape(**small), pace or LoadPace(2), deadline=deadline)
     counted: list[int] = []
     outcome = run_bench(options, lambda total: lambda: counted.append(total))
     assert len(counted) == sum(each.requests for each in outcome.figures)
@@ -92,7 +92,7 @@ def test_a_server_that_says_no_usage_is_measured_all_the_same(plain: tuple[str, 
 def test_whatever_goes_wrong_is_counted_by_kind(plain: tuple[str, type[Plain]]) -> None:
     url, handler = plain
     handler.ways = {1: "busy", 2: "cut", 3: "garbled", 4: "fails", 5: "hangs"}
-    [figures] = measured(url, num_requests=7, pace=Pace(1), deadline=1.5).figures
+    [figures] = measured(url, num_requests=7, pace=LoadPace(1), deadline=1.5).figures
     assert figures.errors == {
         "status 503": 1,
         "stream cut off": 1,
@@ -110,14 +110,14 @@ def test_whatever_goes_wrong_is_counted_by_kind(plain: tuple[str, type[Plain]]) 
 def test_an_old_server_is_asked_again_without_the_option_it_does_not_know(plain: tuple[str, type[Plain]]) -> None:
     url, handler = plain
     handler.ways = {1: "old"}
-    [figures] = measured(url, num_requests=3, pace=Pace(1)).figures
+    [figures] = measured(url, num_requests=3, pace=LoadPace(1)).figures
     assert figures.errors == {}
     assert ["stream_options" in body for body in handler.bodies] == [True, False, False, False]
 
 
 def test_the_next_turn_has_the_answer_in_its_prompt(plain: tuple[str, type[Plain]]) -> None:
     url, handler = plain
-    outcome = measured(url, pattern="turns", num_requests=5, num_turns=3, pace=Pace(1))
+    outcome = measured(url, pattern="turns", num_requests=5, num_turns=3, pace=LoadPace(1))
     lengths = [len(body["messages"]) for body in handler.bodies]
     assert lengths == [2, 4, 6, 2, 4]  # the system's text, then the user's and the answers
     assert handler.bodies[1]["messages"][2] == {"role": "assistant", "content": "word end"}
@@ -127,7 +127,7 @@ def test_the_next_turn_has_the_answer_in_its_prompt(plain: tuple[str, type[Plain
 
 def test_two_servers_are_asked_the_same_by_turns_at_a_rate(plain: tuple[str, type[Plain]]) -> None:
     url, handler = plain
-    outcome = measured(url, f"{url}/v1/", num_requests=5, pace=Pace(rate=200.0))
+    outcome = measured(url, f"{url}/v1/", num_requests=5, pace=LoadPace(rate=200.0))
     first, second = outcome.figures
     assert (first.requests, second.requests) == (5, 5)
     asked = [body["messages"][-1]["content"] for body in handler.bodies]
@@ -141,7 +141,7 @@ def test_a_trace_is_asked_at_its_times_and_its_blocks_are_equal_where_they_were(
     rows = [(0, 8, [1, 2]), (300, 7, [1, 3])]
     lines = [{"timestamp": at, "input_length": n, "output_length": 5, "hash_ids": ids} for at, n, ids in rows]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({**line, "block_size": 4}) + "\n" for line in lines))
-    options = BenchOptions((url,), Shape(), Pace(), trace=tmp_path / "a.jsonl", speed=2.0)
+    options = BenchOptions((url,), Shape(), LoadPace(), trace=tmp_path / "a.jsonl", speed=2.0)
     outcome = run_bench(options, lambda _: lambda: None)
     first, second = (body["messages"][-1]["content"].split() for body in handler.bodies)
     assert (len(first), len(second)) == (8, 7)
@@ -163,7 +163,7 @@ def test_every_pattern_asks_what_it_was_told_to(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="num turns 0: use a whole number from 1 on"):
         Shape(num_turns=0)
     with pytest.raises(ConfigError, match=r"rate 0\.0"):
-        Pace(rate=0.0)
+        LoadPace(rate=0.0)
 
 
 def test_the_verb_prints_a_table_and_writes_a_page_and_a_picture(
