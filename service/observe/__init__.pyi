@@ -1,6 +1,6 @@
 from . import statuses, summary
 from .dashboard import LivePage
-from .explained import changing_part, explained
+from .explained import explained
 from .figures import MetricValues, figures, version
 from .prometheus import EXPOSITION, counter, gauge, histogram, labelled, text_of
 from .statuses import DaemonStatus, EngineStatus, ReplicaScore, RouterStatus
@@ -16,7 +16,6 @@ __all__ = [
     "ReplicaScore",
     "RouterStatus",
     "brief_time",
-    "changing_part",
     "counter",
     "counts",
     "explained",

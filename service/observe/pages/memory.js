@@ -18,10 +18,10 @@ export function memoryOf(model) {
   if (performance.now() - asked >= EVERY) ask();
   const tiers = told?.models?.find((each) => each.model === model.model)?.tiers ?? {};
   const known = Object.entries(tiers).filter(([, { blocks }]) => blocks > 0);
-  const nothing = none(told ? "Nothing is stored yet." : "Not known yet.");
+  const nothing = () => none(told ? "Nothing is stored yet." : "Not known yet.");
   return [
-    card("What fills memory, by tenant", known.length ? tenantsOf(known) : nothing),
-    card("Prefixes that most blocks begin with", known.length ? prefixesOf(known) : nothing),
+    card("What fills memory, by tenant", known.length ? tenantsOf(known) : nothing()),
+    card("Prefixes that most blocks begin with", known.length ? prefixesOf(known) : nothing()),
   ];
 }
 
