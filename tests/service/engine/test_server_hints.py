@@ -1,12 +1,15 @@
 """Stories of what the OpenAI server tells of its requests' ends: hints that clients say, and what answers show."""
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from server_rig import MODEL, ServerThread, save_checkpoint, serving, wait_for
 
 from kvtier.connector.models import ToolCalls
+from kvtier.engine.ending import answered_of
+from kvtier.engine.sequence import FinishReason
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy
 from kvtier.tiers.returns import Hint, RequestEnd
 
@@ -38,26 +41,24 @@ def test_a_hint_comes_through_the_official_client(server: ServerThread, told: li
     assert all(0 < end.seconds < 60 for end in told)
 
 
-def test_an_answer_that_calls_a_tool_says_so_itself(
-    server: ServerThread, told: list[RequestEnd], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The mark of a call is a token of the answer. Only an answer that ends by itself counts, and what is said wins."""
-    first = server.post("completions", prompt=PROMPT, max_tokens=1, ignore_eos=True, **ASK).json()
-    assert first["choices"][0]["finish_reason"] == "length"
-    reader = server.engine.scheduler.calls_tool
-    assert isinstance(reader, ToolCalls)
-    monkeypatch.setattr(reader, "_marks", frozenset(range(258)))  # whatever it answers
-    stop = {"stop_token_ids": list(range(258)), "max_tokens": 3}
-    server.post("completions", prompt=PROMPT, **stop, **ASK)
-    server.post("completions", prompt=PROMPT, **stop, **ASK, kvtier={"hint": "finished"})
-    server.post("completions", prompt=PROMPT, max_tokens=3, ignore_eos=True, **ASK)
-    wait_for(lambda: len(told) == 4)
-    assert [(end.hint, end.is_derived) for end in told] == [
-        (None, False),
-        (Hint.TOOL, True),
-        (Hint.FINISHED, False),
-        (None, False),
-    ]
+def test_an_answer_that_calls_a_tool_says_so_itself() -> None:
+    """Only an answer that ends by itself counts, and what is said wins."""
+    for said, reason, calls, hint, is_derived in (
+        (None, FinishReason.STOP, True, Hint.TOOL, True),
+        (None, FinishReason.STOP, False, None, False),
+        (None, FinishReason.LENGTH, True, None, False),
+        (Hint.FINISHED, FinishReason.STOP, True, Hint.FINISHED, False),
+    ):
+        sequence: Any = SimpleNamespace(
+            params=SimpleNamespace(hint=said), num_generated=2, generated=[7, 8], arrived=0.0, num_prompt_tokens=5
+        )
+        answered = answered_of(sequence, reason, lambda _, calls=calls: calls)
+        assert answered is not None
+        assert tuple(answered)[2:4] == (hint, is_derived)
+
+
+def test_the_server_reads_answers(server: ServerThread) -> None:
+    assert isinstance(server.engine.scheduler.calls_tool, ToolCalls)
 
 
 def test_tenants_are_told_apart(server: ServerThread, told: list[RequestEnd]) -> None:
