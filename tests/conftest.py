@@ -137,7 +137,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
-    """What is marked `gpu` needs a CUDA device; without one it is skipped, and says so."""
+    """Without a CUDA device, what is marked `gpu` is skipped, and says so. So is what CI has no time for: .ci/run."""
+    share = int(os.environ.get("KVTIER_TEST_SHARE", "1"))
+    for item in items:
+        if zlib.crc32(item.nodeid.encode()) % share:  # the same ones each time, whatever tests are added
+            item.add_marker(pytest.mark.skip(reason=f"a slow machine runs one test of {share}: .ci/run"))
     gpu = [item for item in items if item.get_closest_marker("gpu")]
     if gpu and not _has_cuda():
         for item in gpu:
