@@ -48,7 +48,8 @@ class SimulatedTiers:
         leases, found = self._find(names[: end.num_prompt])
         at = sum(found)
         leases += self._store(names[at:], names[at - 1] if at else None)
-        self.pool.ended(end)
+        if (told := self.pool.ended(end)) is not None and self.slab is not None:
+            self.slab.ended(told)
         for lease in leases:
             lease.release()
         return found[0], found[1], found[2]

@@ -6,6 +6,7 @@ from typing import Final
 from kvtier.tiers import BATCH_BYTES, ChainHash
 from kvtier.tiers.file import slab
 from kvtier.tiers.file.extents import ExtentMap, SlotRun
+from kvtier.tiers.returns import ToldEnd
 
 _NOBODY: Final = bytes(32)  # a fingerprint: extents do not depend on it
 
@@ -43,6 +44,11 @@ class BareSlab:
             for slot in self._blocks.index.find(hashes).tolist():
                 if slot >= 0:
                     self._blocks.touch(slot)
+
+    def ended(self, end: ToldEnd) -> None:
+        """As `HearsEnds`."""
+        if self._blocks is not None:
+            self._blocks.ended(end)
 
     def write(self, hashes: Sequence[ChainHash], parent: ChainHash | None) -> None:
         """Store consecutive blocks of one chain, `parent` before them, batch by batch as they come from L2."""

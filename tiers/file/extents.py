@@ -12,7 +12,9 @@ from numpy.typing import NDArray
 
 from kvtier.tiers import ChainHash
 from kvtier.tiers.file.slab_index import SlabIndex
+from kvtier.tiers.file.slab_room import SlabRoom
 from kvtier.tiers.pool import EVICTED, REMOVED, RESET, ChangeLog, Departures, Slots, to_words
+from kvtier.tiers.returns import ToldEnd
 
 MAX_OPEN: Final = 4  # extents being filled at once: as many chains stay adjacent while they are stored together
 _MAX_CHANCES: Final = 64  # extents passed over per eviction, as most of them was hit: bounds the time under the lock
@@ -62,6 +64,7 @@ class ExtentMap:
         self.per_extent = slots_per_extent
         num_slots = num_extents * slots_per_extent
         self.index = SlabIndex(num_slots)
+        self.room = SlabRoom(num_extents, slots_per_extent)
         self.epoch = 0
         self.num_evicted = 0
         self.changes: ChangeLog | None = None  # while somebody listens
@@ -119,6 +122,10 @@ class ExtentMap:
         """This block was used: a second chance when its extent is evicted."""
         self._hits[slot] = 1
 
+    def ended(self, end: ToldEnd) -> None:
+        """A request has ended: what is evicted next follows from how such requests return."""
+        self.room.ended(end, self.index.find(end.names), self._live)
+
     def enter(self, extent: int) -> None:
         """Keep an extent from being evicted until `leave`."""
         self._busy[extent] += 1
@@ -172,22 +179,40 @@ class ExtentMap:
         return ClaimedExtent(extent, bool(self._dirty[extent]), self.epoch, keep, hashes)
 
     def _choose_victim(self) -> tuple[int, list[int]] | None:
-        """The oldest idle extent that was not mostly hit since it was filled or last passed over."""
+        """The idle extent that is needed least, as far as ends told; else the oldest.
+
+        One of which no end told, and that was mostly hit since it was filled or last passed over, is passed over.
+        """
         most = self.per_extent // _KEEP_SHARE
         chances = _MAX_CHANCES
         for _ in range(2 * len(self._order)):
-            extent = next(iter(self._order))
-            self._order.move_to_end(extent)
-            if self._busy[extent] or self._state[extent] is not _ExtentState.CLOSED:
-                continue
+            extent = self._next_in_line()
+            if extent is None:
+                return None
+            if self.room.decides and self.room.is_told(extent):
+                return extent, []
             slots = self._slots(extent)
             num_hits = self._hits.count(1, slots.start, slots.stop)
             if num_hits > most and chances:
                 chances -= 1
                 self._hits[slots.start : slots.stop] = bytes(self.per_extent)
+                self.room.used(extent)
                 continue
             return extent, [slot for slot in slots if self._hits[slot]][:most] if num_hits else []
         return None
+
+    def _next_in_line(self) -> int | None:
+        if self.room.decides and (extent := self.room.take(self._order, self._may_go)) is not None:
+            return extent
+        for _ in range(len(self._order)):
+            extent = next(iter(self._order))
+            self._order.move_to_end(extent)
+            if self._may_go(extent):
+                return extent
+        return None
+
+    def _may_go(self, extent: int) -> bool:
+        return self._state[extent] is _ExtentState.CLOSED and not self._busy[extent]
 
     def opened(self, claim: ClaimedExtent) -> bool:
         """The claimed extent's rows are blank: it can be filled. False if a reset came in between, or it retired."""
@@ -197,6 +222,7 @@ class ExtentMap:
         if self._state[extent] is _ExtentState.RETIRED:
             return False
         self._order[extent] = None
+        self.room.opened(extent)
         if claim.epoch != self.epoch:
             self._state[extent] = _ExtentState.CLOSED
             self._settle(extent)
@@ -230,6 +256,7 @@ class ExtentMap:
         for slot in stored.tolist():
             self._hits[slot] = 0
         self._live[run.extent] += len(stored)
+        self.room.stored(hashes, stored, self._live)
         if self.changes is not None:
             self.changes.stored(stored)
         twins: list[int] = slots[~is_new].tolist()
@@ -255,6 +282,7 @@ class ExtentMap:
             self.changes.cleared(self.index.words)
         self.departures.left(self.index.words(self.index.named()), RESET)
         self.index.reset()
+        self.room.reset()
         self._hits = bytearray(len(self._hits))
         self._live = [0] * self.num_extents
         for extent in list(self._open):
@@ -295,6 +323,7 @@ class ExtentMap:
         for by_extent in (self._live, self._fill, self._busy, self._state, self._dirty):
             del by_extent[num_extents:]
         del self._hits[num_slots:]
+        self.room.shorten(num_extents)
         self.index.shorten(num_slots)
 
     def _slots(self, extent: int) -> range:
@@ -310,6 +339,7 @@ class ExtentMap:
         if self.changes is not None:
             self.changes.removed(slots, self.index.words(slots))
         self.index.remove(slots)
+        self.room.left(slots)
         for slot in slots.tolist():
             self._live[slot // self.per_extent] -= 1
             self._hits[slot] = 0

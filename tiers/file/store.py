@@ -39,6 +39,7 @@ from kvtier.tiers.file.slab_space import SlabFile, blank_slots, write_owner
 from kvtier.tiers.file.slab_tail import Calls, TailGiver
 from kvtier.tiers.file.slab_writer import SlabWriter
 from kvtier.tiers.pool import ChildIndex
+from kvtier.tiers.returns import ToldEnd
 
 _log = logging.getLogger(__name__)
 _FIRST_LOOK: Final = 4  # names of a lookup found at once; twice as many while all are held
@@ -173,6 +174,11 @@ class FileStore:
                 names.append(index.words(slots))
                 parents.append(self._rows.parents.take(slots, 0))
         return Lineage(np.concatenate(names), np.concatenate(parents))
+
+    def ended(self, end: ToldEnd) -> None:
+        """As `HearsEnds`: into the order in which extents are evicted."""
+        with self._lock:
+            self._blocks.ended(end)
 
     # Reading.
 

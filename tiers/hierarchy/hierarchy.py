@@ -187,8 +187,10 @@ class Hierarchy:
         self.rates.computed(num_tokens, seconds, position)
 
     def ended(self, end: RequestEnd) -> None:
-        """Into the order of L2's idle blocks."""
-        self.host.pool.ended(end)
+        """Into the order of L2's idle blocks, and from there into that of the tiers below."""
+        if (told := self.host.pool.ended(end)) is not None:
+            for port in self.ports:
+                port.ended(told)
 
     def tick(self) -> None:
         """Let deadlines pass: reclaim stale promises, expire hung I/O, probe open breakers."""

@@ -25,6 +25,7 @@ from kvtier.tiers import (
 from kvtier.tiers.hierarchy.io_queue import IoQueue
 from kvtier.tiers.hierarchy.rates import Rates
 from kvtier.tiers.pool import Departures
+from kvtier.tiers.returns import HearsEnds, ToldEnd
 
 _log = logging.getLogger(__name__)
 
@@ -82,6 +83,7 @@ class TierPort:
         self.epoch = 0  # counts resets: a write offered before one never lands after it
         self.is_shared = False  # the tier `Locates`
         self.tells_children: TellsChildren | None = None  # the tier, if it does
+        self.hears_ends: HearsEnds | None = None  # the tier, if it does
         self.departures: Departures | None = None  # what left the tier lately, if it remembers
         self._shared_forgot_at = 0  # the last reset that a tier which nodes share was told of
         self._num_writing = 0  # writes under way that began in this epoch …
@@ -107,6 +109,11 @@ class TierPort:
         """`TellsChildren.children`, of a tier that is readable now."""
         telling = self.tells_children
         return telling.children(parent, limit, start) if telling is not None and self._readable() is not None else []
+
+    def ended(self, end: ToldEnd) -> None:
+        """`HearsEnds.ended`, of a tier whose order follows it."""
+        if self.hears_ends is not None:
+            self.hears_ends.ended(end)
 
     def not_stored(self, hashes: Sequence[ChainHash], reason: str) -> None:
         """Remember why these blocks did not come to the tier, if it remembers."""
@@ -296,6 +303,7 @@ class TierPort:
                 if forgot_at == self.epoch:
                     self.is_shared = isinstance(tier, Locates)  # asked once: it costs more than a lookup
                     self.tells_children = tier if isinstance(tier, TellsChildren) else None
+                    self.hears_ends = tier if isinstance(tier, HearsEnds) else None
                     remembers: object = tier
                     self.departures = remembers.departures if isinstance(remembers, Remembers) else None
                     self.tier = tier

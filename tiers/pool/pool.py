@@ -18,7 +18,7 @@ from kvtier.tiers.pool.kept_places import KeptPlaces
 from kvtier.tiers.pool.lease import Lease, Places, PoolCounts, Reservation
 from kvtier.tiers.pool.states import FILLING, QUARANTINED, READY, AnySlots, listed, picked
 from kvtier.tiers.pool.tail_index import TailIndex
-from kvtier.tiers.returns import RequestEnd
+from kvtier.tiers.returns import RequestEnd, ToldEnd
 
 if TYPE_CHECKING:
     from _typeshed import SupportsGetItem
@@ -222,8 +222,8 @@ class SlotPool:
             self._settle_dropped()
             self._table.use(self._ready(hashes))
 
-    def ended(self, end: RequestEnd) -> int | None:
-        """A request has ended: a policy that learns how requests return hears of it. Returns the class it gave it."""
+    def ended(self, end: RequestEnd) -> ToldEnd | None:
+        """A request has ended: a policy that learns how requests return hears of it. Returns what tiers below hear."""
         policy = self._table.policy
         if not isinstance(policy, TailIndex):
             return None

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from kvtier.tiers.pool.cohorts import NOBODYS, Cohorts
 from kvtier.tiers.pool.index import NAME_MIX, Slots, Words
 from kvtier.tiers.pool.slot_queue import NO_TICKET, SlotQueue
-from kvtier.tiers.returns import UNTOLD, LruRival, RequestEnd, Returns
+from kvtier.tiers.returns import UNTOLD, LruRival, RequestEnd, Returns, ToldEnd
 
 _SHARE: Final = 32  # a plan is for one slot in so many,
 _LEAST: Final = 256  # or for so many,
@@ -53,24 +53,24 @@ class TailIndex(SlotQueue):
 
     # --- what requests tell -------------------------------------------------------------------------------------
 
-    def ended(self, end: RequestEnd, words: Words, slots: Slots) -> int:
+    def ended(self, end: RequestEnd, words: Words, slots: Slots) -> ToldEnd:
         """A request has ended whose names are `words` `[n, 4]`, and whose blocks are in these slots, idle or in use.
 
-        -1 for what is not there. Returns the request's class.
+        -1 for what is not there. Returns what was found out about the request.
         """
         now, num_prompt = self.clock(), end.num_prompt
         are_known = (self.owners[slots] != NOBODYS) & (slots >= 0)
         tags = (words[:num_prompt] if num_prompt else words) @ NAME_MIX
-        kind = self.returns.note(end, tags[:num_prompt], tags, now, are_known)
+        told = self.returns.note(end, tags[:num_prompt], tags, now, are_known, self.clock)
         tickets = self._tickets[slots]
         first, last = (int(tickets.min()), int(tickets.max())) if len(slots) else (NO_TICKET, NO_TICKET)
         if first == NO_TICKET or last - first != len(slots) - 1 or (len(slots) and slots.min() < 0):
             slots = slots[slots >= 0]
             if not len(slots):
-                return kind
+                return told
             first, last = self._bring_together(slots)
-        self._cohorts.add(slots, first, last + 1, kind, now, is_late=last - first + 1 < len(slots))
-        return kind
+        self._cohorts.add(slots, first, last + 1, told.kind, now, is_late=last - first + 1 < len(slots))
+        return told
 
     def _bring_together(self, slots: Slots) -> tuple[int, int]:
         """Give those of a chain's slots that are idle tickets in a row; returns the first and the last of them.

@@ -1,6 +1,17 @@
-from .ends import Hint, RequestEnd, hint_of
+from .ends import HearsEnds, Hint, RequestEnd, ReturnOrder, ToldEnd, hint_of
 from .hazards import EDGES, UNTOLD
 from .returns import Returns
 from .rival import LruRival
 
-__all__ = ["EDGES", "UNTOLD", "Hint", "LruRival", "RequestEnd", "Returns", "hint_of"]
+__all__ = [
+    "EDGES",
+    "UNTOLD",
+    "HearsEnds",
+    "Hint",
+    "LruRival",
+    "RequestEnd",
+    "ReturnOrder",
+    "Returns",
+    "ToldEnd",
+    "hint_of",
+]

@@ -1,8 +1,11 @@
 """What the end of a request tells about its return: its blocks, how long its answer was, and what its client says."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import StrEnum
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvtier.tiers import ChainHash, RequestError
 
@@ -30,6 +33,35 @@ class RequestEnd(NamedTuple):
     def tail_names(self) -> Sequence[ChainHash]:
         """By these the next turn is known: the prompt's names, or the answer's if no block of the prompt is full."""
         return self.names[: self.num_prompt] or self.names
+
+
+class ReturnOrder(Protocol):
+    """What was learned of how requests return, as tiers use it. It may be asked on any thread."""
+
+    def places(self, kinds: NDArray[np.int64], seconds: NDArray[np.float64]) -> NDArray[np.int64]:
+        """Where blocks of requests of these classes stand that ended so long ago: lower goes earlier."""
+
+
+class ToldEnd(NamedTuple):
+    """What was found out about a request that has ended: for the tiers below."""
+
+    names: Sequence[ChainHash]  # as of `RequestEnd`
+    num_prompt: int
+    kind: int  # its class
+    number: int  # of the request; 0: nothing tells its next turn, and it has none
+    continued: int  # the number of the request that it continues; 0 for none
+    num_common: int  # leading blocks that it has in common with that one
+    ended_at: float  # by `clock`, seconds
+    order: ReturnOrder
+    clock: Callable[[], float]
+
+
+@runtime_checkable
+class HearsEnds(Protocol):
+    """A tier whose order of eviction follows how requests return."""
+
+    def ended(self, end: ToldEnd) -> None:
+        """A request has ended. Without I/O: it is called by whoever tells the end."""
 
 
 def hint_of(word: str) -> Hint:

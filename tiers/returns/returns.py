@@ -1,11 +1,13 @@
 """Returns: takes in the ends of requests, and says which idle blocks are needed least."""
 
+import time
+from collections.abc import Callable
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.tiers.returns.ends import Hint, RequestEnd
+from kvtier.tiers.returns.ends import Hint, RequestEnd, ToldEnd
 from kvtier.tiers.returns.hazards import NUM_AGES, Hazards, age_of, class_of, spans_of
 from kvtier.tiers.returns.rival import LruRival
 from kvtier.tiers.returns.tails import NOBODY, RequestTails, Tags
@@ -35,18 +37,26 @@ class Returns:
         self._learned_at: float | None = None
 
     def note(
-        self, end: RequestEnd, tags: Tags, tail_tags: Tags, now: float, are_known: NDArray[np.bool_] | None = None
-    ) -> int:
+        self,
+        end: RequestEnd,
+        tags: Tags,
+        tail_tags: Tags,
+        now: float,
+        are_known: NDArray[np.bool_] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> ToldEnd:
         """A request has ended; `tags` are its prompt's full blocks in chain order, `tail_tags` those of `tail_names`.
 
-        `are_known`: which of all its blocks are here, and were so when an earlier request ended. Returns its class.
+        `are_known`: which of all its blocks are here, and were so when an earlier request ended. `now` is by
+        `clock`.
         """
         if self._learned_at is None:
             self._learned_at = now
+        number = self._tails.next_number if len(tail_tags) else 0
         turn, (row, user, num_common) = 0, self._tails.find(tags, now - end.seconds)
-        if self._rival is not None and are_known is not None and len(tail_tags):
+        if self._rival is not None and are_known is not None and number:
             own = int(np.count_nonzero(are_known[: num_common if user else len(tags)]))
-            self._rival.ended(self._tails.next_number, len(are_known), user, num_common, len(tags), own)
+            self._rival.ended(number, len(are_known), user, num_common, len(tags), own)
         if row != NOBODY:
             turn = int(self._tails.turn[row])
             if self._tails.ended_at[row] <= now - end.seconds:
@@ -59,13 +69,13 @@ class Returns:
         if promises and not self._trust.is_heard(account):
             hint = None
         kind = class_of(turn, end.num_output_tokens, _HINTS[hint])
-        if len(tail_tags):
+        if number:
             judged = account + 1 if promises else 0  # 0: nobody is judged for it
             self._tails.add(tail_tags, now, kind=kind, turn=turn, account=judged)
         self._since += 1
         if self._since >= self._lesson:
             self._learn(now)
-        return kind
+        return ToldEnd(end.names, end.num_prompt, kind, number, user, num_common, now, self, clock)
 
     def places(self, kinds: NDArray[np.int64], seconds: NDArray[np.float64]) -> NDArray[np.int64]:
         """Where blocks of these classes (UNTOLD is one) stand that are so old: lower goes earlier."""

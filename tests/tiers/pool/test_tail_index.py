@@ -245,7 +245,7 @@ def test_the_order_is_that_of_a_slow_list(steps: list[tuple[str, int, int]]) -> 
 
     def end(slots: list[int], tokens: int, who: int) -> None:
         names = chain(who, clock.now, length=len(slots))
-        kind = policy.ended(RequestEnd(names, len(slots), tokens), to_words(names), np.array(slots))
+        kind = policy.ended(RequestEnd(names, len(slots), tokens), to_words(names), np.array(slots)).kind
         slow.told.update(dict.fromkeys(slots, (kind, clock.now)))
 
     for verb, who, number in steps:
@@ -359,7 +359,7 @@ def note(returns: Returns, now: float, tags: list[int], **told: Any) -> int:
     """One end at this time; returns its turn, from 0: 2 stands for third and fourth."""
     end = RequestEnd((), len(tags), 100, **told)
     words = np.array(tags, np.uint64)
-    return returns.note(end, words, words, now) // (NUM_HINTS * NUM_ANSWERS)
+    return returns.note(end, words, words, now).kind // (NUM_HINTS * NUM_ANSWERS)
 
 
 def test_requests_of_one_prompt_at_once_are_one_turn_of_one_conversation() -> None:
@@ -381,7 +381,7 @@ def test_what_is_said_and_what_is_derived_are_judged_apart() -> None:
         note(returns, now, [2 * 10**6 + number // 2], hint=None if odd else Hint.TOOL, is_derived=True, client=5)
         note(returns, now, [3 * 10**6 + number], hint=Hint.GOES_ON, client=5)
     promises = {
-        is_derived: returns.note(RequestEnd((), 0, 100, hint, 5, is_derived), NO_TAGS, NO_TAGS, 20000.0)
+        is_derived: returns.note(RequestEnd((), 0, 100, hint, 5, is_derived), NO_TAGS, NO_TAGS, 20000.0).kind
         for is_derived, hint in ((False, Hint.GOES_ON), (True, Hint.TOOL))
     }
     assert promises[False] == class_of(0, 100, 0)  # not heard
@@ -391,5 +391,5 @@ def test_what_is_said_and_what_is_derived_are_judged_apart() -> None:
 def test_a_conversation_that_began_shorter_than_a_block_is_known_by_its_answer() -> None:
     returns = Returns()
     answer = np.array([1, 2], np.uint64)
-    assert returns.note(RequestEnd((), 0, 100), NO_TAGS, answer, 1.0) == class_of(0, 100, 0)
+    assert returns.note(RequestEnd((), 0, 100), NO_TAGS, answer, 1.0).kind == class_of(0, 100, 0)
     assert note(returns, 50.0, [1, 2, 3]) == 1

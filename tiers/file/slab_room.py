@@ -1,0 +1,157 @@
+"""SlabRoom: which extent of a slab is freed next: the one whose blocks are needed least, as requests' ends tell.
+
+An extent counts as the last request that had blocks in it. Before the first end, and so after every start, there is no
+opinion, nor while the extents' own order would have kept more (`LruRival`).
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Sequence
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtier.tiers import ChainHash
+from kvtier.tiers.pool import Slots
+from kvtier.tiers.returns import UNTOLD, LruRival, ToldEnd
+
+Extents = NDArray[np.int64]
+
+_SHARE: Final = 32  # victims planned at once: one extent in so many,
+_GOOD_FOR: Final = 15.0  # for so many seconds
+_MOST_LATE: Final = 16_384  # blocks told of before they are written: a store queue has no more of them waiting
+
+
+class SlabRoom:
+    """By extent: the class of the request that needs it, when that ended, and how deep in its chain the extent lies.
+
+    Bounded: three numbers an extent and a byte a slot. Takes no lock: the store's guards it.
+    """
+
+    def __init__(self, num_extents: int, slots_per_extent: int) -> None:
+        self._per_extent = slots_per_extent
+        self._kind = np.full(num_extents, UNTOLD, np.int64)
+        self._since = np.zeros(num_extents)  # seconds
+        self._depth = np.zeros(num_extents, np.int64)  # of its deepest block
+        self._are_told = np.zeros(num_extents * slots_per_extent, np.bool_)  # slots whose block an end has told of
+        self._late: OrderedDict[ChainHash, tuple[ToldEnd, int]] = OrderedDict()  # not written yet: its end, its depth
+        self.rival = LruRival(len(self._are_told))
+        self._last: ToldEnd | None = None
+        self._plan: list[int] = []  # the next victims, the last of them first
+        self._planned_at = 0.0
+
+    @property
+    def decides(self) -> bool:
+        """Whether `take` has an opinion."""
+        return self._last is not None and not self.rival.leads
+
+    def is_told(self, extent: int) -> bool:
+        """Whether an end told of a block in the extent since it was opened."""
+        return bool(self._kind[extent] != UNTOLD)
+
+    def ended(self, end: ToldEnd, slots: Slots, live: Sequence[int]) -> None:
+        """A request has ended; its blocks are in these slots, -1 where not. `live`: the blocks in each extent."""
+        if self._last is None:
+            self._since[:] = end.ended_at
+        self._last = end
+        if end.number:
+            were_here = self._are_told[slots] & (slots >= 0)
+            own = int(np.count_nonzero(were_here[: end.num_common if end.continued else end.num_prompt]))
+            self.rival.ended(end.number, len(slots), end.continued, end.num_common, end.num_prompt, own)
+        depths = np.flatnonzero(slots >= 0)
+        self._note(end, slots[depths], depths, live)
+        if len(depths) < len(slots):
+            for depth in np.flatnonzero(slots < 0)[:_MOST_LATE].tolist():
+                self._late[end.names[depth]] = end, depth
+            while len(self._late) > _MOST_LATE:
+                self._late.popitem(last=False)
+
+    def stored(self, hashes: Sequence[ChainHash], slots: Slots, live: Sequence[int]) -> None:
+        """Blocks were written to slots of one extent; the ends of their requests may have come before."""
+        if not self._late:
+            return
+        ends = [self._late.pop(name, None) for name in hashes]
+        at = [i for i, found in enumerate(ends) if found is not None]
+        if at and (last := ends[at[-1]]) is not None:
+            depths = np.array([found[1] for found in ends if found is not None])
+            self._note(last[0], slots[at], depths, live)
+
+    def opened(self, extent: int) -> None:
+        """The extent is filled anew."""
+        self._kind[extent] = UNTOLD
+        self._depth[extent] = 0
+        self._since[extent] = self._last.clock() if self._last is not None else 0.0
+
+    def used(self, extent: int) -> None:
+        """The extent was mostly hit, and no end tells by whom."""
+        if self._last is not None:
+            self._since[extent] = self._last.clock()
+
+    def left(self, slots: Slots) -> None:
+        """What these slots held is not there any more."""
+        self._are_told[slots] = False
+
+    def take(self, order: Collection[int], may_go: Callable[[int], bool]) -> int | None:
+        """The next extent to be freed, of those in `order` (oldest first) that `may_go`; None if none may.
+
+        Several are planned at once, so that one costs little. What was used meanwhile is passed over.
+        """
+        assert self._last is not None
+        if self._last.clock() - self._planned_at > _GOOD_FOR:
+            self._plan.clear()
+        for _ in range(2):
+            while self._plan:
+                extent = self._plan.pop()
+                if self._since[extent] <= self._planned_at and may_go(extent):
+                    return extent
+            self._make_plan(np.fromiter(order, np.int64, len(order)))
+        return None
+
+    def _make_plan(self, extents: Extents) -> None:
+        assert self._last is not None
+        now = self._last.clock()
+        places = self._last.order.places(self._kind[extents], now - self._since[extents])
+        count = max(len(extents) // _SHARE, 1)
+        if count < len(extents):
+            is_low = places <= np.partition(places, count)[count]
+            extents, places = extents[is_low], places[is_low]
+        # A chain's end goes before its beginning: without that nobody could reach it.
+        first = np.lexsort((-self._depth[extents], self._since[extents], places))[:count]
+        self._plan, self._planned_at = extents[first][::-1].tolist(), now
+
+    def _note(self, end: ToldEnd, slots: Slots, depths: NDArray[np.int64], live: Sequence[int]) -> None:
+        """These slots hold the request's blocks of these depths.
+
+        An extent becomes the request's if at least half of its blocks are. Else an earlier one keeps it that needs it
+        more: a beginning that others share, or small blocks of several chains.
+        """
+        if not len(slots):
+            return
+        self._are_told[slots] = True
+        extents, which, counts = np.unique(slots // self._per_extent, return_inverse=True, return_counts=True)
+        deepest = np.zeros(len(extents), np.int64)
+        np.maximum.at(deepest, which, depths)
+        places, kinds = end.order.places, self._kind[extents]
+        before = places(kinds, end.clock() - self._since[extents])
+        is_its = 2 * counts >= np.array([live[extent] for extent in extents.tolist()])
+        is_its |= (kinds == UNTOLD) | (before <= places(np.array([end.kind]), np.zeros(1)))
+        mine = extents[is_its]
+        self._kind[mine], self._since[mine], self._depth[mine] = end.kind, end.ended_at, deepest[is_its]
+
+    def reset(self) -> None:
+        """Every block was forgotten, and what was told of them."""
+        self._kind[:] = UNTOLD
+        self._are_told[:] = False
+        self._late.clear()
+        self._plan.clear()
+        self._last = None
+        self.rival = LruRival(len(self._are_told))
+
+    def shorten(self, num_extents: int) -> None:
+        """Have no more than so many extents."""
+        self._kind, self._since, self._depth = (
+            each[:num_extents].copy() for each in (self._kind, self._since, self._depth)
+        )
+        self._are_told = self._are_told[: num_extents * self._per_extent].copy()
+        self._plan = [extent for extent in self._plan if extent < num_extents]
+        self.rival = LruRival(len(self._are_told))
