@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 import tempfile
+import time
 import zlib
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -137,15 +138,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
-    """Without a CUDA device, what is marked `gpu` is skipped, and says so. So is what CI has no time for: .ci/run."""
-    share = int(os.environ.get("KVTIER_TEST_SHARE", "1"))
-    for item in items:
-        if zlib.crc32(item.nodeid.encode()) % share:  # the same ones each time, whatever tests are added
-            item.add_marker(pytest.mark.skip(reason=f"a slow machine runs one test of {share}: .ci/run"))
+    """What is marked `gpu` needs a CUDA device; without one it is skipped, and says so."""
     gpu = [item for item in items if item.get_closest_marker("gpu")]
     if gpu and not _has_cuda():
         for item in gpu:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """A test whose turn comes after the time that `.ci/run` has for it is skipped, and says so."""
+    if time.time() > float(os.environ.get("KVTIER_TESTS_UNTIL", "inf")):
+        pytest.skip("no time left for it on this machine: .ci/run")
 
 
 def pytest_collection_finish() -> None:
