@@ -70,6 +70,9 @@ class Metrics:
         self._corruption = self._counter("kvtier_corruption", "Blocks that failed verification", "tier")
         self._evict = self._counter("kvtier_evicted", "Blocks evicted", "tier")
         self._breaker = self._gauge("kvtier_breaker_open", "1 while a tier is detached", "tier", "direction")
+        self._selective = self._gauge(
+            "kvtier_selective_admission", "1 while a tier takes only blocks that were seen before", "tier", "why"
+        )
         self._slots = self._gauge("kvtier_pool_slots", "Slots by state", "tier", "state")
         self.copies = CopyMetrics(self._counter, self._gauge)
         self._load_seconds = Histogram(
@@ -147,6 +150,10 @@ class Metrics:
     def breaker(self, tier: str, direction: str, is_open: bool) -> None:
         """Whether one direction of a tier is detached now."""
         self._breaker.labels(tier, direction).set(is_open)
+
+    def selective(self, tier: str, why: str, is_on: bool) -> None:
+        """Whether a tier takes only blocks that were seen before, for this reason (`hierarchy/admission.py`)."""
+        self._selective.labels(tier, why).set(is_on)
 
     def pool(self, tier: str, state: str, num_slots: int) -> None:
         """How many slots of a pool are in a state now."""

@@ -15,6 +15,7 @@ from kvtier.tiers.config.values import (
     KeyPrefix,
     Lifetime,
     Section,
+    Sightings,
     SocketPath,
     Time,
     Topic,
@@ -64,7 +65,9 @@ class CacheConfig(Section):
         "write_through",
         "write_through: copy a block down when it is sealed; write_back: when it is about to be evicted",
     )
-    admit_after: WholeNumber = option(1, "sightings before a block is stored", ge=1, le=1000)
+    admit_after: Sightings = option(
+        1, "sightings before a block is stored; auto: one, or two in a tier below while that falls behind"
+    )
     policy: Literal["tail", "lru", "s3fifo"] = option(
         "tail",
         "what is evicted first: tail learns it from how requests return; if nobody tells that, it is lru",
@@ -128,6 +131,9 @@ class RedisConfig(Section):
     )
     prefix: KeyPrefix = option("kvtier", "what every key begins with")
     ttl: Lifetime = option("24h", "how long a block nobody reads is kept")
+    expiry: Literal["fixed", "learned"] = option(
+        "fixed", "learned: what is needed less expires earlier, up to half of ttl; for servers with volatile-ttl"
+    )
     connect_timeout: Time = option("100ms", "longest a connection may take to open")
     deadline: Time = option("250ms", "longest a batch may take, besides its size over bandwidth")
     bandwidth: ByteSize = option("50MB", "bytes per second a batch is given time for")

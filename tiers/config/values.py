@@ -4,7 +4,7 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, SecretStr, model_validator
 from pydantic_settings import NoDecode
@@ -16,6 +16,15 @@ def _not_a_bool(value: object) -> object:
     if isinstance(value, bool):
         raise ValueError("not a whole number; write one, as in 16")
     return value
+
+
+def _sightings(value: object) -> object:
+    text = str(value).strip()
+    if text == "auto":
+        return text
+    if isinstance(value, bool | float) or not text.isascii() or not text.isdigit() or not 1 <= int(text) <= 1000:
+        raise ValueError('not a number of sightings; write 1 to 1000, or "auto"')
+    return int(text)
 
 
 def _path(value: object, what: str, fix: str) -> Path:
@@ -94,6 +103,7 @@ def _is_local(address: str) -> bool:
 ByteSize = Annotated[int, BeforeValidator(parse_size), PlainSerializer(format_size, when_used="json")]
 Time = Annotated[float, BeforeValidator(parse_time), PlainSerializer(format_time, when_used="json")]
 WholeNumber = Annotated[int, BeforeValidator(_not_a_bool)]
+Sightings = Annotated[int | Literal["auto"], BeforeValidator(_sightings)]
 Lifetime = Annotated[float, BeforeValidator(parse_duration), PlainSerializer(format_time, when_used="json")]
 Directory = Annotated[Path, BeforeValidator(_directory)]
 FileName = Annotated[Path, BeforeValidator(_file)]

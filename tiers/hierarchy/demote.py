@@ -8,11 +8,12 @@ from threading import Lock
 from typing import Final
 
 from kvtier.tiers import BATCH_BYTES, L2, ChainHash, Metrics, Outcome, checksum
+from kvtier.tiers.hierarchy.admission import Admission
 from kvtier.tiers.hierarchy.lower_tier import TierPort
 from kvtier.tiers.host import HostTier
-from kvtier.tiers.pool import Lease
+from kvtier.tiers.pool import Departures, Lease
 
-_MAX_FAILED: Final = 65_536  # remembered failed blocks, whose descendants are refused
+_MAX_FAILED: Final = 65_536  # remembered blocks that failed or were not admitted; their descendants are refused
 
 BlocksEnded = Callable[[Sequence[ChainHash], Sequence[Outcome]], None]
 
@@ -22,13 +23,21 @@ class Demoter:
 
     At most `max_bytes` wait here (and a quarter of L2, since what waits is leased); past that the newest tail is
     refused (`QUEUE_FULL`), never the head. A block that fails or is refused takes its descendants with it
-    (`PARENT_FAILED`): without their parent nobody could reach them.
+    (`PARENT_FAILED`): without their parent nobody could reach them. With an `Admission` new blocks may be left out.
     Lock: `_lock` guards the counter and the failed set; never held across I/O or another lock.
     """
 
     def __init__(
-        self, port: TierPort, host: HostTier, max_bytes: int, metrics: Metrics, clock: Callable[[], float]
+        self,
+        port: TierPort,
+        host: HostTier,
+        max_bytes: int,
+        metrics: Metrics,
+        clock: Callable[[], float],
+        *,
+        is_adaptive: bool = False,
     ) -> None:
+        """`is_adaptive`: while the tier falls behind, it is offered only what was seen before (`admission.py`)."""
         self.port = port
         self.host = host
         self.clock = clock
@@ -38,6 +47,10 @@ class Demoter:
         self._batch = max(1, BATCH_BYTES // host.region.slot_bytes)
         self._num_waiting = 0
         self._failed: OrderedDict[ChainHash, None] = OrderedDict()
+        self._admission: Admission | None = None
+        if is_adaptive:
+            self._admission = Admission(port.name, self._departures, host.pool.return_gaps, metrics, clock)
+            metrics.before_read(self._show)
 
     @property
     def num_waiting(self) -> int:
@@ -51,8 +64,9 @@ class Demoter:
         it the others are refused for good, and counted.
         """
         epoch = self.port.epoch  # before the leases: what they name was stored in this epoch or a later one
-        if ended is None and hashes and self._failed:  # L2 seals a block once: what failed is offered with its children
-            hashes = [*self._failed_ancestors(hashes[0]), *hashes]
+        if ended is None and hashes:  # L2 seals a block once: what failed is offered with its children
+            ancestors = self._failed_ancestors(hashes[0]) if self._failed else []
+            hashes = [*ancestors, *self._admitted(hashes)]
         with self._lock:
             taken = max(0, min(len(hashes), self._max_blocks - self._num_waiting))
             self._num_waiting += taken
@@ -63,6 +77,8 @@ class Demoter:
         if taken < len(hashes) and ended is None:
             self._metrics.dropped(self.port.name, Outcome.QUEUE_FULL, len(hashes) - taken)
             self.port.not_stored(hashes[taken:], Outcome.QUEUE_FULL)
+            if self._admission is not None:
+                self._admission.is_selective(1.0, refused=True)
         for first in range(0, taken, self._batch):
             batch = list(hashes[first : min(taken, first + self._batch)])
             job = _WriteJob(self, batch, self.host.pool.lease(batch), epoch, ended)
@@ -108,6 +124,31 @@ class Demoter:
             self.host.pool.evict(corrupt, Outcome.CHECKSUM)
         if ended is not None:
             ended(hashes, outcomes)
+
+    def _admitted(self, hashes: Sequence[ChainHash]) -> Sequence[ChainHash]:
+        """The leading blocks of a chain just sealed that are to be written now; what is left out is counted.
+
+        If somebody continues them, or they come again, they were seen twice, and are offered then.
+        """
+        if self._admission is None or not self._admission.is_selective(self._filling()):
+            return hashes
+        num_seen = self._admission.num_seen(hashes)
+        if refused := hashes[num_seen:]:
+            with self._lock:
+                self._remember_failed(refused)
+            self._metrics.dropped(self.port.name, Outcome.NOT_ADMITTED, len(refused))
+            self.port.not_stored(refused, Outcome.NOT_ADMITTED)
+        return hashes[:num_seen]
+
+    def _filling(self) -> float:
+        return self._num_waiting / self._max_blocks
+
+    def _departures(self) -> list[Departures]:
+        return [each for each in (self.host.pool.departures, self.port.departures) if each is not None]
+
+    def _show(self) -> None:
+        if self._admission is not None:
+            self._admission.is_selective(self._filling())
 
     def _remember_failed(self, hashes: Sequence[ChainHash]) -> None:
         self._failed.update(dict.fromkeys(hashes))

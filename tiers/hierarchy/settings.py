@@ -11,7 +11,7 @@ class HierarchySettings:
     """Values of the configuration, as the hierarchy uses them; see docs/configuration.md."""
 
     write_policy: WritePolicy = "write_through"
-    admit_after: int = 1  # sightings of a block before it is stored
+    admit_after: int | Literal["auto"] = 1  # sightings of a block before it is stored; auto: `admission.py`
     store_queue: int = 256 << 20  # bytes that may wait for each lower tier
     prefetch_deadline: float = 2.0  # seconds a request waits for lower tiers
     lease_deadline: float = 60.0  # seconds a promise is kept that nobody asks about

@@ -47,7 +47,11 @@ class StoreQueue:
         self._lock = lock
         self._settings = settings
         self._metrics = metrics
-        self._demoters = [Demoter(port, host, settings.store_queue, metrics, clock) for port in ports]
+        is_adaptive = settings.admit_after == "auto" and settings.write_policy == "write_through"
+        self._admit_after = settings.admit_after if isinstance(settings.admit_after, int) else 1
+        self._demoters = [
+            Demoter(port, host, settings.store_queue, metrics, clock, is_adaptive=is_adaptive) for port in ports
+        ]
         self.unsealed: dict[ChainHash, Sealing] = {}  # filled blocks that are not published yet
         self._waiting: deque[Sealing] = deque()  # of them, those that no job has taken: a job is queued for them
         self._num_waiting = 0  # stores in these
@@ -59,7 +63,7 @@ class StoreQueue:
         tails = [i for i, each in enumerate(wanted) if each.is_tail]
         if tails and not self._host.keeps_tails:
             wanted, tails = [replace(each, hashes=()) if each.is_tail else each for each in wanted], []
-        if self._settings.admit_after > 1:
+        if self._admit_after > 1:
             made: list[Reservation | None] = [None] * len(wanted)
             heads = self._admitted(wanted)
             at = [i for i, head in enumerate(heads) if head or not wanted[i].hashes]
@@ -309,7 +313,7 @@ class StoreQueue:
 
         A tail comes once, behind its parent.
         """
-        sightings, enough, heads = self._sightings, self._settings.admit_after, list[int]()
+        sightings, enough, heads = self._sightings, self._admit_after, list[int]()
         most = _SIGHTINGS_PER_SLOT * self._host.pool.num_slots
         with self._lock:
             for each in wanted:

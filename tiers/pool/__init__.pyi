@@ -2,6 +2,7 @@ from .changes import ChangeLog
 from .child_index import MAX_CHILDREN, ChildIndex
 from .departures import (
     EVICTED,
+    NUM_AGES,
     REMOVED,
     RESET,
     Causes,
@@ -20,6 +21,7 @@ __all__ = [
     "EVICTED",
     "FILLING",
     "MAX_CHILDREN",
+    "NUM_AGES",
     "READY",
     "REMOVED",
     "RESET",

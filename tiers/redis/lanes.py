@@ -104,6 +104,16 @@ class Lane:
             for position, outcome in zip(group, outcomes, strict=True):
                 settle(position, outcome)
 
+    def expire(self, milliseconds: Sequence[int], positions: Sequence[int], settle: Settle) -> None:
+        """Each block that is there expires so long from now; `milliseconds` by position."""
+        asked = [command(b"PEXPIRE", self.keys[position], b"%d" % milliseconds[position]) for position in positions]
+        self._send([b"".join(asked)], len(positions))
+        self._hear_epoch()
+        for position in positions:
+            reply = self._reply()
+            found = Outcome.OK if reply == 1 else Outcome.ABSENT
+            settle(position, refused(reply, writing=True) if isinstance(reply, Refusal) else found)
+
     def unlink(self, positions: Sequence[int], settle: Settle) -> None:
         for position, reply in self._each(b"UNLINK", positions):
             settle(position, refused(reply, writing=True) if isinstance(reply, Refusal) else Outcome.OK)

@@ -232,22 +232,25 @@ def survey(client: redis.Redis) -> Survey:
     )
 
 
-def judge(found: Survey, where: str, value_bytes: int, *, cluster: bool) -> list[str]:
-    """What to warn of. ConfigError if no block would ever be kept."""
+def judge(found: Survey, where: str, value_bytes: int, *, cluster: bool, by_expiry: bool = False) -> list[str]:
+    """What to warn of. ConfigError if no block would ever be kept. `by_expiry`: expiries are learned."""
     warnings = []
+    best = "volatile-ttl" if by_expiry else "allkeys-lru"
     memory, policy = found.max_memory, found.policy
     if memory and policy == "noeviction":
         if memory < _LEAST_RECORDS * value_bytes:
             raise ConfigError(
                 f'[redis] url: {where} has maxmemory {memory}, a block takes {value_bytes} bytes and "noeviction" '
-                f"never makes room; raise maxmemory, or set maxmemory-policy allkeys-lru"
+                f"never makes room; raise maxmemory, or set maxmemory-policy {best}"
             )
-        warnings.append('maxmemory-policy "noeviction" refuses writes once memory is full; set allkeys-lru')
+        warnings.append(f'maxmemory-policy "noeviction" refuses writes once memory is full; set {best}')
     elif memory and memory < _LEAST_RECORDS * value_bytes:
         warnings.append(
             f"maxmemory {memory} is room for {memory // value_bytes} blocks of {value_bytes} bytes; raise it"
         )
-    if policy in ("allkeys-random", "volatile-random", "volatile-ttl") and memory:
+    if by_expiry and memory and policy not in ("noeviction", "volatile-ttl", None):
+        warnings.append(f'maxmemory-policy "{policy}" takes no heed of expiries, which are learned; set {best}')
+    elif not by_expiry and policy in ("allkeys-random", "volatile-random", "volatile-ttl") and memory:
         warnings.append(f'maxmemory-policy "{policy}" takes no heed of what is used; set allkeys-lru')
     if cluster and found.full_coverage:
         warnings.append("one dead master would make every key unavailable; set cluster-require-full-coverage no")

@@ -24,6 +24,7 @@ from kvtier.tiers.config import RedisConfig
 from kvtier.tiers.redis.batch import Batches, BlockResult, LaneWork
 from kvtier.tiers.redis.changes import RedisChanges
 from kvtier.tiers.redis.epoch import Epoch
+from kvtier.tiers.redis.expiries import LearnedExpiries
 from kvtier.tiers.redis.forms import Keyspace, form_of
 from kvtier.tiers.redis.lanes import Lane, command
 from kvtier.tiers.redis.names import Names
@@ -31,6 +32,7 @@ from kvtier.tiers.redis.nodes import Nodes, nodes_of
 from kvtier.tiers.redis.options import MAX_VALUE, RedisClient, connect, judge, no_epoch, parse, survey
 from kvtier.tiers.redis.stream import WireError
 from kvtier.tiers.redis.wire import Refusal
+from kvtier.tiers.returns import ToldEnd
 
 _log = logging.getLogger(__name__)
 
@@ -62,6 +64,7 @@ class RedisStore:
         self._names = Names(min(config.ttl, _NAME_LIFETIME))
         self._batches = Batches(space, nodes, max(1, int(config.ttl * 1000)), config.in_flight)
         self.announcer = RedisChanges(config.ttl)
+        self._expiries = LearnedExpiries(config.ttl) if config.expiry == "learned" else None
         self._epoch = Epoch(self._batches, self._forget_all)
         self._lock = threading.Lock()  # guards what follows; never held across I/O
         self._counts: Counter[str] = Counter()
@@ -84,7 +87,7 @@ class RedisStore:
             )
         servers = parse(config)
         client = connect(config, servers)
-        max_value = _survey_all(client, servers.label, space.value_bytes)
+        max_value = _survey_all(client, servers.label, space.value_bytes, by_expiry=config.expiry == "learned")
         store = cls(config, space, nodes_of(client, servers.label, config.connect_timeout), max_value)
         failure = store._epoch.settle(time.monotonic() + config.connect_timeout + config.deadline)
         if failure is not None:
@@ -152,16 +155,23 @@ class RedisStore:
         require_records(records, self.space.block_size)
         hashes = [record.chain_hash for record in records]
         answers: Sequence[BlockResult | None] = [Outcome.UNSUPPORTED] * len(records)
+        deadline = self._deadline(len(records))
         if not self._oversized:
-            answers = self._batch(
-                hashes, self._deadline(len(records)), lambda lane, own, settle: lane.set(records, payloads, own, settle)
-            )
+            answers = self._batch(hashes, deadline, lambda lane, own, settle: lane.set(records, payloads, own, settle))
         outcomes = _cut([answer if isinstance(answer, Outcome) else Outcome.PARENT_FAILED for answer in answers])
         self._names.add(h for h, outcome in zip(hashes, outcomes, strict=True) if outcome is Outcome.OK)
         self._names.forget(h for h, outcome in zip(hashes, outcomes, strict=True) if outcome is not Outcome.OK)
         self.announcer.seen(record for record, outcome in zip(records, outcomes, strict=True) if outcome is Outcome.OK)
         self._count("write", outcomes)
+        if self._expiries is not None:
+            self._expiries.stored(h for h, outcome in zip(hashes, outcomes, strict=True) if outcome is Outcome.OK)
+            self._set_expiries(self._expiries, deadline)
         return outcomes
+
+    def ended(self, end: ToldEnd) -> None:
+        """As `HearsEnds`. The servers are told with the next writes: nobody waits for those."""
+        if self._expiries is not None:
+            self._expiries.ended(end, self._names.known(end.names))
 
     def discard(self, hashes: Sequence[ChainHash]) -> None:
         """Delete blocks (found bad, or asked to), for everybody. What a server does not hear of is forgotten here."""
@@ -194,7 +204,7 @@ class RedisStore:
         return reply == b"OK" or (isinstance(reply, Refusal) and reply.code == "OOM")
 
     def stats(self) -> Mapping[str, int]:
-        """Counts since open: read_{outcome}, write_{outcome}, locate_{outcome}, evicted; and names known now."""
+        """Counts since open: {read, write, locate, expire}_{outcome}, evicted; and names known now."""
         with self._lock:
             counts = dict(self._counts)
         return {**counts, "evicted": counts.get("read_evicted", 0), "names": len(self._names)}
@@ -238,6 +248,17 @@ class RedisStore:
         if time.monotonic() < deadline:
             self._batch(hashes, deadline, Lane.unlink)
 
+    def _set_expiries(self, expiries: LearnedExpiries, deadline: float) -> None:
+        """Tell the servers what is due, before `deadline`. What one is not told keeps the expiry it has."""
+        if time.monotonic() >= deadline or not (due := expiries.take(_LOCATE_WINDOW)):
+            return
+        names, milliseconds = list(due), list(due.values())
+        answers = self._batch(names, deadline, lambda lane, own, settle: lane.expire(milliseconds, own, settle))
+        gone = [name for name, answer in zip(names, answers, strict=True) if answer is Outcome.ABSENT]
+        self._names.forget(gone)
+        self.announcer.missed(gone)
+        self._count("expire", [each if isinstance(each, Outcome) else Outcome.IO_ERROR for each in answers])
+
     def _all_read(self, hashes: Sequence[ChainHash], records: list[BlockRecord]) -> list[BlockRecord | Outcome]:
         """As nearly every batch ends: what `read` does then, in few steps."""
         self._names.add(hashes)
@@ -250,6 +271,8 @@ class RedisStore:
         """Another epoch has begun."""
         self._names.clear()
         self.announcer.clear()
+        if self._expiries is not None:
+            self._expiries.clear()
 
     def _deadline(self, num_blocks: int) -> float:
         seconds = self._config.deadline + num_blocks * self.space.value_bytes / self._config.bandwidth
@@ -270,7 +293,7 @@ def _cut(outcomes: list[Outcome]) -> list[Outcome]:
     return [*outcomes[: first + 1], *[rest] * (len(outcomes) - first - 1)]
 
 
-def _survey_all(client: RedisClient, label: str, value_bytes: int) -> int:
+def _survey_all(client: RedisClient, label: str, value_bytes: int, *, by_expiry: bool) -> int:
     """Warn, once, of settings that hurt; returns the longest value every server takes. ConfigError."""
     servers: list[tuple[str, redis.Redis]] = [(label, client)] if isinstance(client, redis.Redis) else []
     if isinstance(client, RedisCluster):
@@ -280,7 +303,7 @@ def _survey_all(client: RedisClient, label: str, value_bytes: int) -> int:
     for where, server in servers:
         found = survey(server)
         max_value = min(max_value, found.max_value)
-        for warning in judge(found, where, value_bytes, cluster=isinstance(client, RedisCluster)):
+        for warning in judge(found, where, value_bytes, cluster=isinstance(client, RedisCluster), by_expiry=by_expiry):
             warnings.setdefault(warning, where)
         server.connection_pool.disconnect()  # nothing of ours stays open there but payload connections
     for warning, where in warnings.items():

@@ -1,10 +1,11 @@
 from .ends import HearsEnds, Hint, RequestEnd, ReturnOrder, ToldEnd, hint_of
-from .hazards import EDGES, UNTOLD
+from .hazards import EDGES, MOST_AHEAD, UNTOLD
 from .returns import Returns
 from .rival import LruRival
 
 __all__ = [
     "EDGES",
+    "MOST_AHEAD",
     "UNTOLD",
     "HearsEnds",
     "Hint",

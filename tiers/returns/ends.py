@@ -41,6 +41,12 @@ class ReturnOrder(Protocol):
     def places(self, kinds: NDArray[np.int64], seconds: NDArray[np.float64]) -> NDArray[np.int64]:
         """Where blocks of requests of these classes stand that ended so long ago: lower goes earlier."""
 
+    def ahead(self, kind: int) -> float:
+        """Seconds by which blocks of a request of this class that ends now outlive an average one's.
+
+        Negative if they go earlier; between -MOST_AHEAD and MOST_AHEAD (`hazards.py`).
+        """
+
 
 class ToldEnd(NamedTuple):
     """What was found out about a request that has ended: for the tiers below."""

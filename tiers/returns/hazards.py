@@ -22,6 +22,7 @@ _OLDEST: Final = 4000.0  # seconds that the last, open age counts as
 _BELIEF: Final = 3.0  # returns that a class, a group or all need before they are half what was seen of them
 
 EDGES: Final[NDArray[np.float64]] = np.concatenate([[0.0], 2.0 * 1.36 ** np.arange(NUM_AGES - 1)])  # s, to about 2 h
+MOST_AHEAD: Final = float(EDGES[-1])  # seconds
 _WIDTHS: Final[NDArray[np.float64]] = np.append(np.diff(EDGES), _OLDEST)
 _MIDDLES: Final[NDArray[np.float64]] = np.append((EDGES[:-1] + EDGES[1:]) / 2, EDGES[-1] * 1.3)
 _PRIOR: Final[NDArray[np.float64]] = 0.25 / (_MIDDLES + 20.0)  # returns a second
@@ -71,6 +72,15 @@ class Hazards:
         """`[ages]`: returns seen at each age (`EDGES`), of all classes; those of long ago count less."""
         seen: NDArray[np.float64] = self._returns.sum(0)
         return seen
+
+    def ahead(self, kind: int) -> float:
+        """As `ReturnOrder.ahead`."""
+        mine, average = self.places[kind], self.places[UNTOLD]
+        if mine[0] >= average[0]:
+            is_below = mine < average[0]
+            return float(EDGES[is_below.argmax()]) if is_below.any() else MOST_AHEAD
+        is_below = average <= mine[0]
+        return -float(EDGES[is_below.argmax()]) if is_below.any() else -MOST_AHEAD
 
     def fade(self, seconds: float) -> None:
         """What was seen so far counts less."""

@@ -82,6 +82,10 @@ class Returns:
         places: NDArray[np.int64] = self._hazards.places[kinds, age_of(seconds)]
         return places
 
+    def ahead(self, kind: int) -> float:
+        """As `ReturnOrder`."""
+        return self._hazards.ahead(kind)
+
     def gaps(self) -> NDArray[np.float64]:
         """`[ages]`: requests that returned after so long, as `Hazards.gaps`; those since the last lesson, too."""
         lately = np.array([until - ended for _, ended, until, _ in list(self._back)])

@@ -40,6 +40,7 @@ from kvtier.tiers.redis.batch import Batches
 from kvtier.tiers.redis.lanes import Lane
 from kvtier.tiers.redis.store import RedisStore
 from kvtier.tiers.redis.wire import Wire
+from kvtier.tiers.returns import MOST_AHEAD, Returns, ToldEnd
 from kvtier.tiers.tier import Locates, Outcome, Tier
 
 pytestmark = pytest.mark.skipif(NO_REDIS is not None, reason=str(NO_REDIS))
@@ -65,6 +66,13 @@ def server(_server: RedisServer) -> RedisServer:
 def store(server: RedisServer) -> Iterator[RedisStore]:
     with opened(server.url) as one:
         yield one
+
+
+class NeverReturn(Returns):
+    """An order in which nothing is needed."""
+
+    def ahead(self, kind: int) -> float:
+        return -MOST_AHEAD
 
 
 def block_keys(server: RedisServer) -> list[str]:
@@ -432,6 +440,14 @@ def test_a_cluster_spreads_the_blocks_and_one_batch_finds_them_all() -> None:
             assert other.locate(long.hashes) == 0
         assert set(read(store, long)) == {EPOCH}
         written(store, long)
+        # Each server is told of its own blocks' expiries.
+        with opened(nodes.url, mode="cluster", expiry="learned") as learning:
+            assert learning.locate(CHAIN.hashes) == 8
+            learning.ended(ToldEnd(CHAIN.hashes, 8, 0, 1, 0, 0, 0.0, NeverReturn(), time.monotonic))
+            written(learning, OTHER)
+            assert learning.stats()["expire_ok"] == 8
+        times = [int(master.cli("PTTL", key)) for master in nodes.masters for key in block_keys(master)]
+        assert sum(left < 86_400_000 - 1900 * MOST_AHEAD for left in times) == 8
 
 
 # opening

@@ -1,0 +1,130 @@
+"""`admit_after = "auto"`: a tier that falls behind is offered only what was seen before, until it has caught up."""
+
+import numpy as np
+import pytest
+from doubles import SLOT_BYTES, FakeClock, MemoryTier, chain_of, hierarchy_of, store
+from fault_rig import settle
+
+from kvtier.tiers.config.config import Config
+from kvtier.tiers.errors import ConfigError
+from kvtier.tiers.hierarchy.admission import Admission
+from kvtier.tiers.hierarchy.hierarchy import Hierarchy
+from kvtier.tiers.hierarchy.settings import HierarchySettings
+from kvtier.tiers.metrics import Metrics
+from kvtier.tiers.naming.chain import TokenChain
+from kvtier.tiers.pool import NUM_AGES, Departures
+from kvtier.tiers.returns import EDGES
+
+
+def new(number: int, num_blocks: int = 4) -> TokenChain:
+    """A conversation that nobody has asked for yet."""
+    return chain_of(num_blocks, first_token=10_000 * (number + 1))
+
+
+def is_selective(hierarchy: Hierarchy) -> bool:
+    """As the metrics tell."""
+    return hierarchy.stats()['kvtier_selective_admission{tier="file",why="queue"}'] == 1
+
+
+def dropped(hierarchy: Hierarchy, reason: str) -> float:
+    return hierarchy.stats().get(f'kvtier_store_dropped_total{{tier="file",reason="{reason}"}}', 0)
+
+
+def fall_behind(hierarchy: Hierarchy, tier: MemoryTier, *chains: TokenChain) -> None:
+    """Stores come while the tier takes none: eight blocks fill the queue. Then it goes on."""
+    tier.gate.clear()
+    for chain in chains:
+        store(hierarchy, chain)
+    tier.gate.set()
+    assert hierarchy.ports[0].queue.drain(60)
+
+
+def test_a_slab_that_falls_behind_gets_what_was_seen_before() -> None:
+    tier, clock = MemoryTier(), FakeClock()
+    settings = HierarchySettings(admit_after="auto", store_queue=8 * SLOT_BYTES)
+    hierarchy = hierarchy_of(slots=64, tier=tier, settings=settings, clock=clock)
+    store(hierarchy, new(0))
+    assert hierarchy.ports[0].queue.drain(60)
+    assert tier.lookup(new(0).hashes) == 4  # at the first sighting
+    assert not is_selective(hierarchy)
+
+    fall_behind(hierarchy, tier, new(1), new(2), new(3))
+    assert is_selective(hierarchy)
+    assert dropped(hierarchy, "not_admitted") == 4  # the third of them
+    store(hierarchy, new(4))
+    assert hierarchy.ports[0].queue.drain(60)
+    assert tier.lookup(new(4).hashes) == 0
+    assert dropped(hierarchy, "not_admitted") == 8
+    assert hierarchy.host.pool.lookup(new(4).hashes) == 4  # memory has it
+
+    # The conversation goes on: what it had is seen a second time, and stored; its new blocks are not.
+    store(hierarchy, new(4, 6), 4, 6)
+    assert hierarchy.ports[0].queue.drain(60)
+    assert tier.lookup(new(4, 6).hashes) == 4
+    assert dropped(hierarchy, "not_admitted") == 10
+    # What memory lost, and an engine computed again, was seen twice, too.
+    store(hierarchy, new(5))
+    hierarchy.host.pool.evict(new(5).hashes)
+    store(hierarchy, new(5))
+    assert hierarchy.ports[0].queue.drain(60)
+    assert tier.lookup(new(5).hashes) == 4
+
+    clock.advance(9.0)
+    assert is_selective(hierarchy)  # it may be no more than a pause
+    clock.advance(2.0)
+    assert not is_selective(hierarchy)
+    store(hierarchy, new(4, 7), 6, 7)  # with what was left out before
+    assert hierarchy.ports[0].queue.drain(60)
+    assert tier.lookup(new(4, 7).hashes) == 7
+
+    # It falls behind again at once: this time it has to keep up for longer.
+    fall_behind(hierarchy, tier, new(6, 12))
+    assert dropped(hierarchy, "queue_full") == 4  # it has room for eight
+    clock.advance(15.0)
+    assert is_selective(hierarchy)
+    clock.advance(6.0)
+    assert not is_selective(hierarchy)
+    settle(hierarchy)
+
+
+@pytest.mark.parametrize("admit_after", [1, "auto"])
+def test_a_tier_that_keeps_up_gets_everything(admit_after: int) -> None:
+    tier = MemoryTier()
+    settings = HierarchySettings(admit_after=admit_after, store_queue=8 * SLOT_BYTES)
+    hierarchy = hierarchy_of(slots=64, tier=tier, settings=settings)
+    for number in range(8):
+        store(hierarchy, new(number))
+        assert hierarchy.ports[0].queue.drain(60)
+    assert all(tier.lookup(new(number).hashes) == 4 for number in range(8))
+    assert dropped(hierarchy, "not_admitted") == 0
+    settle(hierarchy)
+
+
+def test_a_tier_whose_blocks_go_before_requests_return_gets_what_was_seen_before() -> None:
+    clock, metrics = FakeClock(), Metrics()
+    departures = Departures("file", 64, 64, clock)
+    gaps = np.zeros(len(EDGES))
+    gaps[np.searchsorted(EDGES, 60.0)] = 20.0  # most requests return after a minute
+    admission = Admission("file", lambda: [departures], lambda: gaps, metrics, clock)
+    clock.advance(31.0)
+    assert not admission.is_selective(0.0)  # nothing was evicted yet
+    departures.aged(np.full(32, 20))
+    assert not admission.is_selective(0.0)  # it looks every half a minute
+    clock.advance(31.0)
+    assert admission.is_selective(0.0)
+    assert metrics.snapshot()['kvtier_selective_admission{tier="file",why="residence"}'] == 1
+    departures.aged(np.full(32, 90))  # longer than requests take, but not by much
+    clock.advance(31.0)
+    assert admission.is_selective(0.0)
+    departures.aged(np.full(32, 600))
+    clock.advance(31.0)
+    assert not admission.is_selective(0.0)
+    assert len(departures.ages) == NUM_AGES + 1
+
+
+def test_the_option_takes_a_number_or_auto(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVTIER_CACHE__ADMIT_AFTER", "auto")
+    assert Config.load().cache.admit_after == "auto"
+    for wrong in ("often", 0, 1001, True, 1.5):
+        with pytest.raises(ConfigError, match=r'\[cache\] admit_after .*write 1 to 1000, or "auto"'):
+            Config.load(cache={"admit_after": wrong})
