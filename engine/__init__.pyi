@@ -3,6 +3,7 @@ from .config import EngineConfig
 from .llm import Engine
 from .local import engine_config, open_engine
 from .model import Model
+from .prefill_time import measure_prompts
 from .segment_requests import wanted_reuse
 from .sequence import FinishReason, NamedPrompt, Output, SamplingParams, Sequence
 
@@ -17,6 +18,7 @@ __all__ = [
     "SamplingParams",
     "Sequence",
     "engine_config",
+    "measure_prompts",
     "open_engine",
     "wanted_reuse",
 ]

@@ -48,6 +48,9 @@ _MODULES: Final = {
         "import": "Store the blocks of a file that `kvtier export` wrote; each is verified first.",
         "trace": "Record a model's lookups as JSON lines in Mooncake's form.",
     },
+    "worth_cli": {
+        "worth": "Measure prompts computed and loaded here: from how many tokens on loading wins, in time and money.",
+    },
     "bench_cli": {
         "bench": "Put load on an OpenAI server, or on two by turns: first tokens, tokens a second, cached tokens.",
     },

@@ -1,0 +1,3 @@
+from .worth import Worth
+
+__all__ = ["Worth"]

@@ -1,0 +1,37 @@
+"""From how many tokens on loading wins, by measured times; and what the verb's forms say of it."""
+
+import pytest
+
+from kvtier.service.worth.worth import Worth
+from kvtier.tiers.errors import ConfigError
+
+COMPUTE = {100: 1.0, 200: 2.0, 400: 4.0}
+
+
+def worth(**loads: dict[int, float]) -> Worth:
+    return Worth("tiny", "cpu", 8.0, COMPUTE, loads, gpu_hour=3.6)
+
+
+def test_from_how_many_tokens_on_loading_wins() -> None:
+    found = worth(
+        host={100: 0.5, 200: 0.5, 400: 0.5},  # from the shortest on
+        file={100: 1.5, 200: 1.5, 400: 1.5},  # between two of them
+        redis={100: 9.0, 200: 9.0, 400: 9.0},
+        none={},
+    )
+    assert [found.wins_from(tier) for tier in found.by_tier] == [100, 150, None, None]
+    assert "file: loading wins from 150 tokens on" in found.verdict
+    assert "redis: computing is faster up to 400 tokens" in found.verdict
+    assert "none: it did not have the prompts" in found.verdict
+
+
+def test_seconds_money_and_rates_for_programs_and_people() -> None:
+    found = worth(host={100: 0.5, 200: 1.0})
+    assert found.json["kvtier_worth"] == 1
+    assert found.json["prefill_tokens_per_second"] == 100.0
+    assert found.json["bytes_per_second"] == {"host": 1600.0}
+    assert found.json["times"][0] == {"tokens": 100, "compute": 1.0, "host": 0.5}
+    assert list(found.table.rows[0]) == ["100", "1000.0", "500.0", "0.5000"]
+    assert list(found.table.rows[2]) == ["400", "4000.0", "–", "–"]
+    with pytest.raises(ConfigError, match="use a price above 0"):
+        Worth("tiny", "cpu", 8.0, COMPUTE, {}, gpu_hour=0.0)
