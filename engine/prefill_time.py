@@ -12,15 +12,16 @@ from kvtier.connector import LocalConnector
 from kvtier.engine.llm import Engine
 from kvtier.engine.local import engine_config
 from kvtier.engine.model import Model
-from kvtier.engine.sequence import SamplingParams
-from kvtier.tiers import ConfigError
+from kvtier.engine.sequence import NamedPrompt, SamplingParams
+from kvtier.tiers import L2, ChainHash, ConfigError, KVTierError
 from kvtier.tiers.config import Config
 from kvtier.tiers.hierarchy import Hierarchy, evict_everywhere
 
 _SALT: Final = "kvtier worth"  # nobody else finds what is measured here
-_REPEATS: Final = 3  # of which the fastest counts: what disturbs only makes slower
 _SPARE: Final = 8  # blocks of L1 beside a prompt's
-_DEADLINE: Final = 60.0  # seconds for stores to reach the lowest tier
+REPEATS: Final = 3  # of which the fastest counts: what disturbs only makes slower
+
+Progress = Callable[[str], None]
 
 
 class PromptTimes(NamedTuple):
@@ -39,69 +40,109 @@ class MeasuredModel(NamedTuple):
 
 
 def measure_prompts(
-    path: Path, config: Config, lengths: Sequence[int], advance: Callable[[], None], *, device: str = "auto"
+    path: Path, config: Config, lengths: Sequence[int], advance: Progress, *, device: str = "auto", deadline: float = 60
 ) -> MeasuredModel:
     """Measure prompts of these lengths, shortest first; a directory with a config.json alone gets random weights.
 
-    `advance` is called behind each length. What was stored is dropped again. ConfigError where the model or a tier
-    cannot be used, or a length is more than the model takes.
+    `deadline`: seconds for each prompt, and for its way into the tiers. Past that no further repeat begins, either.
+    `advance` is told behind each of `REPEATS` what comes next. What was stored is dropped again, but by a daemon.
+    ConfigError where the model or a tier cannot be used, or a length is more than the model takes. KVTierError: a
+    prompt was not computed in time.
     """
+    if not config.l1.enable_prefix_caching:
+        raise ConfigError("[l1] enable_prefix_caching: off, so nothing can be loaded; switch it on for kvtier worth")
+    advance("loading the model")
     if any(path.glob("*.safetensors")) or not (path / "config.json").is_file():
         model = Model.from_pretrained(path, device=device)
     else:
         model = Model.from_config(AutoConfig.from_pretrained(path, local_files_only=True), device=device)
-    always = {"load_or_recompute": "load", "prefetch_deadline": _DEADLINE}
+    if max(lengths) >= model.max_model_len:
+        raise ConfigError(f"--tokens {max(lengths)}: the model takes {model.max_model_len - 1} at the most")
+    always = {"load_or_recompute": "load", "prefetch_deadline": deadline}
     config = config.model_copy(update={"cache": config.cache.model_copy(update=always)})
     blocks = -(-max(lengths) // config.cache.block_size) + _SPARE
     settings = engine_config(config, num_blocks=blocks, max_num_seqs=1)
     with Engine(model, settings, LocalConnector.connect(config)) as engine:
-        if max(lengths) >= engine.max_model_len:
-            raise ConfigError(f"tokens {max(lengths)}: the model takes {engine.max_model_len - 1} at the most")
-        times = []
-        _first_token(engine, [0] * min(lengths))  # what is compiled or allocated once
-        for number, length in enumerate(sorted(set(lengths))):
-            times.append(_measured(engine, config, length, number))
-            advance()
+        stopwatch = _Stopwatch(engine, deadline)
+        stopwatch.times_of([0] * min(lengths))  # what is compiled or allocated once
+        times = [
+            stopwatch.measured(length, number, advance) for number, length in enumerate(sorted(set(lengths)), start=1)
+        ]
         per_token = engine.shape.block_bytes / engine.config.block_size
         return MeasuredModel(model.name, str(model.device), per_token, times)
 
 
-def _measured(engine: Engine, config: Config, length: int, number: int) -> PromptTimes:
-    """Each time another prompt: computed first, then from every tier it has reached by then."""
-    taken: dict[str, list[float]] = {}
-    dice = np.random.default_rng(number)
-    for _ in range(_REPEATS):
-        prompt = dice.integers(0, engine.model.vocab_size, length).tolist()
-        names = list(engine.prompt(prompt, _SALT).chain.hashes)  # type: ignore[union-attr]
-        taken.setdefault("compute", []).append(_first_token(engine, prompt)[0])
-        tiers = engine.connector.tiers if isinstance(engine.connector, LocalConnector) else None
-        engine.drain(_DEADLINE)
-        if tiers is None or not tiers.drain(_DEADLINE):
-            continue
-        for tier in ("host", *_lower(config, tiers)):
-            if tier != "host" and isinstance(tiers, Hierarchy):
-                tiers.host.pool.evict(names)
-            engine.pool.reset()
-            seconds, num_loaded = _first_token(engine, prompt)
-            if num_loaded >= (length - 1) // engine.config.block_size * engine.config.block_size:
+class _Stopwatch:
+    """Times prompts of one engine, each computed first, then loaded from every tier it has reached by then."""
+
+    def __init__(self, engine: Engine, deadline: float) -> None:
+        self._engine, self._deadline = engine, deadline
+        connector = engine.connector
+        assert isinstance(connector, LocalConnector)
+        self._tiers = connector.tiers
+        self._own = self._tiers if isinstance(self._tiers, Hierarchy) else None  # else a daemon's
+
+    def measured(self, length: int, seed: int, advance: Progress) -> PromptTimes:
+        """Each time another prompt; fewer times where one takes long."""
+        taken: dict[str, list[float]] = {}
+        dice = np.random.default_rng(seed)
+        until = time.monotonic() + self._deadline
+        for repeat in range(REPEATS):
+            advance(f"{length} tokens")
+            if repeat and time.monotonic() > until:
+                continue
+            prompt = dice.integers(0, self._engine.model.vocab_size, length).tolist()
+            for tier, seconds in self.times_of(prompt).items():
                 taken.setdefault(tier, []).append(seconds)
-            engine.drain(_DEADLINE)
-        if isinstance(tiers, Hierarchy):
-            evict_everywhere(tiers, names, _DEADLINE)
+        fastest = {tier: min(seconds) for tier, seconds in taken.items()}
+        return PromptTimes(length, fastest.pop("compute"), fastest)
+
+    def times_of(self, prompt: Sequence[int]) -> dict[str, float]:
+        """Seconds to its first token: "compute", and by each tier that had all of it. Nothing of it is left."""
+        engine = self._engine
+        names = self._names(prompt)
+        taken = {"compute": self._first_token(prompt)[0]}
+        whole = (len(prompt) - 1) // engine.config.block_size * engine.config.block_size
+        if self._settled():
+            for tier in (L2, *(port.name for port in self._own.ports)) if self._own is not None else (L2,):
+                self._leave_only(tier, names)
+                seconds, num_loaded = self._first_token(prompt)
+                if num_loaded >= whole:
+                    taken[tier] = seconds
+                engine.drain(self._deadline)
+        if self._own is not None:
+            evict_everywhere(self._own, names, self._deadline)
         engine.pool.reset()
-    fastest = {tier: min(seconds) for tier, seconds in taken.items()}
-    return PromptTimes(length, fastest.pop("compute"), fastest)
+        return taken
 
+    def _first_token(self, prompt: Sequence[int]) -> tuple[float, int]:
+        """Seconds to the first token, and how many tokens were loaded for it. KVTierError past the deadline."""
+        engine, began = self._engine, time.monotonic()
+        params = SamplingParams(max_tokens=1, ignore_eos=True)
+        request = engine.request(engine.add_request(prompt, params, cache_salt=_SALT))
+        while not any(output.request_id == request.request_id for output in engine.step()):
+            if time.monotonic() > began + self._deadline:
+                engine.abort(request.request_id)
+                fix = "use a longer --deadline, fewer --tokens or a smaller model"
+                raise KVTierError(f"{len(prompt)} tokens: no first token within {self._deadline:g} s; {fix}")
+        seconds = time.monotonic() - began if request.ttft is None else request.ttft
+        return seconds, request.num_external_tokens
 
-def _lower(config: Config, tiers: object) -> list[str]:
-    """The nearest tier below host memory, if it is this process's own."""
-    if not isinstance(tiers, Hierarchy):
-        return []
-    return ["file"] if config.file.path is not None else ["redis"] if config.redis.url is not None else []
+    def _settled(self) -> bool:
+        """Wait until what was stored has reached every tier; False if it did not in time."""
+        return self._engine.drain(self._deadline) and self._tiers.drain(self._deadline)
 
+    def _leave_only(self, tier: str, names: Sequence[ChainHash]) -> None:
+        """Drop these blocks from L1, and from all tiers that would be asked before this one."""
+        if self._own is not None and tier != L2:
+            self._own.host.pool.evict(names)
+            for port in self._own.ports:
+                if port.name == tier:
+                    break
+                if port.tier is not None:
+                    port.tier.discard(names)
+        self._engine.pool.reset()
 
-def _first_token(engine: Engine, prompt: Sequence[int]) -> tuple[float, int]:
-    """Seconds to the first token, and how many tokens were loaded for it."""
-    began = time.perf_counter()
-    [answer] = engine.generate([prompt], SamplingParams(max_tokens=1, ignore_eos=True), cache_salt=_SALT)
-    return answer.ttft or time.perf_counter() - began, answer.num_external_tokens
+    def _names(self, prompt: Sequence[int]) -> list[ChainHash]:
+        named: NamedPrompt = self._engine.prompt(prompt, _SALT)
+        return [] if named.chain is None else list(named.chain.hashes)

@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from kvtier.cli.options import JsonOption, progress_bar, show
+from kvtier.cli.options import HtmlOption, JsonOption, PngOption, progress_bar, show, table_of
 from kvtier.service import simulation, traces
+from kvtier.service.charts import html_page, save_png
 from kvtier.tiers import ConfigError
 from kvtier.tiers import config as configuration
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
-    from kvtier.service.simulation import Capacity, RunValue, SimulatedRun
+    from kvtier.service.simulation import Capacity, SimulatedRun
     from kvtier.service.traces import RequestTrace
 
 app = typer.Typer()
@@ -51,6 +50,8 @@ def simulate(
     gpu_hour: Annotated[float | None, typer.Option(min=0, metavar="PRICE", help="Of an hour of the GPU.")] = None,
     processes: Annotated[int, typer.Option(min=0, help="Side by side; 0 for one a core.")] = 0,
     as_json: JsonOption = False,
+    png: PngOption = None,
+    html: HtmlOption = None,
 ) -> None:
     sizes = {
         "--memory": _sizes("--memory", memory),
@@ -94,7 +95,13 @@ def simulate(
         "assumed": assumed,
         "rows": [asdict(value) for value in values],
     }
-    show(told, _table(values, requests, assumed), as_json=as_json)
+    table = simulation.table_of_runs(values, requests, assumed)
+    show(told, table_of(table), as_json=as_json)
+    charts = simulation.charts_of_runs(values) if png or html else []
+    if png is not None:
+        save_png(png, charts)
+    if html is not None:
+        html_page(html, f"kvtier simulate {trace.name}", [table], charts)
 
 
 def _assumed(rates: "simulation.LoadRates", token_bytes: int, measured: Path | None) -> list[str]:
@@ -134,32 +141,6 @@ def _run(
         return simulation.sweep(
             replay, capacities, lambda done, total: bar.update(task, completed=done, total=total), processes
         )
-
-
-def _table(values: "Sequence[RunValue]", requests: "RequestTrace", assumed: Sequence[str]) -> "Table":
-    from rich.markup import escape
-    from rich.table import Table
-
-    with_disk, with_redis = any(each.disk_bytes for each in values), any(each.redis_bytes for each in values)
-    with_money = any(each.money_saved is not None for each in values)
-    title = f"{len(requests):,} requests, {int(requests.num_tokens.sum()):,} prompt tokens"
-    caption = escape("assumed:\n" + "\n".join(f"- {each}" for each in assumed))
-    table = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
-    heads = ["memory", *["disk"] * with_disk, *["redis"] * with_redis, "policy", "hits", "optimum", "tokens"]
-    heads += [*["from disk"] * with_disk, *["from redis"] * with_redis, "saved", "TTFT", "without"]
-    for head in [*heads, *["money saved"] * with_money]:
-        table.add_column(head, justify="left" if head == "policy" else "right")
-    size, share = configuration.show_size, "{:.2%}".format
-    for each in values:
-        cells = [size(each.memory_bytes)]
-        cells += [size(each.disk_bytes)] * with_disk + [size(each.redis_bytes)] * with_redis
-        cells += [each.policy, share(each.block_hit_share), share(each.optimum_block_hit_share)]
-        cells += [share(each.token_hit_share)]
-        cells += [share(each.file_hit_share)] * with_disk + [share(each.redis_hit_share)] * with_redis
-        cells += [f"{each.seconds_saved:,.0f} s", f"{each.mean_ttft * 1e3:,.0f} ms"]
-        cells += [f"{each.mean_ttft_without * 1e3:,.0f} ms"]
-        table.add_row(*cells, *[f"{each.money_saved:,.2f}"] * with_money)
-    return table
 
 
 def _policies(text: str) -> list[str]:

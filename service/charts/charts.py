@@ -4,20 +4,17 @@ import html
 import io
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from kvtier.service import needing
 from kvtier.tiers import KVTierError
-
-if TYPE_CHECKING:
-    pass
 
 _INCHES: Final = (8.0, 4.5)  # of one chart
 _STYLE: Final = (
     "body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}"
     "table{border-collapse:collapse;margin:1rem 0}"
     "td,th{padding:.2rem .8rem;text-align:right;border-bottom:1px solid #ccc}"
-    "td:first-child,th:first-child{text-align:left}svg{max-width:100%;height:auto}"
+    "td:first-child,th:first-child{text-align:left}svg{max-width:100%;height:auto}p{white-space:pre-line}"
 )
 
 

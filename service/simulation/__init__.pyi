@@ -1,6 +1,7 @@
 from .optimum import Optimum
 from .replay import SimulatedRun, TraceReplay, sweep
-from .simulated_tiers import Capacity
+from .shown import charts_of_runs, table_of_runs
+from .simulated_tiers import Capacity, SimulatedTiers
 from .value import LoadRates, RunValue, optimum_of, rates_from, value_of
 
 __all__ = [
@@ -9,9 +10,12 @@ __all__ = [
     "Optimum",
     "RunValue",
     "SimulatedRun",
+    "SimulatedTiers",
     "TraceReplay",
+    "charts_of_runs",
     "optimum_of",
     "rates_from",
     "sweep",
+    "table_of_runs",
     "value_of",
 ]

@@ -3,11 +3,14 @@
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from kvtier.tiers import ChainHash
 from kvtier.tiers.file import BareSlab
 from kvtier.tiers.pool import Lease, SlotPool
 from kvtier.tiers.returns import RequestEnd
+
+_ROOT: Final = bytes(32)  # what first blocks stand behind: the slab begins a run there, as for a model's own root
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,16 +41,18 @@ class SimulatedTiers:
         self.slab = BareSlab(capacity.disk, block_bytes, block_size) if capacity.disk else None
         self.redis = _ExpiringStore(capacity.redis // block_bytes, capacity.redis_ttl) if capacity.redis else None
 
-    def request(self, end: RequestEnd, now: float) -> tuple[int, int, int]:
+    def request(self, end: RequestEnd, now: float, ended: float | None = None) -> tuple[int, int, int]:
         """A request comes at `now` seconds and ends; returns how many leading blocks of its prompt L2, slab, Redis had.
 
-        A block that could not be loaded, as L2 had no room for it, counts as not found.
+        `ended`: when, in seconds; None: at once. A block that could not be loaded, as L2 had no room for it, counts as
+        not found.
         """
         self.now = now
         names = end.names
         leases, found = self._find(names[: end.num_prompt])
         at = sum(found)
         leases += self._store(names[at:], names[at - 1] if at else None)
+        self.now = now if ended is None else ended
         if (told := self.pool.ended(end)) is not None and self.slab is not None:
             self.slab.ended(told)
         for lease in leases:
@@ -110,7 +115,7 @@ class SimulatedTiers:
                 stored = list(reservation.hashes)
                 lease = self.pool.seal(reservation)
                 if stored and self.slab is not None:
-                    self.slab.write(stored, reservation.parents[0])
+                    self.slab.write(stored, reservation.parents[0] or _ROOT)
                 if stored and self.redis is not None:
                     self.redis.write(stored, self.now)
                 return [lease]

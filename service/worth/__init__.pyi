@@ -1,3 +1,3 @@
-from .worth import Worth
+from .worth import Worth, worth_from
 
-__all__ = ["Worth"]
+__all__ = ["Worth", "worth_from"]

@@ -1,5 +1,6 @@
 """What loading is worth beside computing: seconds and money by length and tier, and from how many tokens on it wins."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from kvtier.tiers import ConfigError
 FORM: Final = 1  # of the JSON: `kvtier_worth`
 _PROMPTS: Final = 1000  # that money is told for
 _HOUR: Final = 3600.0  # seconds
+_MOST_SECONDS: Final = 1e9  # to a first token
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,11 +24,11 @@ class Worth:
     bytes_per_token: float  # of KV
     compute: Mapping[int, float]
     by_tier: Mapping[str, Mapping[int, float]]
-    gpu_hour: float | None = None  # its price
+    gpu_hour: float | None = None  # price of an hour of that machine
 
     def __post_init__(self) -> None:
         if self.gpu_hour is not None and not self.gpu_hour > 0:
-            raise ConfigError(f"gpu-hour {self.gpu_hour}: use a price above 0")
+            raise ConfigError(f"--gpu-hour {self.gpu_hour}: use a price above 0")
 
     def wins_from(self, tier: str) -> int | None:
         """The fewest tokens from which on loading is faster, up to the longest measured; None: it is not, there.
@@ -59,7 +61,8 @@ class Worth:
             "bytes_per_token": self.bytes_per_token,
             "gpu_hour": self.gpu_hour,
             "prefill_tokens_per_second": longest / self.compute[longest],
-            "bytes_per_second": rates,  # of a request's load, its first token's compute included
+            # of a request's load, its first token's compute included; the names that `kvtier simulate --from` reads
+            **{f"{tier}_bytes_per_second": rate for tier, rate in rates.items()},
             "wins_from_tokens": {tier: self.wins_from(tier) for tier in self.by_tier},
             "times": [
                 {"tokens": length, "compute": self.compute[length], **self._loads(length)} for length in self.compute
@@ -114,6 +117,34 @@ class Worth:
             price = None if self.gpu_hour is None else saved / _HOUR * self.gpu_hour * _PROMPTS
             cells += [f"{seconds * 1000:.1f}", f"{saved * 1000:.1f}" if price is None else f"{price:.4f}"]
         return cells
+
+
+def worth_from(path: Path, gpu_hour: float | None) -> Worth:
+    """What `kvtier worth --json` measured, at this price, or at its own. ConfigError if the file is none of its."""
+    fix = "name what kvtier worth --json printed"
+    try:
+        told: Any = json.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"--from {path}: {error.strerror}; {fix}") from None
+    except ValueError:
+        raise ConfigError(f"--from {path}: not JSON; {fix}") from None
+    if not isinstance(told, dict) or told.get("kvtier_worth") != FORM:
+        raise ConfigError(f'--from {path}: no "kvtier_worth": {FORM} there; {fix}')
+    try:
+        times = {int(each["tokens"]): each for each in told["times"]}
+        compute = {length: float(each["compute"]) for length, each in times.items()}
+        by_tier = {
+            str(tier): {length: float(each[tier]) for length, each in times.items() if tier in each}
+            for tier in told["wins_from_tokens"]
+        }
+        price = told.get("gpu_hour") if gpu_hour is None else gpu_hour
+        found = Worth(str(told["model"]), str(told["device"]), float(told["bytes_per_token"]), compute, by_tier, price)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"--from {path}: {type(error).__name__}: {error}; {fix}") from None
+    seconds = [one for each in (compute, *by_tier.values()) for one in each.values()]
+    if not compute or not all(0 < one < _MOST_SECONDS for one in seconds):
+        raise ConfigError(f"--from {path}: times: none, or not above 0 s; {fix}")
+    return found
 
 
 def _points(times: Mapping[int, float]) -> tuple[list[float], list[float]]:

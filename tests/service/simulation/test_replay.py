@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
@@ -116,7 +117,12 @@ def test_the_command_says_what_sizes_are_worth(tmp_path: Path) -> None:
         assert row["mean_ttft"] < row["mean_ttft_without"]
     # With room for all, all policies find what there is.
     assert told["rows"][2]["block_hit_share"] == told["rows"][3]["optimum_block_hit_share"]
-    shown = kvtier("simulate", *arguments, columns="200").stdout
+    page = tmp_path / "a.html"
+    shown = kvtier("simulate", *arguments, "--png", tmp_path / "a.png", "--html", page, columns="200").stdout
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    assert page.read_text().count("<svg") == 2
+    assert "<td>tail</td>" in page.read_text()
+    assert not re.search(r"<script|(src|href)=.?https?:", page.read_text())  # nothing from elsewhere
     assert "money saved" in shown
     assert "- token_bytes: 16 bytes of KV a token" in shown
 

@@ -1,8 +1,13 @@
 """From how many tokens on loading wins, by measured times; and what the verb's forms say of it."""
 
-import pytest
+import json
+from pathlib import Path
 
-from kvtier.service.worth.worth import Worth
+import pytest
+from command_rig import kvtier
+
+from kvtier.service.simulation.value import LoadRates, rates_from
+from kvtier.service.worth.worth import Worth, worth_from
 from kvtier.tiers.errors import ConfigError
 
 COMPUTE = {100: 1.0, 200: 2.0, 400: 4.0}
@@ -14,7 +19,7 @@ def worth(**loads: dict[int, float]) -> Worth:
 
 def test_from_how_many_tokens_on_loading_wins() -> None:
     found = worth(
-        host={100: 0.5, 200: 0.5, 400: 0.5},  # from the shortest on
+        l2={100: 0.5, 200: 0.5, 400: 0.5},  # from the shortest on
         file={100: 1.5, 200: 1.5, 400: 1.5},  # between two of them
         redis={100: 9.0, 200: 9.0, 400: 9.0},
         none={},
@@ -26,12 +31,36 @@ def test_from_how_many_tokens_on_loading_wins() -> None:
 
 
 def test_seconds_money_and_rates_for_programs_and_people() -> None:
-    found = worth(host={100: 0.5, 200: 1.0})
+    found = worth(l2={100: 0.5, 200: 1.0})
     assert found.json["kvtier_worth"] == 1
     assert found.json["prefill_tokens_per_second"] == 100.0
-    assert found.json["bytes_per_second"] == {"host": 1600.0}
-    assert found.json["times"][0] == {"tokens": 100, "compute": 1.0, "host": 0.5}
+    assert found.json["l2_bytes_per_second"] == 1600.0
+    assert found.json["times"][0] == {"tokens": 100, "compute": 1.0, "l2": 0.5}
     assert list(found.table.rows[0]) == ["100", "1000.0", "500.0", "0.5000"]
     assert list(found.table.rows[2]) == ["400", "4000.0", "–", "–"]
     with pytest.raises(ConfigError, match="use a price above 0"):
         Worth("tiny", "cpu", 8.0, COMPUTE, {}, gpu_hour=0.0)
+
+
+def test_what_was_measured_is_shown_again_and_other_files_are_named(tmp_path: Path) -> None:
+    found = worth(l2={100: 0.5, 200: 1.0}, redis={})
+    path = tmp_path / "worth.json"
+    path.write_text(json.dumps(found.json))
+    assert worth_from(path, None) == found
+    # Its rates are those that a simulation takes.
+    assert rates_from(path, LoadRates()) == LoadRates(prefill=100.0, l2=1600.0)
+    shown = kvtier("worth", "--from", path, "--gpu-hour", 7.2, columns="200").stdout
+    assert "l2: loading wins from 100 tokens on; redis: it did not have the prompts" in shown
+    assert "1.0000" in shown
+    for text, complaint in (
+        ("[]", 'no "kvtier_worth": 1 there'),
+        ('{"kvtier_worth": 1}', "KeyError: 'times'"),
+        (path.read_text().replace("1.0", "-1.0"), "times: none, or not above 0 s"),
+    ):
+        path.write_text(text)
+        ended = kvtier("worth", "--from", path)
+        assert ended.returncode == 2
+        assert ended.stderr.startswith(f"kvtier: --from {path}: {complaint}")
+    ended = kvtier("worth")
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("kvtier: DIR: name a checkpoint to measure")
