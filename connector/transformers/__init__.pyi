@@ -1,6 +1,7 @@
 from .adapter import KVTier
 from .blocks import Blocks
 from .cache_form import CacheForm, empty_cache, per_token
+from .config_form import form_of_config
 from .kv_cache import fill
 from .state_calls import step_cost
 from .state_form import StateForm
@@ -16,6 +17,7 @@ __all__ = [
     "empty_cache",
     "feed",
     "fill",
+    "form_of_config",
     "how_it_goes_on",
     "per_token",
     "step_cost",

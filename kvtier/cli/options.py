@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvtier.tiers import ConfigError
+from kvtier.tiers import config as configuration
+
 if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.progress import Progress, ProgressColumn
@@ -31,6 +34,14 @@ ExactOption = Annotated[bool, typer.Option("--exact", help="The same bits howeve
 def given(**options: object) -> dict[str, object]:
     """Those of the options that were given: they override the configuration."""
     return {name: value for name, value in options.items() if value is not None}
+
+
+def size_given(option: str, text: str) -> int:
+    """Bytes of a size as a verb's option has it. ConfigError names the option."""
+    try:
+        return configuration.parse_size(text.strip())
+    except ValueError as error:
+        raise ConfigError(f"{option} {text!r:.40}: {error}") from None
 
 
 def show(value: object, table: "RenderableType", *, as_json: bool) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from kvtier.cli.options import HtmlOption, JsonOption, PngOption, progress_bar, show, table_of
+from kvtier.cli.options import HtmlOption, JsonOption, PngOption, progress_bar, show, size_given, table_of
 from kvtier.service import simulation, traces
 from kvtier.service.charts import html_page, save_png
 from kvtier.tiers import ConfigError
@@ -59,7 +59,7 @@ def simulate(
         "--redis": _sizes("--redis", redis),
     }
     bandwidths = [
-        _size(name, text)
+        size_given(name, text)
         for name, text in (
             ("--l2-bandwidth", l2_bandwidth),
             ("--file-bandwidth", file_bandwidth),
@@ -153,14 +153,7 @@ def _policies(text: str) -> list[str]:
 
 def _sizes(option: str, text: str | None) -> list[int]:
     """Sizes separated by commas; none of them is no size."""
-    return [_size(option, part) for part in text.split(",")] if text not in (None, _NONE) and text else []
-
-
-def _size(option: str, text: str) -> int:
-    try:
-        return configuration.parse_size(text.strip())
-    except ValueError as error:
-        raise ConfigError(f"{option} {text!r:.40}: {error}") from None
+    return [size_given(option, part) for part in text.split(",")] if text not in (None, _NONE) and text else []
 
 
 def _duration(option: str, text: str) -> float:

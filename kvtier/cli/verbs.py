@@ -48,6 +48,9 @@ _MODULES: Final = {
         "import": "Store the blocks of a file that `kvtier export` wrote; each is verified first.",
         "trace": "Record a model's lookups as JSON lines in Mooncake's form.",
     },
+    "size_cli": {
+        "size": "Show what a model's KV takes, and how many tokens and conversations memory and disk hold.",
+    },
     "worth_cli": {
         "worth": "Measure prompts computed and loaded here: from how many tokens on loading wins, in time and money.",
     },

@@ -1,5 +1,7 @@
+from .forms import ClearForm
 from .store import RedisStore
 
 __all__ = [
+    "ClearForm",
     "RedisStore",
 ]

@@ -1,0 +1,98 @@
+"""`kvtier size`, beside what engine, pools and stores make of the same models."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from _architectures import ARCHITECTURES
+from command_rig import kvtier
+
+from kvtier.connector.transformers.cache_form import CacheForm
+from kvtier.connector.transformers.config_form import form_of_config
+from kvtier.service.sizing.sizing import sizing_of
+from kvtier.tiers.config.config import Config
+from kvtier.tiers.hierarchy.opening import open_hierarchy
+
+ROWS = {row.name: row for row in ARCHITECTURES}
+LLAMA_8B: dict[str, Any] = {
+    "model_type": "llama", "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "hidden_size": 4096, "vocab_size": 128256, "intermediate_size": 14336, "dtype": "bfloat16",
+}  # fmt: skip
+SIZES = {"block_size": 16, "dtype": "auto", "tensor_parallel": 1, "conversation": 8192}
+
+
+def saved(path: Path, config: dict[str, Any]) -> Path:
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+# MHA, GQA, sliding windows, MLA, layers that share, states beside blocks, states alone, and one that looks at its data.
+@pytest.mark.parametrize("name", ["opt", "llama", "gemma2", "deepseek-v3", "gemma3n", "qwen3-next", "mamba", "gpt2"])
+def test_the_form_is_the_one_that_a_model_with_weights_has(name: str, tmp_path: Path) -> None:
+    config = ROWS[name].make_config()
+    if config is None:
+        pytest.skip(f"this transformers lacks {name}")
+    config.save_pretrained(tmp_path)
+    kind, form = form_of_config(tmp_path, 16, "float32")
+    assert kind == config.model_type
+    assert form == CacheForm.of(ROWS[name].make_model(), 16)
+
+
+def test_what_memory_and_disk_hold_is_what_the_tiers_have_room_for(tmp_path: Path) -> None:
+    path = saved(tmp_path, {**LLAMA_8B, "num_hidden_layers": 4})
+    rooms = {"l2": 10 << 20, "file": 40 << 20, "redis": 10 << 20}
+    size = sizing_of(path, rooms, **{**SIZES, "tensor_parallel": 4, "conversation": 100})  # type: ignore[arg-type]
+    assert size.bytes_per_token == 4 * 2 * 8 * 128 * 2  # layers, K and V, heads, dim, bytes
+    assert size.gpu_bytes_per_token == size.bytes_per_token // 4
+    assert size.slots_per_conversation == 7
+    (tmp_path / "slab").mkdir()
+    config = Config(
+        host={"size": rooms["l2"], "huge_pages": False},  # type: ignore[arg-type]
+        file={"path": str(tmp_path / "slab"), "size": rooms["file"]},  # type: ignore[arg-type]
+        cache={"block_size": 16},  # type: ignore[arg-type]
+    )
+    hierarchy = open_hierarchy(config, bytes(32), form_of_config(path, 16)[1].pool_shape)
+    (port,) = hierarchy.ports
+    assert port.tier is not None
+    assert [each.blocks for each in size.rooms[:2]] == [hierarchy.num_slots, port.tier.stats()["slots"]]
+    hierarchy.close()
+    assert [each.conversations for each in size.rooms] == [each.blocks // 7 for each in size.rooms]
+    assert 10 * 1024 // 256 > size.rooms[2].blocks > 0.99 * 10 * 1024 // 256  # a record has a head
+
+
+def test_the_verb_tells_a_large_model_without_its_weights(tmp_path: Path) -> None:
+    saved(tmp_path, LLAMA_8B)
+    ended = kvtier("size", tmp_path / "config.json", "--memory", "64GiB", "--disk", "1TiB", "--json")
+    assert ended.returncode == 0, ended.stderr
+    told = json.loads(ended.stdout)
+    assert (told["bytes_per_token"], told["block_bytes"], told["layers"]) == (131072, 2 << 20, 32)
+    assert told["rooms"][0] == {
+        "tier": "l2", "room_bytes": 64 << 30, "blocks": 32768, "tokens": 524288, "tokens_per_gib": 8192,
+        "conversations": 64,
+    }  # fmt: skip
+    assert [each["tier"] for each in told["rooms"]] == ["l2", "file"]
+    shown = kvtier("size", tmp_path, columns="120").stdout
+    assert "llama, bfloat16: 131,072 bytes of KV a token, 2,097,152 a block of 16 tokens" in shown
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "complaint"),
+    [
+        ({"model_type": None}, [], "model_type: missing, or no name"),
+        ({"model_type": "no-such"}, [], "model_type 'no-such'"),
+        ({"num_hidden_layers": None}, [], "num_hidden_layers: missing"),
+        ({"num_hidden_layers": "many"}, [], "num_hidden_layers"),
+        ({}, ["--tensor-parallel", 3], "--tensor-parallel 3: the model has 8 KV heads"),
+        ({}, ["--dtype", "int3"], "--dtype 'int3': use one of auto, "),
+        ({}, ["--memory", "lots"], "--memory 'lots'"),
+    ],
+)
+def test_a_field_or_option_that_is_wrong_is_named(
+    tmp_path: Path, change: dict[str, Any], options: list[object], complaint: str
+) -> None:
+    config = {name: value for name, value in {**LLAMA_8B, **change}.items() if value is not None}
+    ended = kvtier("size", saved(tmp_path, config), *options)
+    assert ended.returncode == 2
+    assert complaint in ended.stderr
+    assert "Traceback" not in ended.stderr
