@@ -3,7 +3,7 @@ from .config import EngineConfig
 from .llm import Engine
 from .local import engine_config, open_engine
 from .model import Model
-from .prefill_time import REPEATS, MeasuredModel, measure_prompts
+from .prefill_time import REPEATS, measure_prompts
 from .segment_requests import wanted_reuse
 from .sequence import FinishReason, NamedPrompt, Output, SamplingParams, Sequence
 
@@ -13,7 +13,6 @@ __all__ = [
     "Engine",
     "EngineConfig",
     "FinishReason",
-    "MeasuredModel",
     "Model",
     "NamedPrompt",
     "Output",

@@ -21,7 +21,7 @@ _SALT: Final = "kvtier worth"  # nobody else finds what is measured here
 _SPARE: Final = 8  # blocks of L1 beside a prompt's
 REPEATS: Final = 3  # of which the fastest counts: what disturbs only makes slower
 
-Progress = Callable[[str], None]
+Advance = Callable[[str], None]
 
 
 class PromptTimes(NamedTuple):
@@ -40,7 +40,7 @@ class MeasuredModel(NamedTuple):
 
 
 def measure_prompts(
-    path: Path, config: Config, lengths: Sequence[int], advance: Progress, *, device: str = "auto", deadline: float = 60
+    path: Path, config: Config, lengths: Sequence[int], advance: Advance, *, device: str = "auto", deadline: float = 60
 ) -> MeasuredModel:
     """Measure prompts of these lengths, shortest first; a directory with a config.json alone gets random weights.
 
@@ -82,7 +82,7 @@ class _Stopwatch:
         self._tiers = connector.tiers
         self._own = self._tiers if isinstance(self._tiers, Hierarchy) else None  # else a daemon's
 
-    def measured(self, length: int, seed: int, advance: Progress) -> PromptTimes:
+    def measured(self, length: int, seed: int, advance: Advance) -> PromptTimes:
         """Each time another prompt; fewer times where one takes long."""
         taken: dict[str, list[float]] = {}
         dice = np.random.default_rng(seed)

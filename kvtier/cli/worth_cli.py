@@ -50,7 +50,7 @@ def run_worth(
 
 def _measure(
     model: Path,
-    config: configuration.Config,
+    config: "configuration.Config",
     tokens: list[int],
     device: str,
     deadline: float,
