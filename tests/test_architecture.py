@@ -124,6 +124,7 @@ EXPLAINED: Final = {
     "connector/scheduler.py:SchedulerSide": "all that an engine's scheduler asks and tells, request by request",
     "connector/vllm/connector.py:KVTierConnector": "vLLM's interface, whose methods these are; each is a line or two",
     "connector/models/tokenizer.py:load_tokenizer:except": "tokenizers raises no narrower type for a file that is none",
+    "connector/transformers/config_form.py:form_of_config:except": "transformers and its hub raise what they like",
     "tiers/copies/calibration.py:_run:except": "top of a thread: drivers and compilers raise what they like",
     "tiers/copies/transfer.py:_run:except": "a failed copy is reported: no thread ends, no caller gets it",
     "tiers/hierarchy/stores.py:_seal_now:except": "as a job that raises: it is counted, its slots are given back",

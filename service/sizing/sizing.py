@@ -54,8 +54,7 @@ class ModelSize:
 
     @property
     def table(self) -> Table:
-        title = f"{self.model_type}, {self.dtype}: {self.bytes_per_token:,} bytes of KV a token"
-        title += f", {self.block_bytes:,} a block of {self.block_size} tokens"
+        title = f"{self.model_type}, {self.dtype}, blocks of {self.block_size} tokens"
         columns = ["tier", "room", "blocks", "tokens", "tokens a GiB", f"conversations of {self.conversation:,}"]
         counts = ("blocks", "tokens", "tokens_per_gib", "conversations")
         rows = [
@@ -66,7 +65,9 @@ class ModelSize:
 
     @property
     def _note(self) -> str:
-        lines = [f"{self.layers} layers keep KV"]
+        lines = [
+            f"{self.bytes_per_token:,} bytes of KV a token, {self.block_bytes:,} a block; {self.layers} layers keep it"
+        ]
         if self.state_bytes:
             lines.append(f"{self.state_bytes:,} bytes of recurrent states, counted once a conversation")
         if self.tensor_parallel > 1:
