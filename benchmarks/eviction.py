@@ -36,10 +36,10 @@ POLICIES: Final = ("lru", "s3fifo", "tail")
 _LIVE_BYTES: Final = 4096  # of a block with bytes
 _DEADLINE: Final = 60.0  # seconds for a request of the live replay
 
-Row = dict[str, object]
+EvictionRow = dict[str, object]
 
 
-def kept(name: str, trace: RequestTrace, sizes: Sequence[int], processes: int) -> Iterator[Row]:
+def kept(name: str, trace: RequestTrace, sizes: Sequence[int], processes: int) -> Iterator[EvictionRow]:
     """Shares of blocks found, in %, by each policy, through the pool, and through the pool and a slab."""
     bare, told = without_hints(trace), spoiled(trace, WRONG)
     rooms = [(size, disk) for size in sizes for disk in (0, SLAB * size)]
@@ -56,7 +56,7 @@ def kept(name: str, trace: RequestTrace, sizes: Sequence[int], processes: int) -
     optimum = optimum_of(trace)
     for room in rooms:
         through = "pool and slab" if room[1] else "pool"
-        row: Row = {"trace": name, "blocks": room[0], "through": through}
+        row: EvictionRow = {"trace": name, "blocks": room[0], "through": through}
         row |= {f"{policy} %": shares[room, policy] for policy in POLICIES}
         row["tail, hints %"] = with_hints[room]
         row["optimum %"] = 100 * optimum.share(sum(room))
@@ -69,7 +69,7 @@ def _share(found: object, trace: RequestTrace) -> float:
     return 100 * float(found.sum()) / float(trace.num_prompt.sum())  # type: ignore[attr-defined]
 
 
-def through_a_hierarchy(num_requests: int) -> Iterator[Row]:
+def through_a_hierarchy(num_requests: int) -> Iterator[EvictionRow]:
     """Chats through a whole hierarchy, L2 and slab, with bytes; and what a simulation says of the same."""
     trace = without_hints(made_up("chats", limit=num_requests))
     slots, disk = 88, 1 << 20
@@ -89,14 +89,14 @@ def through_a_hierarchy(num_requests: int) -> Iterator[Row]:
                 hierarchy.close()
         simulated = simulated_beside(live, trace, Capacity(slots * _LIVE_BYTES, disk, policy=policy), _LIVE_BYTES)
         asked = float(trace.num_prompt.sum())
-        row: Row = {"trace": "chats", "blocks": slots, "through": "hierarchy", "policy": policy}
+        row: EvictionRow = {"trace": "chats", "blocks": slots, "through": "hierarchy", "policy": policy}
         row["found %"] = 100 * sum(map(sum, live.found)) / asked
         row["simulated %"] = 100 * sum(map(sum, simulated)) / asked
         row["apart"] = abs(float(str(row["found %"])) - float(str(row["simulated %"])))
         yield row
 
 
-def costs(name: str, trace: RequestTrace, size: int, rounds: int) -> Row:
+def costs(name: str, trace: RequestTrace, size: int, rounds: int) -> EvictionRow:
     """CPU time of a replay by block of prompt and answer, `tail` and LRU in turns; the median of the pairs."""
     replay, per_block = TraceReplay(without_hints(trace), BLOCK_BYTES), 1e6 / len(trace.blocks)
     taken: dict[str, list[float]] = {"lru": [], "tail": []}
@@ -108,7 +108,7 @@ def costs(name: str, trace: RequestTrace, size: int, rounds: int) -> Row:
                 times.append((time.process_time() - began) * per_block)
         progress(f"CPU time, pair {turn} of {rounds}")
     more = [tail - lru for lru, tail in zip(taken["lru"], taken["tail"], strict=True)]
-    row: Row = {"trace": name, "blocks": size, "pairs": rounds}
+    row: EvictionRow = {"trace": name, "blocks": size, "pairs": rounds}
     row |= {f"{policy}, us/block": statistics.median(times) for policy, times in taken.items()}
     return {**row, "tail over lru, us/block": statistics.median(more)}
 
@@ -164,7 +164,7 @@ def main() -> int:
     options = _options()
     names = options.traces.split(",")[:2] if options.quick else options.traces.split(",")
     limit = 120 if options.quick else None
-    rows: list[Row] = []
+    rows: list[EvictionRow] = []
     for name in names:
         rows += kept(name, made_up(name, limit=limit), SIZES[:1] if options.quick else SIZES, options.processes or 1)
     production = production_trace(limit)

@@ -1,3 +1,3 @@
-from .sizing import ModelSize, sizing_of
+from .sizing import sizing_of
 
-__all__ = ["ModelSize", "sizing_of"]
+__all__ = ["sizing_of"]
