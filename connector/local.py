@@ -26,7 +26,7 @@ class LocalConnector:
     """What an engine in this process plugs in.
 
     `tensor` is its L1 pool, `[num_blocks, *shape.block_shape]`; `fingerprint` the model's (ModelIdentity.fingerprint).
-    `partial_blocks`: the engine takes promises that end inside a block.
+    `partial_blocks`: the engine takes promises that end inside a block. `identity`: what the fingerprint was made from.
     Raises ConfigError where the configured memory or disk is not there, FormatError and StoreLocked from the slab.
     """
 
@@ -38,8 +38,9 @@ class LocalConnector:
         tensor: "torch.Tensor",
         *,
         partial_blocks: bool = False,
+        identity: ModelIdentity | None = None,
     ) -> None:
-        self.tiers = open_tiers(config, fingerprint, shape)
+        self.tiers = open_tiers(config, fingerprint, shape, identity)
         if tensor.is_cuda and config.host.pin and cuda_driver() is None:
             _log.warning("[host] pin: libcuda.so.1 is not found or does not start, so copies will be slow")
 
@@ -73,8 +74,9 @@ class LocalConnector:
     def connect(cls, config: Config) -> "Callable[[ModelIdentity, BlockPool], LocalConnector]":
         """What `Engine` takes as `connect`: opens the tiers once model and L1 are known."""
         return lambda identity, pool: cls(
-            config, identity.fingerprint(), pool.shape, pool.tensor, partial_blocks=pool.partial_blocks
-        )
+            config, identity.fingerprint(), pool.shape, pool.tensor,
+            partial_blocks=pool.partial_blocks, identity=identity,
+        )  # fmt: skip
 
     def reset(self) -> None:
         """Forget every block in every tier below L1."""

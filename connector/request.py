@@ -6,9 +6,9 @@ from typing import NamedTuple, Protocol
 
 from kvtier.connector.partial import PartialView
 from kvtier.connector.plan import CopyOp
-from kvtier.tiers import ChainHash
+from kvtier.tiers import ChainHash, Outcome
 from kvtier.tiers.hierarchy import Attribution, Claim, Wanted
-from kvtier.tiers.pool import Lease, Reservation
+from kvtier.tiers.pool import Causes, Lease, Reservation
 from kvtier.tiers.returns import Hint, RequestEnd
 
 
@@ -60,14 +60,16 @@ class Answered(NamedTuple):
     hint: Hint | None = None
     is_derived: bool = False  # nobody said the hint: the answer shows it
     seconds: float = 0.0  # from its arrival to its end; 0: not known
+    ttft: float = 0.0  # from its arrival to its first token; 0: not known
 
-    def end_of(self, chain: BlockChain) -> RequestEnd:
+    def end_of(self, chain: BlockChain, request_id: str = "") -> RequestEnd:
         """What the tiers are told. Whoever has the same cache_salt is one client: each tenant is judged by itself."""
         client = int.from_bytes(chain.tenant[:4], "little")
         num_prompt = self.num_prompt_tokens // chain.block_size
         return RequestEnd(
-            chain.hashes, num_prompt, self.num_output_tokens, self.hint, client, self.is_derived, self.seconds
-        )
+            chain.hashes, num_prompt, self.num_output_tokens, self.hint, client, self.is_derived, self.seconds,
+            request_id, self.num_prompt_tokens, self.ttft,
+        )  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -81,10 +83,18 @@ class ConnectedRequest:
     view: PartialView | None = None  # what the claim is of, if not of its own blocks alone
     found: Attribution | None = None  # where its blocks were when first asked
     found_in_part: str | None = None  # the tier that had the view's last block
+    causes: Causes | None = None  # why the others were nowhere then
     looked_behind: int = -1  # so many held blocks: nothing there was of use
     look_again: float = 0.0
     whole_only: bool = False  # no view any more: one was refused
     recompute: bool = False  # decided once: loading is slower, or has failed
+
+    @property
+    def missed(self) -> Causes:
+        """Why blocks of it were in no tier, as far as this process knows: (cause, tier) → blocks."""
+        if self.causes is not None or self.found is None or not self.found.miss:
+            return self.causes or {}
+        return {(str(Outcome.ABSENT), ""): self.found.miss}
 
 
 @dataclass(slots=True)

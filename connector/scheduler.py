@@ -225,7 +225,7 @@ class SchedulerSide:
         if known.claim is not None:
             self._cancel(known)
         if answered is not None:
-            self._ended.append(answered.end_of(known.request.chain))
+            self._ended.append(answered.end_of(known.request.chain, request_id))
             if not self._wanted:
                 self._tell_ends()
                 if not self.requests:
@@ -320,7 +320,8 @@ class SchedulerSide:
         promised = self.tiers.poll(claim)
         if claim.found is not None and known.found is None:
             known.found = claim.found
-            self.tiers.count(claim.found, claim.missing, claim.causes)
+            known.causes = claim.causes
+            self.tiers.count(claim.found, claim.missing, known.causes)
             if claim.refusal is Outcome.NO_SLOT:
                 self.tiers.metrics.missed(Outcome.NO_SLOT, claim.found.loadable)
         may_look = self._partial_blocks and known.view is None and claim.behind is not None

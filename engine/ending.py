@@ -23,4 +23,5 @@ def answered_of(sequence: Sequence, reason: FinishReason, calls_tool: CallsTool 
     if hint is None and reason is FinishReason.STOP and calls_tool is not None and calls_tool(sequence.generated):
         hint, is_derived = Hint.TOOL, True
     lasted = time.monotonic() - sequence.arrived
-    return Answered(sequence.num_prompt_tokens, sequence.num_generated, hint, is_derived, lasted)
+    counts = sequence.num_prompt_tokens, sequence.num_generated
+    return Answered(*counts, hint, is_derived, lasted, sequence.ttft or 0.0)

@@ -267,6 +267,7 @@ class Scheduler:
         if not sequence.num_preempted:
             sequence.num_l1_tokens = sequence.num_computed
             known = self._connector.requests.get(request_id)
+            sequence.causes = {} if known is None else known.missed
             if known is not None and (loading or request_id in self._connector.backs):
                 sequence.found, sequence.found_in_part = known.found, known.found_in_part
             stats = self.segment_stats if sequence.is_segment else self.stats

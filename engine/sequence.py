@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from kvtier.tiers import L1, L2, TIERS, ChainHash, RequestError
 from kvtier.tiers.hierarchy import Attribution
 from kvtier.tiers.naming import TokenChain
+from kvtier.tiers.pool import Causes
 from kvtier.tiers.returns import Hint, hint_of
 
 if TYPE_CHECKING:
@@ -164,6 +165,7 @@ class Sequence:
         self.num_l1_tokens = 0  # cached tokens at the first admission, by where they were
         self.num_external_tokens = 0
         self.found: Attribution | None = None  # where the tiers below L1 had its blocks then, if some were loaded
+        self.causes: Causes = {}  # why the others of its blocks were nowhere then
         self.found_in_part: str | None = None  # the tier of the block of which only the beginning was loaded
         self.num_generated = 0  # tokens of the answer so far
         self.arrived = time.monotonic()

@@ -7,6 +7,7 @@ before everything that may change with it.
 import os
 import socket
 import struct
+from collections.abc import Sequence
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from kvtier.connector.daemon.fields import ID_BYTES, decoded, flag, number, octets, seconds, text
@@ -45,6 +46,7 @@ class Hello(NamedTuple):
     block_bytes: int
     size: int  # bytes of L2 it would like the model to have
     reset: bool  # a reset the daemon was not told of: everything is to be forgotten first
+    about: Sequence[tuple[str, str]] = ()  # the fields that the fingerprint was made from, for people; none: not known
 
 
 class Join(NamedTuple):
@@ -92,10 +94,11 @@ def unpack_handshake(body: Any) -> Handshake:
         return Join(octets(client, ID_BYTES))
     if kind != Hello.__name__:
         raise FormatError(f"unknown handshake {kind!r:.40}")
-    fingerprint, block_size, block_bytes, size, reset = fields
+    fingerprint, block_size, block_bytes, size, reset, about = fields
     hello = Hello(
-        octets(fingerprint, 32), number(block_size, 1 << 20), number(block_bytes, 1 << 40), number(size), flag(reset)
-    )
+        octets(fingerprint, 32), number(block_size, 1 << 20), number(block_bytes, 1 << 40), number(size), flag(reset),
+        tuple((text(name), text(value)) for name, value in about),
+    )  # fmt: skip
     if not hello.block_size or not hello.block_bytes:
         raise FormatError(f"blocks of {hello.block_size} tokens and {hello.block_bytes} bytes")
     return hello

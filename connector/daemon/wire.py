@@ -60,6 +60,7 @@ from kvtier.tiers.returns import Hint, RequestEnd
 
 MAX_HELLO: Final = 4 << 10  # bytes of a frame from a client that has not said yet who it is
 MAX_ENDED: Final = 512  # names of an ended request, its last ones
+MAX_REQUEST_ID: Final = 256  # characters
 MAX_FRAME: Final = 16 << 20  # bytes of any other
 MAX_ITEMS: Final = 4096  # of one array: a decoder makes room for as many as an array claims to have
 MAX_CHILDREN_BYTES: Final = 1 << 20  # of the tokens of children that a client is told at once
@@ -301,21 +302,26 @@ def _seal(epoch: Any, reservations: Any, counts: Any, tokens: Any) -> Seal:
 
 def _pack_end(op: RequestEnded) -> list[Any]:
     """The names that count most: a prompt continues the last of another. Names before them are left out."""
-    names, num_prompt, num_output_tokens, hint, client, is_derived, lasted = op.end
+    names, num_prompt, num_output_tokens, hint, *rest, request, num_prompt_tokens, ttft = op.end
     left_out = max(0, len(names) - MAX_ENDED)
     told = pack_hashes(names[left_out:]), max(0, num_prompt - left_out), num_output_tokens
-    return [*told, hint or "", client, is_derived, lasted]
+    request = request[:MAX_REQUEST_ID].encode(errors="replace").decode()  # an engine may take anything for an id
+    return [*told, hint or "", *rest, request, num_prompt_tokens, ttft]
 
 
 def _end(
-    hashes: Any, num_prompt: Any, num_output_tokens: Any, hint: Any, client: Any, is_derived: Any, lasted: Any
-) -> RequestEnded:
-    names, word = unpack_hashes(hashes), text(hint)
+    hashes: Any, num_prompt: Any, num_output_tokens: Any, hint: Any, client: Any, is_derived: Any, lasted: Any,
+    request: Any, num_prompt_tokens: Any, ttft: Any,
+) -> RequestEnded:  # fmt: skip
+    names, word, request_id = unpack_hashes(hashes), text(hint), text(request)
+    if len(request_id) > MAX_REQUEST_ID:
+        raise FormatError(f"request ended: an id of {len(request_id)} characters, at most {MAX_REQUEST_ID} are told")
     if len(names) > MAX_ENDED:
         raise FormatError(f"request ended: {len(names)} names, at most {MAX_ENDED} are told")
     said = Hint(word) if word else None
     counts = number(num_prompt, len(names) + 1), number(num_output_tokens)
-    return RequestEnded(RequestEnd(names, *counts, said, number(client, 1 << 32), flag(is_derived), seconds(lasted)))
+    whose = number(client, 1 << 32), flag(is_derived), seconds(lasted)
+    return RequestEnded(RequestEnd(names, *counts, said, *whose, request_id, number(num_prompt_tokens), seconds(ttft)))
 
 
 class OperationRow(NamedTuple):

@@ -148,7 +148,7 @@ class KVTierStorage(_OlderCalls):
         )
         fingerprint = identity.fingerprint()
         self._root = root_hash(fingerprint)
-        self._tiers = open_tiers(self._config, fingerprint, _PageSlot(first.page_size, self._slot_bytes))
+        self._tiers = open_tiers(self._config, fingerprint, _PageSlot(first.page_size, self._slot_bytes), identity)
         for name in self._pages:
             self._keep(self._tiers, name)
         told = ", ".join(f"{name} of {pages.page_bytes} bytes" for name, pages in self._pages.items())

@@ -81,9 +81,10 @@ class KVTier:
                 raise
             _log.warning("nothing is kept of this model: %s", error)
             return
-        fingerprint = self._form.named(identity).fingerprint()
+        named = self._form.named(identity)
+        fingerprint = named.fingerprint()
         root = root_hash(fingerprint, cache_salt=cache.cache_salt)
-        self._opened = open_tiers(self._config, fingerprint, self._form)
+        self._opened = open_tiers(self._config, fingerprint, self._form, named)
         self._blocks = TierBlocks(self._opened, root, self._form, self._config, model.device)
         if going_on is not None:
             keeps_answers = cache.store_generated

@@ -4,7 +4,7 @@ import inspect
 import json
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -40,6 +40,7 @@ class CommandContext:
 
     client: "HttpClient"
     as_json: bool
+    elsewhere: "Callable[[str], HttpClient]"  # by URL, with the same token
 
     def show(self, answer: Json, line: str) -> None:
         print(json.dumps(answer) if self.as_json else line)
@@ -86,8 +87,12 @@ def _connected(
         if not host or not port.isdecimal() or not 0 < int(port) < 65536:
             raise ConfigError(f'--http "{http}": not HOST:PORT; write it as in 127.0.0.1:9400')
     secret = settings.token if token is None else SecretStr(token)
-    with closing(HttpClient(http or settings.http, secret)) as client:
-        yield CommandContext(client, as_json)
+    with ExitStack() as opened:
+
+        def client(url: str | None = None) -> HttpClient:
+            return opened.enter_context(closing(HttpClient(http or settings.http, secret, url)))
+
+        yield CommandContext(client(), as_json, client)
 
 
 @command("status")
@@ -125,22 +130,39 @@ def explain(
     tokenizer: Annotated[
         Path | None, typer.Option("--tokenizer", metavar="DIR", help="The model's folder: to cut and to show text.")
     ] = None,
+    request: Annotated[
+        str | None, typer.Option("--request", metavar="ID", help="A request that ended lately, by its id.")
+    ] = None,
+    url: Annotated[
+        str | None, typer.Option("--url", metavar="URL", help="An engine or a router to ask, instead of the daemon.")
+    ] = None,
     cache_salt: SaltOption = None,
     model: ModelOption = None,
 ) -> None:
     from kvtier.connector.models import load_tokenizer
 
-    if (blocks is None) == (text is None):
-        raise ConfigError("explain: say which prompt by one of --blocks FILE and --text FILE")
-    if text is not None and tokenizer is None:
-        raise ConfigError(f'--text "{text}": it takes the model\'s tokenizer; name its folder by --tokenizer')
+    if sum(each is not None for each in (blocks, text, request)) != 1:
+        raise ConfigError("explain: say which prompt by one of --blocks FILE, --text FILE and --request ID")
     cutter = None if tokenizer is None else load_tokenizer(tokenizer)
-    body = _which_blocks(blocks, cache_salt, model)
-    if text is not None and cutter is not None:
-        body["tokens"] = list(cutter.encode(_read(text, "--text")).ids)
+    words = None if text is None else _read(text, "--text")
+    cut = None if words is None or cutter is None else list(cutter.encode(words).ids)
+    if url is not None:
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError(f'--url "{url}": not a URL; write it as in http://127.0.0.1:8000')
+        prompt = words if blocks is None else _read_list(blocks)
+        if blocks is not None and not all(isinstance(token, int) for token in prompt or ()):
+            raise ConfigError(f'--blocks "{blocks}": not token ids, which is what --url takes; write a list of numbers')
+        body = given(prompt=prompt, request=request, cache_salt=cache_salt, model=model, tokens=cut)
+        answer = context.elsewhere(url).post("/explain", body)
+        context.show(answer, "\n".join(answer["lines"]))
+        return
+    if words is not None and cut is None:
+        raise ConfigError(f'--text "{text}": it takes the model\'s tokenizer; name its folder by --tokenizer')
+    body = _which_blocks(blocks, cache_salt, model) | given(tokens=cut, request=request)
     answer = context.client.post("/admin/explain", body)
     decode = None if cutter is None else partial(cutter.decode, skip_special_tokens=False)
-    context.show(answer, "\n".join(observe.explained(answer, decode, body.get("tokens", ()))))
+    special = () if cutter is None else [at for at, each in cutter.get_added_tokens_decoder().items() if each.special]
+    context.show(answer, "\n".join(observe.explained(answer, decode, body.get("tokens", ()), special)))
 
 
 @command("pin")

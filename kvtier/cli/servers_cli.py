@@ -25,6 +25,9 @@ _log = logging.getLogger(__name__)
 _DAEMON_SWITCH: Final = 0.0002
 _SWITCH: Final = 0.001
 _DRAIN: Final = 10.0  # seconds from a signal to the end of the daemon
+RequestLogOption = Annotated[
+    str | None, typer.Option(metavar="FILE", help="Append a line of JSON for each request, and why it was no hit.")
+]
 _REPLICA: Final = (
     "http[s]://HOST:PORT[,events=…][,replay=…][,node=…][,node_replay=…][,block_size=N][,addresses=all]; once for each."
 )
@@ -37,8 +40,9 @@ def serve(
         str | None, typer.Option(metavar="PATH", help="Where engines connect; instead of the configured socket.")
     ] = None,
     http: HttpOption = None,
+    request_log: RequestLogOption = None,
 ) -> None:
-    settings = configuration.Config.load(config, service=given(socket=socket, http=http))
+    settings = configuration.Config.load(config, service=given(socket=socket, http=http, request_log=request_log))
     path = settings.service.socket
     if path is None:
         raise ConfigError("[service] socket none: the daemon needs a place to listen; name one, or give --socket PATH")
@@ -53,7 +57,11 @@ def serve(
         from kvtier.service.web import HttpSocket
     listening = HttpSocket(settings.service.http, names=settings.service.allowed_hosts)
     with Publisher(settings.events) if settings.events.publish is not None else nullcontext() as publisher:
-        daemon = Daemon(settings, path, publisher=publisher)
+        try:
+            daemon = Daemon(settings, path, publisher=publisher)
+        except BaseException:
+            listening.close()
+            raise
         pages = Pages(daemon, listening)
         serving.on_signal(daemon.stop)
         pages.start()
@@ -72,9 +80,10 @@ def serve_engine(
     name: Annotated[str | None, typer.Option(help="The model's name for clients; instead of the directory's.")] = None,
     http: HttpOption = None,
     exact: ExactOption = False,
+    request_log: RequestLogOption = None,
     config: ConfigOption = None,
 ) -> None:
-    settings = configuration.Config.load(config, server=given(name=name, http=http))
+    settings = configuration.Config.load(config, server=given(name=name, http=http, request_log=request_log))
     serving.begin(_SWITCH)
     with needing("the engine"):
         from kvtier.service.engine import EngineServer

@@ -4,8 +4,19 @@ from functools import partial
 from typing import Final
 
 from kvtier.service import Json
-from kvtier.service.admin.bodies import BlocksBody, PinBody, QuotaBody, ResetBody, UnpinBody
-from kvtier.service.node import MAX_QUOTAS, Daemon, Namespace, NotThere, Pins, PinView, explain, held_open, name_of
+from kvtier.service.admin.bodies import BlocksBody, ExplainBody, PinBody, QuotaBody, ResetBody, UnpinBody
+from kvtier.service.node import (
+    MAX_QUOTAS,
+    Daemon,
+    Namespace,
+    NotThere,
+    Pins,
+    PinView,
+    explain,
+    explain_request,
+    held_open,
+    name_of,
+)
 from kvtier.tiers import ConfigError
 from kvtier.tiers.hierarchy import evict_everywhere
 
@@ -43,9 +54,11 @@ class Admin:
             evicted = evict_everywhere(namespace.hierarchy, hashes, _PATIENCE)
             return {"model": name_of(namespace.fingerprint), "evicted": evicted, "unpinned": num_unpinned}
 
-    def explain(self, body: BlocksBody) -> Json:
+    def explain(self, body: ExplainBody) -> Json:
         """Which tier holds each block of a prompt, and why none holds the first that is missing."""
         with held_open(self._daemon, body.model) as namespace:
+            if body.request is not None:
+                return explain_request(namespace, body.request, body.cache_salt, _PATIENCE)
             others = [each for each in self._open() if each is not namespace]
             return explain(namespace, others, body.blocks, _PATIENCE)
 

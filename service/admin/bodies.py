@@ -102,6 +102,20 @@ class BlocksBody(Body):
         return selection
 
 
+class ExplainBody(BlocksBody):
+    """The blocks of a prompt, or those of a request that ended lately."""
+
+    request: Annotated[str, Field(min_length=1, max_length=512)] | None = None
+
+    @model_validator(mode="after")
+    def _one_way(self) -> Self:
+        if sum(each is not None for each in (self.hashes, self.tokens, self.request)) > 1:
+            raise ValueError("hashes, tokens, request: give one of the three")
+        if self.request is not None:
+            return self
+        return super()._one_way()
+
+
 class PinBody(BlocksBody):
     ttl: Lifetime
 

@@ -106,7 +106,8 @@ class OpenAICompletion:
         self._wanted = request
         self._form = form
         self._loop = loop
-        self._live = LiveRequest(request.inputs)
+        name = form.prefix + secrets.token_hex(12)
+        self._live = LiveRequest(request.inputs, name)
         self._unfinished = set(range(len(request.inputs)))
         self._begun: set[int] = set()
         self._usage = _Usage(
@@ -115,7 +116,7 @@ class OpenAICompletion:
         )
         self._approximate: dict[int, int] = {}  # by prompt: most tokens that a choice reuses and does not repair
         self._head = {
-            "id": form.prefix + secrets.token_hex(12),
+            "id": name,
             "object": form.whole,
             "created": int(time.time()),
             "model": request.model,

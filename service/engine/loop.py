@@ -1,7 +1,6 @@
 """The thread that steps a server's engine: admits requests, and hands each step's output to the event loop."""
 
 import asyncio
-import itertools
 import logging
 import threading
 import time
@@ -14,8 +13,10 @@ from prometheus_client import Histogram
 
 from kvtier.connector.segments import Repair, Segment
 from kvtier.engine import Engine, FinishReason, NamedPrompt, Output, SamplingParams, Sequence
+from kvtier.service.engine.ended import EndedSequences
 from kvtier.service.events import TierFeed
 from kvtier.service.openai import OpenAIError, busy
+from kvtier.service.why import RequestLog
 from kvtier.tiers import RequestError
 
 _log = logging.getLogger(__name__)
@@ -58,8 +59,10 @@ class SequenceUpdate:
 class LiveRequest:
     """The sequences of one request, and their updates. All but `tell` is called on the event loop that made it."""
 
-    def __init__(self, inputs: abc.Sequence[SequenceInput]) -> None:
+    def __init__(self, inputs: abc.Sequence[SequenceInput], name: str) -> None:
+        """`name`: its id for the client, which no other request has."""
         self.inputs = inputs
+        self.name = name
         self.request_ids: list[str | None] = [None] * len(inputs)  # written and read by the engine's thread
         self.unfinished = set(range(len(inputs)))  # the same
         self._loop = asyncio.get_running_loop()
@@ -122,9 +125,12 @@ class EngineLoop:
     At most `max_num_seqs + max_waiting` sequences are live; a request beyond that is refused.
     """
 
-    def __init__(self, engine: Engine, max_waiting: int, feed: TierFeed | None = None) -> None:
+    def __init__(
+        self, engine: Engine, max_waiting: int, feed: TierFeed | None = None, log: RequestLog | None = None
+    ) -> None:
         self.engine = engine
         self.fingerprint = engine.identity.fingerprint().hex()
+        self.ended = EndedSequences(engine, log)
         self._feed = feed
         self._is_fed = True  # the feed has published everything
         self.capacity = engine.config.max_num_seqs + max_waiting
@@ -136,7 +142,6 @@ class EngineLoop:
         self.num_live = 0  # sequences that wait or are computed
         self._stop_at: float | None = None
         self._sequences: dict[str, _LiveSequence] = {}
-        self._ids = map(str, itertools.count())
         self._num_failures = 0  # in a row
         self._failed_at = 0.0
         self._turned = time.monotonic()
@@ -238,7 +243,7 @@ class EngineLoop:
                 request_id = self.engine.add_request(
                     wanted.prompt,
                     wanted.params,
-                    request_id=next(self._ids),
+                    request_id=request.name if len(request.inputs) == 1 else f"{request.name}-{index}",
                     segments=wanted.segments,
                     repair=wanted.repair,
                 )
@@ -261,7 +266,8 @@ class EngineLoop:
         request = abort.request
         for index in request.unfinished.intersection(abort.indices):
             if (request_id := request.request_ids[index]) is not None:
-                self._sequences.pop(request_id, None)
+                if (live := self._sequences.pop(request_id, None)) is not None:
+                    self.ended.note(live.sequence, abort.outcome)
                 self.engine.abort(request_id)
             self._end(request, index, abort.outcome)
 
@@ -290,6 +296,7 @@ class EngineLoop:
             told.setdefault(live.request, []).append(update)
             if output.finish_reason is not None:
                 del self._sequences[output.request_id]
+                self.ended.note(live.sequence, output.finish_reason)
                 self._end(live.request, live.index, output.finish_reason)
         for request, items in told.items():
             request.tell(items)

@@ -1,6 +1,7 @@
 """Texts that are going to be segments, computed each by itself: the answer says what was held and what was not."""
 
 import asyncio
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -25,7 +26,7 @@ class Precomputation:
         """Submits the texts. Raises OpenAIError if the engine has no room for them."""
         self._wanted = request
         self._loop = loop
-        self._live = LiveRequest(request.inputs)
+        self._live = LiveRequest(request.inputs, f"precompute-{secrets.token_hex(12)}")
         self._unfinished = set(range(len(request.inputs)))
         loop.submit(self._live)
 

@@ -17,6 +17,7 @@ from kvtier.service.engine.server import Served, make_app
 from kvtier.service.events import Publisher, Source, TierFeed
 from kvtier.service.openai import OpenAIError, Prompts
 from kvtier.service.web import HttpServer, HttpSocket
+from kvtier.service.why import RequestLog
 from kvtier.tiers import L1
 from kvtier.tiers.config import Config
 from kvtier.tiers.hierarchy import EventSource, Hierarchy, TierEvents
@@ -34,12 +35,15 @@ class EngineServer:
     """`kvtier engine` in one process: `run` serves until `stop`."""
 
     def __init__(self, model: Path, config: Config, *, exact: bool = False) -> None:
-        """Binds the address first, since a model takes long to load. Raises ConfigError for address, model or tiers."""
+        """Binds the address first: a model takes long to load. Raises ConfigError for address, model, log or tiers."""
         disable_progress_bar()  # type: ignore[no-untyped-call]
         require_checkpoint(model)
         prompts, settings = Prompts.open(model), config.server
         with ExitStack() as opened:
             listening = opened.enter_context(closing(HttpSocket(settings.http, "server", settings.allowed_hosts)))
+            self._log = RequestLog.opened(settings.request_log, "[server] request_log")
+            if self._log is not None:
+                opened.callback(self._log.close)
             self.publisher = Publisher(config.events) if config.events.publish is not None else None
             if self.publisher is not None:
                 opened.callback(self.publisher.close)
@@ -54,7 +58,7 @@ class EngineServer:
             opened.pop_all()
         self.engine.scheduler.calls_tool = prompts.calls_tool
         self._feed = None if self.publisher is None else _feed(self.publisher, self.engine)
-        self.loop = EngineLoop(self.engine, settings.max_waiting, self._feed)
+        self.loop = EngineLoop(self.engine, settings.max_waiting, self._feed, self._log)
         self.name = settings.name or name_of(model)
         app = make_app(Served(self.loop, prompts, self.name, settings, _events(self.publisher)))
         room = self.loop.capacity + _SPARE
@@ -72,6 +76,8 @@ class EngineServer:
             if not self.engine.drain(_STORES):
                 _log.warning("stores still waited after %g s: they are dropped", _STORES)
             self.engine.close()
+            if self._log is not None:
+                self._log.close()
             if self.publisher is not None and self._feed is not None:
                 self._feed.close()
                 self.publisher.close()

@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 from kvtier.engine import SamplingParams
 from kvtier.service import Json
 from kvtier.service.engine.completion import CHAT, TEXT, CompletionFormat, CompletionRequest, OpenAICompletion, late
+from kvtier.service.engine.explaining import explain_prompt
 from kvtier.service.engine.loop import EngineLoop, SequenceInput, stopping
 from kvtier.service.engine.precompute import Precomputation, PrecomputeRequest
 from kvtier.service.engine.segments import repair_of, segments_of
@@ -94,9 +95,14 @@ def make_app(served: Served) -> Starlette:
         wanted = await read(request, partial(_texts, served))
         return await _answered(request, Precomputation(wanted, served.loop))
 
+    async def explain(request: Request) -> Response:
+        told = await read(request, lambda data, deadline: explain_prompt(served.loop, served.prompts, data))
+        return JSONResponse(told)
+
     routes = [
         post("/v1/completions", CompletionBody, TEXT),
         post("/v1/chat/completions", ChatBody, CHAT),
+        Route("/explain", explain, methods=["POST"]),
         Route("/v1/kvtier/precompute", precompute, methods=["POST"]),
         page("/v1/models", lambda: JSONResponse({"object": "list", "data": [entry()]}), guard),
         Route("/v1/models/{name:path}", model, methods=["GET"]),

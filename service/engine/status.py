@@ -117,6 +117,8 @@ def _own(loop: EngineLoop) -> Iterator[Metric]:
     yield counter("kvtier_engine_steps", "Steps computed", stats["steps"])
     yield counter("kvtier_engine_failed_steps", "Steps that raised", tally.failed_steps)
     yield counter("kvtier_engine_preempted", "Sequences preempted", stats["preempted"])
+    log = {} if loop.ended.log is None else dict(loop.ended.log.counts)
+    yield counter("kvtier_request_log_lines", "Lines of the request log", log, "outcome")
     if (counts := _segments(loop)) is not None:
         yield counter("kvtier_engine_segment_tokens", "Prompt tokens of reused segments", counts.tokens, "kind")
         yield counter("kvtier_engine_blends", "Requests with segments, by what was computed", counts.blends, "kind")

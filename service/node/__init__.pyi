@@ -1,5 +1,5 @@
 from .daemon import Daemon
-from .explaining import explain
+from .explaining import explain, explain_request
 from .exposition import exposition
 from .lookup_trace import TraceRecorder
 from .memory_page import memory
@@ -27,6 +27,7 @@ __all__ = [
     "Watched",
     "degraded_tiers",
     "explain",
+    "explain_request",
     "exposition",
     "held_open",
     "hold_open",

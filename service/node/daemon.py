@@ -17,6 +17,7 @@ from kvtier.service.node.listener import Listener
 from kvtier.service.node.loop import Loop, now
 from kvtier.service.node.namespaces import Namespace, Namespaces, Opening
 from kvtier.service.node.session import Session
+from kvtier.service.why import RequestLog
 from kvtier.tiers import ConfigError, TierUnavailable
 from kvtier.tiers.config import Config
 
@@ -71,7 +72,8 @@ class Daemon:
         self.started = now()
         self.limits: dict[str, int] = {}  # cache_salt → bytes of each model's L2 it may have; on the loop's thread
         self.buffers: Buffers[Session] = Buffers(self._cut_off)
-        self._namespaces = Namespaces(config)
+        self.request_log = RequestLog.opened(config.service.request_log, "[service] request_log")
+        self._namespaces = Namespaces(config, self.request_log)
         self._sessions: dict[bytes, Session] = {}
         self._waiting: dict[bytes, list[tuple[Session, Hello]]] = {}  # fingerprint being opened → who wants it
         self._openings: list[Opening] = []  # planned, one at a time is carried out
@@ -104,6 +106,8 @@ class Daemon:
             thread.start()
         for thread in threads:
             thread.join(max(0.0, deadline + 0.5 - time.monotonic()))
+        if self.request_log is not None:
+            self.request_log.close()
         return not any(thread.is_alive() for thread in threads)
 
     # for people and their tools
@@ -159,6 +163,7 @@ class Daemon:
             self.log(f"client {session.peer.pid} is refused: {error}")
             session.refuse(str(error))
             return
+        namespace.about = namespace.about or dict(hello.about)
         session.enter(namespace)
         if hello.reset:
             self.aside(namespace.hierarchy.reset, lambda result: self._reset(session, namespace, result))

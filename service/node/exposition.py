@@ -47,6 +47,8 @@ def _own(daemon: Daemon, namespaces: list[Namespace], clients: list[ClientView],
     yield counter("kvtier_client_events", "What became of clients and their leases", dict(daemon.counts), "event")
     told = dict(daemon.publisher.counts) if daemon.publisher is not None else {}
     yield counter("kvtier_kv_events", "KV events published, in batches, and told again", told, "event")
+    log = {} if daemon.request_log is None else dict(daemon.request_log.counts)
+    yield counter("kvtier_request_log_lines", "Lines of the request log", log, "outcome")
     yield gauge("kvtier_pinned_blocks", "Blocks kept by pins", pins.blocks_by_model(), "fingerprint")
     yield from _savings(daemon, namespaces)
 

@@ -216,7 +216,7 @@ class Holdings:
 
     def _on_requestended(self, op: messages.RequestEnded) -> None:
         account = self._client * _TENANTS + op.end.client % _TENANTS  # a client is judged for no other's hints
-        self._tiers.ended(op.end._replace(client=account))
+        self._tiers.ended(op.end._replace(client=account), op.end.client)
 
     def _on_holds(self, op: messages.Holds) -> bytes:
         return bytes(self._hierarchy.holds(op.hashes))

@@ -52,6 +52,10 @@ class Tenants:
                     if len(self._heads) > _MOST_HEADS:
                         self._heads.popitem(last=False)
 
+    def known(self) -> list[ChainHash]:
+        """The roots of all tenants, those without a salt first. On any thread."""
+        return [self.unsalted, *self._roots.copy()]
+
     def of(self, head: ChainHash, parent: ChainHash) -> ChainHash | None:
         """Whose a chain is that begins with `head` behind `parent`; None if nobody has said."""
         if parent == self.unsalted:

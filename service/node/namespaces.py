@@ -9,6 +9,7 @@ from typing import Final, NamedTuple, Protocol
 from kvtier.connector.daemon import ID_BYTES, Hello
 from kvtier.service.node.loop import now
 from kvtier.service.node.served_tiers import ServedTiers
+from kvtier.service.why import RequestLog
 from kvtier.tiers import ConfigError
 from kvtier.tiers.config import Config, format_size
 from kvtier.tiers.hierarchy import EventSource, Hierarchy, open_hierarchy
@@ -54,6 +55,7 @@ class Namespace:
     tiers: ServedTiers
     source: EventSource | None  # what comes to the tiers and leaves them, where that is published
     instance: bytes = field(default_factory=lambda: secrets.token_bytes(ID_BYTES))
+    about: dict[str, str] = field(default_factory=dict)  # what the fingerprint was made from; empty: nobody has said
     members: set[NamespaceUser] = field(default_factory=set)
     idle_since: float = field(default_factory=now)
     progressed: bool = False  # some claim may have an answer: set by any thread, read by the loop
@@ -87,6 +89,7 @@ class Opening(NamedTuple):
     size: int
     close_first: list[Namespace]
     config: Config
+    log: RequestLog | None
 
     def run(self) -> Namespace:
         """Close what makes room, then open. Raises what `open_hierarchy` does."""
@@ -103,9 +106,10 @@ class Opening(NamedTuple):
             service.default_quota,
             assumed_rate=service.prefill_rate,
             kept_lookups=service.kept_lookups,
+            log=self.log,
         )
         source = EventSource(hierarchy) if config.events.publish is not None else None
-        return Namespace(self.hello.fingerprint, blocks, self.size, tiers, source)
+        return Namespace(self.hello.fingerprint, blocks, self.size, tiers, source, about=dict(self.hello.about))
 
 
 class Namespaces:
@@ -114,9 +118,10 @@ class Namespaces:
     Law (`check`): what the namespaces have, those being opened included, is within the budget.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, log: RequestLog | None = None) -> None:
         self.budget = config.host.size
         self._config = config
+        self._log = log
         self._open: dict[bytes, Namespace] = {}
         self._opening: dict[bytes, int] = {}  # fingerprint → bytes of L2 set aside for it
 
@@ -163,7 +168,7 @@ class Namespaces:
             del self._open[victims[-1].fingerprint]
         size = min(hello.size, left) // stride * stride
         self._opening[hello.fingerprint] = size
-        return Opening(hello, size, victims, self._config)
+        return Opening(hello, size, victims, self._config, self._log)
 
     def opened(self, fingerprint: bytes, namespace: Namespace | None) -> None:
         """An opening has ended, well or with nothing."""

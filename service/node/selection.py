@@ -36,3 +36,8 @@ class BlockSelection:
         chains = [chain_hashes(root, self.tokens, size, scheme) for scheme in _SCHEMES]
         found = [namespace.hierarchy.locate(chain, timeout).loadable for chain in chains]
         return chains[found.index(max(found))], root
+
+    def scheme_of(self, names: Sequence[ChainHash], root: ChainHash, block_size: int) -> str:
+        """By which hash the blocks of these tokens were named."""
+        first = self.tokens[:block_size]
+        return next(each for each in _SCHEMES if chain_hashes(root, first, block_size, each)[0] == names[0])

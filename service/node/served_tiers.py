@@ -11,6 +11,8 @@ from kvtier.service.node.memory_use import Tenants
 from kvtier.service.node.past_lookups import PastLookups
 from kvtier.service.node.quota import Quotas
 from kvtier.service.node.savings import Savings
+from kvtier.service.node.seen_requests import SeenRequests
+from kvtier.service.why import RequestLog
 from kvtier.tiers import L2, ChainHash, Outcome
 from kvtier.tiers.hierarchy import Claim, Ends, Hierarchy, Pending, Wanted
 from kvtier.tiers.pool import Lease, Reservation
@@ -37,16 +39,18 @@ class ServedTiers:
         *,
         assumed_rate: int | None = None,
         kept_lookups: int = 0,
+        log: RequestLog | None = None,
     ) -> None:
         """`default_quota`: bytes of L2 for each tenant that has no quota. `assumed_rate`: as `Savings` has it.
 
-        `kept_lookups`: blocks of lookups that `past` keeps; 0: there is none.
+        `kept_lookups`: blocks of lookups that `past` keeps; 0: there is none. `log`: where requests are told.
         """
         self.hierarchy = hierarchy
         self.quotas = Quotas(hierarchy.host, fingerprint, default_quota)
         self.past = PastLookups(kept_lookups) if kept_lookups else None
         self.savings = Savings(hierarchy.rates, assumed_rate)
         self.tenants = Tenants(fingerprint)
+        self.seen = SeenRequests(fingerprint, log)
         self.recorder: TraceRecorder | None = None  # while somebody records
         self.feed: TierFeed | None = None  # where KV events are published
         self._vain: OrderedDict[ChainHash, float] = OrderedDict()  # last block asked for → when it was last in vain
@@ -58,7 +62,9 @@ class ServedTiers:
             return promised
         if not self._is_repeated(claim.hashes[-1], promised):
             assert claim.found is not None
-            self.hierarchy.count(claim.found, causes=claim.causes)
+            causes = claim.causes
+            self.hierarchy.count(claim.found, causes=causes)
+            self.seen.looked_up(claim, causes)
             if self.past is not None:
                 self.past.looked_up(claim.hashes, claim.found.blocks - claim.found.miss, claim.num_l1)
             if self.recorder is not None:
@@ -66,9 +72,10 @@ class ServedTiers:
                 self.recorder.record(claim.hashes, len(claim.hashes) * size, block_size=size)
         return promised
 
-    def ended(self, end: RequestEnd) -> None:
-        """As `Hierarchy.ended`; a trace that is recorded tells it, too."""
+    def ended(self, end: RequestEnd, client: int | None = None) -> None:
+        """As `Hierarchy.ended`; the request log and a trace that is recorded tell it, too. `client`: at its engine."""
         self.hierarchy.ended(end)
+        self.seen.ended(end if client is None else end._replace(client=client))
         if self.recorder is not None:
             self.recorder.ended(end)
 

@@ -1,97 +1,89 @@
-"""What `kvtier explain` found, in plain English; and what it is that changes between two prompts."""
+"""What `kvtier explain` found, in plain English: where the blocks are, why the next one is missing, what helps."""
 
-import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Final
 
+from kvtier.service.observe.differing import Decode, finding
 from kvtier.tiers import TIERS
 
-Decode = Callable[[Sequence[int]], str]
-
-_MONTHS: Final = "(Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]*"
-_UUID: Final = r"[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}"
-_DATES: Final = (
-    r"\d{4}-\d{2}-\d{2}([T ]\d{2}:\d{2}(:\d{2})?)?",
-    r"\d{1,2}:\d{2}(:\d{2})?",
-    r"\d{1,2}[./]\d{1,2}[./]\d{2,4}",
-    rf"\d{{1,2}}\.? {_MONTHS} \d{{4}}",
-    rf"{_MONTHS} \d{{1,2}}(, \d{{4}})?",
-)
-_KINDS: Final = (
-    ("a request id", re.compile(_UUID)),
-    *(("a date or time", re.compile(each)) for each in _DATES),
-    ("a request id", re.compile(r"\b(?=[0-9a-fA-F]*\d)[0-9a-fA-F]{12,}\b")),
-    ("a user name", re.compile(r"(?i)(user|name|customer|account)[ _a-z]*[:=]? ?[\"']?[\w.@-]+")),
-)
 _BEFORE: Final = 16  # tokens before a block that may begin what changes in it
+_UNKNOWN: Final = ("never_seen", "absent")
 _ADVICE: Final = {
+    "absent": "Its tiers are a daemon's: ask that one, by --http, or by --request with the same id.",
     "evicted": "Give {tier} more room if prompts return later than that; `kvtier simulate` says what pays.",
+    "lost": "Give Redis more memory, or raise [redis] ttl.",
     "never_seen": "If it should have been stored, compare cache salt, model and chat template.",
     "not_admitted": "Lower [cache] admit_after to store blocks at their first sighting.",
     "quota": "Give this tenant a larger quota, by `kvtier quota`.",
     "removed": "An operator removed it; it is stored again when it is computed.",
     "reset": "Everything was forgotten; it is stored again when it is computed.",
+    "short": "Less than a block is never stored: a smaller [cache] block_size would hold more of such prompts.",
 }
 _CAUSES: Final = {
+    "absent": "the engine does not know why",
     "evicted": "it was evicted from {tier} {seconds} s ago",
+    "lost": "it was stored in Redis {seconds} s ago and is not there now: it expired, or Redis evicted it",
     "never_seen": "it was never stored here, or left too long ago",
     "not_admitted": "it was not admitted to {tier} {seconds} s ago",
     "quota": "its tenant's quota was used up {seconds} s ago",
     "removed": "an operator removed it from {tier} {seconds} s ago",
     "reset": "everything was reset {seconds} s ago",
+    "short": "the prompt has {tokens} tokens, and a block has {size}",
 }
 
 
-def changing_part(mine: str, theirs: str) -> tuple[str, str, str] | None:
-    """What it is that differs between two texts with the same beginning: (what, mine, theirs). None: no known kind."""
-    same = next((i for i, (one, other) in enumerate(zip(mine, theirs, strict=False)) if one != other), -1)
-    if same < 0:
-        return None
-    for kind, pattern in _KINDS:
-        ours = next((m for m in pattern.finditer(mine) if m.start() <= same < m.end()), None)
-        held = next((m for m in pattern.finditer(theirs) if m.start() <= same < m.end()), None)
-        if ours is not None and held is not None and ours.start() == held.start():
-            return kind, ours.group(), held.group()
-    return None
+def explained(
+    answer: dict[str, Any], decode: Decode | None = None, tokens: Sequence[int] = (), special: Collection[int] = ()
+) -> Iterator[str]:
+    """Lines for people; the last one says what to do.
 
-
-def explained(answer: dict[str, Any], decode: Decode | None = None, tokens: Sequence[int] = ()) -> Iterator[str]:
-    """Lines for people; the last one says what to do. `tokens` is the prompt, `decode` makes text of some."""
+    `tokens` is the prompt, `decode` makes text of some, `special` are those that templates write.
+    """
     size = answer["block_size"]
     for run in answer["runs"]:
-        tier = run["tier"]
-        where = TIERS[tier].shown if tier in TIERS else tier or "nowhere"
         last = run["first"] + run["blocks"] - 1
+        where = _shown(run["tier"]) or "nowhere"
         yield f"blocks {run['first']}-{last} (tokens {run['first'] * size}-{(last + 1) * size - 1}): {where}"
+    if (cut := answer.get("other_cut")) is not None:
+        own, other = (each if decode is None else [decode([token]) for token in each] for each in _cuts(cut))
+        yield f"another tokenizer cuts the text otherwise from token {cut['token']:,} on: {other} for {own}"
     if (cause := answer["cause"]) is None:
         yield "Every whole block is held: nothing to do."
         return
-    tier = TIERS[cause["tier"]].shown if cause["tier"] in TIERS else cause["tier"]
+    words = {**cause, "tier": _shown(cause["tier"]), "size": size, "tokens": answer.get("tokens", 0)}
     why = _CAUSES.get(cause["name"], "it could not be stored in {tier} {seconds} s ago: " + cause["name"])
-    yield f"block {cause['block']} is missing: {why.format(tier=tier, seconds=cause['seconds'])}"
-    advice = _ADVICE.get(cause["name"], "See docs/faults.md for that reason.").format(tier=tier)
-    if (differs := answer["differs"]) is not None and cause["name"] == "never_seen":
+    yield f"block {cause['block']} is missing: {why.format(**words)}"
+    advice = _ADVICE.get(cause["name"], "See docs/faults.md for that reason.").format(**words)
+    if (differs := answer["differs"]) is not None and cause["name"] in _UNKNOWN:
         start = cause["block"] * size
-        line, advice = _difference(differs, decode, list(tokens[max(0, start - _BEFORE) : start]))
+        line, advice = finding(differs, decode, list(tokens[max(0, start - _BEFORE) : start]), special)
         yield line
+    for tenant in answer.get("tenants", ()):
+        whose = "a request without a cache_salt" if tenant["tenant"] == "no salt" else f"cache_salt {tenant['tenant']}"
+        yield f"another tenant holds the same tokens: {whose}, {tenant['blocks']} blocks"
+        advice = "Another cache_salt stored this prompt: send the same one with all that may share it, or none."
     for other in answer["elsewhere"]:
-        held = f"{other['blocks']} blocks of {other['block_size']} tokens"
-        yield f"another model holds the same tokens: {other['model']}, {held}"
-        what = "block size" if other["block_size"] != size else "model, dtype or layout"
+        yield from _other_model(other)
+        fields = ", ".join(each["field"] for each in other.get("fields", ()))
+        what = fields or ("block size" if other["block_size"] != size else "model, dtype or layout")
         advice = (
             f"Another fingerprint ({what}) stored this prompt: run the same model with the same options everywhere."
         )
+    if cut is not None:
+        advice = "Another tokenizer made these prompts: use the engine's, or send text to it."
     yield advice
 
 
-def _difference(differs: dict[str, Any], decode: Decode | None, before: list[int]) -> tuple[str, str]:
-    """Where the nearest held block differs, and what helps. Both have the tokens `before`."""
-    at, mine, theirs = differs["same"], differs["tokens"], differs["held_tokens"]
-    own, held = (str(each[at : at + 4]) for each in (mine, theirs))
-    advice = "Put what changes behind all that stays the same, to the end of the prompt."
-    if decode is not None:
-        own, held = decode(mine[at : at + 4]), decode(theirs[at : at + 4])
-        if (part := changing_part(decode([*before, *mine]), decode([*before, *theirs]))) is not None:
-            kind, own, held = part
-            advice = f"{kind.capitalize()} changes there: move it behind all that stays the same, to the prompt's end."
-    return f"differs at token {differs['token']:,}: `{own}` for `{held}`", advice
+def _other_model(other: dict[str, Any]) -> Iterator[str]:
+    held = f"{other['blocks']} blocks of {other['block_size']} tokens"
+    yield f"another model holds the same tokens: {other['model']}, {held}"
+    for field in other.get("fields", ()):
+        yield f"  {field['field']}: {field['here']} here, {field['there']} there"
+
+
+def _shown(tier: str | None) -> str:
+    return TIERS[tier].shown if tier in TIERS else tier or ""
+
+
+def _cuts(cut: dict[str, Any]) -> tuple[list[int], list[int]]:
+    return cut["tokens"], cut["other_tokens"]

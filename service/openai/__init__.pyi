@@ -1,6 +1,15 @@
-from .bodies import ChatBody, CompletionBody, CompletionPrompt, PrecomputeBody, RequestBody, json_object, parse
+from .bodies import (
+    ChatBody,
+    CompletionBody,
+    CompletionPrompt,
+    PrecomputeBody,
+    RequestBody,
+    json_object,
+    parse,
+)
 from .chat_turns import chat_of, template_variables
 from .errors import OpenAIError, busy, error_handlers, too_long, unknown_model
+from .explain_body import ExplainBody
 from .pieces import TokenizedPrompt
 from .prompts import Detokenizer, Prompts
 
@@ -9,6 +18,7 @@ __all__ = [
     "CompletionBody",
     "CompletionPrompt",
     "Detokenizer",
+    "ExplainBody",
     "OpenAIError",
     "PrecomputeBody",
     "Prompts",

@@ -203,11 +203,14 @@ class CompletionPrompt(RequestBody):
         return self.prompt
 
 
+Messages = Annotated[
+    list[Annotated[Message, BeforeValidator(_few_fields)]],
+    Field(min_length=1, max_length=_MAX_LIST, fail_fast=True),
+]
+
+
 class ChatPrompt(RequestBody):
-    messages: Annotated[
-        list[Annotated[Message, BeforeValidator(_few_fields)]],
-        Field(min_length=1, max_length=_MAX_LIST, fail_fast=True),
-    ]
+    messages: Messages
 
     @property
     def chat(self) -> Chat:

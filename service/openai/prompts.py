@@ -95,6 +95,16 @@ class Prompts:
         except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:  # by the template
             raise OpenAIError(400, f"messages: the model's template refuses them: {error}", param="messages") from None
 
+    @property
+    def special(self) -> frozenset[int]:
+        """The special tokens, which templates write."""
+        return self._silent
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """What the tokens say, special ones too."""
+        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
+        return text
+
     def detokenizer(self) -> "Detokenizer":
         return Detokenizer(self._tokenizer, self._silent)
 

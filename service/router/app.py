@@ -62,6 +62,10 @@ def make_app(router: Router, token: SecretStr | None, stopping: Event) -> Starle
             raise unknown_model(asked, ", ".join(served))
         return JSONResponse(served[asked])
 
+    async def explain(request: Request) -> Response:
+        guard.admit(request)
+        return JSONResponse(await router.explain(await read_body(request, MAX_BODY)))
+
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         await router.start()
@@ -77,6 +81,7 @@ def make_app(router: Router, token: SecretStr | None, stopping: Event) -> Starle
         Route("/v1/{name:path}", _Forwarding(router, guard, any_path=True), methods=["POST"]),
         page("/v1/models", lambda: JSONResponse({"object": "list", "data": router.fleet.models()}), guard),
         Route("/v1/models/{name:path}", model, methods=["GET"]),
+        Route("/explain", explain, methods=["POST"]),
         page("/metrics", lambda: Response(exposition(router), media_type=EXPOSITION)),
         page("/healthz", lambda: JSONResponse({"status": "ok"})),
         page("/readyz", lambda: _readiness(router)),

@@ -1,6 +1,7 @@
 """The router: reads each request's prompt, looks up who holds it, and has the proxy forward it."""
 
 import asyncio
+import json
 import ssl
 import time
 from collections import Counter
@@ -10,15 +11,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
+from kvtier.service import Json
 from kvtier.service.events import CurveKeys
 from kvtier.service.observe import RouterStatus, statuses
 from kvtier.service.openai import OpenAIError, Prompts, json_object, unknown_model
 from kvtier.service.router.client import Deadlines, Headers
+from kvtier.service.router.explaining import explained_holdings
 from kvtier.service.router.fleet import Fleet
 from kvtier.service.router.holdings import FleetHoldings, Held
 from kvtier.service.router.ledger import Ledger
 from kvtier.service.router.lists import ReplicaList
-from kvtier.service.router.prompts import READ, KnownPrompt, read
+from kvtier.service.router.prompts import CHAT, COMPLETION, READ, KnownPrompt, read
 from kvtier.service.router.proxy import NOT_ASKED, Proxy, RoutedRequest, passed
 from kvtier.service.router.replica_tokenizer import ReplicaTokenizer
 from kvtier.service.router.replicas import ProbeSettings, Replica
@@ -137,13 +140,31 @@ class Router:
         request = replace(request, session=session_of(request.path, fields))
         if known.unknown is not None:
             return self._unknown(known.unknown, request)
-        begun, fleet = time.perf_counter(), self.fleet
+        begun = time.perf_counter()
+        held = await self._held(known, model)
+        self.ledger.seconds["score"] += time.perf_counter() - begun
+        return replace(request, num_tokens=len(known.tokens), held=held)
+
+    async def explain(self, body: bytes) -> Json:
+        """Who holds the prompt of a request with this body, as far as events tell. Raises OpenAIError."""
+        fields = json_object(body)
+        if "request" in fields:
+            why = "a router knows no requests that ended; ask the engine or its node's daemon"
+            raise OpenAIError(400, f"request: {why}", param="request", code="unsupported_parameter")
+        if body.count(b",") >= _MAX_ITEMS:
+            raise OpenAIError(400, "prompt: too long for a router to read; ask an engine", param="prompt")
+        fields.setdefault("model", next((str(each["id"]) for each in self.fleet.models()), ""))
+        path = CHAT if "messages" in fields else COMPLETION
+        known = await self._known(path, fields, json.dumps(fields).encode())
+        held = Held() if known.unknown is not None else await self._held(known, fields["model"])
+        return explained_holdings(known, held, self.fleet.block_size)
+
+    async def _held(self, known: KnownPrompt, model: object) -> Held:
+        fleet = self.fleet
         what = known.tokens, known.cache_salt, fleet.namespace, fleet.adapter(model)
         is_long = len(known.tokens) > _LONG
         names = await asyncio.to_thread(self.holdings.names, *what) if is_long else self.holdings.names(*what)
-        held = self.holdings.of(len(known.tokens), names)
-        self.ledger.seconds["score"] += time.perf_counter() - begun
-        return replace(request, num_tokens=len(known.tokens), held=held)
+        return self.holdings.of(len(known.tokens), names)
 
     async def _known(self, path: str, fields: Mapping[str, Any], body: bytes) -> KnownPrompt:
         """The prompt, tokenized by the router's own tokenizer, or by a replica if it has none."""

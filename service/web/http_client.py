@@ -17,19 +17,26 @@ _ANSWER: Final = 60.0  # seconds between two pieces of an answer; some verbs wai
 
 
 class HttpClient:
-    """Sends requests to the daemon at HOST:PORT. Raises TierUnavailable if it is down, ConfigError if it refuses."""
+    """Sends requests to the daemon at HOST:PORT, or to an engine or a router at a URL.
 
-    def __init__(self, address: str, token: SecretStr | None) -> None:
-        self._address = address
+    Raises TierUnavailable if it is down, ConfigError if it refuses.
+    """
+
+    def __init__(self, address: str, token: SecretStr | None, url: str | None = None) -> None:
+        """`url`: where an engine or a router answers instead, as http://HOST:PORT or https://."""
+        self._where = f'[service] http "{address}"' if url is None else f'--url "{url}"'
+        self._is_daemon = url is None
         headers = {} if token is None else {b"authorization": b"Bearer " + token.get_secret_value().encode()}
         timeout = httpx2.Timeout(_ANSWER, connect=_CONNECT)
-        nobody = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # all is plain HTTP; the default reads 20 ms of certificates
+        # mostly all is plain HTTP; the default context reads 20 ms of certificates
+        is_plain = url is None or not url.startswith("https://")
+        trusted = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT) if is_plain else ssl.create_default_context()
         self._client = httpx2.Client(
-            base_url=f"http://{address}",
+            base_url=f"http://{address}" if url is None else url,
             headers=headers,
             timeout=timeout,
             trust_env=False,
-            verify=nobody,
+            verify=trusted,
             follow_redirects=False,
         )
 
@@ -65,7 +72,8 @@ class HttpClient:
                     raise self._refusal(answer)
                 yield answer
         except (httpx2.ConnectError, httpx2.ConnectTimeout):
-            raise self._unavailable("no answer; start `kvtier serve`, or give its --http HOST:PORT") from None
+            fix = "start `kvtier serve`, or give its --http HOST:PORT" if self._is_daemon else "is it running there?"
+            raise self._unavailable(f"no answer; {fix}") from None
         except httpx2.TimeoutException:
             raise self._unavailable(f"no answer within {_ANSWER:g} s; see its log") from None
         except (httpx2.HTTPError, httpx2.InvalidURL, httpx2.StreamError) as error:
@@ -74,8 +82,12 @@ class HttpClient:
     def _refusal(self, answer: httpx2.Response) -> KVTierError:
         if answer.status_code == 401:
             fix = "give the daemon's, by --token or the file"
+            if not self._is_daemon:
+                return ConfigError(f"{self._where}: the token is not taken; give its own, by --token")
             return ConfigError(f"[service] token: the daemon does not take it; {fix}")
         why = self._object(answer.read()).get("error")
+        if not self._is_daemon and isinstance(why, dict):
+            why = why.get("message")
         if not isinstance(why, str):  # an engine's or a router's error
             return self._not_a_daemon
         line = " ".join(why.split())
@@ -93,9 +105,10 @@ class HttpClient:
         return value
 
     def _unavailable(self, why: str) -> TierUnavailable:
-        return TierUnavailable(f'[service] http "{self._address}": {why}')
+        return TierUnavailable(f"{self._where}: {why}")
 
     @property
     def _not_a_daemon(self) -> FormatError:
-        where = f'[service] http "{self._address}"'
-        return FormatError(f"{where}: no kvtier daemon answers there; give the daemon's --http HOST:PORT")
+        if not self._is_daemon:
+            return FormatError(f"{self._where}: no engine and no router of kvtier answers there; give one's address")
+        return FormatError(f"{self._where}: no kvtier daemon answers there; give the daemon's --http HOST:PORT")

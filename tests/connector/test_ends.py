@@ -51,7 +51,7 @@ def test_an_end_is_told_once_and_behind_the_last_stores(bench: Bench, told: list
     assert not told
     bench.step()
     tenant = int.from_bytes(request.chain.tenant[:4], "little")
-    assert told == [RequestEnd(request.chain.hashes, 2, 9, Hint.GOES_ON, tenant, True, 1.5)]
+    assert told == [RequestEnd(request.chain.hashes, 2, 9, Hint.GOES_ON, tenant, True, 1.5, "a", 2 * 4 + 1)]
     bench.stream.complete_all()
     bench.update()
     bench.scheduler.finished("a", Answered(2, 9))

@@ -21,6 +21,7 @@ from redis_stories import (
     OTHER,
     is_open,
     key_of,
+    located,
     opened,
     over_redis,
     protection,
@@ -33,6 +34,7 @@ from redis_stories import (
 )
 from toxic_proxy import ToxicProxy
 
+from kvtier.tiers.hierarchy.evict import evict_everywhere
 from kvtier.tiers.naming.chain import TokenChain
 from kvtier.tiers.redis.store import RedisStore
 from kvtier.tiers.tier import Outcome
@@ -131,6 +133,30 @@ def test_flushall_between_lookup_and_read_is_misses_and_the_next_store_is_found(
     assert fetch(hierarchy, CHAIN) == 8
     with opened(server.url) as other:  # another process finds them too
         assert other.locate(CHAIN.hashes) == 8
+    settle(hierarchy)
+
+
+def test_a_key_that_redis_dropped_is_told_as_lost(server: RedisServer) -> None:
+    hierarchy = over_redis(server.url, slots=32)
+    assert store(hierarchy, CHAIN) == 8
+    assert hierarchy.drain(60)
+    assert store(hierarchy, chain_of(32, first_token=50_000)) == 32  # host memory keeps nothing of the chain
+    assert hierarchy.drain(60)
+    assert located(hierarchy, CHAIN) == 8
+    tier = hierarchy.ports[0].tier
+    assert isinstance(tier, RedisStore)
+    server.cli("DEL", *(key_of(tier, name) for name in CHAIN.hashes))
+    assert fetch(hierarchy, CHAIN) == 0
+    assert located(hierarchy, CHAIN) == 0
+    assert hierarchy.why_gone(CHAIN.hashes[0])[:2] == ("lost", "redis")
+    assert hierarchy.causes(CHAIN.hashes) == {("lost", "redis"): 8}
+    # what an operator removes there is not lost, and a reset forgets it all
+    assert store(hierarchy, CHAIN) == 8
+    assert hierarchy.drain(60)
+    assert evict_everywhere(hierarchy, CHAIN.hashes[6:], 60.0)["redis"] == 2
+    assert hierarchy.why_gone(CHAIN.hashes[6]).cause == "removed"
+    hierarchy.reset()
+    assert {cause for cause, _ in hierarchy.causes(CHAIN.hashes)} <= {"reset", "removed"}
     settle(hierarchy)
 
 

@@ -176,6 +176,9 @@ class ServiceConfig(HttpSection):
     prefill_rate: Annotated[WholeNumber, Field(ge=1, le=10**9)] | None = option(
         None, "tokens a second that an engine prefills, assumed where no engine tells what it measures"
     )
+    request_log: FileName | None = option(
+        None, "file that gets a line of JSON for each request of the daemon's engines; none = off"
+    )
 
 
 class ServerConfig(HttpSection):
@@ -197,6 +200,7 @@ class ServerConfig(HttpSection):
     max_model_len: Annotated[WholeNumber, Field(ge=1, lt=2**31)] | None = option(
         None, "tokens of prompt and answer together; none = the model's"
     )
+    request_log: FileName | None = option(None, "file that gets a line of JSON for each request; none = off")
 
 
 class EventsConfig(Section):

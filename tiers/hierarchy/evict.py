@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from kvtier.tiers import L2, ChainHash
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy
+from kvtier.tiers.pool import REMOVED
 
 
 def evict_everywhere(hierarchy: Hierarchy, hashes: Sequence[ChainHash], timeout: float) -> dict[str, int]:
@@ -22,7 +23,10 @@ def evict_everywhere(hierarchy: Hierarchy, hashes: Sequence[ChainHash], timeout:
         port.queue.drain(max(0.0, deadline - time.monotonic()))  # its writers lease their blocks, name or no name
         tier = port.tier  # a probe may detach it meanwhile
         if tier is not None:
-            gone[port.name] = sum(tier.holds(hashes))
+            held = [name for name, is_held in zip(hashes, tier.holds(hashes), strict=True) if is_held]
+            gone[port.name] = len(held)
             tier.discard(hashes)
+            if port.is_shared:  # others remember it themselves
+                port.not_stored(held, REMOVED)
     pool.evict(hashes)  # what was read meanwhile from tiers that had it still
     return gone

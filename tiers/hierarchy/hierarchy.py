@@ -177,7 +177,7 @@ class Hierarchy:
 
     @property
     def _departures(self) -> list[Departures]:
-        tiers = [self.host.pool.departures, *(port.departures for port in self.ports)]
+        tiers = [self.host.pool.departures, *(port.known_departures for port in self.ports)]
         return [each for each in tiers if each is not None]
 
     # upkeep
@@ -361,7 +361,8 @@ class Hierarchy:
     def _show_pools(self) -> None:
         pool = self.host.pool
         for departures in self._departures:
-            self.metrics.ages(departures.tier, departures.ages.tolist())
+            if len(departures.came_at):  # else it knows no ages
+                self.metrics.ages(departures.tier, departures.ages.tolist())
         counts = pool.counts()
         for state in ("free", "filling", "ready", "leased", "quarantined", "dirty", "tails"):
             self.metrics.pool(L2, state, getattr(counts, state))

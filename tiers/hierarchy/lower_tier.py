@@ -1,7 +1,6 @@
 """A lower tier as the hierarchy sees it: its threads, its breakers, its measured rate; detaches and re-attaches."""
 
 import logging
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,9 +21,10 @@ from kvtier.tiers import (
     Tier,
     TierUnavailable,
 )
+from kvtier.tiers.hierarchy.busy_time import BusyTime
 from kvtier.tiers.hierarchy.io_queue import IoQueue
 from kvtier.tiers.hierarchy.rates import Rates
-from kvtier.tiers.pool import Departures
+from kvtier.tiers.pool import LOST, Departures
 from kvtier.tiers.returns import HearsEnds, ToldEnd
 
 _log = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 _FAILURES: Final = frozenset({Outcome.IO_ERROR, Outcome.TIMEOUT})  # what a breaker counts
 _CORRUPTION: Final = frozenset({Outcome.CHECKSUM, Outcome.KEY_MISMATCH})
 _MAX_QUEUED: Final = 4096  # jobs per tier
-_MAX_SPANS: Final = 8  # reads in one sample, where reads follow each other without a pause
+_SENT: Final = 1 << 17  # blocks stored in a tier that tells nobody what it drops: so many are remembered
 
 
 @runtime_checkable
@@ -85,6 +85,7 @@ class TierPort:
         self.tells_children: TellsChildren | None = None  # the tier, if it does
         self.hears_ends: HearsEnds | None = None  # the tier, if it does
         self.departures: Departures | None = None  # what left the tier lately, if it remembers
+        self._sent: Departures | None = None  # what was stored in a tier that tells nobody what it drops
         self._shared_forgot_at = 0  # the last reset that a tier which nodes share was told of
         self._num_writing = 0  # writes under way that began in this epoch …
         self._num_stale = 0  # … and in an earlier one
@@ -114,6 +115,11 @@ class TierPort:
         """`HearsEnds.ended`, of a tier whose order follows it."""
         if self.hears_ends is not None:
             self.hears_ends.ended(end)
+
+    @property
+    def known_departures(self) -> Departures | None:
+        """What left the tier, if that is known now: of one that nodes share only while it answers."""
+        return self.departures if self._sent is None or self._readable() is not None else None
 
     def not_stored(self, hashes: Sequence[ChainHash], reason: str) -> None:
         """Remember why these blocks did not come to the tier, if it remembers."""
@@ -201,6 +207,9 @@ class TierPort:
         num_bytes = sum(p.nbytes for p, o in zip(payloads, outcomes, strict=True) if o is Outcome.OK)
         self._metrics.moved(self.name, "write", num_bytes, time.perf_counter() - start)
         self._judge("write", outcomes, began)
+        if self._sent is not None:
+            stored = [r.chain_hash for r, o in zip(records, outcomes, strict=True) if o is Outcome.OK]
+            self._sent.left(stored, LOST)  # said of those alone that it does not have any more
         return outcomes
 
     def failed(self, direction: Direction) -> None:
@@ -226,6 +235,8 @@ class TierPort:
             self.epoch += 1
             self._num_stale += self._num_writing
             self._num_writing = 0
+            if self._sent is not None:
+                self._sent.entries[:] = 0
             tier, epoch = self.tier, self.epoch
         if tier is not None:
             tier.reset()
@@ -305,7 +316,10 @@ class TierPort:
                     self.tells_children = tier if isinstance(tier, TellsChildren) else None
                     self.hears_ends = tier if isinstance(tier, HearsEnds) else None
                     remembers: object = tier
-                    self.departures = remembers.departures if isinstance(remembers, Remembers) else None
+                    if isinstance(remembers, Remembers):
+                        self.departures = remembers.departures
+                    elif self.is_shared and self._sent is None:
+                        self.departures = self._sent = Departures(self.name, _SENT, clock=self._clock)
                     self.tier = tier
                     return
                 forgot_at = self.epoch
@@ -334,46 +348,6 @@ class TierPort:
     def _show_breakers(self) -> None:
         for direction, breaker in self.breakers.items():
             self._metrics.breaker(self.name, direction, not breaker.closed)
-
-
-class BusyTime:
-    """What reads of one tier that run side by side came to: their bytes, over the time in which at least one ran.
-
-    Threads that share a tier's bandwidth each see a part of it; timed one by one, the tier would look that much slower.
-    A read that brought nothing, or hangs, adds no time. Thread-safe.
-    """
-
-    def __init__(self) -> None:
-        self._lock = Lock()
-        self._num_running = 0
-        self._num_bytes = 0
-        self._spans: list[tuple[float, float]] = []  # of reads since the last sample
-        self._counted_until = -math.inf  # what ran before is in an earlier sample
-
-    def begin(self) -> None:
-        """A read starts; `end` must follow."""
-        with self._lock:
-            self._num_running += 1
-
-    def end(self, num_bytes: int, began: float, ended: float) -> tuple[int, float] | None:
-        """A read of `num_bytes` (0: it brought nothing) ran from `began` to `ended`, in seconds of one clock.
-
-        Returns a sample (bytes, seconds) as soon as nobody reads any more, or after eight reads.
-        """
-        with self._lock:
-            self._num_running -= 1
-            if num_bytes:
-                self._num_bytes += num_bytes
-                self._spans.append((began, ended))
-            if not self._spans or (self._num_running and len(self._spans) < _MAX_SPANS):
-                return None
-            seconds, at = 0.0, self._counted_until
-            for start, end in sorted(self._spans):
-                seconds += max(0.0, end - max(start, at))
-                at = max(at, end)
-            sample = self._num_bytes, seconds
-            self._num_bytes, self._spans, self._counted_until = 0, [], at
-            return sample
 
 
 _DIRECTIONS: Final[tuple[Direction, Direction]] = ("read", "write")

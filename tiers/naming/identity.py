@@ -13,6 +13,8 @@ from kvtier.tiers import ConfigError
 
 FORMAT_VERSION: Final = 1  # of the canonical block layout and of how blocks are named
 
+_FEW: Final = 4  # values of a list that are told one by one
+_SHORT: Final = 80  # characters of a field that are told
 _KINDS: Final = ("full", "sliding", "mla", "state")
 _REVISION: Final = re.compile(r"([a-z0-9]+:)?[0-9a-f]{16,128}")
 _CONFIG_DIGEST: Final = re.compile(r"(length-rope:)?[0-9a-f]{64}")
@@ -81,6 +83,10 @@ class ModelIdentity:
         """32 bytes: SHA-256 of the fields as a msgpack map, its keys sorted, None left out, 2.0 as 2."""
         return hashlib.sha256(msgpack.packb(_normal(asdict(self), "identity"))).digest()
 
+    def told(self) -> dict[str, str]:
+        """Each field that applies, for people: short, a long list as how many it has and a digest of them."""
+        return {name: _short(value) for name, value in asdict(self).items() if value is not None}
+
     def _check_names(self) -> None:
         for field in ("model", "dtype", "kv_dtype", "compute_dtype", "layout", "hash_scheme"):
             if not getattr(self, field):
@@ -111,6 +117,14 @@ def config_digest(config: Mapping[str, object]) -> str:
     """
     digest = hashlib.sha256(msgpack.packb(_normal(_kv_part(config), "config"))).hexdigest()
     return f"{_LENGTH_ROPE}{digest}" if any(kind not in _STATIC_ROPE for kind in _rope_kinds(config)) else digest
+
+
+def _short(value: object) -> str:
+    if not isinstance(value, tuple) or len(value) <= _FEW:
+        return (", ".join(map(str, value)) if isinstance(value, tuple) else str(value))[:_SHORT]
+    if all(isinstance(one, int) and other == one + 1 for one, other in pairwise(value)):
+        return f"{value[0]} to {value[-1]}"
+    return f"{len(value)} values, {hashlib.sha256(repr(value).encode()).hexdigest()[:8]}"
 
 
 def _bad(field: str, value: object, fix: str) -> ConfigError:

@@ -2,6 +2,8 @@ from .changes import ChangeLog
 from .child_index import MAX_CHILDREN, ChildIndex
 from .departures import (
     EVICTED,
+    LOST,
+    NEVER_SEEN,
     NUM_AGES,
     REMOVED,
     RESET,
@@ -20,7 +22,9 @@ from .states import FILLING, READY, AnySlots, listed
 __all__ = [
     "EVICTED",
     "FILLING",
+    "LOST",
     "MAX_CHILDREN",
+    "NEVER_SEEN",
     "NUM_AGES",
     "READY",
     "REMOVED",

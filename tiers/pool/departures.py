@@ -19,14 +19,16 @@ from kvtier.tiers.pool.index import NAME_MIX, Slots, Words, to_words
 EVICTED: Final = str(Outcome.EVICTED)  # made room for other blocks
 REMOVED: Final = "removed"  # an operator had it dropped by name or tenant
 RESET: Final = "reset"  # everything was forgotten
+LOST: Final = "lost"  # it was stored in a tier that tells nobody what it drops, and is not there now
 NEVER_SEEN: Final = "never_seen"  # nothing is remembered: it was never stored here, or left too long ago
 
 AGE_BOUNDS: Final = tuple(1 << power for power in range(21))  # seconds, of the histogram's buckets
 NUM_AGES: Final = len(AGE_BOUNDS) + 1
 SECONDS: Final = NUM_AGES  # the place behind the buckets: the sum of all ages
-_CAUSES: Final = (EVICTED, REMOVED, RESET, *(str(each) for each in Outcome if each is not Outcome.EVICTED))
+_CAUSES: Final = (EVICTED, REMOVED, RESET, *(str(each) for each in Outcome if each is not Outcome.EVICTED), LOST)
 _CODE: Final = {cause: code for code, cause in enumerate(_CAUSES, 1)}
 EVICTED_CODE: Final = _CODE[EVICTED]
+_LOST_CODE: Final = _CODE[LOST]
 _MOST_SECONDS: Final = (1 << 24) - 1
 _LEAST_ENTRIES: Final = 1024
 _FOUR: Final = Struct("4Q").unpack_from
@@ -132,12 +134,13 @@ Causes = Mapping[tuple[str, str], int]
 
 
 def why_gone(tiers: Sequence[Departures], name: ChainHash) -> Departure:
-    """What became of a block that no tier holds: where it left last."""
+    """What became of a block that no tier holds: where it left last. One that was lost was evicted above knowingly."""
     latest = Departure(NEVER_SEEN)
     for departures in tiers:
         if (found := departures.find(name)) is not None:
             ago = departures.now() - found[0]
-            if not latest.tier or ago <= latest.seconds:
+            is_below = found[1] == LOST and latest.cause == EVICTED
+            if not latest.tier or ago <= latest.seconds or is_below:
                 latest = Departure(found[1], departures.tier, ago)
     return latest
 
@@ -156,6 +159,8 @@ def causes_of(tiers: Sequence[Departures], names: Sequence[ChainHash]) -> Causes
     seconds = (low >> np.uint64(8)).astype(np.int64)
     ago = np.array([departures.now() for departures in tiers])[:, None] - seconds
     ago[low == 0] = _MOST_SECONDS + 1
+    kind = low & np.uint64(0xFF)
+    ago[(kind == EVICTED_CODE) & (kind == _LOST_CODE).any(axis=0)] = _MOST_SECONDS + 1
     owner = len(tiers) - 1 - ago[::-1].argmin(axis=0)  # of two that say the same second the lower tier
     codes = low[owner, np.arange(len(names))].astype(np.int64) & 0xFF
     counted: dict[tuple[str, str], int] = {}

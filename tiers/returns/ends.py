@@ -28,6 +28,9 @@ class RequestEnd(NamedTuple):
     client: int = 0  # whose hint it is: trust is kept by client; 0 is the process's own
     is_derived: bool = False  # the hint was read from the answer, not said
     seconds: float = 0.0  # from the request's arrival to now; 0: not known
+    request: str = ""  # its id, for people; "": it has none
+    num_prompt_tokens: int = 0  # 0: not known
+    ttft: float = 0.0  # seconds from its arrival to its first token; 0: not known
 
     @property
     def tail_names(self) -> Sequence[ChainHash]:

@@ -83,10 +83,10 @@ OPERATIONS: Final = [
     (Drain(2.0, True), "0f000000920191930e cb4000000000000000 c3"),
     (Check(), "05000000920191910f"),
     (
-        RequestEnded(RequestEnd([A, B], 1, 300, Hint.TOOL, 7, True, 1.5)),
-        f"5b00000092019198 10 c440{a}{b} 01 cd012c a4746f6f6c 07 c3 cb3ff8000000000000",
+        RequestEnded(RequestEnd([A, B], 1, 300, Hint.TOOL, 7, True, 1.5, "r-1", 25, 0.5)),
+        f"690000009201919b 10 c440{a}{b} 01 cd012c a4746f6f6c 07 c3 cb3ff8000000000000 a3722d31 19 cb3fe0000000000000",
     ),
-    (RequestEnded(RequestEnd([A], 1, 9)), f"3500000092019198 10 c420{a} 01 09 a0 00 c2 cb0000000000000000"),
+    (RequestEnded(RequestEnd([A], 1, 9)), f"400000009201919b 10 c420{a} 01 09 a0 00 c2 cb{0:016x} a0 00 cb{0:016x}"),
 ]
 
 
@@ -129,8 +129,8 @@ def test_a_reply() -> None:
     ("said", "frame"),
     [
         (
-            Hello(b"f" * 32, 16, 4096, 1 << 34, reset=True),
-            f"98{header}a548656c6c6fc420{'66' * 32}10cd1000cf{1 << 34:016x}c3",
+            Hello(b"f" * 32, 16, 4096, 1 << 34, reset=True, about=(("dtype", "fp16"),)),
+            f"99{header}a548656c6c6fc420{'66' * 32}10cd1000cf{1 << 34:016x}c3 91 92 a56474797065 a466703136",
         ),
         (Join(b"c" * 16), f"94{header}a44a6f696ec410{c}"),
         (

@@ -15,7 +15,8 @@ from kvtier.service.node.explaining import explain
 from kvtier.service.node.namespaces import BlockDimensions, Namespace
 from kvtier.service.node.selection import BlockSelection
 from kvtier.service.node.served_tiers import ServedTiers
-from kvtier.service.observe.explained import changing_part, explained
+from kvtier.service.observe.differing import changing_part
+from kvtier.service.observe.explained import explained
 from kvtier.tiers.naming.chain import TokenChain, root_hash
 
 BLOCK = 4  # tokens
@@ -89,7 +90,8 @@ def test_another_model_that_holds_the_prompt_is_named() -> None:
     named.extend(range(16))
     store_here(two.hierarchy, named)
     answer = explain(one, [two], BlockSelection((), list(range(16)), None), 1.0)
-    assert answer["elsewhere"] == [{"model": two.fingerprint.hex()[:16], "blocks": 4, "block_size": 4}]
+    row = {"model": two.fingerprint.hex()[:16], "blocks": 4, "block_size": 4, "fields": []}
+    assert answer["elsewhere"] == [row]
     lines = list(explained(answer))
     assert f"another model holds the same tokens: {two.fingerprint.hex()[:16]}, 4 blocks of 4 tokens" in lines
     assert lines[-1].startswith("Another fingerprint (model, dtype or layout) stored this prompt")
@@ -120,9 +122,10 @@ def test_a_strangers_prompt_is_never_told() -> None:
 
 def test_bad_input_names_the_option() -> None:
     for arguments, why in (
-        ((), "by one of --blocks FILE and --text FILE"),
+        ((), "by one of --blocks FILE, --text FILE and --request ID"),
         (("--text", "prompt.txt"), "name its folder by --tokenizer"),
         (("--blocks", "/nowhere"), '--blocks "/nowhere"'),
+        (("--request", "1", "--url", "there:80"), '--url "there:80": not a URL'),
     ):
         ended = kvtier("explain", *arguments, "--http", "127.0.0.1:1")
         assert ended.returncode == 2

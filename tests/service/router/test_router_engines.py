@@ -6,7 +6,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
+from command_rig import kvtier
 from node_rig import free_port
 from router_rig import RoutedReplicas, routed, until
 from server_rig import BLOCK, MODEL, ServerProcess, client, save_checkpoint
@@ -95,6 +97,16 @@ def test_a_conversation_stays_where_its_kv_is_and_survives_that_replica(
             # a router is told of whole blocks; that the turn before ended inside one is the replica's own matter
             assert router.metrics()["kvtier_route_promised_tokens_total"] - promised == cached // BLOCK * BLOCK
             heard(router, home, usage)
+
+        # the router says who holds how much of a prompt, and that it knows no reasons
+        prompt = {"messages": talk.messages}
+        told = httpx2.post(f"{url}/explain", json=prompt, timeout=60).json()
+        assert (told["replicas"][0]["replica"], told["block_size"]) == (home, BLOCK)
+        assert 0 < told["replicas"][0]["blocks"] <= told["blocks"]
+        assert told["lines"][1].startswith(f"{home}: {told['replicas'][0]['blocks']} blocks (")
+        assert told["lines"][-1].startswith("A router knows no reasons")
+        asked = kvtier("explain", "--url", url, "--request", "chatcmpl-1")
+        assert (asked.returncode, "a router knows no requests that ended" in asked.stderr) == (2, True)
 
         # a tenant's own chains are found by that tenant alone
         salted = Conversation(stack, url, cache_salt="alice")

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from kvtier.tiers.hierarchy.lower_tier import BusyTime
+from kvtier.tiers.hierarchy.busy_time import BusyTime
 from kvtier.tiers.hierarchy.rates import LoadPolicy, Rates, Span
 
 

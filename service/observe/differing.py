@@ -1,0 +1,115 @@
+"""What it is that differs between two prompts with the same beginning: a date, an id, a name, a template, a cut."""
+
+import re
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Final, NamedTuple
+
+Decode = Callable[[Sequence[int]], str]
+
+_MONTHS: Final = "(Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]*"
+_UUID: Final = r"[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}"
+_DATES: Final = (
+    r"\d{4}-\d{2}-\d{2}([T ]\d{2}:\d{2}(:\d{2})?)?",
+    r"\d{1,2}:\d{2}(:\d{2})?",
+    r"\d{1,2}[./]\d{1,2}[./]\d{2,4}",
+    rf"\d{{1,2}}\.? {_MONTHS} \d{{4}}",
+    rf"{_MONTHS} \d{{1,2}}(, \d{{4}})?",
+)
+_KINDS: Final = (
+    ("a request id", re.compile(_UUID)),
+    *(("a date or time", re.compile(each)) for each in _DATES),
+    ("a request id", re.compile(r"\b(?=[0-9a-fA-F]*\d)[0-9a-fA-F]{12,}\b")),
+    ("a user name", re.compile(r"(?i)(user|name|customer|account)[ _a-z]*[:=]? ?[\"']?[\w.@-]+")),
+)
+_SHOWN: Final = 4  # tokens of each that are shown where nothing is known of them
+_SAME: Final = 8  # characters that have to be the same behind a difference of tokens: the text is one, cut in two ways
+_MANY: Final = 3  # tokens that have to be the same, one place further on
+
+
+class Finding(NamedTuple):
+    """What differs, in words."""
+
+    line: str
+    advice: str
+
+
+def finding(differs: dict[str, Any], decode: Decode | None, before: Sequence[int], special: Collection[int]) -> Finding:
+    """What differs, as far as can be told. Both prompts have the tokens `before` in front of these."""
+    at, mine, theirs = differs["same"], differs["tokens"], differs["held_tokens"]
+    place = f"differs at token {differs['token']:,}"
+    if (shifted := _shifted(mine[at:], theirs[at:])) is not None:
+        who, token = shifted
+        shown = str(token) if decode is None else f"`{decode([token])}`"
+        return Finding(
+            f"{place}: {who} prompt has one token more there, {shown}",
+            "Another chat template, or another choice of add_special_tokens: use the same in every client.",
+        )
+    if decode is None:
+        own, held = (str(each[at : at + _SHOWN]) for each in (mine, theirs))
+        return Finding(f"{place}: `{own}` for `{held}`", _MOVE)
+    if (cuts := _cut_anew(mine[at:], theirs[at:], decode)) is not None:
+        own, held = cuts
+        return Finding(
+            f"the same text is other tokens at token {differs['token']:,}: `{own}` for `{held}`",
+            "An answer that is sent back as text is tokenised anew: send its token ids, or let one tokenizer cut all.",
+        )
+    part = changing_part(decode([*before, *mine]), decode([*before, *theirs]))
+    if part is not None:
+        kind, own, held = part
+        advice = f"{kind.capitalize()} changes there: move it behind all that stays the same, to the prompt's end."
+        return Finding(f"{place}: `{own}` for `{held}`", advice)
+    own, held = decode(mine[at : at + _SHOWN]), decode(theirs[at : at + _SHOWN])
+    said = f"{place}: `{own}` for `{held}`"
+    behind = [*before, *mine[:at]][-1:]
+    if not {*mine[at : at + 1], *theirs[at : at + 1], *behind}.isdisjoint(special):
+        return Finding(
+            said,
+            "A special token is there: another chat template, other roles, or a system prompt that one side lacks.",
+        )
+    return Finding(said, _MOVE)
+
+
+_MOVE: Final = "Put what changes behind all that stays the same, to the end of the prompt."
+
+
+def changing_part(mine: str, theirs: str) -> tuple[str, str, str] | None:
+    """What it is that differs between two texts with the same beginning: (what, mine, theirs). None: no known kind."""
+    same = next((i for i, (one, other) in enumerate(zip(mine, theirs, strict=False)) if one != other), -1)
+    if same < 0:
+        return None
+    for kind, pattern in _KINDS:
+        ours = next((m for m in pattern.finditer(mine) if m.start() <= same < m.end()), None)
+        held = next((m for m in pattern.finditer(theirs) if m.start() <= same < m.end()), None)
+        if ours is not None and held is not None and ours.start() == held.start():
+            return kind, ours.group(), held.group()
+    return None
+
+
+def _shifted(mine: Sequence[int], theirs: Sequence[int]) -> tuple[str, int] | None:
+    """Whose prompt has one token more at the difference, and which; None: neither has."""
+    length = min(len(mine), len(theirs)) - 1
+    if length < _MANY:
+        return None
+    if list(mine[1 : length + 1]) == list(theirs[:length]):
+        return "this", mine[0]
+    return ("the held", theirs[0]) if list(theirs[1 : length + 1]) == list(mine[:length]) else None
+
+
+def _cut_anew(mine: Sequence[int], theirs: Sequence[int], decode: Decode) -> tuple[str, str] | None:
+    """The same text in two cuts, up to where both cuts meet: `he|llo` and `hello`. None: the text differs."""
+    if not mine or not theirs:
+        return None
+    own, held = decode(mine), decode(theirs)
+    same = next((at for at, (a, b) in enumerate(zip(own, held, strict=False)) if a != b), min(len(own), len(held)))
+    first = max(len(decode(mine[:1])), len(decode(theirs[:1])))
+    if same < min(len(own), len(held)) and same < first + _SAME:
+        return None
+    one = other = 1
+    while (left := len(decode(mine[:one]))) != (right := len(decode(theirs[:other]))):
+        if left < right:
+            one += 1
+        else:
+            other += 1
+        if one > len(mine) or other > len(theirs):
+            break
+    return "|".join(decode([each]) for each in mine[:one]), "|".join(decode([each]) for each in theirs[:other])

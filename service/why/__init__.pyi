@@ -1,0 +1,17 @@
+from .explaining import AskedChain, explain_chain, held_by_tenants, is_unknown, tenant_name
+from .recent import UNSALTED, Recent, is_tenant, tenant_of
+from .request_log import EndedRequest, RequestLog
+
+__all__ = [
+    "UNSALTED",
+    "AskedChain",
+    "EndedRequest",
+    "Recent",
+    "RequestLog",
+    "explain_chain",
+    "held_by_tenants",
+    "is_tenant",
+    "is_unknown",
+    "tenant_name",
+    "tenant_of",
+]

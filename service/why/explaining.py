@@ -1,0 +1,148 @@
+"""Why a chain's blocks are held or not: which tier has each, what became of the first missing one, what differs."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Final, Protocol
+
+import numpy as np
+
+from kvtier.service import Json
+from kvtier.service.why.recent import UNSALTED
+from kvtier.tiers import L1, L2, ChainHash, ChildBlock
+from kvtier.tiers.hierarchy import Hierarchy
+from kvtier.tiers.naming import chain_hashes
+from kvtier.tiers.pool import MAX_CHILDREN, NEVER_SEEN, Departure
+
+SHORT: Final = "short"  # the prompt has less than a block: nothing of it is ever stored
+ELSEWHERE: Final = "absent"  # nobody here knows: the daemon does
+
+LooksUp = Callable[[Sequence[ChainHash]], int]
+"""Names of a chain → how many leading ones are held."""
+
+
+class FirstTier(Protocol):
+    """An engine's own blocks."""
+
+    def lookup(self, hashes: Sequence[ChainHash]) -> int:
+        """How many leading blocks are held."""
+
+    def children(self, parent: ChainHash, start: bytes = b"") -> Sequence[ChildBlock]:
+        """Held blocks that follow this one."""
+
+
+@dataclass(frozen=True, slots=True)
+class AskedChain:
+    """The blocks of one prompt."""
+
+    names: Sequence[ChainHash]
+    root: ChainHash  # the name before the first
+    block_size: int  # tokens
+    tokens: Sequence[int] = ()  # the whole prompt; none: its blocks are known by name alone
+
+
+def explain_chain(model: str, chain: AskedChain, hierarchy: Hierarchy | None, first: FirstTier | None = None) -> Json:
+    """What is held of the chain, and why not the rest. `hierarchy`: None if the tiers below are not of this process.
+
+    Looks at held blocks behind the chain's own only, so that no other tenant's tokens are told.
+    """
+    names, size = chain.names, chain.block_size
+    tiers = _tiers_of(names, hierarchy, first)
+    known = tiers.index(None) if None in tiers else len(names)
+    answer: Json = {
+        "model": model,
+        "block_size": size,
+        "tokens": len(chain.tokens) or len(names) * size,
+        "blocks": len(names),
+        "held": known,
+        "runs": _runs(tiers),
+        "cause": None,
+        "differs": None,
+        "elsewhere": [],
+        "tenants": [],
+    }
+    if not names:
+        answer["cause"] = {"name": SHORT, "tier": "", "seconds": 0, "block": 0}
+    elif known < len(names):
+        gone = Departure(ELSEWHERE) if hierarchy is None else hierarchy.why_gone(names[known])
+        answer["cause"] = {"name": gone.cause, "tier": gone.tier, "seconds": gone.seconds, "block": known}
+        if chain.tokens:
+            parent = names[known - 1] if known else chain.root
+            held = [each for each in _children(hierarchy, first, parent) if each.chain_hash != names[known]]
+            answer["differs"] = _difference(chain.tokens[known * size :], held, known * size, size)
+    return answer
+
+
+def held_by_tenants(
+    chain: AskedChain, roots: Iterable[tuple[ChainHash, str]], lookup: LooksUp, least: int, scheme: str
+) -> list[Json]:
+    """Other tenants that hold more than `least` blocks of the same tokens: whose they are, and how many.
+
+    `roots`: those of their chains, with what to call them.
+    """
+    found: list[Json] = []
+    first = chain.tokens[: chain.block_size]
+    for root, name in roots:
+        if root != chain.root and lookup(chain_hashes(root, first, chain.block_size, scheme)):
+            held = lookup(chain_hashes(root, chain.tokens, chain.block_size, scheme))
+            if held > least:
+                found.append({"tenant": name, "blocks": held})
+    return sorted(found, key=lambda each: -each["blocks"])
+
+
+def tenant_name(root: ChainHash, unsalted: ChainHash) -> str:
+    """As the request log calls the tenant whose chains begin there."""
+    return UNSALTED if root == unsalted else f"{int.from_bytes(root[:4], 'little'):08x}"
+
+
+def is_unknown(cause: Json | None) -> bool:
+    """Whether nothing is known of the missing block itself."""
+    return cause is not None and cause["name"] in (NEVER_SEEN, ELSEWHERE)
+
+
+def _tiers_of(names: Sequence[ChainHash], hierarchy: Hierarchy | None, first: FirstTier | None) -> list[str | None]:
+    """The tier nearest to the engine that holds each block; None: none does."""
+    tiers: list[str | None] = [None] * len(names)
+    held: list[tuple[str, Sequence[bool]]] = []
+    if hierarchy is not None:
+        held = [(L2, hierarchy.host.pool.holds(names)), *((each.name, each.holds(names)) for each in hierarchy.ports)]
+    if first is not None:
+        num_first = first.lookup(names)
+        held.insert(0, (L1, [at < num_first for at in range(len(names))]))
+    for name, are_held in reversed(held):
+        tiers = [name if is_held else tier for tier, is_held in zip(tiers, are_held, strict=True)]
+    return tiers
+
+
+def _runs(tiers: Sequence[str | None]) -> list[Json]:
+    """Consecutive blocks of one tier as one row."""
+    runs: list[Json] = []
+    first = 0
+    for tier, group in groupby(tiers):
+        count = len(list(group))
+        runs.append({"first": first, "blocks": count, "tier": tier})
+        first += count
+    return runs
+
+
+def _children(hierarchy: Hierarchy | None, first: FirstTier | None, parent: ChainHash) -> list[ChildBlock]:
+    """Held blocks that follow the same block as the missing one: of the same chain's head, so of the same salt."""
+    found = [] if first is None else [*first.children(parent)]
+    if hierarchy is not None:
+        found += hierarchy.host.children(parent, MAX_CHILDREN, b"")
+        for port in hierarchy.ports:
+            found += port.children(parent, MAX_CHILDREN, b"")
+    return found
+
+
+def _difference(rest: Sequence[int], held: Sequence[ChildBlock], start: int, size: int) -> Json | None:
+    """Where the nearest of the held blocks differs first, and both blocks' tokens."""
+    mine = np.array(rest[:size], "<u4")
+    best: Json | None = None
+    for block in held:
+        theirs = np.frombuffer(block.tokens, "<u4")[: len(mine)]
+        differ = np.flatnonzero(mine[: len(theirs)] != theirs)
+        same = int(differ[0]) if len(differ) else len(theirs)
+        if best is None or same > best["token"] - start:
+            best = {"token": start + same, "tokens": mine.tolist(), "held_tokens": theirs.tolist(), "same": same}
+    return best

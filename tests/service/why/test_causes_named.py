@@ -1,0 +1,193 @@
+"""Each of the commonest causes is recognised, and named with what helps."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from doubles import SLOT_BYTES, hierarchy_of, store
+
+from kvtier.connector.daemon.handshake import Hello, pack_handshake
+from kvtier.connector.daemon.wire import MAX_HELLO
+from kvtier.connector.opening import open_tiers
+from kvtier.service.node.explaining import explain, explain_request
+from kvtier.service.node.namespaces import BlockDimensions, Namespace
+from kvtier.service.node.operator_access import NotThere
+from kvtier.service.node.seen_requests import SeenRequest
+from kvtier.service.node.selection import BlockSelection
+from kvtier.service.node.served_tiers import ServedTiers
+from kvtier.service.observe.explained import explained
+from kvtier.tiers import Outcome
+from kvtier.tiers.config.config import Config
+from kvtier.tiers.hierarchy import Wanted
+from kvtier.tiers.naming.chain import TokenChain, root_hash
+from kvtier.tiers.naming.identity import ModelIdentity
+
+BLOCK = 4  # tokens
+FINGERPRINT = b"one model".ljust(32, b".")
+SPECIAL = 900  # a special token; all others below 900 are characters
+LLO = 901  # "llo" as one token
+
+
+def opened(fingerprint: bytes = FINGERPRINT, block_size: int = BLOCK) -> Namespace:
+    """A model as the daemon has it open, without the daemon."""
+    hierarchy = hierarchy_of(slots=32)
+    tiers = ServedTiers(hierarchy, fingerprint)
+    return Namespace(fingerprint, BlockDimensions(block_size, SLOT_BYTES), 32 * SLOT_BYTES, tiers, None)
+
+
+def hold(model: Namespace, tokens: Sequence[int], salt: str | None = None) -> TokenChain:
+    """Have the prompt stored, as an engine of this tenant does."""
+    chain = TokenChain(root_hash(model.fingerprint, cache_salt=salt), model.blocks.block_size)
+    chain.extend(tokens)
+    model.tiers.tenants.note([Wanted(chain.hashes, chain.root, chain.tenant)])
+    store(model.hierarchy, chain)
+    return chain
+
+
+def decode(tokens: Sequence[int]) -> str:
+    return "".join({SPECIAL: "<|turn|>", LLO: "llo"}.get(each) or chr(each) for each in tokens)
+
+
+def told(
+    model: Namespace, tokens: Sequence[int], salt: str | None = None, others: Sequence[Namespace] = ()
+) -> list[str]:
+    """What `kvtier explain` prints."""
+    answer = explain(model, others, BlockSelection((), tokens, salt), 1.0)
+    return list(explained(answer, decode, tokens, (SPECIAL,)))
+
+
+TEXT = [*map(ord, "you say a hello to all of them")]
+
+
+def cut_anew(tokens: Sequence[int]) -> list[int]:
+    at = decode(tokens).index("llo")
+    return [*tokens[:at], LLO, *tokens[at + 3 :]]
+
+
+@pytest.mark.parametrize(
+    ("held", "asked", "line", "advice"),
+    [
+        pytest.param(
+            TEXT,
+            cut_anew(TEXT),
+            "the same text is other tokens at token 12: `llo` for `l|l|o`",
+            "An answer that is sent back as text is tokenised anew",
+            id="a re-tokenised answer",
+        ),
+        pytest.param(
+            TEXT,
+            [1, *TEXT],
+            "differs at token 0: this prompt has one token more there, `\x01`",
+            "Another chat template, or another choice of add_special_tokens",
+            id="a token before all others",
+        ),
+        pytest.param(
+            [SPECIAL, *map(ord, "user: hello")],
+            [SPECIAL, *map(ord, "system: hello")],
+            "differs at token 1: `sys` for `use`",
+            "A special token is there: another chat template",
+            id="another template",
+        ),
+        pytest.param(
+            TEXT,
+            [*TEXT[:8], *map(ord, "nothing at all to them")],
+            "differs at token 8: `noth` for `a he`",
+            "Put what changes behind all that stays the same",
+            id="another text",
+        ),
+    ],
+)
+def test_what_differs_in_the_tokens(held: list[int], asked: list[int], line: str, advice: str) -> None:
+    model = opened()
+    hold(model, held)
+    lines = told(model, asked)
+    assert lines[-2] == line
+    assert lines[-1].startswith(advice)
+
+
+def test_another_salt() -> None:
+    model = opened()
+    hold(model, TEXT, "anna")
+    lines = told(model, TEXT)
+    number = f"{int.from_bytes(root_hash(FINGERPRINT, cache_salt='anna')[:4], 'little'):08x}"
+    assert lines[-2] == f"another tenant holds the same tokens: cache_salt {number}, {len(TEXT) // BLOCK} blocks"
+    assert lines[-1].startswith("Another cache_salt stored this prompt")
+    assert "anna" not in "".join(lines)
+    hold(model, TEXT)
+    assert "a request without a cache_salt" in told(model, TEXT, "bert")[-2] + told(model, TEXT, "bert")[-3]
+
+
+def test_blocks_of_another_size_and_prompts_shorter_than_one() -> None:
+    model, other = opened(), opened(b"small blocks".ljust(32, b"."), 2)
+    hold(other, TEXT[:3])
+    lines = told(model, TEXT[:3], others=[other])
+    assert lines[0] == "block 0 is missing: the prompt has 3 tokens, and a block has 4"
+    assert lines[1] == f"another model holds the same tokens: {other.fingerprint.hex()[:16]}, 1 blocks of 2 tokens"
+    assert lines[2].startswith("Another fingerprint (block size) stored this prompt")
+    assert told(model, TEXT[:3])[-1].startswith("Less than a block is never stored")
+
+
+def test_another_models_fingerprint_field_by_field() -> None:
+    mine = ModelIdentity(
+        model="tiny", revision="ab" * 20, config_digest="0" * 64, dtype="bfloat16", kv_dtype="bfloat16",
+        compute_dtype="bfloat16", num_kv_heads=2, head_dim=8, block_size=BLOCK, layers=tuple(range(12)),
+    )  # fmt: skip
+    theirs = replace(mine, kv_dtype="float16", layers=(0, 1, 2, 5, 7, 9), window=None, epoch=1)
+    model, other = opened(mine.fingerprint()), opened(theirs.fingerprint())
+    model.about, other.about = mine.told(), theirs.told()
+    hold(other, TEXT)
+    lines = told(model, TEXT, others=[other])
+    told_layers = theirs.told()["layers"]
+    assert lines[-4:-1] == [
+        "  kv_dtype: bfloat16 here, float16 there",
+        f"  layers: 0 to 11 here, {told_layers} there",
+        "  epoch: 0 here, 1 there",
+    ]
+    assert told_layers.startswith("6 values, ")
+    assert lines[-1].startswith("Another fingerprint (kv_dtype, layers, epoch) stored this prompt")
+
+
+def test_an_engine_says_what_its_fingerprint_is_made_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[Hello] = []
+    monkeypatch.setattr("kvtier.connector.opening.RemoteTiers", lambda path, hello, *_, **__: said.append(hello))
+    identity = ModelIdentity(
+        model="tiny", revision="ab" * 20, config_digest="0" * 64, dtype="bfloat16", kv_dtype="bfloat16",
+        compute_dtype="bfloat16", num_kv_heads=2, head_dim=8, block_size=BLOCK, layers=(0,),
+    )  # fmt: skip
+    config = Config(service={"socket": "/tmp/none"})  # type: ignore[arg-type]
+    open_tiers(config, identity.fingerprint(), BlockDimensions(BLOCK, SLOT_BYTES), identity)
+    assert dict(said[0].about)["kv_dtype"] == "bfloat16"
+    assert len(pack_handshake(said[0])) < MAX_HELLO
+
+
+@pytest.mark.parametrize(
+    ("reason", "line", "advice"),
+    [
+        (Outcome.NOT_ADMITTED, "it was not admitted to host memory 0 s ago", "Lower [cache] admit_after"),
+        (Outcome.QUOTA, "its tenant's quota was used up 0 s ago", "Give this tenant a larger quota"),
+        (Outcome.QUEUE_FULL, "it could not be stored in host memory 0 s ago: queue_full", "See docs/faults.md"),
+    ],
+)
+def test_a_block_that_was_not_stored(reason: Outcome, line: str, advice: str) -> None:
+    model = opened()
+    chain = TokenChain(root_hash(FINGERPRINT), BLOCK)
+    chain.extend(TEXT)
+    model.hierarchy.host.pool.not_stored(chain.hashes, reason)
+    lines = told(model, TEXT)
+    assert lines[1] == f"block 0 is missing: {line}"
+    assert lines[-1].startswith(advice)
+
+
+def test_a_request_by_its_id() -> None:
+    model = opened()
+    chain = hold(model, TEXT)
+    client = int.from_bytes(chain.root[:4], "little")
+    model.tiers.seen.recent.note("chat-1", SeenRequest(chain.hashes, client))
+    model.tiers.seen.recent.note("chat-2", SeenRequest((), client))
+    answer: dict[str, Any] = explain_request(model, "chat-1", None, 1.0)
+    assert (answer["held"], answer["cause"]) == (len(TEXT) // BLOCK, None)
+    assert explain_request(model, "chat-2", None, 1.0)["cause"]["name"] == "short"
+    for request, salt in (("chat-1", "anna"), ("chat-3", None)):  # a tenant sees its own alone
+        with pytest.raises(NotThere, match="no request of this id and cache salt"):
+            explain_request(model, request, salt, 1.0)
