@@ -4,7 +4,7 @@ from functools import partial
 from typing import Final
 
 from kvtier.service import Json
-from kvtier.service.admin.bodies import BlocksBody, ExplainBody, PinBody, QuotaBody, ResetBody, UnpinBody
+from kvtier.service.admin.bodies import BlocksBody, ExplainedBody, PinBody, QuotaBody, ResetBody, UnpinBody
 from kvtier.service.node import (
     MAX_QUOTAS,
     Daemon,
@@ -54,7 +54,7 @@ class Admin:
             evicted = evict_everywhere(namespace.hierarchy, hashes, _PATIENCE)
             return {"model": name_of(namespace.fingerprint), "evicted": evicted, "unpinned": num_unpinned}
 
-    def explain(self, body: ExplainBody) -> Json:
+    def explain(self, body: ExplainedBody) -> Json:
         """Which tier holds each block of a prompt, and why none holds the first that is missing."""
         with held_open(self._daemon, body.model) as namespace:
             if body.request is not None:

@@ -102,7 +102,7 @@ class BlocksBody(Body):
         return selection
 
 
-class ExplainBody(BlocksBody):
+class ExplainedBody(BlocksBody):
     """The blocks of a prompt, or those of a request that ended lately."""
 
     request: Annotated[str, Field(min_length=1, max_length=512)] | None = None

@@ -124,7 +124,7 @@ def make_app(daemon: Daemon, pins: Pins, stopping: Event, optimum: OptimumWatch 
         Route("/memory", tell_memory, methods=["GET"]),
         do("/admin/reset", bodies.ResetBody, admin.reset),
         do("/admin/evict", bodies.BlocksBody, admin.evict),
-        do("/admin/explain", bodies.ExplainBody, admin.explain),
+        do("/admin/explain", bodies.ExplainedBody, admin.explain),
         do("/admin/pin", bodies.PinBody, admin.pin),
         do("/admin/unpin", bodies.UnpinBody, admin.unpin),
         get("/admin/pins", lambda: JSONResponse(admin.pins()), guard),

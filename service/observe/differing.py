@@ -26,30 +26,32 @@ _SAME: Final = 8  # characters that have to be the same behind a difference of t
 _MANY: Final = 3  # tokens that have to be the same, one place further on
 
 
-class Finding(NamedTuple):
+class Difference(NamedTuple):
     """What differs, in words."""
 
     line: str
     advice: str
 
 
-def finding(differs: dict[str, Any], decode: Decode | None, before: Sequence[int], special: Collection[int]) -> Finding:
+def finding(
+    differs: dict[str, Any], decode: Decode | None, before: Sequence[int], special: Collection[int]
+) -> Difference:
     """What differs, as far as can be told. Both prompts have the tokens `before` in front of these."""
     at, mine, theirs = differs["same"], differs["tokens"], differs["held_tokens"]
     place = f"differs at token {differs['token']:,}"
     if (shifted := _shifted(mine[at:], theirs[at:])) is not None:
         who, token = shifted
         shown = str(token) if decode is None else f"`{decode([token])}`"
-        return Finding(
+        return Difference(
             f"{place}: {who} prompt has one token more there, {shown}",
             "Another chat template, or another choice of add_special_tokens: use the same in every client.",
         )
     if decode is None:
         own, held = (str(each[at : at + _SHOWN]) for each in (mine, theirs))
-        return Finding(f"{place}: `{own}` for `{held}`", _MOVE)
+        return Difference(f"{place}: `{own}` for `{held}`", _MOVE)
     if (cuts := _cut_anew(mine[at:], theirs[at:], decode)) is not None:
         own, held = cuts
-        return Finding(
+        return Difference(
             f"the same text is other tokens at token {differs['token']:,}: `{own}` for `{held}`",
             "An answer that is sent back as text is tokenised anew: send its token ids, or let one tokenizer cut all.",
         )
@@ -57,16 +59,16 @@ def finding(differs: dict[str, Any], decode: Decode | None, before: Sequence[int
     if part is not None:
         kind, own, held = part
         advice = f"{kind.capitalize()} changes there: move it behind all that stays the same, to the prompt's end."
-        return Finding(f"{place}: `{own}` for `{held}`", advice)
+        return Difference(f"{place}: `{own}` for `{held}`", advice)
     own, held = decode(mine[at : at + _SHOWN]), decode(theirs[at : at + _SHOWN])
     said = f"{place}: `{own}` for `{held}`"
     behind = [*before, *mine[:at]][-1:]
     if not {*mine[at : at + 1], *theirs[at : at + 1], *behind}.isdisjoint(special):
-        return Finding(
+        return Difference(
             said,
             "A special token is there: another chat template, other roles, or a system prompt that one side lacks.",
         )
-    return Finding(said, _MOVE)
+    return Difference(said, _MOVE)
 
 
 _MOVE: Final = "Put what changes behind all that stays the same, to the end of the prompt."
