@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 from command_rig import kvtier
-from doubles import SLOT_BYTES
-from server_rig import wait_for
+from doubles import SLOT_BYTES, wait_until
 from service_rig import BLOCK_SIZE, FINGERPRINT, DaemonProcess, attach, store, where
 
 from kvtier.service.why.recent import Recent
@@ -23,7 +22,7 @@ from kvtier.tiers.returns import RequestEnd
 
 def lines(path: Path, number: int) -> list[dict[str, Any]]:
     """Once there are so many."""
-    wait_for(lambda: path.exists() and len(path.read_text().splitlines()) >= number)
+    wait_until(lambda: path.exists() and len(path.read_text().splitlines()) >= number)
     told = [json.loads(line) for line in path.read_text().splitlines()]
     assert len(told) == number
     return told
