@@ -143,6 +143,8 @@ def explain(
 
     if sum(each is not None for each in (blocks, text, request)) != 1:
         raise ConfigError("explain: say which prompt by one of --blocks FILE, --text FILE and --request ID")
+    if text is not None and tokenizer is None and url is None:
+        raise ConfigError(f'--text "{text}": it takes the model\'s tokenizer; name its folder by --tokenizer')
     cutter = None if tokenizer is None else load_tokenizer(tokenizer)
     words = None if text is None else _read(text, "--text")
     cut = None if words is None or cutter is None else list(cutter.encode(words).ids)
@@ -156,8 +158,6 @@ def explain(
         answer = context.elsewhere(url).post("/explain", body)
         context.show(answer, "\n".join(answer["lines"]))
         return
-    if words is not None and cut is None:
-        raise ConfigError(f'--text "{text}": it takes the model\'s tokenizer; name its folder by --tokenizer')
     body = _which_blocks(blocks, cache_salt, model) | given(tokens=cut, request=request)
     answer = context.client.post("/admin/explain", body)
     decode = None if cutter is None else partial(cutter.decode, skip_special_tokens=False)
