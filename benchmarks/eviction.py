@@ -34,15 +34,21 @@ SLAB: Final = 4  # times L2
 WRONG: Final = 0.1  # of the hints
 POLICIES: Final = ("lru", "s3fifo", "tail")
 _LIVE_BYTES: Final = 4096  # of a block with bytes
+_TIMED: Final = 1500  # requests whose CPU time is taken
 _DEADLINE: Final = 60.0  # seconds for a request of the live replay
 
 EvictionRow = dict[str, object]
 
 
-def kept(name: str, trace: RequestTrace, sizes: Sequence[int], processes: int) -> Iterator[EvictionRow]:
-    """Shares of blocks found, in %, by each policy, through the pool, and through the pool and a slab."""
+def kept(
+    name: str, trace: RequestTrace, sizes: Sequence[int], processes: int, slabs: Sequence[int] = (0, SLAB)
+) -> Iterator[EvictionRow]:
+    """Shares of blocks found, in %, by each policy, through the pool, and through the pool and a slab.
+
+    `slabs`: times L2; 0 is none.
+    """
     bare, told = without_hints(trace), spoiled(trace, WRONG)
-    rooms = [(size, disk) for size in sizes for disk in (0, SLAB * size)]
+    rooms = [(size, disk) for size in sizes for disk in (slab * size for slab in slabs)]
     capacities = {
         (room, policy): Capacity(room[0] * BLOCK_BYTES, room[1] * BLOCK_BYTES, policy=policy)
         for room in rooms
@@ -156,6 +162,8 @@ def charts(rows: Sequence[Mapping[str, object]]) -> list[Chart]:
 def _options() -> argparse.Namespace:
     options = parser(__doc__)
     options.add_argument("--processes", type=int, default=0, help="side by side; 0 for one a core")
+    options.add_argument("--production", default=",".join(map(str, PRODUCTION_SIZES)), help="blocks of L2, for it")
+    options.add_argument("--no-slab", action="store_true", help="through the pool alone")
     options.add_argument("--traces", default=",".join(TRACES), help="made-up ones, separated by commas")
     return options.parse_args()
 
@@ -165,20 +173,21 @@ def main() -> int:
     names = options.traces.split(",")[:2] if options.quick else options.traces.split(",")
     limit = 120 if options.quick else None
     rows: list[EvictionRow] = []
+    slabs = (0,) if options.no_slab else (0, SLAB)
     for name in names:
-        rows += kept(name, made_up(name, limit=limit), SIZES[:1] if options.quick else SIZES, options.processes or 1)
+        sizes = SIZES[:1] if options.quick else SIZES
+        rows += kept(name, made_up(name, limit=limit), sizes, options.processes or 1, slabs)
     production = production_trace(limit)
-    timed = PRODUCTION, production, GOAL_SIZE
-    if production is None:
+    timed = production_trace(limit or _TIMED)
+    if production is None or timed is None:
         progress(f"{PRODUCTION}: the trace is not here")
-        timed = "agents", made_up("agents", limit=limit), SIZES[0]
+        timed_name, timed, size = "agents", made_up("agents", limit=limit or _TIMED), SIZES[0]
     else:
-        sizes = (GOAL_SIZE,) if options.quick else PRODUCTION_SIZES
-        rows += kept(PRODUCTION, production, sizes, 1 if options.quick else options.processes)
-    rows += through_a_hierarchy(40 if options.quick else 300)
-    name, trace, size = timed
-    assert trace is not None
-    rows.append(costs(name, trace, size, 1 if options.quick else 5))
+        timed_name, size = PRODUCTION, GOAL_SIZE
+        sizes = (GOAL_SIZE,) if options.quick else tuple(map(int, options.production.split(",")))
+        rows += kept(PRODUCTION, production, sizes, 1 if options.quick else options.processes, slabs)
+    rows += through_a_hierarchy(40 if options.quick else 200)
+    rows.append(costs(timed_name, timed, size, 1 if options.quick else 5))
     if options.save:
         save_png(RESULTS / "eviction.png", charts(rows))
     setup = {"block tokens": BLOCK_SIZE, "slab, times L2": SLAB, "hints that are wrong, %": 100 * WRONG}
