@@ -37,6 +37,7 @@ def simulate(
     redis: Annotated[str, typer.Option(metavar="SIZE", help="What Redis has room for; none for no Redis.")] = _NONE,
     redis_ttl: Annotated[str, typer.Option(help="How long Redis keeps a block nobody reads.")] = "24h",
     policy: Annotated[str, typer.Option(metavar="NAMES", help="Of tail, lru and s3fifo.")] = "tail,lru",
+    admit_after: Annotated[int, typer.Option(min=1, help="Sightings of a block before it is stored.")] = 1,
     block_size: Annotated[int | None, typer.Option(min=1, help="Tokens of a block, if the trace tells none.")] = None,
     token_bytes: Annotated[int, typer.Option(min=1, help="KV of a token; the default is a Llama 3.1 8B's.")] = 131072,
     limit: Annotated[int | None, typer.Option(min=1, help="Read so many requests.")] = None,
@@ -77,7 +78,7 @@ def simulate(
     if min(memories) < block_bytes:
         raise ConfigError(f"--memory {min(memories)}: a block has {block_bytes} bytes; give room for one")
     each = product(sizes["--disk"] or [0], sizes["--redis"] or [0], memories, names)
-    capacities = [simulation.Capacity(l2, slab, shared, ttl, name) for slab, shared, l2, name in each]
+    capacities = [simulation.Capacity(l2, slab, shared, ttl, name, admit_after) for slab, shared, l2, name in each]
     runs = _run(requests, block_bytes, capacities, processes)
     optimum = simulation.optimum_of(requests)
     values = [simulation.value_of(run, requests, optimum, block_bytes, rates, gpu_hour) for run in runs]
@@ -88,6 +89,7 @@ def simulate(
         "requests": len(requests),
         "block_size": requests.block_size,
         "token_bytes": token_bytes,
+        "admit_after": admit_after,
         "prompt_tokens": int(requests.num_tokens.sum()),
         "prompt_blocks": int(requests.num_prompt.sum()),
         "different_blocks": requests.num_names,

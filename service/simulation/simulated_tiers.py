@@ -10,6 +10,7 @@ from kvtier.tiers.file import BareSlab
 from kvtier.tiers.pool import Lease, SlotPool
 from kvtier.tiers.returns import RequestEnd
 
+_SIGHTINGS_PER_SLOT: Final = 4  # that are remembered, as in `tiers/hierarchy/stores.py`
 _ROOT: Final = bytes(32)  # what first blocks stand behind: the slab begins a run there, as for a model's own root
 
 
@@ -22,6 +23,7 @@ class Capacity:
     redis: int = 0  # bytes in Redis; 0: none
     redis_ttl: float = 86400.0  # seconds
     policy: str = "tail"  # of L2
+    admit_after: int = 1  # sightings of a block before it is stored
 
 
 class SimulatedTiers:
@@ -39,6 +41,7 @@ class SimulatedTiers:
         self.now = 0.0
         self.pool = SlotPool(num_slots, policy=capacity.policy, clock=lambda: self.now)
         self.slab = BareSlab(capacity.disk, block_bytes, block_size) if capacity.disk else None
+        self._admit_after, self._sightings = capacity.admit_after, OrderedDict[ChainHash, int]()
         self.redis = _ExpiringStore(capacity.redis // block_bytes, capacity.redis_ttl) if capacity.redis else None
 
     def request(self, end: RequestEnd, now: float, ended: float | None = None) -> tuple[int, int, int]:
@@ -109,7 +112,7 @@ class SimulatedTiers:
 
     def _store(self, names: Sequence[ChainHash], parent: ChainHash | None) -> list[Lease]:
         """Store what was computed, or as much of its head as there is room for."""
-        count = len(names)
+        count = self._seen_enough(names) if self._admit_after > 1 else len(names)
         while count:
             if (reservation := self.pool.reserve(names[:count], parent)) is not None:
                 stored = list(reservation.hashes)
@@ -121,6 +124,16 @@ class SimulatedTiers:
                 return [lease]
             count //= 2
         return []
+
+    def _seen_enough(self, names: Sequence[ChainHash]) -> int:
+        """How many leading blocks have been seen often enough to be stored, this time included."""
+        num_seen = 0
+        for i, name in enumerate(names):
+            self._sightings[name] = times = self._sightings.pop(name, 0) + 1
+            num_seen += num_seen == i and times >= self._admit_after
+        while len(self._sightings) > _SIGHTINGS_PER_SLOT * self.pool.num_slots:
+            self._sightings.popitem(last=False)
+        return num_seen
 
 
 class _ExpiringStore:
