@@ -149,9 +149,9 @@ class SlabRoom:
 
     def shorten(self, num_extents: int) -> None:
         """Have no more than so many extents."""
-        self._kind, self._since, self._depth = (
-            each[:num_extents].copy() for each in (self._kind, self._since, self._depth)
-        )
+        self._kind = self._kind[:num_extents].copy()
+        self._since = self._since[:num_extents].copy()
+        self._depth = self._depth[:num_extents].copy()
         self._are_told = self._are_told[: num_extents * self._per_extent].copy()
         self._plan = [extent for extent in self._plan if extent < num_extents]
         self.rival = LruRival(len(self._are_told))
