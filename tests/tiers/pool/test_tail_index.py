@@ -137,6 +137,34 @@ def test_a_client_that_says_goes_on_of_everything_gains_nothing() -> None:
     assert shares[True][0] >= shares[False][0] - 0.1  # the other one
 
 
+def test_three_of_eight_clients_that_lie_take_little_from_the_others() -> None:
+    """Bounds: no liar gains a hit, and the others lose at most 8 points of 94, the time of learning included."""
+    liars, clients = (1, 4, 7), range(8)
+    shares = {}
+    for lies in (False, True):
+        served, dice = Served(300), random.Random(5)
+        coming: list[tuple[float, int, int]] = []
+        hits = {client: [0, 0] for client in clients}
+        for number in range(1600):
+            served.clock.now += 1.0
+            client = number % len(clients)
+            while coming and coming[0][0] <= served.clock.now:
+                _, again, whose = coming.pop(0)
+                found = served.serve(chain(again, length=8), 8, hint=Hint.FINISHED, client=whose)
+                hits[whose][0] += min(found, 4)
+                hits[whose][1] += 4
+            goes_on = dice.random() < 0.3
+            says = Hint.GOES_ON if goes_on or (lies and client in liars) else Hint.FINISHED
+            served.serve(chain(number, length=4), 4, hint=says, client=client)
+            if goes_on:
+                coming.append((served.clock.now + 100.0, number, client))
+        shares[lies] = {client: found / asked for client, (found, asked) in hits.items()}
+    honest = [client for client in clients if client not in liars]
+    before, after = (np.mean([shares[lies][client] for client in honest]) for lies in (False, True))
+    assert after >= before - 0.08
+    assert all(shares[True][liar] <= shares[False][liar] for liar in liars)
+
+
 def test_blocks_that_become_idle_after_the_end_belong_to_it() -> None:
     served = Served(16)
     names = chain("late", length=8)
