@@ -71,7 +71,8 @@ class _ShownNames:
 def _tier(use: TierUse, block_size: int, block_bytes: int, shown: _ShownNames) -> statuses.TierMemory:
     tenants = []
     for each in use.tenants:
-        named = {"cache_salt": shown.salts[each.root]} if each.root in shown.salts else {}
+        salt = None if each.root is None else shown.salts.get(each.root)
+        named = {} if salt is None else {"cache_salt": salt}
         tenants.append(
             statuses.TenantMemory(
                 tenant=shown.tenant(each.root), blocks=each.num_blocks, bytes=each.num_blocks * block_bytes, **named

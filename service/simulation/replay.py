@@ -72,7 +72,7 @@ def sweep(
     """
     workers = min(len(capacities), num_processes or len(os.sched_getaffinity(0)))
     if workers <= 1:
-        runs = []
+        runs: list[SimulatedRun] = []
         for capacity in capacities:
             progress(len(runs), len(capacities))
             runs.append(replay.run(capacity))

@@ -24,6 +24,7 @@ _GOOD_FOR: Final = 2.0  # and good for so many seconds,
 _AT_LEAST: Final = 32  # or until so many of it have gone,
 _AT_MOST: Final = 15.0  # but no longer than so many seconds
 _FEW: Final = 8  # victims that are looked at one by one
+_UNTRIED: Final = 3.2  # slots asked for so often: before, what was learned of a few requests keeps less than LRU
 
 
 class TailIndex(SlotQueue):
@@ -34,7 +35,7 @@ class TailIndex(SlotQueue):
     def __init__(self, num_slots: int, words_of: Callable[[Slots], Words]) -> None:
         super().__init__(num_slots)
         self.clock: Callable[[], float] = time.monotonic
-        self.rival = LruRival(num_slots)
+        self.rival = LruRival(num_slots, _UNTRIED * num_slots)
         self.returns = Returns(self.rival)
         self._cohorts = Cohorts(num_slots)
         self.owners = self._cohorts.owners

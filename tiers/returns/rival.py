@@ -11,7 +11,7 @@ import numpy as np
 
 from kvtier.tiers.returns.tails import NUM_REQUESTS
 
-_TOLERANCE: Final = 0.005  # of a window's blocks: so far behind LRU, the learned order gives way
+_TOLERANCE: Final = 0.007  # of a window's blocks: so far behind LRU, the learned order gives way
 _TURNS: Final = 8  # how often the slots are asked for until what was seen has faded to a third,
 _LEAST: Final = 16384  # or at least so many blocks
 _LONGEST: Final = 16  # LRU's longest stay, in windows: each in a row is twice the one before
@@ -20,7 +20,8 @@ _LONGEST: Final = 16  # LRU's longest stay, in windows: each in a row is twice t
 class LruRival:
     """LRU's hits beside one's own; `leads` while the order should be LRU's. Bounded memory, O(1) a request."""
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, first_stay: float = 0.0) -> None:
+        """`first_stay`: blocks that are asked for before the learned order is tried at all."""
         self._num_slots = num_slots
         self._blocks = np.zeros(NUM_REQUESTS, np.int32)  # of which this request was the last user
         self._heir = np.zeros(NUM_REQUESTS, np.int64)  # the number of the last request that continued it, or its own
@@ -28,11 +29,11 @@ class LruRival:
         self._line = 1  # the number of the oldest request that LRU still holds blocks of
         self._held = 0  # blocks behind the line
         self._window = float(max(_TURNS * num_slots, _LEAST))  # blocks asked for
-        self.leads = False
+        self.leads = first_stay > 0
         self.num_takeovers = 0
         self._asked = 0.0  # blocks, fading
         self._ahead = 0.0  # own hits less LRU's, fading
-        self._stay = 0.0  # blocks until the learned order is tried again
+        self._stay = first_stay  # blocks until the learned order is tried again
         self._longer = 1.0  # windows that the next stay takes
 
     def ended(self, number: int, num_blocks: int, continued: int, num_common: int, num_prompt: int, own: int) -> None:

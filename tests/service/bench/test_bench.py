@@ -44,7 +44,8 @@ class Plain(BaseHTTPRequestHandler):
             self.held.wait(30)
         delta = {"choices": [{"index": 0, "delta": {"content": "word "}, "finish_reason": None}]}
         last = {"choices": [{"index": 0, "delta": {"content": "end"}, "finish_reason": "stop"}]}
-        events = {"cut": [delta], "garbled": ["{"], "fails": [delta, {"error": {}}]}.get(way, [delta, last])
+        ways: dict[str, list[Any]] = {"cut": [delta], "garbled": ["{"], "fails": [delta, {"error": {}}]}
+        events = ways.get(way, [delta, last])
         text = "".join(f"data: {one if isinstance(one, str) else json.dumps(one)}\n\n" for one in events)
         return self._send(200, text + ("data: [DONE]\n\n" if way in ("well", "old") else ""))
 
@@ -57,7 +58,7 @@ class Plain(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def plain() -> Iterator[tuple[str, type[Plain]]]:
-    handler = type("Handler", (Plain,), {"bodies": [], "ways": {}, "held": threading.Event()})
+    handler: Any = type("Handler", (Plain,), {"bodies": [], "ways": {}, "held": threading.Event()})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from server_rig import MODEL, ServerThread, save_checkpoint, serving, wait_for
@@ -52,7 +53,8 @@ def test_an_answer_that_calls_a_tool_says_so_itself() -> None:
         sequence: Any = SimpleNamespace(
             params=SimpleNamespace(hint=said), num_generated=2, generated=[7, 8], arrived=0.0, num_prompt_tokens=5
         )
-        answered = answered_of(sequence, reason, lambda _, calls=calls: calls)
+        reads = Mock(return_value=calls)
+        answered = answered_of(sequence, reason, reads)
         assert answered is not None
         assert tuple(answered)[2:4] == (hint, is_derived)
 

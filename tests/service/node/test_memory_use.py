@@ -32,7 +32,9 @@ def lineage(*chains: TokenChain) -> Lineage:
     """Of the blocks of these chains, each once, in an order of no meaning."""
     pairs = {name: each.parent(i) for each in chains for i, name in enumerate(each.hashes)}
     order = sorted(pairs)
-    names, parents = (np.frombuffer(b"".join(x), np.uint64).reshape(-1, 4) for x in (order, map(pairs.get, order)))
+    names, parents = (
+        np.frombuffer(b"".join(x), np.uint64).reshape(-1, 4) for x in (order, map(pairs.__getitem__, order))
+    )
     return Lineage(names, parents)
 
 

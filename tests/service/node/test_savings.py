@@ -1,6 +1,7 @@
 """What requests did not have to compute: counted when they take it, in the engine's own measure or an assumed one."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from doubles import BLOCK_SIZE, chain_of
@@ -41,7 +42,8 @@ def test_the_status_tells_what_was_saved(tmp_path: Path, options: dict[str, floa
     assert status["gpu_hour"] == options.get("gpu_hour")
     assert ("kvtier_gpu_hour_price 2.5" in page) is bool(options)
     assert f'kvtier_saved_tokens_total{{fingerprint="{model["model"]}"}} {num_tokens}.0' in page
-    expected = {"tokens": num_tokens, "load_s": 0, "tokens_per_s": 100 if options else None, "assumed": bool(options)}
+    expected: dict[str, Any] = {"tokens": num_tokens, "load_s": 0, "assumed": bool(options)}
+    expected["tokens_per_s"] = 100 if options else None
     expected |= {"untimed_tokens": 0 if options else num_tokens, "prefill_s": num_tokens / 100 if options else 0}
     assert model["saved"] == expected
     # An engine says what it measures: it counts from here on.

@@ -215,7 +215,7 @@ def test_a_page_that_is_opened_late_shows_what_was_before(
     def found() -> list[int]:
         """Blocks found in L2 at each sample."""
         series = daemon.client.get("/history").json()["series"]
-        values = next((each["values"] for each in series if each["path"][-2:] == ["lookups", "l2"]), [])
+        values: Any = next((each["values"] for each in series if each["path"][-2:] == ["lookups", "l2"]), [])
         return values if isinstance(values, list) else []
 
     wait_until(lambda: found().count(6) > 10)

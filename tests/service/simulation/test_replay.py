@@ -76,7 +76,7 @@ def test_a_slab_and_redis_find_what_memory_has_lost() -> None:
     trace = trace_of(chats(150))
     replay = TraceReplay(trace, SLOT_BYTES)
     alone, disk, redis, late = (
-        replay.run(Capacity(SLOTS * SLOT_BYTES, **room, policy="lru"))  # type: ignore[arg-type]
+        replay.run(Capacity(SLOTS * SLOT_BYTES, **room, policy="lru"))
         for room in ({}, {"disk": 8 << 20}, {"redis": 8 << 20}, {"redis": 8 << 20, "redis_ttl": 1.0})
     )
     for run in (disk, redis):

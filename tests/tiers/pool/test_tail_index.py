@@ -259,6 +259,7 @@ def test_the_order_is_that_of_a_slow_list(steps: list[tuple[str, int, int]]) -> 
     clock, policy, slow = Clock(), TailIndex(32, lambda slots: np.zeros((len(slots), 4), np.uint64)), SlowOrder()
     policy.clock = clock
     policy.returns = returns = MadeUpReturns(policy.rival)
+    policy.rival.leads = False  # as after the first requests
     held: set[int] = set()
 
     def use(slots: list[int]) -> None:
