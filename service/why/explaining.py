@@ -9,9 +9,9 @@ import numpy as np
 
 from kvtier.service import Json
 from kvtier.service.why.recent import UNSALTED
-from kvtier.tiers import L1, L2, ChainHash, ChildBlock
+from kvtier.tiers import L1, L2, BlockRecord, ChainHash, ChildBlock
 from kvtier.tiers.hierarchy import Hierarchy
-from kvtier.tiers.naming import chain_hashes
+from kvtier.tiers.naming import chain_hashes, is_named_by
 from kvtier.tiers.pool import MAX_CHILDREN, NEVER_SEEN, Departure
 
 SHORT: Final = "short"  # the prompt has less than a block: nothing of it is ever stored
@@ -69,6 +69,10 @@ def explain_chain(model: str, chain: AskedChain, hierarchy: Hierarchy | None, fi
         if chain.tokens:
             parent = names[known - 1] if known else chain.root
             held = [each for each in _children(hierarchy, first, parent) if each.chain_hash != names[known]]
+            if not known:
+                # Under vLLM's names all tenants' first blocks follow one root: only a name that tokens alone make up
+                # is surely of this salt.
+                held = [each for each in held if is_named_by(BlockRecord(each.chain_hash, parent, each.tokens, 0))]
             answer["differs"] = _difference(chain.tokens[known * size :], held, known * size, size)
     return answer
 
@@ -126,7 +130,7 @@ def _runs(tiers: Sequence[str | None]) -> list[Json]:
 
 
 def _children(hierarchy: Hierarchy | None, first: FirstTier | None, parent: ChainHash) -> list[ChildBlock]:
-    """Held blocks that follow the same block as the missing one: of the same chain's head, so of the same salt."""
+    """Held blocks that follow the same block as the missing one; behind a block they are of the same salt as it."""
     found = [] if first is None else [*first.children(parent)]
     if hierarchy is not None:
         found += hierarchy.host.children(parent, MAX_CHILDREN, b"")

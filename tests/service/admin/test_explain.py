@@ -120,6 +120,16 @@ def test_a_strangers_prompt_is_never_told() -> None:
     assert answer["differs"] == {"token": 8, "tokens": [5, 9, 10, 11], "held_tokens": theirs, "same": 0}
 
 
+def test_a_strangers_first_block_is_never_told_where_one_root_is_everybodys() -> None:
+    model = opened()
+    extra = {0: [("salt", b"anna")]}  # as under vLLM's own names: the salt is in the first block, not in the root
+    named = TokenChain(root_hash(FINGERPRINT), BLOCK, extra_keys=extra)
+    named.extend([SECRET, *range(15)])
+    store_here(model.hierarchy, named)
+    answer = explain(model, [], BlockSelection((), [5, *range(15)], None), 1.0)
+    assert (answer["held"], answer["differs"]) == (0, None)
+
+
 def test_bad_input_names_the_option() -> None:
     for arguments, why in (
         ((), "by one of --blocks FILE, --text FILE and --request ID"),
