@@ -69,6 +69,7 @@ class RequestLog:
             self._file = os.open(path, _FLAGS, 0o600)
         except OSError as error:
             raise ConfigError(f'{option} "{path}": {error.strerror}; name a file that can be written') from None
+        self._is_torn = False  # the last line that was begun is not whole: it is ended before the next
         self._waiting: Queue[EndedRequest | None] = Queue(most_waiting)
         self._is_closed = False
         self._thread = Thread(target=self._write_on, name="kvtier-request-log", daemon=True)
@@ -115,8 +116,12 @@ class RequestLog:
 
     def _append(self, data: bytes) -> None:
         self._follow()
+        if self._is_torn:
+            data = b"\n" + data
         while data:
-            data = data[os.write(self._file, data) :]
+            count = os.write(self._file, data)
+            self._is_torn = data[count - 1 : count] != b"\n"
+            data = data[count:]
 
     def _follow(self) -> None:
         """Open the file anew if its name means another one now, or none."""
@@ -126,4 +131,4 @@ class RequestLog:
                 return
         opened = os.open(self.path, _FLAGS, 0o600)
         os.close(self._file)
-        self._file = opened
+        self._file, self._is_torn = opened, False

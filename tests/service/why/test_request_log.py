@@ -105,6 +105,32 @@ def test_lines_beyond_the_queue_are_counted(tmp_path: Path, monkeypatch: pytest.
     assert refused.counts == {"written": 0, "queue_full": 0, "io_error": 1}
 
 
+def test_a_line_that_the_disk_took_in_part_spoils_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, has_room = os.write, [False]
+
+    def nearly_full(file: int, data: bytes) -> int:
+        if has_room[0]:
+            return real(file, data)
+        monkeypatch.setattr("kvtier.service.why.request_log.os.write", full)
+        return real(file, data[:20])
+
+    def full(file: int, data: bytes) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("kvtier.service.why.request_log.os.write", nearly_full)
+    log = RequestLog(tmp_path / "log", "request_log")
+    log.write(request(0))
+    wait_until(lambda: log.counts["io_error"] == 1)
+    has_room[0] = True
+    monkeypatch.setattr("kvtier.service.why.request_log.os.write", nearly_full)
+    for number in (1, 2):
+        log.write(request(number))
+    log.close()
+    torn, *whole = (tmp_path / "log").read_text().splitlines()
+    assert len(torn) == 20
+    assert [json.loads(line)["id"] for line in whole] == ["1", "2"]
+
+
 class _Known:
     def __init__(self, num_items: int) -> None:
         self.num_items = num_items
