@@ -60,7 +60,7 @@ def table_of(table: "Table") -> "RenderableType":
     from rich.table import Table as RichTable
 
     made = RichTable(
-        title=table.title, title_justify="left", caption=escape(table.note) or None, caption_justify="left"
+        title=escape(table.title), title_justify="left", caption=escape(table.note) or None, caption_justify="left"
     )
     for index, column in enumerate(table.columns):
         made.add_column(escape(column), justify="right" if index else "left", overflow="fold")

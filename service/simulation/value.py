@@ -54,7 +54,7 @@ def rates_from(path: Path, rates: LoadRates) -> LoadRates:
         told: Any = json.loads(path.read_text())
     except OSError as error:
         raise ConfigError(f"--from {path}: {error.strerror}; name what kvtier worth --json printed") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise ConfigError(f"--from {path}: not JSON; name what kvtier worth --json printed") from None
     if not isinstance(told, dict) or told.get("kvtier_worth") != 1:
         raise ConfigError(f'--from {path}: no "kvtier_worth": 1 there; name what kvtier worth --json printed')

@@ -13,6 +13,9 @@ FORM: Final = 1  # of the JSON: `kvtier_worth`
 _PROMPTS: Final = 1000  # that money is told for
 _HOUR: Final = 3600.0  # seconds
 _MOST_SECONDS: Final = 1e9  # to a first token
+_MOST_PRICE: Final = 1e12
+_MOST_TOKENS: Final = 1 << 40
+_MOST_BYTES: Final = 1e15  # of a token's KV
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +30,8 @@ class Worth:
     gpu_hour: float | None = None  # price of an hour of that machine
 
     def __post_init__(self) -> None:
-        if self.gpu_hour is not None and not self.gpu_hour > 0:
-            raise ConfigError(f"--gpu-hour {self.gpu_hour}: use a price above 0")
+        if self.gpu_hour is not None and not 0 < self.gpu_hour < _MOST_PRICE:
+            raise ConfigError(f"--gpu-hour {self.gpu_hour:g}: use a price above 0 and below {_MOST_PRICE:g}")
 
     def wins_from(self, tier: str) -> int | None:
         """The fewest tokens from which on loading is faster, up to the longest measured; None: it is not, there.
@@ -126,7 +129,7 @@ def worth_from(path: Path, gpu_hour: float | None) -> Worth:
         told: Any = json.loads(path.read_text())
     except OSError as error:
         raise ConfigError(f"--from {path}: {error.strerror}; {fix}") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise ConfigError(f"--from {path}: not JSON; {fix}") from None
     if not isinstance(told, dict) or told.get("kvtier_worth") != FORM:
         raise ConfigError(f'--from {path}: no "kvtier_worth": {FORM} there; {fix}')
@@ -138,12 +141,17 @@ def worth_from(path: Path, gpu_hour: float | None) -> Worth:
             for tier in told["wins_from_tokens"]
         }
         price = told.get("gpu_hour") if gpu_hour is None else gpu_hour
+        price = None if price is None else float(price)
         found = Worth(str(told["model"]), str(told["device"]), float(told["bytes_per_token"]), compute, by_tier, price)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise ConfigError(f"--from {path}: {type(error).__name__}: {error}; {fix}") from None
     seconds = [one for each in (compute, *by_tier.values()) for one in each.values()]
     if not compute or not all(0 < one < _MOST_SECONDS for one in seconds):
         raise ConfigError(f"--from {path}: times: none, or not above 0 s; {fix}")
+    if not 1 <= min(compute) <= max(compute) < _MOST_TOKENS:
+        raise ConfigError(f"--from {path}: tokens: not from 1 to {_MOST_TOKENS}; {fix}")
+    if not 0 < found.bytes_per_token < _MOST_BYTES:
+        raise ConfigError(f"--from {path}: bytes_per_token {found.bytes_per_token:g}: not above 0; {fix}")
     return found
 
 

@@ -13,6 +13,11 @@ from kvtier.tiers.errors import ConfigError
 COMPUTE = {100: 1.0, 200: 2.0, 400: 4.0}
 
 
+def _deep(path: Path) -> Path:
+    path.write_text("[" * 100_000)
+    return path
+
+
 def worth(**loads: dict[int, float]) -> Worth:
     return Worth("tiny", "cpu", 8.0, COMPUTE, loads, gpu_hour=3.6)
 
@@ -47,20 +52,32 @@ def test_what_was_measured_is_shown_again_and_other_files_are_named(tmp_path: Pa
     path = tmp_path / "worth.json"
     path.write_text(json.dumps(found.json))
     assert worth_from(path, None) == found
+    with pytest.raises(ConfigError, match="not JSON"):
+        rates_from(_deep(tmp_path / "deep"), LoadRates())
     # Its rates are those that a simulation takes.
     assert rates_from(path, LoadRates()) == LoadRates(prefill=100.0, l2=1600.0)
     shown = kvtier("worth", "--from", path, "--gpu-hour", 7.2, columns="200").stdout
     assert "l2: loading wins from 100 tokens on; redis: it did not have the prompts" in shown
     assert "1.0000" in shown
+    whole = path.read_text()
     for text, complaint in (
+        ("[" * 100_000, "not JSON"),
+        (whole.replace('"tokens": 100', '"tokens": Infinity'), "OverflowError: "),
+        (whole.replace('"tokens": 100', '"tokens": -100'), "tokens: not from 1 to "),
+        (whole.replace('"bytes_per_token": 8.0', '"bytes_per_token": NaN'), "bytes_per_token nan: not above 0"),
+        (whole.replace('"gpu_hour": 3.6', '"gpu_hour": 1' + "0" * 400), "OverflowError: "),
         ("[]", 'no "kvtier_worth": 1 there'),
         ('{"kvtier_worth": 1}', "KeyError: 'times'"),
-        (path.read_text().replace("1.0", "-1.0"), "times: none, or not above 0 s"),
+        (whole.replace("1.0", "-1.0"), "times: none, or not above 0 s"),
     ):
         path.write_text(text)
         ended = kvtier("worth", "--from", path)
         assert ended.returncode == 2
         assert ended.stderr.startswith(f"kvtier: --from {path}: {complaint}")
+    path.write_text(whole.replace('"tiny"', '"[/red]tiny"'))  # markup of the table's
+    assert "kvtier worth: [/red]tiny on cpu" in kvtier("worth", "--from", path, columns="200").stdout
+    ended = kvtier("worth", "--from", path, "--gpu-hour", "inf")
+    assert (ended.returncode, ended.stderr) == (2, "kvtier: --gpu-hour inf: use a price above 0 and below 1e+12\n")
     ended = kvtier("worth")
     assert ended.returncode == 2
     assert ended.stderr.startswith("kvtier: DIR: name a checkpoint to measure")
