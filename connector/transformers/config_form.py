@@ -67,7 +67,7 @@ def _read(file: Path) -> dict[str, Any]:
         raw = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{file}: {error.strerror}; {_FIX}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file}: not JSON ({error}); {_FIX}") from None
     if not isinstance(raw, dict):
         raise ConfigError(f"{file}: not a JSON object; {_FIX}")

@@ -1,8 +1,12 @@
 """Which blocks an answer left behind, where a trace tells how long it was and not what it was: its next turn tells."""
 
 from collections.abc import Sequence
+from typing import Final
 
 from kvtier.service.traces.trace_line import TraceLine
+from kvtier.tiers import ConfigError
+
+_MOST_BLOCKS: Final = 1 << 20  # of one answer: as many as a line has room for in a prompt
 
 Ids = Sequence[int]
 
@@ -21,6 +25,9 @@ def told_by_next_turns(lines: Sequence[TraceLine], prompts: Sequence[Ids], size:
         fresh = 1 + max((number for line in lines for number in (*line.hash_ids, *(line.answer_ids or ()))), default=0)
         for i in (i for i, is_unknown in enumerate(unknown) if is_unknown):
             count = (lines[i].input_length + lines[i].output_length) // size - len(prompts[i])
+            if count > _MOST_BLOCKS:
+                what = f"output_length {lines[i].output_length}: {count} blocks of {size} tokens"
+                raise ConfigError(f"{what}, of one answer at most {_MOST_BLOCKS} are simulated; count tokens there")
             told = known.get(i, ())[:count]
             answers[i] = (*told, *range(fresh, fresh + count - len(told)))
             fresh += count - len(told)

@@ -193,3 +193,10 @@ def test_a_block_size_that_nobody_can_tell_is_asked_for(tmp_path: Path) -> None:
     written(path, GOOD | {"block_size": 64})
     with pytest.raises(ConfigError, match="--block-size 32: the trace says 64"):
         load_trace(path, block_size=32)
+
+
+def test_an_answer_too_long_to_be_simulated_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text('{"input_length": 32, "output_length": 1000000000000, "hash_ids": [1, 2], "block_size": 16}\n')
+    with pytest.raises(ConfigError, match=r"trace.jsonl: output_length 1000000000000: 62500000000 blocks of 16 tokens"):
+        load_trace(path)
