@@ -184,8 +184,8 @@ def main() -> int:
         timed_name, timed, size = "agents", made_up("agents", limit=limit or _TIMED), SIZES[0]
     else:
         timed_name, size = PRODUCTION, GOAL_SIZE
-        sizes = (GOAL_SIZE,) if options.quick else tuple(map(int, options.production.split(",")))
-        rows += kept(PRODUCTION, production, sizes, 1 if options.quick else options.processes, slabs)
+        production_sizes = (GOAL_SIZE,) if options.quick else tuple(map(int, options.production.split(",")))
+        rows += kept(PRODUCTION, production, production_sizes, 1 if options.quick else options.processes, slabs)
     rows += through_a_hierarchy(40 if options.quick else 120)
     rows.append(costs(timed_name, timed, size, 1 if options.quick else 5))
     if options.save:

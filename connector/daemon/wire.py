@@ -319,9 +319,19 @@ def _end(
     if len(names) > MAX_ENDED:
         raise FormatError(f"request ended: {len(names)} names, at most {MAX_ENDED} are told")
     said = Hint(word) if word else None
-    counts = number(num_prompt, len(names) + 1), number(num_output_tokens)
-    whose = number(client, 1 << 32), flag(is_derived), seconds(lasted)
-    return RequestEnded(RequestEnd(names, *counts, said, *whose, request_id, number(num_prompt_tokens), seconds(ttft)))
+    end = RequestEnd(
+        names,
+        number(num_prompt, len(names) + 1),
+        number(num_output_tokens),
+        said,
+        number(client, 1 << 32),
+        flag(is_derived),
+        seconds(lasted),
+        request_id,
+        number(num_prompt_tokens),
+        seconds(ttft),
+    )
+    return RequestEnded(end)
 
 
 class OperationRow(NamedTuple):

@@ -158,11 +158,11 @@ def explain(
         answer = context.elsewhere(url).post("/explain", body)
         context.show(answer, "\n".join(answer["lines"]))
         return
-    body = _which_blocks(blocks, cache_salt, model) | given(tokens=cut, request=request)
-    answer = context.client.post("/admin/explain", body)
+    asked: dict[str, Any] = _which_blocks(blocks, cache_salt, model) | given(tokens=cut, request=request)
+    answer = context.client.post("/admin/explain", asked)
     decode = None if cutter is None else partial(cutter.decode, skip_special_tokens=False)
     special = () if cutter is None else [at for at, each in cutter.get_added_tokens_decoder().items() if each.special]
-    context.show(answer, "\n".join(observe.explained(answer, decode, body.get("tokens", ()), special)))
+    context.show(answer, "\n".join(observe.explained(answer, decode, asked.get("tokens", ()), special)))
 
 
 @command("pin")

@@ -101,7 +101,7 @@ class Admission:
         self._ages = ages
         residence = 2.0 ** (_median(evicted) - 0.5)  # a bucket's middle: each is up to twice the one before
         gap = float(EDGES[_median(gaps)]) + 1.0
-        return residence < (2.0 if was_short else 1.0) * gap
+        return bool(residence < (2.0 if was_short else 1.0) * gap)
 
     def _show(self) -> None:
         for why in Why:

@@ -26,6 +26,7 @@ class Cohorts:
         self._allot(_FEWEST)
         self.num_rows = self.num_told = 0
         self._next = 1
+        self._looked_at = -np.inf  # seconds: when entries were taken in the last time
 
     def _allot(self, size: int) -> None:
         self.number, self.first, self.end, self.kind = (np.zeros(size, np.int64) for _ in range(4))
@@ -52,12 +53,14 @@ class Cohorts:
 
         `untold`: the class of what no end was told of.
         """
+        # They are idle since some time after the last look. A slow cache looks seldom, and those count as early ones.
+        looked_at, self._looked_at = self._looked_at, now
         if not len(slots):
             return
         rows = self._rows_of(self.owners[slots])
         is_known = rows >= 0
         is_in = is_known & (self.first[rows] <= tickets) & (tickets < self.end[rows])
-        is_late = is_known & ~is_in & self._is_late[rows] & (now - self.ended_at[rows] < _LATE)
+        is_late = is_known & ~is_in & self._is_late[rows] & (looked_at - self.ended_at[rows] < _LATE)
         left = ~is_in
         slots, tickets, rows = slots[left], tickets[left], np.where(is_late, rows, -1)[left]
         if not len(slots):

@@ -14,7 +14,8 @@ from kvtier.tiers.returns.tails import NUM_REQUESTS
 _TOLERANCE: Final = 0.007  # of a window's blocks: so far behind LRU, the learned order gives way
 _TURNS: Final = 8  # how often the slots are asked for until what was seen has faded to a third,
 _LEAST: Final = 16384  # or at least so many blocks
-_LONGEST: Final = 16  # LRU's longest stay, in windows: each in a row is twice the one before
+_SHORTEST: Final = 2  # LRU's first stay, in windows: each in a row is twice the one before,
+_LONGEST: Final = 16  # up to so many
 
 
 class LruRival:
@@ -34,7 +35,7 @@ class LruRival:
         self._asked = 0.0  # blocks, fading
         self._ahead = 0.0  # own hits less LRU's, fading
         self._stay = first_stay  # blocks until the learned order is tried again
-        self._longer = 1.0  # windows that the next stay takes
+        self._longer = float(_SHORTEST)  # windows that the next stay takes
 
     def ended(self, number: int, num_blocks: int, continued: int, num_common: int, num_prompt: int, own: int) -> None:
         """Request `number` has ended. It had `num_blocks`, of which the first `num_common` are those of `continued`.
@@ -85,4 +86,4 @@ class LruRival:
             self._stay = self._longer * self._window
             self._longer = min(2.0 * self._longer, _LONGEST)
         elif self._asked > 0.8 * self._window and self._ahead > 0:
-            self._longer = 1.0
+            self._longer = float(_SHORTEST)

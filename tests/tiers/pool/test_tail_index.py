@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from _synthetic_traces import TRACES
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -253,6 +253,7 @@ class SlowOrder:
         max_size=60,
     )
 )
+@example([("late", 0, 1), ("wait", 0, 4), ("use", 1, 1), ("wait", 0, 4), ("evict", 0, 1)])  # idle for a minute, unseen
 @settings(max_examples=60, deadline=None)
 def test_the_order_is_that_of_a_slow_list(steps: list[tuple[str, int, int]]) -> None:
     """Eight conversations of four slots each. What no end told of is an old and a known class of its own here."""
