@@ -79,13 +79,16 @@ class BlocksBody(Body):
 
     @model_validator(mode="after")
     def _one_way(self) -> Self:
+        self._check_way()
+        return self
+
+    def _check_way(self) -> None:
         if self.hashes is not None and self.tokens is not None:
             raise ValueError("hashes, tokens: give one of the two")
         if self.tokens is None and self.cache_salt is not None:
             raise ValueError("cache_salt: belongs to tokens; the names of blocks have it in them")
         if self.hashes is not None and len(set(self.hashes)) < len(self.hashes):
             raise ValueError("hashes: a name is given twice; give each once")
-        return self
 
     @property
     def selection(self) -> BlockSelection | None:
@@ -107,13 +110,11 @@ class ExplainedBody(BlocksBody):
 
     request: Annotated[str, Field(min_length=1, max_length=512)] | None = None
 
-    @model_validator(mode="after")
-    def _one_way(self) -> Self:
+    def _check_way(self) -> None:
         if sum(each is not None for each in (self.hashes, self.tokens, self.request)) > 1:
             raise ValueError("hashes, tokens, request: give one of the three")
-        if self.request is not None:
-            return self
-        return super()._one_way()
+        if self.request is None:
+            super()._check_way()
 
 
 class PinBody(BlocksBody):

@@ -48,7 +48,8 @@ class Admission:
         self._reasons: set[Why] = set()
         self._behind_at = self._left_at = self._looked_at = -np.inf
         self._stay = _SHORTEST
-        self._ages = np.zeros(NUM_AGES, np.int64)  # of evictions before the last look that told anything
+        self._ages = np.zeros(NUM_AGES, np.int64)  # of evictions before the last look that told anything,
+        self._told_at = 0.0  # and when that was
         self._show()
 
     def is_selective(self, filling: float, *, refused: bool = False) -> bool:
@@ -96,11 +97,13 @@ class Admission:
         self._looked_at = now
         ages, gaps = departures[-1].ages[:NUM_AGES].copy(), self._gaps()
         evicted = ages - self._ages
-        if gaps is None or gaps.sum() < _FEWEST or evicted.sum() < _FEWEST:
+        if gaps is None or gaps.sum() < _FEWEST:
             return was_short
-        self._ages = ages
-        residence = 2.0 ** (_median(evicted) - 0.5)  # a bucket's middle: each is up to twice the one before
         gap = float(EDGES[_median(gaps)]) + 1.0
+        if evicted.sum() < _FEWEST:  # the tier has room again: what is there has lived so long since
+            return was_short and now - self._told_at < 2.0 * gap
+        self._ages, self._told_at = ages, now
+        residence = 2.0 ** (_median(evicted) - 0.5)  # a bucket's middle: each is up to twice the one before
         return bool(residence < (2.0 if was_short else 1.0) * gap)
 
     def _show(self) -> None:

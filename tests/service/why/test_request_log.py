@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 from command_rig import kvtier
-from doubles import SLOT_BYTES, wait_until
-from service_rig import BLOCK_SIZE, FINGERPRINT, DaemonProcess, attach, store, where
+from doubles import BLOCK_SIZE, SLOT_BYTES, wait_until
+from service_rig import FINGERPRINT, DaemonProcess, attach, store, where
 
 from kvtier.service.why.recent import Recent
 from kvtier.service.why.request_log import EndedRequest, RequestLog

@@ -120,6 +120,11 @@ def test_a_tier_whose_blocks_go_before_requests_return_gets_what_was_seen_before
     clock.advance(31.0)
     assert not admission.is_selective(0.0)
     assert len(departures.ages) == NUM_AGES + 1
+    departures.aged(np.full(32, 5))
+    clock.advance(31.0)
+    assert admission.is_selective(0.0)
+    clock.advance(600.0)  # nothing was evicted for longer than requests take: there is room again
+    assert not admission.is_selective(0.0)
 
 
 def test_the_option_takes_a_number_or_auto(monkeypatch: pytest.MonkeyPatch) -> None:
