@@ -60,7 +60,8 @@ def form_of(fields: Fields) -> str:
         if name in fields:
             raise ForeignTrace(f"it has {name!r}: this is {what}; {_KNOWN}")
     if fields.keys().isdisjoint(("timestamp", "input_length", "output_length")):
-        raise ForeignTrace(f"no hash_ids among {', '.join(sorted(fields)[:6])[:80] or 'no fields'}; {_KNOWN}")
+        named = ", ".join(map(repr, sorted(fields)[:6]))[:80]
+        raise ForeignTrace(f"no hash_ids among {named or 'no fields'}; {_KNOWN}")
     return MOONCAKE
 
 

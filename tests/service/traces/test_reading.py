@@ -111,7 +111,8 @@ def test_compressed_traces_are_read_and_broken_ones_told(tmp_path: Path) -> None
         ('{"conversations": []}\n', "this is a list of ShareGPT conversations"),
         ('{"type": "BlockStored", "block_hashes": [1]}\n', "this is KV events: they tell what is stored"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n", "comma-separated values, not JSON lines"),
-        ('{"colour": "red"}\n', "no hash_ids among colour"),
+        ('{"colour": "red"}\n', "no hash_ids among 'colour'"),
+        ('{"\\u001b[2J": "red"}\n', r"no hash_ids among '\x1b[2J'"),
     ],
 )
 def test_a_foreign_file_is_named_and_read_no_further(tmp_path: Path, first: str, what: str) -> None:
