@@ -1,4 +1,4 @@
-"""Admission: whether a tier below L2 takes every block, or only what was seen before (`admit_after = "auto"`)."""
+"""TierAdmission: whether a tier below L2 takes every block, or only what was seen before (`admit_after = "auto"`)."""
 
 from collections.abc import Callable, Sequence
 from enum import StrEnum
@@ -27,7 +27,7 @@ class Why(StrEnum):
     RESIDENCE = "residence"  # blocks are evicted there before half of all requests would have returned
 
 
-class Admission:
+class TierAdmission:
     """One tier's. Thread-safe; no I/O, and nothing kept for each block: what left a tier is remembered there."""
 
     def __init__(

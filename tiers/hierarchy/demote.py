@@ -8,7 +8,7 @@ from threading import Lock
 from typing import Final
 
 from kvtier.tiers import BATCH_BYTES, L2, ChainHash, Metrics, Outcome, checksum
-from kvtier.tiers.hierarchy.admission import Admission
+from kvtier.tiers.hierarchy.admission import TierAdmission
 from kvtier.tiers.hierarchy.lower_tier import TierPort
 from kvtier.tiers.host import HostTier
 from kvtier.tiers.pool import Departures, Lease
@@ -23,7 +23,7 @@ class Demoter:
 
     At most `max_bytes` wait here (and a quarter of L2, since what waits is leased); past that the newest tail is
     refused (`QUEUE_FULL`), never the head. A block that fails or is refused takes its descendants with it
-    (`PARENT_FAILED`): without their parent nobody could reach them. With an `Admission` new blocks may be left out.
+    (`PARENT_FAILED`): without their parent nobody could reach them. With an `TierAdmission` new blocks may be left out.
     Lock: `_lock` guards the counter and the failed set; never held across I/O or another lock.
     """
 
@@ -47,9 +47,9 @@ class Demoter:
         self._batch = max(1, BATCH_BYTES // host.region.slot_bytes)
         self._num_waiting = 0
         self._failed: OrderedDict[ChainHash, None] = OrderedDict()
-        self._admission: Admission | None = None
+        self._admission: TierAdmission | None = None
         if is_adaptive:
-            self._admission = Admission(port.name, self._departures, host.pool.return_gaps, metrics, clock)
+            self._admission = TierAdmission(port.name, self._departures, host.pool.return_gaps, metrics, clock)
             metrics.before_read(self._show)
 
     @property

@@ -1,4 +1,4 @@
-from .ends import HearsEnds, Hint, RequestEnd, ReturnOrder, ToldEnd, hint_of
+from .ends import HearsEnds, Hint, RequestEnd, ToldEnd, hint_of
 from .hazards import EDGES, MOST_AHEAD, UNTOLD
 from .returns import Returns
 from .rival import LruRival
@@ -11,7 +11,6 @@ __all__ = [
     "Hint",
     "LruRival",
     "RequestEnd",
-    "ReturnOrder",
     "Returns",
     "ToldEnd",
     "hint_of",

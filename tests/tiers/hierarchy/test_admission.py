@@ -7,7 +7,7 @@ from fault_rig import settle
 
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.errors import ConfigError
-from kvtier.tiers.hierarchy.admission import Admission
+from kvtier.tiers.hierarchy.admission import TierAdmission
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy
 from kvtier.tiers.hierarchy.settings import HierarchySettings
 from kvtier.tiers.metrics import Metrics
@@ -105,7 +105,7 @@ def test_a_tier_whose_blocks_go_before_requests_return_gets_what_was_seen_before
     departures = Departures("file", 64, 64, clock)
     gaps = np.zeros(len(EDGES))
     gaps[np.searchsorted(EDGES, 60.0)] = 20.0  # most requests return after a minute
-    admission = Admission("file", lambda: [departures], lambda: gaps, metrics, clock)
+    admission = TierAdmission("file", lambda: [departures], lambda: gaps, metrics, clock)
     clock.advance(31.0)
     assert not admission.is_selective(0.0)  # nothing was evicted yet
     departures.aged(np.full(32, 20))
