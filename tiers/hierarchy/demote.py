@@ -23,7 +23,7 @@ class Demoter:
 
     At most `max_bytes` wait here (and a quarter of L2, since what waits is leased); past that the newest tail is
     refused (`QUEUE_FULL`), never the head. A block that fails or is refused takes its descendants with it
-    (`PARENT_FAILED`): without their parent nobody could reach them. With an `TierAdmission` new blocks may be left out.
+    (`PARENT_FAILED`): without their parent nobody could reach them. With a `TierAdmission` new blocks may be left out.
     Lock: `_lock` guards the counter and the failed set; never held across I/O or another lock.
     """
 
