@@ -94,8 +94,8 @@ test-vllm test-vllm-0.33 test-sglang: test-%:
 check: setup
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/mypy
 	$(VENV)/bin/python -m pytest tests/test_architecture.py -q -s
+	.ci/types $(VENV)/bin/mypy
 
 format: setup
 	$(VENV)/bin/ruff check --fix .
