@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from kvtier.cli.options import HtmlOption, JsonOption, PngOption, progress_bar, show, table_of
+from kvtier.cli.options import DEADLINES, HtmlOption, JsonOption, PngOption, check_figure, progress_bar, show, table_of
 from kvtier.service import Exit, needing
 
 app = typer.Typer()
@@ -31,12 +31,15 @@ def run_bench(
     api: Annotated[Literal["chat", "completions"], typer.Option(help="Which of the two is asked.")] = "chat",
     model: Annotated[str | None, typer.Option(help="Its name; else the first that the server has.")] = None,
     token: Annotated[str | None, typer.Option(envvar="KVTIER_ROUTER__TOKEN", help="The API key.")] = None,
-    deadline: Annotated[float, typer.Option(min=0.1, help="Seconds for each request.")] = 120.0,
+    deadline: Annotated[float, typer.Option(help="Seconds for each request.")] = 120.0,
     seed: Annotated[int, typer.Option(help="Of all that is made up.")] = 0,
     as_json: JsonOption = False,
     png: PngOption = None,
     html: HtmlOption = None,
 ) -> None:
+    check_figure("--deadline", deadline, *DEADLINES)
+    check_figure("--rate", rate, 1e-6, 1e6)
+    check_figure("--speed", speed, 1e-6, 1e6)
     with needing("kvtier bench"):
         from kvtier.service.bench import BenchOptions, LoadPace, Shape, run_bench
     urls = (url,) if compare is None else (url, compare)

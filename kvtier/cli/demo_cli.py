@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from kvtier.cli.options import ConfigOption, ExactOption, JsonOption
+from kvtier.cli.options import ConfigOption, ExactOption, JsonOption, writable_file
 from kvtier.cli.verbs import VerbGroup
 from kvtier.service import needing
 from kvtier.tiers import ConfigError
@@ -37,7 +37,9 @@ def run_rag_demo(
     questions: Annotated[int, typer.Option(min=1, metavar="N", help="How many the recall model is asked.")] = 200,
     rule: Annotated[str, typer.Option(help="Which reused tokens are computed anew.")] = "deviation",
     share: Annotated[float, typer.Option(min=0, max=1, help="How many of them.")] = 0.15,
-    picture: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it, too; needs matplotlib.")] = None,
+    picture: Annotated[
+        Path | None, typer.Option(metavar="FILE", callback=writable_file, help="Draw it, too; needs matplotlib.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Ask about documents in different orders: full prefill, prefixes alone, segments without and with repair."""
@@ -53,6 +55,10 @@ def save_model(
 ) -> None:
     if if_missing and (directory / "config.json").exists():
         return
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"DIR {str(directory)!r}: {error.strerror}; name a directory that can be made") from None
     with needing("this"):
         from kvtier.engine.demo import save_model as save
     save(directory)

@@ -5,11 +5,13 @@ help is theirs alone, and cheap.
 """
 
 import json
+import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
+from kvtier.service import needing
 from kvtier.tiers import ConfigError
 from kvtier.tiers import config as configuration
 
@@ -19,9 +21,33 @@ if TYPE_CHECKING:
 
     from kvtier.service.charts import Table
 
+
+def writable_file(option: typer.CallbackParam, path: Path | None) -> Path | None:
+    """The file that a verb draws to, tried before its work begins. ConfigError if it cannot be written."""
+    if path is None:
+        return None
+    name = option.opts[0]
+    with needing(name):
+        import matplotlib  # noqa: F401
+    is_new = not os.path.lexists(path)
+    try:
+        # What is there stays; a pipe that nobody reads is refused, not waited for.
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_CLOEXEC, 0o666))
+        if is_new:
+            path.unlink()
+    except OSError as error:
+        raise ConfigError(f"{name} {str(path)!r}: {error.strerror}; name a file that can be written") from None
+    return path
+
+
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
-PngOption = Annotated[Path | None, typer.Option("--png", metavar="FILE", help="Draw it as a picture, too.")]
-HtmlOption = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write one page with all of it, too.")]
+PngOption = Annotated[
+    Path | None, typer.Option("--png", metavar="FILE", callback=writable_file, help="Draw it as a picture, too.")
+]
+HtmlOption = Annotated[
+    Path | None,
+    typer.Option("--html", metavar="FILE", callback=writable_file, help="Write one page with all of it, too."),
+]
 ConfigOption = Annotated[
     Path | None, typer.Option("--config", metavar="FILE", help="TOML file; the environment overrides it.")
 ]
@@ -29,6 +55,10 @@ HttpOption = Annotated[
     str | None, typer.Option(metavar="HOST:PORT", help="Where it answers; instead of the configured address.")
 ]
 ExactOption = Annotated[bool, typer.Option("--exact", help="The same bits however a prompt was had; half as fast.")]
+
+
+PRICES: Final = (1e-9, 1e12)  # of an hour
+DEADLINES: Final = (0.1, 86400.0)  # seconds
 
 
 def given(**options: object) -> dict[str, object]:
@@ -42,6 +72,12 @@ def size_given(option: str, text: str) -> int:
         return configuration.parse_size(text.strip())
     except ValueError as error:
         raise ConfigError(f"{option} {text!r:.40}: {error}") from None
+
+
+def check_figure(option: str, value: float | None, least: float, most: float) -> None:
+    """ConfigError if an option's figure was given and is outside its range, or no number."""
+    if value is not None and not least <= value <= most:
+        raise ConfigError(f"{option} {value:g}: use a number from {least:g} to {most:g}")
 
 
 def show(value: object, table: "RenderableType", *, as_json: bool) -> None:

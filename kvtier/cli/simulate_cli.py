@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from kvtier.cli.options import HtmlOption, JsonOption, PngOption, progress_bar, show, size_given, table_of
+from kvtier.cli.options import (
+    PRICES,
+    HtmlOption,
+    JsonOption,
+    PngOption,
+    check_figure,
+    progress_bar,
+    show,
+    size_given,
+    table_of,
+)
 from kvtier.service import simulation, traces
 from kvtier.service.charts import html_page, save_png
 from kvtier.tiers import ConfigError
@@ -41,19 +51,21 @@ def simulate(
     block_size: Annotated[int | None, typer.Option(min=1, help="Tokens of a block, if the trace tells none.")] = None,
     token_bytes: Annotated[int, typer.Option(min=1, help="KV of a token; the default is a Llama 3.1 8B's.")] = 131072,
     limit: Annotated[int | None, typer.Option(min=1, help="Read so many requests.")] = None,
-    prefill: Annotated[float, typer.Option(min=1e-3, help="Tokens computed a second.")] = 10_000.0,
+    prefill: Annotated[float, typer.Option(help="Tokens computed a second.")] = 10_000.0,
     l2_bandwidth: Annotated[str, typer.Option(metavar="SIZE", help="Loaded a second.")] = "20GB",
     file_bandwidth: Annotated[str, typer.Option(metavar="SIZE", help="Loaded a second.")] = "3GB",
     redis_bandwidth: Annotated[str, typer.Option(metavar="SIZE", help="Loaded a second.")] = "1GB",
     measured: Annotated[
         Path | None, typer.Option("--from", metavar="FILE", help="Rates that kvtier worth --json measured.")
     ] = None,
-    gpu_hour: Annotated[float | None, typer.Option(min=0, metavar="PRICE", help="Of an hour of the GPU.")] = None,
+    gpu_hour: Annotated[float | None, typer.Option(metavar="PRICE", help="Of an hour of the GPU.")] = None,
     processes: Annotated[int, typer.Option(min=0, help="Side by side; 0 for one a core.")] = 0,
     as_json: JsonOption = False,
     png: PngOption = None,
     html: HtmlOption = None,
 ) -> None:
+    check_figure("--prefill", prefill, 1e-3, 1e18)
+    check_figure("--gpu-hour", gpu_hour, *PRICES)
     sizes = {
         "--memory": _sizes("--memory", memory),
         "--disk": _sizes("--disk", disk),

@@ -3,6 +3,7 @@
 from importlib import import_module
 from typing import Any, Final, NamedTuple
 
+import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_group
 
@@ -94,6 +95,16 @@ class Verbs(VerbGroup):
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
         self.commands = {name: TyperCommand(name=name, short_help=verb.help) for name, verb in VERBS.items()}
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the verb. What an option refuses is told with the value, which typer leaves out of some errors."""
+        try:
+            return super().invoke(ctx)
+        except typer.BadParameter as error:
+            refused: Any = error.__cause__
+            if callable(getattr(refused, "errors", None)):  # pydantic's, which converts what typer is given
+                error.message = f"{refused.errors()[0]['input']!r:.60}: {error.message}"
+            raise
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """The verb that the arguments start with, loaded, and the arguments after it."""

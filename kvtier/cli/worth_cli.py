@@ -5,7 +5,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvtier.cli.options import ConfigOption, HtmlOption, JsonOption, PngOption, progress_bar, show, table_of
+from kvtier.cli.options import (
+    DEADLINES,
+    PRICES,
+    ConfigOption,
+    HtmlOption,
+    JsonOption,
+    PngOption,
+    check_figure,
+    progress_bar,
+    show,
+    table_of,
+)
 from kvtier.service import needing
 from kvtier.tiers import ConfigError
 from kvtier.tiers import config as configuration
@@ -24,7 +35,7 @@ def run_worth(
     tokens: Annotated[list[int], typer.Option(help="Length of a prompt; may be repeated.")] = [256, 1024, 4096],  # noqa: B006
     gpu_hour: Annotated[float | None, typer.Option(help="Price of an hour of this machine: saved money, too.")] = None,
     device: Annotated[str, typer.Option(help="torch's name of one; auto is a GPU where there is one.")] = "auto",
-    deadline: Annotated[float, typer.Option(min=0.1, help="Seconds for a prompt, and for its way to the tiers.")] = 60,
+    deadline: Annotated[float, typer.Option(help="Seconds for a prompt, and for its way to the tiers.")] = 60,
     measured: Annotated[
         Path | None, typer.Option("--from", metavar="FILE", help="Show what kvtier worth --json measured before.")
     ] = None,
@@ -35,6 +46,8 @@ def run_worth(
 ) -> None:
     if (model is None) == (measured is None):
         raise ConfigError("DIR: name a checkpoint to measure, or --from FILE to show what was measured, one of them")
+    check_figure("--gpu-hour", gpu_hour, *PRICES)
+    check_figure("--deadline", deadline, *DEADLINES)
     if min(tokens) < 1:
         raise ConfigError(f"--tokens {min(tokens)}: use a whole number from 1 on")
     from kvtier.service.worth import worth_from

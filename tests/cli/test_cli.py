@@ -125,6 +125,20 @@ def test_usage_errors_are_status_2(
     assert "bogus" in capsys.readouterr().err
 
 
+def test_a_figure_that_is_refused_is_shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(monkeypatch, "simulate", "trace", "--limit", "-7") == Exit.USAGE
+    told = capsys.readouterr().err
+    assert "--limit" in told
+    assert "-7" in told
+
+
+def test_a_model_is_not_saved_where_no_directory_can_be(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "model", "/dev/null/model") == Exit.USAGE
+    assert capsys.readouterr().err.startswith("kvtier: DIR '/dev/null/model': Not a directory; name a directory")
+
+
 def test_every_public_name_is_there() -> None:
     for name in kvtier.__all__:
         public = getattr(kvtier, name)

@@ -135,6 +135,11 @@ def test_the_command_says_what_sizes_are_worth(tmp_path: Path) -> None:
         (["--policy", "best"], "--policy 'best': use tail, lru, s3fifo"),
         (["--redis-ttl", "soon"], "--redis-ttl 'soon': not a time"),
         (["--from", "/dev/null"], "--from /dev/null: not JSON"),
+        (["--gpu-hour", "inf"], "--gpu-hour inf: use a number from 1e-09 to 1e+12"),
+        (["--prefill", "nan"], "--prefill nan: use a number from 0.001 to 1e+18"),
+        # Files to draw to are tried before the trace is read.
+        (["--png", "/dev/null/a.png"], "--png '/dev/null/a.png': Not a directory; name a file that can be written"),
+        (["--html", "/"], "--html '/': Is a directory; name a file that can be written"),
     ],
 )
 def test_a_wrong_option_is_one_line(tmp_path: Path, options: list[str], complaint: str) -> None:

@@ -77,7 +77,7 @@ def test_what_was_measured_is_shown_again_and_other_files_are_named(tmp_path: Pa
     path.write_text(whole.replace('"tiny"', '"[/red]tiny"'))  # markup of the table's
     assert "kvtier worth: [/red]tiny on cpu" in kvtier("worth", "--from", path, columns="200").stdout
     ended = kvtier("worth", "--from", path, "--gpu-hour", "inf")
-    assert (ended.returncode, ended.stderr) == (2, "kvtier: --gpu-hour inf: use a price above 0 and below 1e+12\n")
+    assert (ended.returncode, ended.stderr) == (2, "kvtier: --gpu-hour inf: use a number from 1e-09 to 1e+12\n")
     ended = kvtier("worth")
     assert ended.returncode == 2
     assert ended.stderr.startswith("kvtier: DIR: name a checkpoint to measure")
