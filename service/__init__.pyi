@@ -1,10 +1,11 @@
 from .command_line import Exit, needing
-from .json_text import Json, first_error, object_in, shown, writable
+from .json_text import Json, first_error, harmless, object_in, shown, writable
 
 __all__ = [
     "Exit",
     "Json",
     "first_error",
+    "harmless",
     "needing",
     "object_in",
     "shown",

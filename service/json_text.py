@@ -2,10 +2,14 @@
 
 import itertools
 import json
-from typing import TYPE_CHECKING, Any
+import re
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
+
+# Control characters, those that turn the direction of text, and halves of surrogates.
+_OBEYED: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 Json = dict[str, Any]
 """A JSON object, whatever it holds."""
@@ -18,6 +22,11 @@ def writable(text: str) -> str:
     except UnicodeEncodeError:
         raise ValueError("not a text that UTF-8 can write") from None
     return text
+
+
+def harmless(text: str) -> str:
+    """The text for a terminal: what one would obey, or could not write, as Python's escapes. Lines and tabs stay."""
+    return _OBEYED.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 def shown(value: object) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from kvtier.cli.options import ConfigOption, JsonOption, given, progress_bar, show
-from kvtier.service import Exit, Json, needing, observe, router
+from kvtier.service import Exit, Json, harmless, needing, observe, router
 from kvtier.tiers import ConfigError, KVTierError
 from kvtier.tiers import config as configuration
 from kvtier.tiers.config import format_size, parse_duration, parse_size, parse_time, show_size
@@ -43,7 +43,7 @@ class CommandContext:
     elsewhere: "Callable[[str], HttpClient]"  # by URL, with the same token
 
     def show(self, answer: Json, line: str) -> None:
-        print(json.dumps(answer) if self.as_json else line)
+        print(json.dumps(answer) if self.as_json else harmless(line))
 
 
 def command(name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -337,9 +337,11 @@ def _parsed(option: str, text: str, parse: Callable[[object], Any]) -> Any:
 
 
 def _show_table(context: CommandContext, answer: Json, rows: list[Json], columns: tuple[str, ...]) -> None:
+    from rich.markup import escape
     from rich.table import Table
 
     table = Table(*(name.replace("_", " ") for name in columns))
     for row in rows:
-        table.add_row(*(show_size(row[name]) if name in _SIZES else str(row[name]) for name in columns))
+        cells = (show_size(row[name]) if name in _SIZES else str(row[name]) for name in columns)
+        table.add_row(*(escape(harmless(cell)) for cell in cells))
     show(answer, table, as_json=context.as_json)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from kvtier.service import needing
+from kvtier.service import harmless, needing
 from kvtier.tiers import ConfigError
 from kvtier.tiers import config as configuration
 
@@ -95,13 +95,16 @@ def table_of(table: "Table") -> "RenderableType":
     from rich.markup import escape
     from rich.table import Table as RichTable
 
+    def text(given: str) -> str:
+        return escape(harmless(given))
+
     made = RichTable(
-        title=escape(table.title), title_justify="left", caption=escape(table.note) or None, caption_justify="left"
+        title=text(table.title), title_justify="left", caption=text(table.note) or None, caption_justify="left"
     )
     for index, column in enumerate(table.columns):
-        made.add_column(escape(column), justify="right" if index else "left", overflow="fold")
+        made.add_column(text(column), justify="right" if index else "left", overflow="fold")
     for row in table.rows:
-        made.add_row(*map(escape, row))
+        made.add_row(*map(text, row))
     return made
 
 

@@ -7,7 +7,7 @@ import typer
 
 from kvtier import __version__
 from kvtier.cli.verbs import Verbs
-from kvtier.service import Exit
+from kvtier.service import Exit, harmless
 from kvtier.tiers import ConfigError, KVTierError
 
 # Help and mistakes are plain text: rich alone would take twice the CPU time of all else.
@@ -41,5 +41,5 @@ def main() -> None:
     try:
         app()
     except KVTierError as error:
-        print(f"kvtier: {error}", file=sys.stderr)
+        print(f"kvtier: {harmless(str(error))}", file=sys.stderr)
         sys.exit(Exit.USAGE if isinstance(error, ConfigError) else Exit.FAILED)

@@ -76,6 +76,8 @@ def test_what_was_measured_is_shown_again_and_other_files_are_named(tmp_path: Pa
         assert ended.stderr.startswith(f"kvtier: --from {path}: {complaint}")
     path.write_text(whole.replace('"tiny"', '"[/red]tiny"'))  # markup of the table's
     assert "kvtier worth: [/red]tiny on cpu" in kvtier("worth", "--from", path, columns="200").stdout
+    path.write_text(whole.replace('"tiny"', '"\\u001b[31mred"'))  # what a terminal would obey
+    assert "kvtier worth: \\x1b[31mred on cpu" in kvtier("worth", "--from", path, columns="200").stdout
     ended = kvtier("worth", "--from", path, "--gpu-hour", "inf")
     assert (ended.returncode, ended.stderr) == (2, "kvtier: --gpu-hour inf: use a number from 1e-09 to 1e+12\n")
     ended = kvtier("worth")
