@@ -7,7 +7,7 @@ from kvtier.connector import LocalConnector
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.llm import Engine
 from kvtier.engine.model import Model
-from kvtier.tiers.config import Config
+from kvtier.tiers.config import Config, ConfigSource
 
 
 def engine_config(config: Config, **options: Any) -> EngineConfig:
@@ -33,13 +33,19 @@ def engine_config(config: Config, **options: Any) -> EngineConfig:
 
 
 def open_engine(
-    path: str | Path, config: Config | None = None, *, dtype: str = "auto", device: str = "auto", **options: Any
+    path: str | Path,
+    config: ConfigSource | None = None,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    **options: Any,
 ) -> Engine:
     """An engine over a local checkpoint directory, its L2 and lower tiers as `config` says (default: the environment).
 
+    `config` is a Config, `{section: {option: value}}` or the name of a TOML file.
     `device` "auto" is a GPU where there is one; `options` are further fields of EngineConfig. Raises ConfigError where
     checkpoint, memory or disk cannot be used.
     """
-    config = config or Config.load()
+    settings = Config.of(config)
     model = Model.from_pretrained(path, dtype=dtype, device=device)
-    return Engine(model, engine_config(config, **options), LocalConnector.connect(config))
+    return Engine(model, engine_config(settings, **options), LocalConnector.connect(settings))

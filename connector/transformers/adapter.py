@@ -32,7 +32,7 @@ from kvtier.connector.transformers.state_calls import StateCalls
 from kvtier.connector.transformers.state_gate import GoingOn, how_it_goes_on
 from kvtier.connector.transformers.tier_blocks import PromptRow, TierBlocks
 from kvtier.tiers import L2, ConfigError, Outcome, RequestError
-from kvtier.tiers.config import Config, format_size
+from kvtier.tiers.config import Config, ConfigSource, format_size
 from kvtier.tiers.hierarchy import CacheTiers
 from kvtier.tiers.naming import root_hash
 from kvtier.tiers.returns import Hint, hint_of
@@ -51,8 +51,16 @@ class KVTier:
     size each finds what the other stored.
     """
 
-    def __init__(self, model: PreTrainedModel, config: Config | None = None, *, name: str | None = None) -> None:
-        """`config` defaults to the environment's, `name` to the checkpoint directory's. Reads all weights once.
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: ConfigSource | None = None,
+        *,
+        name: str | None = None,
+    ) -> None:
+        """`config`: a Config, `{section: {option: value}}` or the name of a TOML file; default: the environment.
+
+        `name` defaults to the checkpoint directory's. Reads all weights once.
 
         Raises ConfigError where memory or disk are too small, or segments are "on" and the model's KV cannot be moved.
         FormatError and StoreLocked come from the slab.
@@ -63,7 +71,7 @@ class KVTier:
         self.num_segment_tokens = 0  # of the last call: prompt tokens from segments, in all rows; approximate
         self.num_repaired_tokens = 0  # … and those of them that were computed anew
         self.segments: SegmentCalls | None = None  # None: `[cache] segments` are off
-        self._config = config or Config.load()
+        self._config = Config.of(config)
         self._said: set[str] = set()
         self._opened: CacheTiers | None = None
         self._states: StateCalls | None = None  # None: the model keeps no recurrent states

@@ -1,4 +1,4 @@
-from .config import Config, child_environment, nearest, options
+from .config import Config, ConfigSource, child_environment, nearest, options
 from .environment import COMPILED, cache_directory, compiled_setting
 from .quantities import format_size, parse_duration, parse_size, parse_time, show_size
 from .router import MAX_BLOCKS, RouterConfig
@@ -11,6 +11,7 @@ __all__ = [
     "ByteSize",
     "CacheConfig",
     "Config",
+    "ConfigSource",
     "EventsConfig",
     "FileConfig",
     "HostConfig",

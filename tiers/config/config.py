@@ -29,6 +29,7 @@ from kvtier.tiers.config.sections import (
 )
 
 ENV_PREFIX: Final = "KVTIER_"
+_FILE: Final = "KVTIER_CONFIG"  # the TOML file, if none is named
 _DELIMITER: Final = "__"
 _DYNAMO_STRICT: Final = "DYN_KV_ENFORCE_ENGINE_HASH_STABILITY"  # Dynamo's own switch for [events] strict
 
@@ -59,7 +60,8 @@ class Config(BaseSettings):
     def load(cls, path: Path | str | None = None, **overrides: Mapping[str, object]) -> "Config":
         """Defaults ⊂ the TOML file `path` ⊂ `KVTIER_SECTION__OPTION` variables ⊂ `section={option: value}` arguments.
 
-        ConfigError, in one line, names the section, the option, the value, why it can't be used, and the fix.
+        Without `path`, the variable `KVTIER_CONFIG` may name the file. ConfigError, in one line,
+        names the section, the option, the value, why it can't be used, and the fix.
         """
         merged: dict[str, Any] = {}
         for values in (_file_values(path), _env_values(), overrides):
@@ -72,11 +74,30 @@ class Config(BaseSettings):
             raise ConfigError(_one_line(error.errors(include_url=False)[0])) from None
 
     @classmethod
+    def of(cls, config: "ConfigSource | None") -> "Config":
+        """What a library's user gives: a Config as it is, `{section: {option: value}}` or a file as `load` takes them.
+
+        ConfigError for anything else.
+        """
+        if isinstance(config, cls):
+            return config
+        if isinstance(config, Mapping):
+            return cls.load(None, **{str(section): options for section, options in config.items()})
+        if config is not None and not isinstance(config, Path | str):
+            fix = 'give a Config, the name of a TOML file, or a mapping as in {"host": {"size": "2GiB"}}'
+            raise ConfigError(f"config {_shown(config)}: not a configuration; {fix}")
+        return cls.load(config)
+
+    @classmethod
     def settings_customise_sources(
         cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource, *_: Any, **__: Any
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Only what the constructor is given: `load` reads the rest, so that it can say where a mistake stands."""
         return (init_settings,)
+
+
+ConfigSource = Config | Mapping[str, Mapping[str, object]] | Path | str
+"""What a library's user may give as a configuration: see `Config.of`."""
 
 
 def child_environment(values: Mapping[str, str]) -> dict[str, str]:
@@ -95,21 +116,24 @@ def _fields(section: str) -> dict[str, FieldInfo]:
 
 
 def _file_values(path: Path | str | None) -> Mapping[str, Any]:
+    origin = "--config"
     if path is None:
+        origin, path = _FILE, os.environ.get(_FILE)
+    if not path:
         return {}
     try:
         return tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(
-            f"--config {_shown(str(path))}: {error.strerror}; name a TOML file that can be read"
+            f"{origin} {_shown(str(path))}: {error.strerror}; name a TOML file that can be read"
         ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config {_shown(str(path))}: not TOML, {_flat(str(error))}; fix that line") from None
+        raise ConfigError(f"{origin} {_shown(str(path))}: not TOML, {_flat(str(error))}; fix that line") from None
 
 
 def _env_values() -> Mapping[str, Any]:
     known = {f"{ENV_PREFIX}{section}{_DELIMITER}{name}".upper() for section, name, _ in options()}
-    known.add(COMPILED)  # how this process runs, no option of what it does
+    known |= {COMPILED, _FILE}  # how this process runs, and where the options stand
     for name, value in os.environ.items():
         if name.upper().startswith(ENV_PREFIX) and name.upper() not in known:
             raise ConfigError(f"{name} {_guarded(name, value)}: unknown variable{nearest(name.upper(), known)}")

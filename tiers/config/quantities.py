@@ -1,8 +1,8 @@
-"""Sizes and times as people write them: "4GiB", "50ms", "7d"."""
+"""Sizes and times as people write them: "4GiB", "4g", "50ms", "7d"."""
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 _PREFIXES: Final = ("", "K", "M", "G", "T", "P")
@@ -12,24 +12,40 @@ _SIZE_UNITS: Final = {"B": 1} | {
     for power, prefix in enumerate(_PREFIXES)
     if power
 }
+# As written, in small or large letters. A bare letter is binary, as for Docker, systemd and the JVM.
+_WRITTEN_UNITS: Final = {unit.lower(): scale for unit, scale in _SIZE_UNITS.items()} | {
+    prefix.lower(): 1024**power for power, prefix in enumerate(_PREFIXES) if power
+}
 _TIME_UNITS: Final = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
 _QUANTITY: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 _MAX_SIZE: Final = 2**50  # 1 PiB: beyond it, a slip of the finger
+_LEAST_ROOM: Final = 1024  # bytes: below it, a unit was left out
 _DAY: Final = 24 * 3600.0
 _MAX_TIME: Final = _DAY
 _MAX_DURATION: Final = 365 * _DAY
 
 
 def parse_size(value: object) -> int:
-    """Bytes in "4GiB" (2**30), "4GB" (10**9), "4096" or 4096. ValueError says what is wrong and what to write."""
+    """Bytes in "4GiB", "4gib", "4G" or "4g" (2**30), "4GB" or "4gb" (10**9), "4096" or 4096.
+
+    ValueError says what is wrong and what to write.
+    """
     if isinstance(value, str):
         fix = 'write a number of bytes, or one with a unit, as in "4GiB"'
-        value = round(_quantity(value, _SIZE_UNITS, "B", f"not a size; {fix}"))
+        value = round(_quantity(value, _WRITTEN_UNITS, "B", f"not a size; {fix}", _SIZE_UNITS))
     if isinstance(value, bool) or not isinstance(value, int):
         raise ValueError('not a size; write a number of bytes, or a text such as "4GiB"')
     if not 0 < value <= _MAX_SIZE:
         raise ValueError("outside 1 byte to 1PiB; choose a size in that range")
     return value
+
+
+def parse_room(value: object) -> int:
+    """Bytes, as `parse_size`, of memory or disk for blocks. ValueError if they are less than any block takes."""
+    size = parse_size(value)
+    if size < _LEAST_ROOM:
+        raise ValueError(f'{size} bytes are less than a block of any model; did you mean "{size}GiB"?')
+    return size
 
 
 def parse_time(value: object) -> float:
@@ -55,15 +71,16 @@ def parse_duration(value: object) -> float:
     return float(value)
 
 
-def _quantity(text: str, units: Mapping[str, float], unit: str, why: str) -> float:
-    """A number and its unit, or `unit`, multiplied. ValueError with `why` for anything else."""
+def _quantity(text: str, units: Mapping[str, float], unit: str, why: str, shown: Iterable[str] = ()) -> float:
+    """A number and its unit, or `unit`, multiplied. ValueError with `why`, or with the units (`shown` of them)."""
     matched = _QUANTITY.fullmatch(text)
     if matched is None or len(text) > 32:
         raise ValueError(why)
     unit = matched[2] or unit
-    if unit not in units:
-        raise ValueError(f"no unit {unit!r}; use one of {', '.join(units)}")
-    return float(matched[1]) * units[unit]
+    scale = units.get(unit.lower())
+    if scale is None:
+        raise ValueError(f"no unit {unit!r}; use one of {', '.join(shown or units)}")
+    return float(matched[1]) * scale
 
 
 def format_size(num_bytes: int) -> str:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, SecretStr, model_validator
 from pydantic_settings import NoDecode
 
-from kvtier.tiers.config.quantities import format_size, format_time, parse_duration, parse_size, parse_time
+from kvtier.tiers.config.quantities import format_size, format_time, parse_duration, parse_room, parse_size, parse_time
 
 
 def _not_a_bool(value: object) -> object:
@@ -101,6 +101,7 @@ def _is_local(address: str) -> bool:
 
 
 ByteSize = Annotated[int, BeforeValidator(parse_size), PlainSerializer(format_size, when_used="json")]
+Room = Annotated[int, BeforeValidator(parse_room), PlainSerializer(format_size, when_used="json")]
 Time = Annotated[float, BeforeValidator(parse_time), PlainSerializer(format_time, when_used="json")]
 WholeNumber = Annotated[int, BeforeValidator(_not_a_bool)]
 Sightings = Annotated[int | Literal["auto"], BeforeValidator(_sightings)]

@@ -49,11 +49,67 @@ def test_frozen() -> None:
 
 @pytest.mark.parametrize(
     ("text", "num_bytes"),
-    [("4GiB", 4 << 30), ("4GB", 4 * 10**9), ("1.5 MiB", 3 << 19), ("512", 512), (512, 512), ("1PiB", 1 << 50)],
+    [
+        *(
+            ("4GiB", 4 << 30),
+            ("4gib", 4 << 30),
+            ("4G", 4 << 30),
+            ("4g", 4 << 30),
+            ("4GB", 4 * 10**9),
+            ("4gb", 4 * 10**9),
+        ),
+        *(("1.5 MiB", 3 << 19), ("512", 512), (512, 512), ("1PiB", 1 << 50)),
+    ],
 )
 def test_sizes(text: object, num_bytes: int) -> None:
     assert parse_size(text) == num_bytes
     assert parse_size(format_size(num_bytes)) == num_bytes
+
+
+def test_a_size_without_its_unit_is_asked_about() -> None:
+    for section in ("host", "file", "l1"):
+        with pytest.raises(ConfigError) as caught:
+            Config.load(**{section: {"size": 5}})
+        why = '5 bytes are less than a block of any model; did you mean "5GiB"?'
+        assert str(caught.value) == f"[{section}] size 5: {why}"
+
+
+def test_a_variable_names_the_file_and_an_argument_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = toml(tmp_path, "[cache]\nepoch = 7")
+    monkeypatch.setenv("KVTIER_CONFIG", str(path))
+    assert Config.load().cache.epoch == 7
+
+    other = tmp_path / "other.toml"
+    other.write_text("[cache]\nepoch = 8")
+    assert Config.load(other).cache.epoch == 8
+
+    monkeypatch.setenv("KVTIER_CONFIG", "/nowhere.toml")
+    with pytest.raises(ConfigError) as caught:
+        Config.load()
+    assert (
+        str(caught.value)
+        == 'KVTIER_CONFIG "/nowhere.toml": No such file or directory; name a TOML file that can be read'
+    )
+
+
+def test_a_library_takes_a_config_a_mapping_or_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVTIER_CACHE__EPOCH", "3")
+    given = Config(cache={"epoch": 9})
+
+    assert Config.of(given) is given
+    assert Config.of(None).cache.epoch == 3
+    assert Config.of({"cache": {"epoch": 4}}).cache.epoch == 4
+    assert Config.of(toml(tmp_path, "[host]\nsize = '2GiB'")).host.size == 2 << 30
+
+    for wrong, line in (
+        (5, "config 5: not a configuration; give a Config, the name of a TOML file, or a mapping as in "),
+        ({"hots": {"size": 1}}, "[hots]: unknown section; did you mean [host]?"),
+        ({"host": 3}, "[host] 3: not a section; write [host] with options under it"),
+        ({5: {"size": 1}}, "[5]: unknown section"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            Config.of(wrong)  # type: ignore[arg-type]
+        assert str(caught.value).startswith(line)
 
 
 @pytest.mark.parametrize(
