@@ -78,12 +78,16 @@ CLAIMS: Final = (
         "production trace, L2 of 4,096 blocks of 512 tokens: % of blocks found with `tail`, no hints",
         "eviction",
         "without hints, %$",
-        "What tail finds without hints",
     ),
     PageRow("the same with hints, nine of ten right", "eviction", "9 of 10 right, %$"),
     PageRow("the traces and sizes that were saved: `tail` less LRU, points", "eviction", "less LRU, points$"),
     PageRow("CPU of `tail` over LRU in a replay, µs a block", "eviction", "^.*: CPU of tail", "The cost of tail"),
-    PageRow("chats through a whole hierarchy, live and simulated: points apart", "eviction", "^hierarchy"),
+    PageRow(
+        "chats through a whole hierarchy, live and simulated: points apart",
+        "eviction",
+        "^hierarchy",
+        "Live and simulated with tail",
+    ),
     PageRow(
         "a step that stores a block of 1 to 64 sequences, L2 and slab, ways to admit and write: CPU ms",
         "step_stores",

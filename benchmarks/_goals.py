@@ -220,6 +220,10 @@ UNHELD: Final[Mapping[str, Sequence[Unheld]]] = {
     "copy_bandwidth": (Unheld("kvtier_gbps", "", "held in `ratio`, beside numpy's copies"),),
     "encryption": (Unheld("ratio", "what=(write|cold)", "held in `of the limit`"),),
     "engine_ttft": (Unheld("(a) / this", r"engine=\([bc]\)", "other engines' figures"),),
+    "eviction": (
+        Unheld("tail %", "", "of other traces and sizes: held as `tail less lru`"),
+        Unheld("tail, hints %", "", "of other traces and sizes: no goal was set for these"),
+    ),
     "file_bandwidth": (Unheld("GB/s", "", "held in `ratio`, beside fio; a warm read has no disk below it"),),
     "gpu_bandwidth": (Unheld("", "", "the least of each kind is held"),),
     "gpu_decode": (Unheld("", "", "the slowest place for blocks is held"),),
