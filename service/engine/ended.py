@@ -5,7 +5,7 @@ from array import array
 from dataclasses import dataclass
 
 from kvtier.engine import Engine, Sequence
-from kvtier.service.why import UNSALTED, EndedRequest, Recent, RequestLog, tenant_of
+from kvtier.service.why import UNSALTED, EndedRequest, Recent, RequestLog, client_of, tenant_of
 from kvtier.tiers import TIERS, ChainHash
 
 
@@ -35,10 +35,9 @@ class EndedSequences:
         client = None
         if self._names_blocks:
             root = sequence.chain.root
-            client = int.from_bytes(root[:4], "little")
-            self.recent.note(
-                sequence.request_id, EndedPrompt(array("I", sequence.token_ids[: sequence.num_prompt_tokens]), root)
-            )
+            client = client_of(root)
+            prompt = array("I", sequence.token_ids[: sequence.num_prompt_tokens])
+            self.recent.note(client, sequence.request_id, EndedPrompt(prompt, root))
         if self.log is not None:
             self.log.write(
                 EndedRequest(

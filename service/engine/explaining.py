@@ -9,7 +9,7 @@ from kvtier.service import Json
 from kvtier.service.engine.loop import EngineLoop
 from kvtier.service.observe import explained
 from kvtier.service.openai import ExplainBody, OpenAIError, Prompts, parse
-from kvtier.service.why import AskedChain, explain_chain, held_by_tenants, is_unknown, tenant_name
+from kvtier.service.why import AskedChain, client_of, explain_chain, held_by_tenants, is_unknown, tenant_name
 from kvtier.tiers import L1, ChainHash, RequestError
 from kvtier.tiers.hierarchy import Hierarchy
 from kvtier.tiers.naming import root_hash
@@ -88,7 +88,9 @@ def _add_below(answer: Json, found: dict[str, int]) -> None:
 
 def _of_request(loop: EngineLoop, request: str, salt: str | None) -> NamedPrompt:
     """The prompt of a request that ended lately. OpenAIError unless it is this tenant's."""
-    known = loop.ended.recent.find(request)
+    own = loop.engine.config.cache_salt if salt is None else salt
+    root = root_hash(loop.engine.identity.fingerprint(), cache_salt=own)
+    known = loop.ended.recent.find(client_of(root), request)
     asked = None if known is None else loop.engine.prompt(known.tokens.tolist(), salt)
     if known is None or asked is None or asked.chain is None or asked.chain.root != known.root:
         why = f"request {request[:80]!r}: no request of this id and cache_salt ended here lately"

@@ -1,12 +1,14 @@
 """Why a prompt's blocks are held by a daemon's tiers or not, and which other model or tenant holds them."""
 
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
+from time import monotonic
 
 from kvtier.service import Json
 from kvtier.service.node.namespaces import Namespace
 from kvtier.service.node.operator_access import NotThere, name_of
 from kvtier.service.node.selection import BlockSelection
-from kvtier.service.why import AskedChain, explain_chain, held_by_tenants, is_tenant, is_unknown, tenant_name
+from kvtier.service.why import AskedChain, client_of, explain_chain, held_by_tenants, is_unknown, tenant_name
 from kvtier.tiers import ChainHash, ConfigError
 from kvtier.tiers.naming import root_hash
 
@@ -14,21 +16,24 @@ from kvtier.tiers.naming import root_hash
 def explain(namespace: Namespace, others: Sequence[Namespace], blocks: BlockSelection, timeout: float) -> Json:
     """What is held of the prompt, and why not the rest; `others` are the models that hold it perhaps.
 
-    For operators: it says which other tenant holds the same tokens, but tells no token of another's. Waits up to
-    `timeout` seconds for tiers that nodes share. ConfigError as `BlockSelection.names`.
+    For operators: it says which other tenant holds the same tokens, but tells no token of another's. Takes up
+    to `timeout` seconds in all, half of them for tiers that nodes share; tenants whose turn would come later are left
+    out. ConfigError as `BlockSelection.names`.
     """
+    until = monotonic() + timeout
+    shared_until = until - timeout / 2
     hierarchy, size, model = namespace.hierarchy, namespace.blocks.block_size, name_of(namespace.fingerprint)
     own_root = root_hash(namespace.fingerprint, cache_salt=blocks.cache_salt)
     if blocks.tokens and len(blocks.tokens) < size:
         answer = explain_chain(model, AskedChain((), own_root, size, blocks.tokens), hierarchy)
-        answer["elsewhere"] = _elsewhere(namespace, others, blocks, 0, timeout)
+        answer["elsewhere"] = _elsewhere(namespace, others, blocks, 0, shared_until)
         return answer
-    hashes, root = blocks.names(namespace, timeout)
+    hashes, root = blocks.names(namespace, timeout / 2)
     chain = AskedChain(hashes, root, size, blocks.tokens)
     answer = explain_chain(model, chain, hierarchy)
     if blocks.tokens and answer["cause"] is not None:
         known = answer["held"]
-        answer["elsewhere"] = _elsewhere(namespace, others, blocks, known * size, timeout)
+        answer["elsewhere"] = _elsewhere(namespace, others, blocks, known * size, shared_until)
         if is_unknown(answer["cause"]):
             unsalted = namespace.tiers.tenants.unsalted
             roots = [(each, tenant_name(each, unsalted)) for each in namespace.tiers.tenants.known()]
@@ -37,15 +42,16 @@ def explain(namespace: Namespace, others: Sequence[Namespace], blocks: BlockSele
             def held(names: Sequence[ChainHash]) -> int:
                 return hierarchy.lookup(names).loadable
 
-            answer["tenants"] = held_by_tenants(chain, roots, held, known, scheme)
+            in_time = takewhile(lambda _: monotonic() < until, roots)
+            answer["tenants"] = held_by_tenants(chain, in_time, held, known, scheme)
     return answer
 
 
 def explain_request(namespace: Namespace, request_id: str, cache_salt: str | None, timeout: float) -> Json:
     """The same of a request that ended lately. NotThere if none of that id and tenant did."""
-    seen = namespace.tiers.seen.recent.find(request_id)
     root = root_hash(namespace.fingerprint, cache_salt=cache_salt)
-    if seen is None or not is_tenant(seen.client, root):
+    seen = namespace.tiers.seen.recent.find(client_of(root), request_id)
+    if seen is None:
         why = "no request of this id and cache salt ended here lately; `kvtier explain --blocks` takes its tokens"
         raise NotThere(f'request "{request_id}": {why}')
     if not seen.names:
@@ -54,13 +60,13 @@ def explain_request(namespace: Namespace, request_id: str, cache_salt: str | Non
 
 
 def _elsewhere(
-    own: Namespace, others: Sequence[Namespace], blocks: BlockSelection, known: int, timeout: float
+    own: Namespace, others: Sequence[Namespace], blocks: BlockSelection, known: int, until: float
 ) -> list[Json]:
     """Other models of this daemon that hold more of the same tokens, under the same salt."""
     found: list[Json] = []
     for other in others:
         try:
-            names, _ = blocks.names(other, timeout)
+            names, _ = blocks.names(other, max(0.0, until - monotonic()))
         except ConfigError:  # shorter than a block of that model's
             continue
         held = other.hierarchy.lookup(names).loadable

@@ -3,7 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from kvtier.service.why import EndedRequest, Recent, RequestLog, tenant_of
 from kvtier.tiers import TIERS, ChainHash, Outcome
@@ -21,11 +21,18 @@ class SeenRequest:
     """A request of an engine's that ended."""
 
     names: Sequence[ChainHash]  # of its prompt's blocks, from the first
-    client: int  # its tenant's number, as `RequestEnd.client` is at the engine
 
     @property
     def num_items(self) -> int:
         return len(self.names)
+
+
+class _Lookup(NamedTuple):
+    """The last lookup of a prompt, and how many requests asked for it whose ends have not come."""
+
+    claim: Claim
+    causes: Causes
+    num_requests: int
 
 
 class SeenRequests:
@@ -35,33 +42,37 @@ class SeenRequests:
         self.recent: Recent[SeenRequest] = Recent(most_items=_MOST_NAMES)
         self._fingerprint = fingerprint
         self._log = log
-        self._open: OrderedDict[ChainHash, tuple[Claim, Causes]] = OrderedDict()  # by the last block asked for
+        self._open: OrderedDict[ChainHash, _Lookup] = OrderedDict()  # by the last block asked for
         self._num_names = 0
 
     def looked_up(self, claim: Claim, causes: Causes | None) -> None:
         """A request's blocks were asked for, and found or not."""
         last = claim.hashes[-1]
         if (before := self._open.pop(last, None)) is not None:
-            self._num_names -= len(before[0].hashes)
-        self._open[last] = claim, causes or {}
+            self._num_names -= len(before.claim.hashes)
+        self._open[last] = _Lookup(claim, causes or {}, 1 if before is None else before.num_requests + 1)
         self._num_names += len(claim.hashes)
         while len(self._open) > _MOST_OPEN or self._num_names > _MOST_NAMES:
-            self._num_names -= len(self._open.popitem(last=False)[1][0].hashes)
+            self._num_names -= len(self._open.popitem(last=False)[1].claim.hashes)
 
     def ended(self, end: RequestEnd) -> None:
         """A request ended. One whose lookup is not known any more has no tiers and no causes."""
         claim, causes = self._take(end)
         if end.request:
             names = claim.hashes if claim is not None else end.names[: end.num_prompt]
-            self.recent.note(end.request, SeenRequest(names, end.client))
+            self.recent.note(end.client, end.request, SeenRequest(names))
         if self._log is not None:
             self._log.write(self._told(end, claim, causes))
 
     def _take(self, end: RequestEnd) -> tuple[Claim | None, Causes]:
         for name in reversed(end.names[max(0, end.num_prompt - _LAST) : end.num_prompt]):
-            if (found := self._open.pop(name, None)) is not None:
-                self._num_names -= len(found[0].hashes)
-                return found
+            if (found := self._open.get(name)) is not None:
+                if found.num_requests > 1:  # others with the same prompt are under way
+                    self._open[name] = found._replace(num_requests=found.num_requests - 1)
+                else:
+                    del self._open[name]
+                    self._num_names -= len(found.claim.hashes)
+                return found.claim, found.causes
         return None, {}
 
     def _told(self, end: RequestEnd, claim: Claim | None, causes: Causes) -> EndedRequest:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from time import monotonic
 from typing import Final
 
 from kvtier.service.node.namespaces import Namespace
@@ -34,7 +35,8 @@ class BlockSelection:
             raise ConfigError(f"tokens: {len(self.tokens)} of them, this model's blocks have {size}; give one block's")
         root = root_hash(namespace.fingerprint, cache_salt=self.cache_salt)
         chains = [chain_hashes(root, self.tokens, size, scheme) for scheme in _SCHEMES]
-        found = [namespace.hierarchy.locate(chain, timeout).loadable for chain in chains]
+        until = monotonic() + timeout
+        found = [namespace.hierarchy.locate(chain, max(0.0, until - monotonic())).loadable for chain in chains]
         return chains[found.index(max(found))], root
 
     def scheme_of(self, names: Sequence[ChainHash], root: ChainHash, block_size: int) -> str:

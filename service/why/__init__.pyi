@@ -1,5 +1,5 @@
 from .explaining import AskedChain, explain_chain, held_by_tenants, is_unknown, tenant_name
-from .recent import UNSALTED, Recent, is_tenant, tenant_of
+from .recent import UNSALTED, Recent, client_of, tenant_of
 from .request_log import EndedRequest, RequestLog
 
 __all__ = [
@@ -8,9 +8,9 @@ __all__ = [
     "EndedRequest",
     "Recent",
     "RequestLog",
+    "client_of",
     "explain_chain",
     "held_by_tenants",
-    "is_tenant",
     "is_unknown",
     "tenant_name",
     "tenant_of",

@@ -8,7 +8,7 @@ from typing import Final, Protocol
 import numpy as np
 
 from kvtier.service import Json
-from kvtier.service.why.recent import UNSALTED
+from kvtier.service.why.recent import UNSALTED, client_of
 from kvtier.tiers import L1, L2, BlockRecord, ChainHash, ChildBlock
 from kvtier.tiers.hierarchy import Hierarchy
 from kvtier.tiers.naming import chain_hashes, is_named_by
@@ -96,7 +96,7 @@ def held_by_tenants(
 
 def tenant_name(root: ChainHash, unsalted: ChainHash) -> str:
     """As the request log calls the tenant whose chains begin there."""
-    return UNSALTED if root == unsalted else f"{int.from_bytes(root[:4], 'little'):08x}"
+    return UNSALTED if root == unsalted else f"{client_of(root):08x}"
 
 
 def is_unknown(cause: Json | None) -> bool:

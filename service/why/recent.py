@@ -1,4 +1,4 @@
-"""The requests that ended last, by their id: what is known of each, within a bound."""
+"""The requests that ended last, by tenant and id: what is known of each, within a bound."""
 
 from collections import OrderedDict
 from threading import Lock
@@ -29,22 +29,23 @@ class Recent(Generic[T]):
     def __init__(self, most_requests: int = MOST_REQUESTS, most_items: int = MOST_ITEMS) -> None:
         self._lock = Lock()
         self._most_requests, self._most_items = most_requests, most_items
-        self._known: OrderedDict[str, T] = OrderedDict()
+        self._known: OrderedDict[tuple[int, str], T] = OrderedDict()
         self._num_items = 0
 
-    def note(self, request_id: str, request: T) -> None:
-        """It ended. One of the same id is forgotten."""
+    def note(self, client: int, request_id: str, request: T) -> None:
+        """It ended. One of the same tenant and id is forgotten; `client` as `client_of`."""
+        key = client, request_id
         with self._lock:
-            if (before := self._known.pop(request_id, None)) is not None:
+            if (before := self._known.pop(key, None)) is not None:
                 self._num_items -= before.num_items
-            self._known[request_id] = request
+            self._known[key] = request
             self._num_items += request.num_items
             while len(self._known) > self._most_requests or self._num_items > self._most_items:
                 self._num_items -= self._known.popitem(last=False)[1].num_items
 
-    def find(self, request_id: str) -> T | None:
+    def find(self, client: int, request_id: str) -> T | None:
         with self._lock:
-            return self._known.get(request_id)
+            return self._known.get((client, request_id))
 
     def __len__(self) -> int:
         return len(self._known)
@@ -52,9 +53,9 @@ class Recent(Generic[T]):
 
 def tenant_of(client: int, fingerprint: bytes) -> str:
     """Whose a request is, for people: the number that the tiers know its tenant by, which tells no cache_salt."""
-    return UNSALTED if is_tenant(client, root_hash(fingerprint)) else f"{client:08x}"
+    return UNSALTED if client == client_of(root_hash(fingerprint)) else f"{client:08x}"
 
 
-def is_tenant(client: int, root: ChainHash) -> bool:
-    """Whether the chains of this root are those of the tenant with this number, as `Answered.end_of` gives it."""
-    return client == int.from_bytes(root[:4], "little")
+def client_of(root: ChainHash) -> int:
+    """The number of the tenant whose chains begin there, as `Answered.end_of` gives it."""
+    return int.from_bytes(root[:4], "little")

@@ -17,6 +17,8 @@ from kvtier.service.node.selection import BlockSelection
 from kvtier.service.node.served_tiers import ServedTiers
 from kvtier.service.observe.differing import changing_part
 from kvtier.service.observe.explained import explained
+from kvtier.tiers.hierarchy.cache_tiers import Attribution
+from kvtier.tiers.hierarchy.hierarchy import Hierarchy
 from kvtier.tiers.naming.chain import TokenChain, root_hash
 
 BLOCK = 4  # tokens
@@ -97,6 +99,26 @@ def test_another_model_that_holds_the_prompt_is_named() -> None:
     assert lines[-1].startswith("Another fingerprint (model, dtype or layout) stored this prompt")
     # under that model's own name everything is there
     assert list(explained(explain(two, [one], BlockSelection((), list(range(16)), None), 1.0)))[-1].startswith("Every")
+
+
+def test_a_question_about_many_models_has_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    models = [opened(bytes([number]) * 32) for number in range(20)]
+    now = [0.0]
+
+    def silent(self: Hierarchy, hashes: Sequence[bytes], timeout: float) -> Attribution:
+        now[0] += timeout  # as a tier that nodes share and that does not answer
+        return self.lookup(hashes)
+
+    monkeypatch.setattr(Hierarchy, "locate", silent)
+    for module in ("explaining", "selection"):
+        monkeypatch.setattr(f"kvtier.service.node.{module}.monotonic", lambda: now[0])
+    for model in models[1:]:
+        named = TokenChain(root_hash(model.fingerprint), BLOCK)
+        named.extend(range(16))
+        store_here(model.hierarchy, named)
+    answer = explain(models[0], models[1:], BlockSelection((), list(range(16)), None), 8.0)
+    assert now[0] <= 8.0
+    assert len(answer["elsewhere"]) == 19  # what is known without that tier is told all the same
 
 
 def test_a_strangers_prompt_is_never_told() -> None:

@@ -59,6 +59,15 @@ def test_a_daemon_writes_a_line_for_each_request_of_its_engines(home: Path, daem
         "ttft_s": 0.25,
         "seconds": 1.5,
     }
+    # Two requests with the same prompt, under way at once: each line says where its tokens came from.
+    for _ in range(2):
+        assert where(tiers, chain)["l2"] == 4
+    for name in ("chat-8", "chat-9"):
+        tiers.ended(end._replace(request=name))
+    tiers.tick()
+    told = lines(home / "log", 3)
+    assert [each["id"] for each in told] == ["chat-7", "chat-8", "chat-9"]
+    assert [each["tokens"]["l2"] for each in told] == [4 * BLOCK_SIZE] * 3
     tiers.close()
 
 
@@ -139,10 +148,13 @@ class _Known:
 def test_the_last_requests_are_kept_within_both_bounds() -> None:
     recent: Recent[_Known] = Recent(most_requests=3, most_items=10)
     for number, size in enumerate((4, 4, 4, 1)):
-        recent.note(str(number), _Known(size))
-    assert [recent.find(str(number)) is not None for number in range(4)] == [False, True, True, True]
-    recent.note("3", _Known(2))  # anew
-    recent.note("4", _Known(4))
-    assert [recent.find(str(number)) is not None for number in range(5)] == [False, False, True, True, True]
-    recent.note("5", _Known(11))  # more than all
+        recent.note(0, str(number), _Known(size))
+    assert [recent.find(0, str(number)) is not None for number in range(4)] == [False, True, True, True]
+    recent.note(0, "3", _Known(2))  # anew
+    recent.note(0, "4", _Known(4))
+    assert [recent.find(0, str(number)) is not None for number in range(5)] == [False, False, True, True, True]
+    mine, yours = recent.find(0, "4"), _Known(1)
+    recent.note(7, "4", yours)  # another tenant's
+    assert (recent.find(0, "4"), recent.find(7, "4")) == (mine, yours)
+    recent.note(0, "5", _Known(11))  # more than all
     assert len(recent) == 0
