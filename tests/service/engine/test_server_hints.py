@@ -51,7 +51,12 @@ def test_an_answer_that_calls_a_tool_says_so_itself() -> None:
         (Hint.FINISHED, FinishReason.STOP, True, Hint.FINISHED, False),
     ):
         sequence: Any = SimpleNamespace(
-            params=SimpleNamespace(hint=said), num_generated=2, generated=[7, 8], arrived=0.0, num_prompt_tokens=5
+            params=SimpleNamespace(hint=said),
+            num_generated=2,
+            generated=[7, 8],
+            arrived=0.0,
+            ttft=0.1,
+            num_prompt_tokens=5,
         )
         reads = Mock(return_value=calls)
         answered = answered_of(sequence, reason, reads)
