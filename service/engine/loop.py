@@ -14,6 +14,7 @@ from prometheus_client import Histogram
 from kvtier.connector.segments import Repair, Segment
 from kvtier.engine import Engine, FinishReason, NamedPrompt, Output, SamplingParams, Sequence
 from kvtier.service.engine.ended import EndedSequences
+from kvtier.service.engine.ignored_fields import IgnoredFields
 from kvtier.service.events import TierFeed
 from kvtier.service.openai import OpenAIError, busy
 from kvtier.service.why import RequestLog
@@ -112,6 +113,7 @@ class Tally:
     cached: Counter[str] = field(default_factory=Counter)  # prompt tokens by the tier they came from
     failed_steps: int = 0
     refused: Counter[str] = field(default_factory=Counter)  # requests refused, by status; written on the event loop
+    ignored: IgnoredFields = field(default_factory=IgnoredFields)  # written on the threads that read bodies
     ttft: Histogram = field(
         default_factory=lambda: Histogram(
             "kvtier_engine_ttft_seconds", "From arrival to the first token", buckets=_SECONDS, registry=None

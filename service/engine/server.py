@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, TypeVar
 
+from pydantic import BaseModel
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect, Request
@@ -22,13 +23,16 @@ from kvtier.service.engine.precompute import Precomputation, PrecomputeRequest
 from kvtier.service.engine.segments import repair_of, segments_of
 from kvtier.service.engine.status import exposition, model_entry, status
 from kvtier.service.engine.text import AnswerText
-from kvtier.service.observe import EXPOSITION
+from kvtier.service.engine.tokenizing import detokenized, tokenized
+from kvtier.service.observe import EXPOSITION, version
 from kvtier.service.openai import (
     ChatBody,
     CompletionBody,
+    DetokenizeBody,
     OpenAIError,
     PrecomputeBody,
     Prompts,
+    TokenizeBody,
     error_handlers,
     parse,
     too_long,
@@ -43,6 +47,7 @@ _SHORT_ANSWER: Final = 16  # OpenAI's default for max_tokens of a text completio
 _SEEDS: Final = 2**64
 _GONE: Final = 499  # what proxies log for a client that hung up
 T = TypeVar("T")
+B = TypeVar("B", bound=BaseModel)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,15 +104,25 @@ def make_app(served: Served) -> Starlette:
         told = await read(request, lambda data, deadline: explain_prompt(served.loop, served.prompts, data))
         return JSONResponse(told)
 
+    def about_tokens(path: str, wanted: Callable[[Served, bytes], Json]) -> Route:
+        async def endpoint(request: Request) -> Response:
+            return JSONResponse(await read(request, lambda data, deadline: wanted(served, data)))
+
+        return Route(path, endpoint, methods=["POST"])
+
     routes = [
         post("/v1/completions", CompletionBody, TEXT),
         post("/v1/chat/completions", ChatBody, CHAT),
         Route("/explain", explain, methods=["POST"]),
+        about_tokens("/tokenize", _tokenized),
+        about_tokens("/detokenize", _detokenized),
         Route("/v1/kvtier/precompute", precompute, methods=["POST"]),
         page("/v1/models", lambda: JSONResponse({"object": "list", "data": [entry()]}), guard),
         Route("/v1/models/{name:path}", model, methods=["GET"]),
         page("/metrics", lambda: Response(exposition(served.loop), media_type=EXPOSITION)),
         page("/healthz", lambda: _health(served.loop)),
+        page("/health", lambda: Response(status_code=_health(served.loop).status_code)),  # vLLM's, without a body
+        page("/version", lambda: JSONResponse({"version": version()})),
         page("/readyz", lambda: _readiness(served.loop)),
         page("/status", lambda: JSONResponse(status(served.loop, served.name).as_json())),
     ]
@@ -127,11 +142,20 @@ def _require_room(loop: EngineLoop, param: str, num: int) -> None:
     loop.require_room(num)
 
 
+def _parsed(served: Served, body_type: type[B], data: bytes) -> B:
+    """The body of a request. What nobody here knows of it is ignored, and counted."""
+    unknown: set[str] = set()
+    body = parse(body_type, data, unknown)
+    if unknown:
+        served.loop.tally.ignored.note(unknown)
+    return body
+
+
 def _wanted(
     served: Served, body_type: type[CompletionBody] | type[ChatBody], data: bytes, deadline: float
 ) -> CompletionRequest:
     """What a body asks for, with `n` inputs for each prompt. Raises OpenAIError if it cannot be computed."""
-    body: CompletionBody | ChatBody = parse(body_type, data)
+    body: CompletionBody | ChatBody = _parsed(served, body_type, data)
     loop, num_choices = served.loop, body.n or 1
     _require_model(served, body.model)
     num_prompts = 1 if isinstance(body, ChatBody) else len(body.prompts)
@@ -156,6 +180,18 @@ def _wanted(
         streams=bool(body.stream),
         wants_usage=body.wants_usage,
     )
+
+
+def _tokenized(served: Served, data: bytes) -> Json:
+    body = _parsed(served, TokenizeBody, data)
+    _require_model(served, served.name if body.model is None else body.model)
+    return tokenized(served.prompts, body, served.loop.room)
+
+
+def _detokenized(served: Served, data: bytes) -> Json:
+    body = _parsed(served, DetokenizeBody, data)
+    _require_model(served, served.name if body.model is None else body.model)
+    return detokenized(served.prompts, body, served.loop.engine.model.vocab_size)
 
 
 def _texts(served: Served, data: bytes, deadline: float) -> PrecomputeRequest:

@@ -110,6 +110,8 @@ def _own(loop: EngineLoop) -> Iterator[Metric]:
     yield gauge("kvtier_engine_capacity", "Sequences there is room for; more get status 429", loop.capacity)
     yield counter("kvtier_engine_ended", "Sequences by how they ended", dict(tally.outcomes), "outcome")
     yield counter("kvtier_engine_refused", "Requests refused, by status", dict(tally.refused), "status")
+    about = "Requests with a field that is unknown here and so ignored"
+    yield counter("kvtier_engine_ignored_fields", about, tally.ignored.counts, "field")
     yield counter("kvtier_engine_tokens", "Tokens by what became of them", {k: stats[k] for k in _TOKENS}, "kind")
     yield counter("kvtier_engine_cached_tokens", "Prompt tokens found cached, by tier", dict(tally.cached), "tier")
     blocks = {"all": pool.num_blocks, "free": stats["free_blocks"]}

@@ -4,7 +4,9 @@ from typing import Annotated, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from kvtier.service.openai.bodies import ApiCacheSalt, ApiTokenIds, ChatPrompt, CompletionPrompt, Messages, Prompt, Text
+from kvtier.service.openai.bodies import ChatPrompt, CompletionPrompt
+from kvtier.service.openai.fields import ApiCacheSalt, ApiTokenIds, Text
+from kvtier.service.openai.messages import Messages, Prompt
 
 
 class ExplainBody(BaseModel):

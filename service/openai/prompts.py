@@ -105,6 +105,10 @@ class Prompts:
         text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
         return text
 
+    def token_strings(self, token_ids: Sequence[int]) -> list[str]:
+        """Each token as the vocabulary has it; empty for an id that has none."""
+        return [self._tokenizer.id_to_token(token_id) or "" for token_id in token_ids]
+
     def detokenizer(self) -> "Detokenizer":
         return Detokenizer(self._tokenizer, self._silent)
 

@@ -88,7 +88,7 @@ def well(server: ServerThread) -> bool:
         ("completions", {"suffix": "."}, 400, "suffix", "unsupported_parameter"),
         ("completions", {"logit_bias": {"5": 1}}, 400, "logit_bias", "unsupported_parameter"),
         ("completions", {"frequency_penalty": 0.5}, 400, "frequency_penalty", "unsupported_parameter"),
-        ("completions", {"promt": "hi"}, 400, "promt", "unknown_parameter"),
+        ("completions", {"kvtier": {"promt": "hi"}}, 400, "kvtier.promt", "unknown_parameter"),
         ("chat/completions", {"tools": [{"type": "function"}]}, 400, "tools", "unsupported_parameter"),
         ("chat/completions", {"tool_choice": "required"}, 400, "tool_choice", "unsupported_parameter"),
         ("chat/completions", {"logprobs": True}, 400, "logprobs", "unsupported_parameter"),

@@ -1,0 +1,67 @@
+"""How to answer: the fields that chats and completions share."""
+
+from typing import Annotated, Final, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from kvtier.service.openai.fields import (
+    MAX_NUMBER,
+    ApiTokenId,
+    Empty,
+    Ignored,
+    Off,
+    Text,
+    Tolerant,
+    Zero,
+    few_fields,
+    must_be,
+)
+
+_MAX_CHOICES: Final = 128
+_MAX_STOPS: Final = 16
+_MAX_STOP: Final = 256  # characters
+
+
+def _listed(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+Stop = Annotated[Text, Field(min_length=1, max_length=_MAX_STOP)]
+TokenLimit = Annotated[int, Field(ge=1, le=MAX_NUMBER)]
+
+
+class StreamOptions(Tolerant):
+    include_usage: bool | None = None
+    include_obfuscation: Ignored = None
+    continuous_usage_stats: Off = None
+
+
+class Sampling(Tolerant):
+    """Defaults are OpenAI's; `top_k`, `stop_token_ids` and `ignore_eos` are vLLM's."""
+
+    max_tokens: TokenLimit | None = None
+    n: Annotated[int, Field(ge=1, le=_MAX_CHOICES)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=MAX_NUMBER)] | None = None  # 0, -1: all
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: Annotated[list[Stop], Field(max_length=_MAX_STOPS, fail_fast=True), BeforeValidator(_listed)] | None = None
+    stop_token_ids: Annotated[list[ApiTokenId], Field(max_length=_MAX_STOPS, fail_fast=True)] | None = None
+    ignore_eos: bool | None = None
+    stream_options: Annotated[StreamOptions | None, BeforeValidator(few_fields)] = None
+    frequency_penalty: Zero = None
+    presence_penalty: Zero = None
+    repetition_penalty: Annotated[None, must_be(1)] = None
+    min_p: Zero = None
+    logit_bias: Empty = None
+    user: Ignored = None
+
+    @property
+    def wants_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @model_validator(mode="after")
+    def _streams(self) -> Self:
+        if self.stream_options is not None and not getattr(self, "stream", None):
+            raise ValueError("stream_options: allowed only if stream is true; leave it out")
+        return self
