@@ -30,7 +30,7 @@ except ImportError as error:
 from kvtier.connector import open_tiers
 from kvtier.connector.vllm.endings import AnswerReader
 from kvtier.connector.vllm.hashing import name_instead
-from kvtier.connector.vllm.identity import fingerprint
+from kvtier.connector.vllm.identity import fingerprint, identity
 from kvtier.connector.vllm.messages import LAST_REPORTS, CopyReports, StepMessage
 from kvtier.connector.vllm.model import require_supported_version, why_none
 from kvtier.connector.vllm.options import VllmOptions, warn_of_policy
@@ -81,12 +81,13 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         options.warn(plan.block_size, vllm_config.model_config.max_model_len, stores=stores)
         warn_of_order(plan, vllm_config, kv_cache_config)
         cache = options.config.cache
-        named = fingerprint(vllm_config, kv_cache_config, plan, cache)
+        model_identity = identity(vllm_config, kv_cache_config, plan, cache)
+        named = fingerprint(model_identity, plan, cache)
         parallel = vllm_config.parallel_config
         num_ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         config = options.shared(parallel.data_parallel_rank, parallel.data_parallel_size)
         self._scheduler_half = SchedulerHalf(
-            plan, open_tiers(config, named, plan), cache, named, kv_cache_config.num_blocks, num_ranks
+            plan, open_tiers(config, named, plan, model_identity), cache, named, kv_cache_config.num_blocks, num_ranks
         )
         if (reason := why_none(vllm_config)) is not None:
             _log.warning("no blocks of this model are kept: %s", reason)

@@ -22,16 +22,19 @@ from kvtier.tiers.config import CacheConfig
 from kvtier.tiers.naming import DTYPE_BYTES, ModelIdentity, config_digest, root_hash
 
 
-def fingerprint(vllm_config: Any, kv_cache_config: Any, plan: SlotPlan, cache: CacheConfig) -> bytes:
-    """32 bytes that name this model's KV. Raises ConfigError if it could not be told from another's."""
-    named = identity(vllm_config, kv_cache_config, plan, cache).fingerprint()
+def fingerprint(identity: ModelIdentity, plan: SlotPlan, cache: CacheConfig) -> bytes:
+    """32 bytes that name the KV of the model that `identity` tells."""
+    named = identity.fingerprint()
     if plan.canonical or cache.cache_salt is None:  # kvtier's own keys include the salt
         return named
     return root_hash(named, cache_salt=cache.cache_salt)
 
 
 def identity(vllm_config: Any, kv_cache_config: Any, plan: SlotPlan, cache: CacheConfig) -> ModelIdentity:
-    """Everything the KV depends on: the checkpoint, and vLLM's settings for computing and storing it."""
+    """Everything the KV depends on: the checkpoint, and vLLM's settings for computing and storing it.
+
+    Raises ConfigError if the model could not be told from another.
+    """
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     path = checkpoint_path(model)
     digest = _config_digest(model, path)

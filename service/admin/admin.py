@@ -60,7 +60,7 @@ class Admin:
             if body.request is not None:
                 return explain_request(namespace, body.request, body.cache_salt, _PATIENCE)
             others = [each for each in self._open() if each is not namespace]
-            return explain(namespace, others, body.blocks, _PATIENCE)
+            return explain(namespace, others, body.blocks, _PATIENCE, self._daemon.config.file.path)
 
     def pin(self, body: PinBody) -> Json:
         """Have blocks in host memory, and keep them there for a time."""

@@ -2,9 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
+from pathlib import Path
 from time import monotonic
 
 from kvtier.service import Json
+from kvtier.service.node.closed_models import closed_models
 from kvtier.service.node.namespaces import Namespace
 from kvtier.service.node.operator_access import NotThere, name_of
 from kvtier.service.node.selection import BlockSelection
@@ -13,9 +15,16 @@ from kvtier.tiers import ChainHash, ConfigError
 from kvtier.tiers.naming import root_hash
 
 
-def explain(namespace: Namespace, others: Sequence[Namespace], blocks: BlockSelection, timeout: float) -> Json:
+def explain(
+    namespace: Namespace,
+    others: Sequence[Namespace],
+    blocks: BlockSelection,
+    timeout: float,
+    slabs: Path | None = None,
+) -> Json:
     """What is held of the prompt, and why not the rest; `others` are the models that hold it perhaps.
 
+    If nobody holds a block of it, closed slabs of the same checkpoint in the directory `slabs` are named.
     For operators: it says which other tenant holds the same tokens, but tells no token of another's. Takes up
     to `timeout` seconds in all, half of them for tiers that nodes share; tenants whose turn would come later are left
     out. ConfigError as `BlockSelection.names`.
@@ -35,6 +44,8 @@ def explain(namespace: Namespace, others: Sequence[Namespace], blocks: BlockSele
         known = answer["held"]
         answer["elsewhere"] = _elsewhere(namespace, others, blocks, known * size, shared_until)
         if is_unknown(answer["cause"]):
+            if not known and not answer["elsewhere"]:
+                answer["closed"] = _closed(namespace, others, slabs)
             unsalted = namespace.tiers.tenants.unsalted
             roots = [(each, tenant_name(each, unsalted)) for each in namespace.tiers.tenants.known()]
             scheme = blocks.scheme_of(hashes, root, size)
@@ -74,6 +85,16 @@ def _elsewhere(
             row = {"model": name_of(other.fingerprint), "blocks": held, "block_size": other.blocks.block_size}
             found.append({**row, "fields": _differing(own.about, other.about)})
     return found
+
+
+def _closed(own: Namespace, others: Sequence[Namespace], slabs: Path | None) -> list[Json]:
+    """Closed slabs of a model with the same name. Whether they hold the prompt is not known: nobody reads them."""
+    closed = closed_models(slabs, {own.fingerprint, *(other.fingerprint for other in others)})
+    return [
+        {"model": name_of(each.fingerprint), "bytes": each.num_bytes, "fields": _differing(own.about, each.about)}
+        for each in closed
+        if own.about and each.about.get("model") == own.about.get("model")
+    ]
 
 
 def _differing(here: Mapping[str, str], there: Mapping[str, str]) -> list[Json]:

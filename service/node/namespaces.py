@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple, Protocol
 
 from kvtier.connector.daemon import ID_BYTES, Hello
+from kvtier.service.node.closed_models import note_model
 from kvtier.service.node.loop import now
 from kvtier.service.node.served_tiers import ServedTiers
 from kvtier.service.why import RequestLog
@@ -108,6 +109,8 @@ class Opening(NamedTuple):
             kept_lookups=service.kept_lookups,
             log=self.log,
         )
+        if config.file.path is not None and self.hello.about:
+            note_model(config.file.path, self.hello.fingerprint, dict(self.hello.about))
         source = EventSource(hierarchy) if config.events.publish is not None else None
         return Namespace(self.hello.fingerprint, blocks, self.size, tiers, source, about=dict(self.hello.about))
 

@@ -5,6 +5,7 @@ from typing import Any, Final
 
 from kvtier.service.observe.differing import Decode, finding
 from kvtier.tiers import TIERS
+from kvtier.tiers.config import show_size
 
 _BEFORE: Final = 16  # tokens before a block that may begin what changes in it
 _UNKNOWN: Final = ("never_seen", "absent")
@@ -69,6 +70,10 @@ def explained(
         advice = (
             f"Another fingerprint ({what}) stored this prompt: run the same model with the same options everywhere."
         )
+    for slab in answer.get("closed", ()):
+        yield f"a closed slab is of the same checkpoint: {slab['model']}, {show_size(slab['bytes'])}"
+        yield from _fields(slab)
+        advice = "Another fingerprint may have stored this prompt: run the same model with the same options everywhere."
     if cut is not None:
         advice = "Another tokenizer made these prompts: use the engine's, or send text to it."
     yield advice
@@ -77,7 +82,11 @@ def explained(
 def _other_model(other: dict[str, Any]) -> Iterator[str]:
     held = f"{other['blocks']} blocks of {other['block_size']} tokens"
     yield f"another model holds the same tokens: {other['model']}, {held}"
-    for field in other.get("fields", ()):
+    yield from _fields(other)
+
+
+def _fields(model: dict[str, Any]) -> Iterator[str]:
+    for field in model.get("fields", ()):
         yield f"  {field['field']}: {field['here']} here, {field['there']} there"
 
 

@@ -11,6 +11,7 @@ from doubles import SLOT_BYTES, hierarchy_of
 from doubles import store as store_here
 from service_rig import FINGERPRINT, DaemonProcess, attach, store, where
 
+from kvtier.service.node.closed_models import note_model
 from kvtier.service.node.explaining import explain
 from kvtier.service.node.namespaces import BlockDimensions, Namespace
 from kvtier.service.node.selection import BlockSelection
@@ -99,6 +100,36 @@ def test_another_model_that_holds_the_prompt_is_named() -> None:
     assert lines[-1].startswith("Another fingerprint (model, dtype or layout) stored this prompt")
     # under that model's own name everything is there
     assert list(explained(explain(two, [one], BlockSelection((), list(range(16)), None), 1.0)))[-1].startswith("Every")
+
+
+def test_a_closed_slab_of_the_same_checkpoint_is_told_field_by_field(tmp_path: Path) -> None:
+    own, before, gone = opened(), bytes([1]) * 32, bytes([2]) * 32
+    own.about = {"model": "llama", "dtype": "bfloat16", "block_size": "64"}
+    for fingerprint, about in ((before, {**own.about, "dtype": "float16"}), (gone, own.about)):
+        (tmp_path / f"{fingerprint.hex()}.slab").write_bytes(bytes(4096))
+        note_model(tmp_path, fingerprint, about)
+    (tmp_path / f"{gone.hex()}.slab").unlink()
+    stranger = bytes([3]) * 32
+    (tmp_path / f"{stranger.hex()}.slab").write_bytes(bytes(4096))
+    note_model(tmp_path, stranger, {**own.about, "model": "qwen"})
+    torn = tmp_path / f"{(bytes([4]) * 32).hex()}"
+    torn.with_suffix(".slab").write_bytes(bytes(4096))
+    torn.with_suffix(".about.json").write_text("{")
+
+    answer = explain(own, [], BlockSelection((), list(range(16)), None), 1.0, tmp_path)
+
+    differs = [{"field": "dtype", "here": "bfloat16", "there": "float16"}]
+    assert answer["closed"] == [{"model": before.hex()[:16], "bytes": 4096, "fields": differs}]
+    lines = list(explained(answer))
+    assert f"a closed slab is of the same checkpoint: {before.hex()[:16]}, 4 KiB" in lines
+    assert "  dtype: bfloat16 here, float16 there" in lines
+    assert sorted(path.name[:2] for path in tmp_path.glob("*.about.json")) == ["01", "03", "04"]
+    # what is held, or open under another name, needs no guess
+    assert explain(own, [opened(before)], BlockSelection((), list(range(16)), None), 1.0, tmp_path)["closed"] == []
+    named = TokenChain(root_hash(own.fingerprint), BLOCK)
+    named.extend(range(16))
+    store_here(own.hierarchy, named)
+    assert "closed" not in explain(own, [], BlockSelection((), list(range(16)), None), 1.0, tmp_path)
 
 
 def test_a_question_about_many_models_has_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
