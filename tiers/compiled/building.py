@@ -19,8 +19,8 @@ from kvtier.tiers import ConfigError, KVTierError
 from kvtier.tiers.compiled.twins import C_FLAGS, CYTHON_FLAGS, file_of, folder, names, source_of, why_not
 from kvtier.tiers.config import COMPILED
 
-_STEP_SECONDS: Final = 300.0  # for Cython, or the compiler, with one twin
-_LOCK_SECONDS: Final = 600.0  # for another process that builds
+_STEP_SECONDS: Final = 900.0  # for Cython, or the compiler, with one twin
+_LOCK_SECONDS: Final = 1800.0  # for another process that builds
 _LOOK_AGAIN: Final = 0.1  # seconds between looks at its lock
 _PYTHON: Final = f"{sys.version_info.major}.{sys.version_info.minor}"
 

@@ -72,7 +72,7 @@ def _check_server(config: RedisConfig, client: UntypedClient, name: str) -> Iter
         else:
             yield ok(name, f"{_version(client)}, a Sentinel")
         return
-    yield from _check_data(client, name)
+    yield from _check_data(client, name, by_expiry=config.expiry == "learned")
     if mode == "cluster":
         yield from _check_cluster(client, name)
 
@@ -89,21 +89,23 @@ def _master_address(config: RedisConfig, client: UntypedClient) -> tuple[str, in
     return (text_of(found[0]), int(found[1])) if found else None
 
 
-def _check_data(client: UntypedClient, name: str) -> Iterator[Finding]:
-    """Role and memory of a server that holds blocks."""
+def _check_data(client: UntypedClient, name: str, *, by_expiry: bool) -> Iterator[Finding]:
+    """Role and memory of a server that holds blocks. `by_expiry`: expiries are learned."""
     version, memory = _version(client), client.info("memory")
     if client.info("replication").get("role") == "slave":
         yield error(name, f"{version}, a replica, which refuses writes", "name its master in [redis] url")
         return
     limit, policy = int(memory.get("maxmemory", 0)), str(memory.get("maxmemory_policy", "unknown policy"))
     found, cap = f"{version}, maxmemory {show_size(limit)}, {policy}", f"`CONFIG SET maxmemory 8gb`, {_KEEP}"
+    policy_fix = f"`CONFIG SET maxmemory-policy {'volatile-ttl' if by_expiry else 'allkeys-lru'}`, {_KEEP}"
     if not limit:
         yield warning(name, f"{version}, no maxmemory: blocks take all memory until they expire", cap)
     elif policy == "noeviction":
-        fix = f"`CONFIG SET maxmemory-policy allkeys-lru`, {_KEEP}"
-        yield warning(name, f"{found}: it refuses blocks once it is full", fix)
+        yield warning(name, f"{found}: it refuses blocks once it is full", policy_fix)
     elif limit < _SMALL_BYTES:
         yield warning(name, f"{found}: that holds next to nothing", cap)
+    elif by_expiry and policy != "volatile-ttl":
+        yield warning(name, f"{found}: it takes no heed of expiries, which are learned", policy_fix)
     else:
         yield ok(name, found)
 
