@@ -248,6 +248,9 @@ def judge(found: Survey, where: str, value_bytes: int, *, cluster: bool, by_expi
         warnings.append(
             f"maxmemory {memory} is room for {memory // value_bytes} blocks of {value_bytes} bytes; raise it"
         )
+    if memory == 0:
+        fix = f"set it, and maxmemory-policy {best}"
+        warnings.append(f"no maxmemory: blocks take all of the server's memory until they expire; {fix}")
     if by_expiry and memory and policy not in ("noeviction", "volatile-ttl", None):
         warnings.append(f'maxmemory-policy "{policy}" takes no heed of expiries, which are learned; set {best}')
     elif not by_expiry and policy in ("allkeys-random", "volatile-random", "volatile-ttl") and memory:

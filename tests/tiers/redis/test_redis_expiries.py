@@ -85,6 +85,7 @@ def test_with_volatile_ttl_what_is_finished_makes_room(server: RedisServer, capl
                 written(store, chain_of(8, first_token=50_000 + 1000 * number))  # 32 of 80 finished blocks go
             assert info(server, "evicted_keys") >= 24
             assert whole(read(store, CHAIN))
+            caplog.clear()
             with caplog.at_level(logging.WARNING), opened(server.url, expiry="learned"):
                 assert caplog.records == []
             server.cli("CONFIG", "SET", "maxmemory-policy", "allkeys-lru")

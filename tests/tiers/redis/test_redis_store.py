@@ -572,8 +572,13 @@ def test_too_little_memory_that_nothing_leaves_is_refused_and_other_settings_are
             for _ in range(3):  # as a port does that attaches again and again
                 with opened(server.url):
                     pass
+            server.cli("CONFIG", "SET", "maxmemory", "0")
+            with opened(server.url):
+                pass
             assert [record.message.partition(": ")[2] for record in caplog.records] == [
-                'maxmemory-policy "allkeys-random" takes no heed of what is used; set allkeys-lru'
+                'maxmemory-policy "allkeys-random" takes no heed of what is used; set allkeys-lru',
+                "no maxmemory: blocks take all of the server's memory until they expire; "
+                "set it, and maxmemory-policy allkeys-lru",
             ]
 
 
