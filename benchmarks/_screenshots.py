@@ -2,7 +2,7 @@
 
     python benchmarks/_screenshots.py [--router URL] [--node URL] [--seconds N]
 
-Needs chromium and chromedriver (Debian: chromium-driver), and the extra `dev`. deploy/bench/load.py asks meanwhile.
+Needs chromium and chromedriver (Debian: chromium-driver), and the extra `dev`. `kvtier bench` asks meanwhile.
 """
 
 import argparse
@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count, takewhile
 from pathlib import Path
 from typing import Final
 
@@ -56,8 +57,8 @@ def loaded(url: str) -> Iterator[None]:
     ended = threading.Event()
 
     def ask() -> None:
-        command = [sys.executable, str(ROOT / "deploy" / "bench" / "load.py"), url]
-        while not ended.is_set():
+        for seed in takewhile(lambda _: not ended.is_set(), count()):  # other prompts each time
+            command = [sys.executable, "-m", "kvtier.cli", "bench", url, "--seed", str(seed)]
             with subprocess.Popen(command, stdout=subprocess.DEVNULL) as load:
                 while load.poll() is None and not ended.wait(0.1):
                     pass

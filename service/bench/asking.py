@@ -39,7 +39,11 @@ class Server:
     def __init__(self, url: str, *, api: Api, model: str | None, token: str | None, deadline: float) -> None:
         """`url` is http://HOST:PORT, or with a path up to /v1; `deadline` is in seconds for each request."""
         self.url = url.rstrip("/").removesuffix("/v1")
-        if not self.url.startswith(("http://", "https://")):
+        try:
+            is_url = httpx2.URL(self.url).scheme in ("http", "https")
+        except httpx2.InvalidURL:
+            is_url = False
+        if not is_url:
             raise ConfigError(f"URL {url!r}: write it as in http://127.0.0.1:8000")
         self.model = model or ""
         self._api, self._deadline = api, deadline

@@ -1,9 +1,8 @@
 """The whole cluster as `kvtier cluster` starts it: conversations that go on at another engine, from KV of the first."""
 
+import json
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 import httpx2
 import pytest
 from cluster_rig import Running, wait_for
-from node_rig import ROOT
+from command_rig import kvtier_process
 from openai import OpenAI
 from redis_rig import NO_REDIS
 from server_rig import MODEL, save_checkpoint
@@ -87,12 +86,10 @@ def test_conversations_go_on_at_the_other_engine(running: Running) -> None:
     decision = page(0, "/status")["decisions"][0]
     assert max(score["cached"] for score in decision["scores"]) > 0, decision
     # some load, as profile `bench` puts on it
-    load = [sys.executable, str(ROOT / "deploy" / "bench" / "load.py"), url(0), "8"]
-    done = subprocess.run(load, capture_output=True, text=True, timeout=120)
+    done = kvtier_process("bench", url(0), "--requests", 8, "--prompt-tokens", 48, "--json")
     assert done.returncode == 0, done.stderr
-    assert [line.split(":")[0] for line in done.stdout.splitlines()] == [
-        f"requests {first:3}–{first + 1:3}" for first in (1, 3, 5, 7)
-    ]
+    (figures,) = json.loads(done.stdout)["servers"]
+    assert (figures["requests"], figures["errors"]) == (8, {}), figures
     # one that began at an engine which is killed then goes on at the other, again from what the first has computed
     opening = "A lamp in the window. " * 22
     before = [stored_in_redis(node) for node in (11, 12)]
