@@ -9,12 +9,12 @@ from numpy.typing import NDArray
 from kvtier.tiers import ChainHash
 from kvtier.tiers.compiled import twin
 from kvtier.tiers.pool.departures import EVICTED_CODE, Departures
-from kvtier.tiers.pool.index import Slots
+from kvtier.tiers.pool.index import NAME_MIX, Slots
 from kvtier.tiers.pool.lease import Reservation
 from kvtier.tiers.pool.policy import LRU, S3FIFO
 from kvtier.tiers.pool.slots import SlotTable
 from kvtier.tiers.pool.states import FILLING, FREE, READY, AnySlots
-from kvtier.tiers.pool.tail_index import TailIndex
+from kvtier.tiers.pool.tail_index import EndedBlocks, TailIndex
 
 # Blocks in a batch up to which one by one is faster. Measured with benchmarks/pool_throughput.py and batches of 16 and
 # 17: a lookup took the same either way, a lease 2.8 and 3.0 us a block, a store 7.0 and 11.9.
@@ -38,6 +38,12 @@ class FewSlots:
         """The ready slot of each block, -1 where there is none."""
         slots = [self._index.find_one(name) for name in hashes]
         return [slot if self._state[slot] == READY else -1 for slot in slots]  # -1 is nobody's row
+
+    def blocks_of(self, hashes: Sequence[ChainHash], num_prompt: int, arrived: float) -> EndedBlocks:
+        """What the policy, a TailIndex, and the index know of the blocks of a request that has ended."""
+        words, slots = self._index.find(hashes)  # those that still fill, too
+        policy = cast(TailIndex, self._policy)
+        return policy.blocks_of(slots, words @ NAME_MIX, num_prompt, arrived)
 
     def find_run(self, hashes: Sequence[ChainHash]) -> list[int]:
         """The slots of the leading ready blocks."""
@@ -225,6 +231,10 @@ class BatchTable(SlotTable):
             return super().reserve_chains(names, starts, parents)
         taken: tuple[Slots, NDArray[np.bool_]] | None = cast(Any, self._compiled).reserve_ones(names, parents)
         return taken
+
+    def blocks_of(self, hashes: Sequence[ChainHash], num_prompt: int, arrived: float) -> EndedBlocks:
+        """As `FewSlots.blocks_of`."""
+        return (self._compiled or self._few).blocks_of(hashes, num_prompt, arrived)
 
     def of(self, count: int) -> SlotTable | FewSlots:
         """Whose verbs to use for so many blocks: the outcome is the same."""

@@ -25,6 +25,10 @@ cdef enum:
     HASH_BYTES = 32
     HOT = 2  # S3-FIFO, as policy.py has them
     MAX_USES = 3
+    NO_TICKET = -1
+    NOBODY = -1  # of the tails, as tails.py has them
+    TAIL_NAMES = 2
+    SHARED = 3
     NEAR = 64  # blocks: up to here their arrays lie on the stack
 
 cdef uint64_t MIX_FIRST = 0x9E3779B97F4A7C15
@@ -137,7 +141,14 @@ cdef class CompiledSlots:
     cdef uint32_t[::1] came_at
     cdef int64_t[::1] ages
     cdef uint64_t evicted_code
-    cdef int64_t[::1] owners  # of the policy that plans
+    cdef int64_t[::1] owners  # of the policy that plans, as all that follows
+    cdef object plan
+    cdef const int64_t[::1] plan_slots, plan_tickets, plan_owners
+    cdef const uint64_t[::1] tail_tags
+    cdef const int32_t[::1] tail_rows
+    cdef const int64_t[::1] tail_serials, tail_numbers
+    cdef const double[::1] tail_ends
+    cdef uint8_t[::1] tail_uses
 
     def __cinit__(self, table, is_lru, is_planned, listed):
         index, links = table.index, table.links
@@ -155,7 +166,10 @@ cdef class CompiledSlots:
         if is_lru:
             self.queue = Queue(policy)
             if is_planned:
+                tails = policy.returns.tails
                 self.owners = policy.owners
+                self.tail_tags, self.tail_rows, self.tail_serials = tails._tags, tails._owner, tails._serial
+                self.tail_numbers, self.tail_ends, self.tail_uses = tails._number, tails.ended_at, tails._uses
             return
         self.queue, self.main = Queue(policy._small), Queue(policy._main)
         self.uses = policy._uses
@@ -182,6 +196,59 @@ cdef class CompiledSlots:
             if scratch.slots[i] >= 0 and self.state[scratch.slots[i]] != READY:
                 scratch.slots[i] = -1
         return self.answer(scratch.slots, count, count)
+
+    def blocks_of(self, hashes, Py_ssize_t num_prompt, double arrived):
+        """As `TailIndex.blocks_of`, by name: a plain tuple of the same."""
+        cdef list names = hashes if type(hashes) is list else list(hashes)
+        cdef Py_ssize_t count = len(names), num_asked = min(num_prompt, count), num_common = 0, i
+        cdef int64_t *slots
+        cdef int64_t row = NOBODY, user = 0, ticket, first = NO_TICKET, last = NO_TICKET, own = 0
+        cdef bint is_row = count > 0
+        cdef Scratch scratch = Scratch()
+        scratch.fit(count)
+        slots = scratch.slots
+        self.locate(names, 0, count, slots, scratch.mixed)
+        num_common = self.find_tail(scratch.mixed, num_asked, arrived, &row, &user)
+        for i in range(count):
+            if slots[i] < 0:
+                is_row = False
+                continue
+            if i < (num_common if user else num_asked):
+                own += self.owners[slots[i]] != 0
+            ticket = self.queue.tickets[slots[i]]
+            if first == NO_TICKET or ticket < first:
+                first = ticket
+                is_row &= ticket != NO_TICKET
+            if ticket > last:
+                last = ticket
+        is_row &= last - first == count - 1
+        i = num_asked if num_prompt else count
+        last_tags = [scratch.mixed[i] for i in range(max(<Py_ssize_t> 0, i - TAIL_NAMES), i)]
+        found = (row, user, num_common)
+        return as_array(slots, count), first if is_row else NO_TICKET, found, own, num_asked, last_tags
+
+    cdef Py_ssize_t find_tail(
+        self, const uint64_t *tags, Py_ssize_t count, double arrived, int64_t *continued, int64_t *user
+    ) except -1:
+        """`RequestTails.find`: the row of the request continued, the user's number, and how many blocks in common."""
+        cdef Py_ssize_t i = count, num_common = 0
+        cdef uint64_t mask = self.tail_tags.shape[0] - 1, place
+        cdef int64_t row, serial
+        while i:
+            i -= 1
+            place = tags[i] & mask
+            if self.tail_tags[place] != tags[i]:
+                continue
+            row, serial = self.tail_rows[place], self.tail_serials[place]
+            if row < 0 or self.tail_numbers[row] != serial:
+                continue
+            if not user[0]:
+                user[0], num_common = serial, i + 1
+            if self.tail_uses[row] < SHARED:
+                self.tail_uses[row] += self.tail_ends[row] <= arrived
+                continued[0] = row
+                break
+        return num_common
 
     def find_run(self, hashes):
         """The slots of the leading ready blocks."""
@@ -592,6 +659,8 @@ cdef class CompiledSlots:
         cdef Py_ssize_t found = 0
         cdef int64_t slot
         if self.is_planned:
+            if self.policy.goes_by_plan(count):
+                return self.pop_planned(count, victims)
             for slot in self.policy.pop_few(count):
                 victims[found] = slot
                 found += 1
@@ -607,6 +676,28 @@ cdef class CompiledSlots:
             found += 1
         self.queue.write()
         return found
+
+    cdef Py_ssize_t pop_planned(self, Py_ssize_t count, int64_t *victims) except -1:
+        """The next of the plan that are still as they were planned; of a new one when it has ended."""
+        cdef Py_ssize_t found = 0, cursor
+        cdef int64_t slot
+        while True:
+            plan = self.policy.plan
+            if plan is not self.plan:
+                self.plan = plan
+                self.plan_slots, self.plan_tickets, self.plan_owners = plan
+            cursor = self.policy.cursor
+            while found < count and cursor < self.plan_slots.shape[0]:
+                slot = self.plan_slots[cursor]
+                if self.queue.tickets[slot] == self.plan_tickets[cursor]:
+                    if self.owners[slot] == self.plan_owners[cursor]:
+                        self.queue.tickets[slot] = NO_TICKET
+                        victims[found] = slot
+                        found += 1
+                cursor += 1
+            self.policy.cursor = cursor
+            if found == count or not self.policy.make_plan(count - found):
+                return found
 
     cdef Py_ssize_t pop_s3fifo(self, Py_ssize_t count, int64_t *victims) except -1:
         """One entry after the other: from the small queue while it is above its share, else from the main one."""

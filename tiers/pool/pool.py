@@ -230,7 +230,9 @@ class SlotPool:
         with self._lock:
             if self._dropped:
                 self._settle_dropped()
-            return policy.ended(end, *self._table.index.find(end.names))  # those that still fill, too
+            now = policy.clock()
+            blocks = self._table.blocks_of(end.names, end.num_prompt, now - end.seconds)
+            return policy.heard(end, blocks, now)
 
     def evict(self, hashes: Sequence[ChainHash], cause: str = REMOVED) -> int:
         """Drop these blocks, with children or without; returns how many went. Leased slots go when their leases end.

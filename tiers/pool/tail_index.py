@@ -7,16 +7,16 @@ the queue's own order holds.
 """
 
 import time
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvtier.tiers.pool.cohorts import NOBODYS, Cohorts
-from kvtier.tiers.pool.index import NAME_MIX, Slots, Words
+from kvtier.tiers.pool.index import Slots, Words
 from kvtier.tiers.pool.slot_queue import NO_TICKET, SlotQueue
-from kvtier.tiers.returns import UNTOLD, LruRival, RequestEnd, Returns, ToldEnd
+from kvtier.tiers.returns import TAIL_NAMES, UNTOLD, FoundTail, LruRival, RequestEnd, Returns, ToldEnd
 
 _SHARE: Final = 32  # a plan is for one slot in so many,
 _LEAST: Final = 256  # or for so many,
@@ -25,6 +25,21 @@ _AT_LEAST: Final = 32  # or until so many of it have gone,
 _AT_MOST: Final = 15.0  # but no longer than so many seconds
 _FEW: Final = 8  # victims that are looked at one by one
 _UNTRIED: Final = 3.2  # slots asked for so often: before, what was learned of a few requests keeps less than LRU
+
+
+Plan = tuple[Slots, Slots, Slots]
+"""Victims, with the ticket and the owner that each had when it was planned."""
+
+
+class EndedBlocks(NamedTuple):
+    """What the pool, and the table of tails, know of the blocks of a request that has ended."""
+
+    slots: Slots  # of each name, ready or not, -1 where there is none
+    first: int  # the lowest ticket, if all are idle and have tickets in a row; else NO_TICKET
+    found: FoundTail
+    own: int  # of those in common with `found`, or else of the prompt's: here, and here when an earlier request ended
+    num_asked: int  # blocks of the prompt
+    last_tags: Sequence[int]  # the tags of the last TAIL_NAMES of `RequestEnd.tail_names`
 
 
 class TailIndex(SlotQueue):
@@ -49,23 +64,40 @@ class TailIndex(SlotQueue):
         self._drop_plan()
 
     def _drop_plan(self) -> None:
-        self._plan = self._plan_tickets = self._plan_owners = np.zeros(0, np.int64)
-        self._planned_at, self._cursor = 0.0, 0
+        nothing = np.zeros(0, np.int64)
+        self.plan: Plan = nothing, nothing, nothing
+        self._planned_at, self.cursor = 0.0, 0  # `plan`'s entries before the cursor are done with
 
     # --- what requests tell -------------------------------------------------------------------------------------
 
-    def ended(self, end: RequestEnd, words: Words, slots: Slots) -> ToldEnd:
-        """A request has ended whose names are `words` `[n, 4]`, and whose blocks are in these slots, idle or in use.
+    def ended(self, end: RequestEnd, slots: Slots, mixed: NDArray[np.uint64]) -> ToldEnd:
+        """A request has ended whose blocks are in these slots, idle or in use; `mixed`: its names' mixed words.
 
         -1 for what is not there. Returns what was found out about the request.
         """
-        now, num_prompt = self.clock(), end.num_prompt
-        are_known = (self.owners[slots] != NOBODYS) & (slots >= 0)
-        tags = (words[:num_prompt] if num_prompt else words) @ NAME_MIX
-        told = self.returns.note(end, tags[:num_prompt], tags, now, are_known, self.clock)
-        tickets = self._tickets[slots]
-        first, last = (int(tickets.min()), int(tickets.max())) if len(slots) else (NO_TICKET, NO_TICKET)
-        if first == NO_TICKET or last - first != len(slots) - 1 or (len(slots) and slots.min() < 0):
+        now = self.clock()
+        return self.heard(end, self.blocks_of(slots, mixed, end.num_prompt, now - end.seconds), now)
+
+    def blocks_of(self, slots: Slots, mixed: NDArray[np.uint64], num_prompt: int, arrived: float) -> EndedBlocks:
+        """What is known of a request's blocks; arguments as of `ended`. It counts as a use of the tail it continues."""
+        tags = mixed[:num_prompt]
+        found = self.returns.tails.find(tags, arrived)
+        asked = slots[: found.num_common if found.user else len(tags)]
+        own = int(np.count_nonzero((self.owners[asked] != NOBODYS) & (asked >= 0)))
+        last_tags = (tags if num_prompt else mixed)[-TAIL_NAMES:].tolist()
+        first = last = NO_TICKET
+        if len(slots) and slots.min() >= 0:
+            tickets = self._tickets[slots]
+            first, last = int(tickets.min()), int(tickets.max())
+        is_row = first != NO_TICKET and last - first == len(slots) - 1
+        return EndedBlocks(slots, first if is_row else NO_TICKET, found, own, len(tags), last_tags)
+
+    def heard(self, end: RequestEnd, blocks: EndedBlocks, now: float) -> ToldEnd:
+        """As `ended`, with what is known of the request's blocks."""
+        slots, first, found, own, num_asked, last_tags = blocks
+        told = self.returns.heard(end, found, own, len(slots), num_asked, last_tags, now, self.clock)
+        last = first + len(slots) - 1
+        if first == NO_TICKET:
             slots = slots[slots >= 0]
             if not len(slots):
                 return told
@@ -112,6 +144,14 @@ class TailIndex(SlotQueue):
             self._front_end = before
         self.push_front(slots)
 
+    def goes_by_plan(self, count: int) -> bool:
+        """Whether all of so many victims are the next of the plan, which is a new one if it had grown old."""
+        if self._head < self._front_end or self.is_lrus:
+            return False
+        if self._is_old():
+            self.make_plan(count)
+        return True
+
     def pop(self, count: int) -> Slots:
         """Remove and return the next victims, at most `count`; fewer only when nothing is left."""
         if self._head >= self._front_end and not self.is_lrus and count > _FEW:
@@ -130,6 +170,17 @@ class TailIndex(SlotQueue):
             else:
                 victims += self._planned_few(left)
         return victims
+
+    def make_plan(self, count: int) -> bool:
+        """Plan anew: the first of all idle slots, a share of them, at least `count`. False if there are none."""
+        now, cohorts = self.clock(), self._cohorts
+        self._take_in(now)
+        n = cohorts.num_rows
+        places = self.returns.places(cohorts.kind[:n], now - cohorts.ended_at[:n])
+        wanted = max(count, len(self._tickets) // _SHARE, _LEAST)
+        slots, tickets = cohorts.choose(places, wanted, self._ring, self._tickets)
+        self.plan, self._planned_at, self.cursor = (slots, tickets, cohorts.owners[slots]), now, 0
+        return len(slots) > 0
 
     def evicted(self, slots: Slots) -> None:
         """Nobody's from now on: the next block in the slot was not here before."""
@@ -189,15 +240,13 @@ class TailIndex(SlotQueue):
         """The next of the plan that are still as they were planned; a new plan when it has ended or grown old."""
         parts: list[Slots] = []
         if self._is_old():
-            self._make_plan(count)
+            self.make_plan(count)
         while count:
-            if self._cursor >= len(self._plan) and not self._make_plan(count):
+            if self.cursor >= len(self.plan[0]) and not self.make_plan(count):
                 break
-            part = slice(self._cursor, self._cursor + count)
-            slots = self._plan[part]
-            self._cursor += len(slots)
-            good = self._tickets[slots] == self._plan_tickets[part]
-            good &= self._cohorts.owners[slots] == self._plan_owners[part]
+            slots, tickets, owners = (each[self.cursor : self.cursor + count] for each in self.plan)
+            self.cursor += len(slots)
+            good = (self._tickets[slots] == tickets) & (self._cohorts.owners[slots] == owners)
             chosen = slots if good.all() else slots[good]
             self._tickets[chosen] = NO_TICKET
             parts.append(chosen)
@@ -208,41 +257,25 @@ class TailIndex(SlotQueue):
         """As `_planned`, one by one."""
         victims: list[int] = []
         if self._is_old():
-            self._make_plan(count)
+            self.make_plan(count)
         while len(victims) < count:
-            if self._cursor >= len(self._plan) and not self._make_plan(count):
+            if self.cursor >= len(self.plan[0]) and not self.make_plan(count):
                 break
-            slot = int(self._plan[self._cursor])
-            ticket, owner = self._plan_tickets[self._cursor], self._plan_owners[self._cursor]
+            slot, ticket, owner = (int(each[self.cursor]) for each in self.plan)
             if self._ticket[slot] == ticket and self._owner[slot] == owner:
                 self._ticket[slot] = NO_TICKET
                 victims.append(slot)
-            self._cursor += 1
+            self.cursor += 1
         return victims
 
     def _is_old(self) -> bool:
         age = self.clock() - self._planned_at
-        return age > _GOOD_FOR and (self._cursor >= _AT_LEAST or age > _AT_MOST)
-
-    def _make_plan(self, count: int) -> bool:
-        """The first of all idle slots, a share of them. False if there are none."""
-        now, cohorts = self.clock(), self._cohorts
-        self._take_in(now)
-        n = cohorts.num_rows
-        places = self.returns.places(cohorts.kind[:n], now - cohorts.ended_at[:n])
-        wanted = max(count, len(self._tickets) // _SHARE, _LEAST)
-        self._plan, self._plan_tickets = cohorts.choose(places, wanted, self._ring, self._tickets)
-        self._plan_owners = cohorts.owners[self._plan]
-        self._planned_at, self._cursor = now, 0
-        return len(self._plan) > 0
+        return age > _GOOD_FOR and (self.cursor >= _AT_LEAST or age > _AT_MOST)
 
     def _take_in(self, now: float) -> None:
         """Have every entry of the queue in a cohort."""
         start = max(self._seen, self._head, self._front_end)
-        tickets = np.arange(start, self._tail)
-        slots = self._ring[tickets & (self._capacity - 1)].astype(np.int64)
-        good = self._tickets[slots] == tickets
-        self._cohorts.take_in(slots[good], tickets[good], UNTOLD, now)
+        self._cohorts.take_in(self._ring, self._tickets, start, self._tail, UNTOLD, now)
         self._seen = self._tail
 
     def _compact(self) -> None:

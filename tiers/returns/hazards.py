@@ -4,6 +4,7 @@ A class that was seen little is drawn towards its group, a group towards all req
 that falls as one over the age. Under that last one alone the order is LRU's.
 """
 
+from bisect import bisect_right
 from typing import Final
 
 import numpy as np
@@ -24,6 +25,7 @@ _BELIEF: Final = 3.0  # returns that a class, a group or all need before they ar
 EDGES: Final[NDArray[np.float64]] = np.concatenate([[0.0], 2.0 * 1.36 ** np.arange(NUM_AGES - 1)])  # s, to about 2 h
 MOST_AHEAD: Final = float(EDGES[-1])  # seconds
 _WIDTHS: Final[NDArray[np.float64]] = np.append(np.diff(EDGES), _OLDEST)
+_WHOLE: Final[NDArray[np.float64]] = np.append(np.diff(EDGES), 0.0)  # none goes beyond the last
 _MIDDLES: Final[NDArray[np.float64]] = np.append((EDGES[:-1] + EDGES[1:]) / 2, EDGES[-1] * 1.3)
 _PRIOR: Final[NDArray[np.float64]] = 0.25 / (_MIDDLES + 20.0)  # returns a second
 
@@ -31,7 +33,7 @@ _PRIOR: Final[NDArray[np.float64]] = 0.25 / (_MIDDLES + 20.0)  # returns a secon
 def class_of(turn: int, num_output_tokens: int, hint: int) -> int:
     """The class of a request: `turn` from 0, the length of its answer, and its hint's number, 0 for none."""
     turns = turn if turn < 2 else 2 if turn < 4 else 3
-    answer = sum(num_output_tokens >= least for least in _ANSWER_TOKENS)
+    answer = bisect_right(_ANSWER_TOKENS, num_output_tokens)
     return (turns * NUM_HINTS + hint) * NUM_ANSWERS + answer
 
 
@@ -40,11 +42,12 @@ def age_of(seconds: NDArray[np.float64]) -> NDArray[np.intp]:
     return np.searchsorted(EDGES, seconds, "right").clip(1) - 1
 
 
-def spans_of(start: NDArray[np.float64], end: NDArray[np.float64]) -> NDArray[np.float64]:
-    """`[n, ages]`: how much of the time from one age to another, in seconds, lies in each of the ages."""
-    beyond = np.maximum(end[:, None] - EDGES, 0.0) - np.maximum(start[:, None] - EDGES, 0.0)
-    beyond[:, :-1] -= beyond[:, 1:].copy()
-    return beyond
+def expected(hazard: NDArray[np.float64], start: NDArray[np.float64], end: NDArray[np.float64]) -> NDArray[np.float64]:
+    """`[n]`: the returns that a hazard by age has from one age to another, both in seconds."""
+    until = np.append(0.0, np.cumsum(hazard[:-1] * np.diff(EDGES)))
+    at_start, at_end = age_of(start), age_of(end)
+    before = until[at_start] + hazard[at_start] * (start - EDGES[at_start])
+    return until[at_end] + hazard[at_end] * (end - EDGES[at_end]) - before
 
 
 class Hazards:
@@ -62,11 +65,17 @@ class Hazards:
         """Requests of these classes returned at these ages."""
         np.add.at(self._returns, (kinds, age_of(seconds)), 1.0)
 
-    def waited(self, kinds: NDArray[np.int64], spans: NDArray[np.float64]) -> None:
-        """Requests of these classes waited `spans` `[n, ages]` more: so many seconds at each age (`spans_of`)."""
-        cells = (kinds[:, None] * NUM_AGES + np.arange(NUM_AGES)).reshape(-1)
-        sums = np.bincount(cells, spans.reshape(-1), NUM_CLASSES * NUM_AGES)
-        self._waited += sums.reshape(self._waited.shape)
+    def waited(self, kinds: NDArray[np.int64], start: NDArray[np.float64], end: NDArray[np.float64]) -> None:
+        """Requests of these classes waited from one age to another more, in seconds.
+
+        Of each class only the sums by age are made, as 65,536 may wait: what ends in an age, less what begins there,
+        and the whole age for each that goes beyond it.
+        """
+        ends, parts_of_ends = _sums_by_age(kinds, end)
+        starts, parts_of_starts = _sums_by_age(kinds, start)
+        begun = ends - starts  # by age: those that end there, less those that begin there
+        beyond = np.cumsum(begun[:, ::-1], 1)[:, ::-1] - begun
+        self._waited += np.maximum(parts_of_ends - parts_of_starts + beyond * _WHOLE, 0.0)
 
     def gaps(self) -> NDArray[np.float64]:
         """`[ages]`: returns seen at each age (`EDGES`), of all classes; those of long ago count less."""
@@ -105,6 +114,17 @@ class Hazards:
         self.unhinted = _drawn_to(self.all, *(each[plain].sum(0, keepdims=True) for each in of_groups))[0]
         groups = _drawn_to(self.all, *of_groups)
         return _drawn_to(np.repeat(groups, NUM_ANSWERS, 0), seen, waited)
+
+
+def _sums_by_age(
+    kinds: NDArray[np.int64], seconds: NDArray[np.float64]
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """`[classes, ages]`: how many requests are of each age, and how many seconds above its edge they are together."""
+    ages = age_of(seconds)
+    cells, shape = kinds * NUM_AGES + ages, (NUM_CLASSES, NUM_AGES)
+    counts = np.bincount(cells, minlength=NUM_CLASSES * NUM_AGES)
+    sums = np.bincount(cells, seconds - EDGES[ages], NUM_CLASSES * NUM_AGES)
+    return counts.reshape(shape), sums.reshape(shape)
 
 
 def _drawn_to(mean: NDArray[np.float64], seen: NDArray[np.float64], waited: NDArray[np.float64]) -> NDArray[np.float64]:

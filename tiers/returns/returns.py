@@ -1,16 +1,16 @@
 """Returns: takes in the ends of requests, and says which idle blocks are needed least."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvtier.tiers.returns.ends import Hint, RequestEnd, ToldEnd
-from kvtier.tiers.returns.hazards import NUM_AGES, Hazards, age_of, class_of, spans_of
+from kvtier.tiers.returns.hazards import NUM_AGES, Hazards, age_of, class_of, expected
 from kvtier.tiers.returns.rival import LruRival
-from kvtier.tiers.returns.tails import NOBODY, RequestTails, Tags
+from kvtier.tiers.returns.tails import NOBODY, TAIL_NAMES, FoundTail, RequestTails, Tags
 from kvtier.tiers.returns.trust import HintTrust, account_of
 
 Kinds = NDArray[np.int64]
@@ -28,7 +28,7 @@ class Returns:
     def __init__(self, rival: LruRival | None = None) -> None:
         """`rival`: hears of every end, too."""
         self._rival = rival
-        self._tails = RequestTails()
+        self.tails = RequestTails()
         self._hazards = Hazards()
         self._trust = HintTrust()
         self._back: list[tuple[int, float, float, int]] = []  # since the last lesson: class, end, return, account
@@ -50,20 +50,38 @@ class Returns:
         `are_known`: which of all its blocks are here, and were so when an earlier request ended. `now` is by
         `clock`.
         """
+        found, own = self.tails.find(tags, now - end.seconds), 0
+        if are_known is not None:
+            own = int(np.count_nonzero(are_known[: found.num_common if found.user else len(tags)]))
+        num_blocks = None if are_known is None else len(are_known)
+        return self.heard(end, found, own, num_blocks, len(tags), tail_tags[-TAIL_NAMES:].tolist(), now, clock)
+
+    def heard(
+        self,
+        end: RequestEnd,
+        found: FoundTail,
+        own: int,
+        num_blocks: int | None,
+        num_asked: int,
+        last_tags: Sequence[int],
+        now: float,
+        clock: Callable[[], float],
+    ) -> ToldEnd:
+        """As `note`, of a request whose prompt of `num_asked` full blocks is known by `found`.
+
+        `own`: its blocks that were here, as `LruRival.ended` has them, of `num_blocks`; None: nobody knows.
+        `last_tags`: the tags of the last TAIL_NAMES of its `tail_names`.
+        """
         if self._learned_at is None:
             self._learned_at = now
-        number = self._tails.next_number if len(tail_tags) else 0
-        turn, (row, user, num_common) = 0, self._tails.find(tags, now - end.seconds)
-        if self._rival is not None and are_known is not None and number:
-            own = int(np.count_nonzero(are_known[: num_common if user else len(tags)]))
-            self._rival.ended(number, len(are_known), user, num_common, len(tags), own)
+        tails, turn, (row, user, num_common) = self.tails, 0, found
+        number = tails.next_number if last_tags else 0
+        if self._rival is not None and num_blocks is not None and number:
+            self._rival.ended(number, num_blocks, user, num_common, num_asked, own)
         if row != NOBODY:
-            turn = int(self._tails.turn[row])
-            if self._tails.ended_at[row] <= now - end.seconds:
-                turn += 1
+            turn, is_next = tails.turn_of(row, now - end.seconds, last_tags)
+            if is_next:
                 self._came_back(row, now)
-            else:  # it ran beside it: another try or choice of the same turn
-                self._tails.is_open[row] &= not self._tails.is_twin(row, tail_tags)
         hint, promises = end.hint, end.hint in _PROMISES
         account = account_of(end.client, is_derived=end.is_derived)
         if promises and not self._trust.is_heard(account):
@@ -71,7 +89,7 @@ class Returns:
         kind = class_of(turn, end.num_output_tokens, _HINTS[hint])
         if number:
             judged = account + 1 if promises else 0  # 0: nobody is judged for it
-            self._tails.add(tail_tags, now, kind=kind, turn=turn, account=judged)
+            tails.add(last_tags, now, kind=kind, turn=turn, account=judged)
         self._since += 1
         if self._since >= self._lesson:
             self._learn(now)
@@ -93,11 +111,9 @@ class Returns:
         return seen
 
     def _came_back(self, row: int, now: float) -> None:
-        tails = self._tails
-        if tails.is_open[row]:
-            tails.is_open[row] = False
-            account = int(tails.account[row])
-            self._back.append((int(tails.kind[row]), float(tails.ended_at[row]), now, account))
+        if (returned := self.tails.came_back(row)) is not None:
+            kind, ended_at, account = returned
+            self._back.append((kind, ended_at, now, account))
             if account:
                 self._trust.returned(account - 1)
 
@@ -106,7 +122,7 @@ class Returns:
         seconds = max(0.0, now - self._learned_at)
         self._hazards.fade(seconds)
         self._trust.fade(seconds)
-        tails, rows = self._tails, self._tails.waiting()
+        tails, rows = self.tails, self.tails.waiting()
         kinds, ended, until, accounts = np.array(self._back, np.float64).reshape(-1, 4).T
         self._back.clear()
         self._hazards.returned(kinds.astype(np.int64), until - ended)
@@ -125,8 +141,9 @@ class Returns:
         """Count what these requests waited since the last lesson. `accounts`: 0, or one more than the account."""
         assert self._learned_at is not None
         since = np.maximum(ended, self._learned_at)
-        spans = spans_of(since - ended, np.maximum(since, until) - ended)
-        self._hazards.waited(kinds, spans)
+        start, end = since - ended, np.maximum(since, until) - ended
+        self._hazards.waited(kinds, start, end)
         said = accounts > 0
         if said.any():
-            self._trust.waited(accounts[said] - 1, spans[said] @ self._hazards.unhinted)
+            promised = expected(self._hazards.unhinted, start[said], end[said])
+            self._trust.waited(accounts[said] - 1, promised)

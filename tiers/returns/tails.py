@@ -1,5 +1,6 @@
 """RequestTails: the ends of the last requests, by which a prompt that continues one is known, evicted or not."""
 
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -8,7 +9,7 @@ from numpy.typing import NDArray
 Tags = NDArray[np.uint64]
 
 NUM_REQUESTS: Final = 65536  # the last so many are known
-NUM_NAMES: Final = 2  # of a request: the last block may be edited, the one before knows it, too
+TAIL_NAMES: Final = 2  # of a request: the last block may be edited, the one before knows it, too
 _NUM_PLACES: Final = 4 * NUM_REQUESTS  # of the table; two tags that share one push each other out
 _MASK: Final = np.uint64(_NUM_PLACES - 1)
 _SHARED: Final = 3  # continued so often, a tail is a shared beginning and no conversation
@@ -49,6 +50,9 @@ class RequestTails:
         # For one at a time: an item of a memoryview costs a third of an array's.
         self._own, self._serial_of = memoryview(self._owner), memoryview(self._serial)
         self._number_of, self._use, self._tag = memoryview(self._number), memoryview(self._uses), memoryview(self._tags)
+        self._end, self._turn, self._last = memoryview(self.ended_at), memoryview(self.turn), memoryview(self._last_tag)
+        self._kind, self._account = memoryview(self.kind), memoryview(self.account)
+        self._open = memoryview(self.is_open.view(np.uint8))
 
     @property
     def next_number(self) -> int:
@@ -76,17 +80,32 @@ class RequestTails:
                 return FoundTail(row, user, num_common)
         return FoundTail(NOBODY, user, num_common)
 
-    def is_twin(self, row: int, tags: Tags) -> bool:
-        """Whether that request ends with the same block as a chain of these tags."""
-        return bool(len(tags) and self._last_tag[row] == tags[-1])
+    def turn_of(self, row: int, arrived: float, last_tags: Sequence[int]) -> tuple[int, bool]:
+        """The turn of a request that continues that one, and whether it came after that one's end.
 
-    def add(self, tags: Tags, now: float, *, kind: int, turn: int, account: int) -> None:
-        """A request has ended that the next turn continues behind blocks of these tags."""
+        Else it ran beside it: another try or choice of the same turn, and if both end with the same block, that one
+        does not return.
+        """
+        if self._end[row] <= arrived:
+            return self._turn[row] + 1, True
+        if last_tags and self._last[row] == last_tags[-1]:
+            self._open[row] = False
+        return self._turn[row], False
+
+    def came_back(self, row: int) -> tuple[int, float, int] | None:
+        """The class, end and account of a request that returned for the first time; None if it had before."""
+        if not self._open[row]:
+            return None
+        self._open[row] = False
+        return self._kind[row], self._end[row], self._account[row]
+
+    def add(self, last_tags: Sequence[int], now: float, *, kind: int, turn: int, account: int) -> None:
+        """A request has ended that the next turn continues behind blocks of these tags, at most TAIL_NAMES."""
         row = self._next % NUM_REQUESTS
-        self.ended_at[row], self.kind[row], self.turn[row], self.account[row] = now, kind, turn, account
-        self.is_open[row], self._uses[row], self._number[row] = True, 0, self._next
-        self._last_tag[row] = tags[-1]
-        for tag in tags[-NUM_NAMES:].tolist():
+        self._end[row], self._kind[row], self._turn[row], self._account[row] = now, kind, turn, account
+        self._open[row], self._use[row], self._number_of[row] = True, 0, self._next
+        self._last[row] = last_tags[-1]
+        for tag in last_tags:
             place = tag & (_NUM_PLACES - 1)
             owner = self._own[place]
             is_known = owner >= 0 and self._tag[place] == tag and self._number_of[owner] == self._serial_of[place]

@@ -16,6 +16,8 @@ from kvtier.tiers.naming.shape import KVShape
 from kvtier.tiers.pool.lease import Lease, Reservation
 from kvtier.tiers.pool.policy import LRU, POLICIES
 from kvtier.tiers.pool.pool import SlotPool
+from kvtier.tiers.pool.tail_index import EndedBlocks, TailIndex
+from kvtier.tiers.returns import RequestEnd
 from kvtier.tiers.tier import ChainHash
 
 pytestmark = pytest.mark.skipif(twin("kvtier.tiers.pool.few_compiled") is None, reason="not built: `make compiled`")
@@ -44,6 +46,47 @@ def name_of(chain: int, block: int, *, crowded: bool) -> ChainHash:
     return bytes([chain % 2]) * 8 + name[8:24] + bytes(8) if crowded and block % 3 == 0 else name
 
 
+def test_an_end_finds_ready_and_filling_blocks_and_the_request_that_it_continues(
+    pools: Callable[[str], list[SlotPool]],
+) -> None:
+    names = [name_of(1, n, crowded=False) for n in range(130)]
+    found: list[EndedBlocks] = []
+    for pool in pools("tail"):
+        ready, filling = pool.reserve(names[:40]), pool.reserve(names[40:60], names[39])
+        assert ready is not None
+        assert filling is not None
+        pool.seal(ready).release()
+        pool.ended(RequestEnd(names[:40], 40, 5))
+        table = pool._table
+        found += [
+            table.blocks_of(names, 130, 1e12),
+            table.blocks_of(names[:40], 38, 1e12),
+            table.blocks_of([], 0, 1e12),
+        ]
+        with pytest.raises(ValueError, match="must be 32"):
+            table.blocks_of([b"short"], 1, 0.0)
+        pool.abandon(filling)
+    for (slots, *compiled), (same_slots, *python) in zip(found[:3], found[3:], strict=True):
+        assert slots.tolist() == same_slots.tolist()
+        assert compiled == python
+    (slots, first, continued, own, num_asked, _), in_row, nothing = found[:3]
+    assert np.count_nonzero(slots >= 0) == 60
+    assert (first, continued, own, num_asked) == (-1, (1, 1, 40), 40, 130)
+    assert in_row[1] > 0
+    assert (len(nothing[0]), *nothing[1:]) == (0, -1, (-1, 0, 0), 0, 0, [])
+
+
+def rows_of(pool: SlotPool) -> object:
+    """What is kept of requests' ends, and what is planned."""
+    policy = pool._table.policy
+    if not isinstance(policy, TailIndex):
+        return None
+    cohorts, n = policy._cohorts, policy._cohorts.num_rows
+    columns = cohorts.number, cohorts.first, cohorts.end, cohorts.kind, cohorts.ended_at
+    planned = [each[policy.cursor :].tolist() for each in policy.plan]
+    return [each[:n].tolist() for each in columns], cohorts.owners.tolist(), planned, policy.returns.tails._uses.sum()
+
+
 class Story:
     """One pool, what was taken from it, and the same verbs for both."""
 
@@ -51,6 +94,10 @@ class Story:
         self.pool, self.draw, self.crowded = pool, random.Random(seed), crowded
         self.leases: list[Lease] = []
         self.open: list[Reservation] = []
+        self.now = 0.0
+        if isinstance(policy := pool._table.policy, TailIndex):
+            policy.clock = lambda: self.now
+            policy.rival.leads = False  # as after the first requests
 
     def names(self) -> list[ChainHash]:
         """A part of one of eight chains: two of them share their first half."""
@@ -60,9 +107,12 @@ class Story:
 
     def step(self) -> object:
         draw, pool, names = self.draw, self.pool, self.names()
+        self.now += draw.choice([0.1, 0.1, 3.0, 40.0])
         start = draw.choice([0, 0, 0, len(names) // 2])
         asked, parent = names[start:], names[start - 1] if start else None
-        verb = draw.choice(["store"] * 5 + ["lease", "places", "release", "reserve", "end", "look", "evict", "dirty"])
+        verb = draw.choice(
+            ["store"] * 5 + ["lease", "places", "release", "reserve", "end", "tell", "look", "evict", "dirty"]
+        )
         if verb in ("store", "reserve"):
             made = pool.reserve(asked, parent)
             if made is None:
@@ -88,6 +138,11 @@ class Story:
                 self.leases.append(pool.seal(made))
             else:
                 pool.abandon(made)
+        elif verb == "tell":
+            end = RequestEnd(
+                names, draw.choice([len(names), len(names) // 2]), draw.randrange(600), seconds=draw.random()
+            )
+            return told[2:7] if (told := pool.ended(end)) is not None else None
         elif verb == "look":
             return pool.lookup(names), pool.holds(names)
         elif verb == "evict" and not draw.randrange(4):
@@ -109,6 +164,7 @@ def test_long_chains_end_alike_in_both_ways(
         assert compiled == python
         assert stories[0].pool.check() == stories[1].pool.check()
         assert state_of(stories[0].pool._table) == state_of(stories[1].pool._table)
+        assert rows_of(stories[0].pool) == rows_of(stories[1].pool)
     assert stories[0].pool.num_evicted > NUM_SLOTS
     if crowded:
         assert stories[0].pool._table.index._stash

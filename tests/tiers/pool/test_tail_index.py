@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from kvtier.tiers.pool import tail_index
-from kvtier.tiers.pool.index import to_words
+from kvtier.tiers.pool.index import NAME_MIX, to_words
 from kvtier.tiers.pool.pool import SlotPool
 from kvtier.tiers.pool.tail_index import TailIndex
 from kvtier.tiers.returns import Hint, LruRival, RequestEnd, Returns
@@ -275,7 +275,7 @@ def test_the_order_is_that_of_a_slow_list(steps: list[tuple[str, int, int]]) -> 
 
     def end(slots: list[int], tokens: int, who: int) -> None:
         names = chain(who, clock.now, length=len(slots))
-        kind = policy.ended(RequestEnd(names, len(slots), tokens), to_words(names), np.array(slots)).kind
+        kind = policy.ended(RequestEnd(names, len(slots), tokens), np.array(slots), to_words(names) @ NAME_MIX).kind
         slow.told.update(dict.fromkeys(slots, (kind, clock.now)))
 
     for verb, who, number in steps:
