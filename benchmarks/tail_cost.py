@@ -88,7 +88,7 @@ def _by_group(seconds: list[float], size: int) -> list[float]:
 
 def main() -> int:
     chosen = parser(__doc__).parse_args()
-    num_slots, num_blocks = (16_384, 1 << 17) if chosen.quick else (131_072, 1 << 20)
+    num_slots, num_blocks = (4_096, 1 << 15) if chosen.quick else (16_384, 1 << 17)
     rows = [measure(size, num_slots, max(100, num_blocks // size)) for size in SIZES]
     targets = [
         Target(f"tail over LRU, requests of {row['blocks']} blocks, us per block", LIMIT, row["more us"])
