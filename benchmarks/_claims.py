@@ -83,6 +83,12 @@ CLAIMS: Final = (
     PageRow("the traces and sizes that were saved: `tail` less LRU, points", "eviction", "less LRU, points$"),
     PageRow("CPU of `tail` over LRU in a replay, µs a block", "eviction", "^.*: CPU of tail", "The cost of tail"),
     PageRow(
+        "the same of whole requests of 8, 32, 128 and 512 blocks in a full pool",
+        "tail_cost",
+        "^tail over LRU",
+        "The cost of tail",
+    ),
+    PageRow(
         "chats through a whole hierarchy, live and simulated: points apart",
         "eviction",
         "^hierarchy",
