@@ -1,13 +1,20 @@
 from .command_line import Exit, needing
 from .json_text import Json, first_error, harmless, object_in, shown, writable
+from .logs import REQUEST_ID, LogFormat, LogLevel, begin_request, log_to_stderr, request_id
 
 __all__ = [
+    "REQUEST_ID",
     "Exit",
     "Json",
+    "LogFormat",
+    "LogLevel",
+    "begin_request",
     "first_error",
     "harmless",
+    "log_to_stderr",
     "needing",
     "object_in",
+    "request_id",
     "shown",
     "writable",
 ]

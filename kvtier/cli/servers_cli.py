@@ -11,7 +11,7 @@ import typer
 
 from kvtier.cli import serving
 from kvtier.cli.options import ConfigOption, ExactOption, HttpOption, given
-from kvtier.service import needing
+from kvtier.service import LogFormat, LogLevel, needing
 from kvtier.tiers import ConfigError, hash_without_the_gil, load_key
 from kvtier.tiers import config as configuration
 from kvtier.tiers.config import format_size
@@ -28,6 +28,8 @@ _DRAIN: Final = 10.0  # seconds from a signal to the end of the daemon
 RequestLogOption = Annotated[
     str | None, typer.Option(metavar="FILE", help="Append a line of JSON for each request, and why it was no hit.")
 ]
+LogLevelOption = Annotated[LogLevel, typer.Option(help="The least that is logged.")]
+LogFormatOption = Annotated[LogFormat, typer.Option(help="A line of text each, or an object of JSON.")]
 _REPLICA: Final = (
     "http[s]://HOST:PORT[,events=…][,replay=…][,node=…][,node_replay=…][,block_size=N][,addresses=all]; once for each."
 )
@@ -41,6 +43,8 @@ def serve(
     ] = None,
     http: HttpOption = None,
     request_log: RequestLogOption = None,
+    log_level: LogLevelOption = "info",
+    log_format: LogFormatOption = "text",
 ) -> None:
     settings = configuration.Config.load(config, service=given(socket=socket, http=http, request_log=request_log))
     path = settings.service.socket
@@ -48,7 +52,7 @@ def serve(
         raise ConfigError("[service] socket none: the daemon needs a place to listen; name one, or give --socket PATH")
     if settings.file.key_file is not None:
         load_key(settings.file.key_file, "[file] key_file")  # a wrong one is told now, not to the first engine
-    serving.begin(_DAEMON_SWITCH)
+    serving.begin(_DAEMON_SWITCH, log_level, log_format)
     hash_without_the_gil()  # its loop answers meanwhile
     with needing("the daemon"):
         from kvtier.service.admin import Pages
@@ -81,10 +85,12 @@ def serve_engine(
     http: HttpOption = None,
     exact: ExactOption = False,
     request_log: RequestLogOption = None,
+    log_level: LogLevelOption = "info",
+    log_format: LogFormatOption = "text",
     config: ConfigOption = None,
 ) -> None:
     settings = configuration.Config.load(config, server=given(name=name, http=http, request_log=request_log))
-    serving.begin(_SWITCH)
+    serving.begin(_SWITCH, log_level, log_format)
     with needing("the engine"):
         from kvtier.service.engine import EngineServer
     server = EngineServer(model, settings, exact=exact)
@@ -108,11 +114,13 @@ def route(
         Path | None, typer.Option(metavar="FILE", help="More replicas, one a line; followed while it changes.")
     ] = None,
     http: HttpOption = None,
+    log_level: LogLevelOption = "info",
+    log_format: LogFormatOption = "text",
     config: ConfigOption = None,
 ) -> None:
     options = given(replicas=replica, replicas_file=replicas_file, model=model, http=http)
     settings = configuration.Config.load(config, router=options)
-    serving.begin(_SWITCH)
+    serving.begin(_SWITCH, log_level, log_format)
     with needing("the router"):
         from kvtier.service.router import serve as serve_router
     server, stopping = serve_router(settings.router, strict=settings.events.strict), Event()

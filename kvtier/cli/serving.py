@@ -1,29 +1,20 @@
 """What the verbs share that serve until they are told to stop."""
 
 import gc
-import logging
 import resource
 import signal
 import sys
 from collections.abc import Callable
 from typing import Final
 
+from kvtier.service import LogFormat, LogLevel, log_to_stderr
+
 _COLLECT: Final = 20_000  # objects more than before that make the collector look at the youngest; Python's are 700
 
 
-class _LogLine(logging.Formatter):
-    """Formats a log record as one line; errors are marked."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        kind = "error: " if record.levelno >= logging.ERROR else ""
-        return f"kvtier: {kind}{super().format(record)}"
-
-
-def begin(switch_interval: float) -> None:
-    """Log to stderr from INFO on, allow as many open files as can be, and let a thread wait so long for the GIL."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_LogLine())
-    logging.basicConfig(level=logging.INFO, handlers=[handler])
+def begin(switch_interval: float, log_level: LogLevel, log_format: LogFormat) -> None:
+    """Log to stderr, allow as many open files as can be, and let a thread wait so long for the GIL."""
+    log_to_stderr(log_level, log_format)
     _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))  # each client takes one or more
     sys.setswitchinterval(switch_interval)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from kvtier.engine import FinishReason
-from kvtier.service import Json
+from kvtier.service import Json, request_id
 from kvtier.service.engine.loop import EngineLoop, LiveRequest, PromptSource, SequenceInput, SequenceUpdate
 from kvtier.service.engine.text import AnswerText
 from kvtier.service.openai import OpenAIError
@@ -106,7 +106,7 @@ class OpenAICompletion:
         self._wanted = request
         self._form = form
         self._loop = loop
-        name = form.prefix + secrets.token_hex(12)
+        name = f"{form.prefix}{request_id() or 'local'}-{secrets.token_hex(6)}"  # clients may send one id twice
         self._live = LiveRequest(request.inputs, name)
         self._unfinished = set(range(len(request.inputs)))
         self._begun: set[int] = set()

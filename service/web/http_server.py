@@ -12,6 +12,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from kvtier.service import REQUEST_ID, begin_request
 from kvtier.service.web.http_hosts import HostNames, name_in
 from kvtier.tiers import ConfigError
 
@@ -131,7 +132,7 @@ class HttpServer:
         else:
             self._num_requests += 1
             try:
-                await self._app(scope, receive, send)
+                await self._app(*_named(scope, receive, send))
             finally:
                 self._num_requests -= 1
 
@@ -163,6 +164,21 @@ class HttpServer:
             why = f'host "{name}": not a name of this server; add it to [{self._listening.section}] allowed_hosts'
             return JSONResponse({"error": why}, 421)
         return None
+
+
+def _named(scope: Scope, receive: Receive, send: Send) -> tuple[Scope, Receive, Send]:
+    """The request with an id: the client's or ours, for the log, for whom it is passed on to, and in the answer."""
+    given = next((value for name, value in scope["headers"] if name == REQUEST_ID), None)
+    header = (REQUEST_ID, begin_request(None if given is None else given.decode("latin-1")).encode())
+
+    async def answer(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            others = [each for each in message.get("headers", ()) if each[0].lower() != REQUEST_ID]
+            message = {**message, "headers": [*others, header]}
+        await send(message)
+
+    passed = [each for each in scope["headers"] if each[0] != REQUEST_ID]
+    return {**scope, "headers": [*passed, header]}, receive, answer
 
 
 class _DeadlineProtocol(H11Protocol):

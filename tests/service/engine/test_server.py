@@ -53,8 +53,10 @@ def test_a_completion_is_what_the_engine_makes_of_its_tokens(server: ServerThrea
     assert done.usage is not None
     ids = tokenizer().encode(LONG).ids
     assert (done.usage.prompt_tokens, done.usage.completion_tokens) == (len(ids), 12)
-    # The same by token ids, and a second time from the cache.
-    again = server.client.completions.create(model=MODEL, prompt=ids, max_tokens=12, **GREEDY)
+    # The same by token ids, and a second time from the cache. A client may name its request.
+    named = {"x-request-id": "trace-7"}
+    again = server.client.completions.create(model=MODEL, prompt=ids, max_tokens=12, extra_headers=named, **GREEDY)
+    assert again.id.startswith("cmpl-trace-7-")
     assert again.choices[0].text == choice.text
     assert cached(again.usage) == {"L1": len(ids) - 1}
 

@@ -76,6 +76,12 @@ def test_requests_and_answers_pass_unchanged(pair: Pair, router: RoutedReplicas)
     seen = chosen.seen[-1]
     assert seen["body"] == {"model": "m", "prompt": "hello", "top_k": 7, "best_of_all": {"engines": ["m"]}}
     assert seen["headers"]["host"] == chosen.name
+    # one id names the request on both sides, the client's or the router's
+    assert seen["headers"]["x-request-id"] == answer.headers["x-request-id"]
+    body = {"model": "m", "prompt": "hello"}
+    answer = router.client.post("/v1/completions", json=body, headers={"x-request-id": "trace-7"})
+    chosen, _ = by_name(pair, answer.headers["x-kvtier-replica"])
+    assert chosen.seen[-1]["headers"]["x-request-id"] == answer.headers["x-request-id"] == "trace-7"
 
     # a stream is the same bytes as without a router
     with stream(router) as answer:
@@ -91,10 +97,10 @@ def test_requests_and_answers_pass_unchanged(pair: Pair, router: RoutedReplicas)
     assert router.client.get("/v1/models/n").json()["error"]["code"] == "model_not_found"
     assert router.client.get("/readyz").json() == {"ready": True, "replicas_up": 2}
     metrics = router.metrics()
-    assert sum(value for name, value in metrics.items() if name.startswith("kvtier_route_requests_total")) == 2
-    assert metrics["kvtier_route_told_prompt_tokens_total"] == 80  # as the usage of both said
-    assert metrics["kvtier_route_told_cached_tokens_total"] == 64
-    assert router.status()["tokens"]["told_tiers"] == {"L1": 48, "L2": 0, "file": 0, "redis": 16}
+    assert sum(value for name, value in metrics.items() if name.startswith("kvtier_route_requests_total")) == 3
+    assert metrics["kvtier_route_told_prompt_tokens_total"] == 120  # as the usage of all said
+    assert metrics["kvtier_route_told_cached_tokens_total"] == 96
+    assert router.status()["tokens"]["told_tiers"] == {"L1": 72, "L2": 0, "file": 0, "redis": 24}
     last = router.status()["decisions"][0]
     assert {score["name"] for score in last["scores"]} == {replica.name for replica in pair}
     assert last["reason"] == "unsure"
@@ -391,7 +397,7 @@ def test_the_command_serves_until_it_is_told_to_stop(pair: Pair) -> None:
     try:
         assert run.stderr is not None
         ready = run.stderr.readline()
-        assert ready.startswith("kvtier: ready on 2 replicas, http on 127.0.0.1:")
+        assert " INFO kvtier: ready on 2 replicas, http on 127.0.0.1:" in ready
         url = f"http://{ready.rpartition(' ')[2].strip()}"
         with httpx2.Client(base_url=url, timeout=60, trust_env=False) as client:
             body = {"model": "m", "prompt": "x", "stream": True}

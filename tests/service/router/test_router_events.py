@@ -332,9 +332,11 @@ def test_publishers_are_what_both_say() -> None:
     )
 
 
-@pytest.mark.parametrize(("variable", "kind"), [({}, ""), ({"DYN_KV_ENFORCE_ENGINE_HASH_STABILITY": "1"}, "error: ")])
+@pytest.mark.parametrize(
+    ("variable", "level"), [({}, "WARNING"), ({"DYN_KV_ENFORCE_ENGINE_HASH_STABILITY": "1"}, "ERROR")]
+)
 def test_the_commands_log_says_what_cannot_be_true_and_its_cause(
-    tmp_path: Path, variable: Mapping[str, str], kind: str
+    tmp_path: Path, variable: Mapping[str, str], level: str
 ) -> None:
     behind = BlockStored([7], 3, PROMPT[:SIZE], SIZE, None, "GPU", None)  # nobody has told of 3
     payload = encode_batch(EventBatch(1.0, [behind, BlockRemoved([9], "GPU")], 0))
@@ -358,6 +360,6 @@ def test_the_commands_log_says_what_cannot_be_true_and_its_cause(
     lines = [line for line in log.read_text().splitlines() if "unknown parent" in line or "removal" in line]
     assert len(lines) >= 2
     for line in lines:
-        assert line.startswith(f"kvtier: {kind}KV events: tcp://127.0.0.1:{port}: ")
+        assert f" {level} kvtier: KV events: tcp://127.0.0.1:{port}: " in line
         assert "events were missed, or" in line
     assert "its hash seed (PYTHONHASHSEED) or block size has changed" in lines[0]
