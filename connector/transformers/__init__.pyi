@@ -1,6 +1,7 @@
 from .adapter import KVTier
 from .blocks import Blocks
 from .cache_form import CacheForm, empty_cache, per_token
+from .config_file import read_config
 from .config_form import form_of_config
 from .kv_cache import fill
 from .state_calls import step_cost
@@ -20,5 +21,6 @@ __all__ = [
     "form_of_config",
     "how_it_goes_on",
     "per_token",
+    "read_config",
     "step_cost",
 ]

@@ -1,7 +1,6 @@
 """CacheForm of a configuration alone: no weights are there, and a model of any size takes no memory."""
 
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -11,12 +10,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from transformers import __version__ as version
 
 from kvtier.connector.transformers.cache_form import CacheForm
+from kvtier.connector.transformers.config_file import CONFIG_FIX, fields_of, read_config
 from kvtier.tiers import ConfigError
 from kvtier.tiers.naming import DTYPE_BYTES
 
 _NEEDED: Final = ("num_hidden_layers", "num_attention_heads", "hidden_size")  # no default of a library's counts
 _REAL_BYTES: Final = 2 << 30  # weights of a model that is tried with real memory, where it cannot be without
-_FIX: Final = "name a checkpoint's directory or its config.json"
 
 
 def form_of_config(path: Path, block_size: int, dtype: str = "auto") -> tuple[str, CacheForm]:
@@ -25,13 +24,12 @@ def form_of_config(path: Path, block_size: int, dtype: str = "auto") -> tuple[st
     The model is made without memory and tried on a few tokens, so that its form is the one that `KVTier` and the engine
     give it. `dtype` "auto" is the configuration's own. ConfigError names the field that is missing or wrong.
     """
-    file = path if path.is_file() else path / "config.json"
-    raw = _read(file)
+    file, raw = read_config(path)
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(file, local_files_only=True)
     except Exception as error:
         known = f"model_type {raw['model_type']!r:.60}, by transformers {version}"
-        raise ConfigError(f"{file}: {known}: {' '.join(str(error).split())[:300]}; {_FIX}") from None
+        raise ConfigError(f"{file}: {known}: {' '.join(str(error).split())[:300]}; {CONFIG_FIX}") from None
     if getattr(config, "is_encoder_decoder", False):
         fix = "name a decoder's"
         raise ConfigError(f"{file}: is_encoder_decoder: K and V also depend on the encoder's text; {fix}")
@@ -45,9 +43,12 @@ def form_of_config(path: Path, block_size: int, dtype: str = "auto") -> tuple[st
         return config.model_type, replace(_tried(auto, config, wanted), block_size=block_size)
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from None
-    except (RuntimeError, ValueError, TypeError, ZeroDivisionError, AttributeError, LookupError) as error:
+    except (
+        ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, MemoryError, RuntimeError, TypeError,
+        ValueError,
+    ) as error:  # fmt: skip
         reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:300]}"
-        raise ConfigError(f"{file}: no model can be made of it ({reason}); {_FIX}") from None
+        raise ConfigError(f"{file}: no model can be made of it ({reason}); {CONFIG_FIX}") from None
 
 
 def _tried(auto: Any, config: PretrainedConfig, dtype: torch.dtype) -> CacheForm:
@@ -62,35 +63,14 @@ def _tried(auto: Any, config: PretrainedConfig, dtype: torch.dtype) -> CacheForm
         return CacheForm.of(auto.from_config(config, dtype=dtype), 1)
 
 
-def _read(file: Path) -> dict[str, Any]:
-    try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{file}: {error.strerror}; {_FIX}") from None
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{file}: not JSON ({error}); {_FIX}") from None
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{file}: not a JSON object; {_FIX}")
-    if not isinstance(raw.get("model_type"), str):
-        raise ConfigError(f"{file}: model_type: missing, or no name; {_FIX}")
-    return raw
-
-
 def _require_told(file: Path, raw: Mapping[str, Any], text: PretrainedConfig) -> None:
     """ConfigError if the file leaves out what decides the size of its KV: a library's default is another model's."""
-    told = set(_names(raw))
+    told = {name for name, _ in fields_of(raw)}
     renamed: Mapping[str, str] = getattr(text, "attribute_map", {})
     for name in _NEEDED:
         own = renamed.get(name, name)
         if hasattr(text, name) and told.isdisjoint((name, own)):
-            raise ConfigError(f"{file}: {own}: missing; {_FIX}")
-
-
-def _names(raw: Mapping[str, Any]) -> Iterator[str]:
-    for name, value in raw.items():
-        yield name
-        if isinstance(value, dict):
-            yield from _names(value)
+            raise ConfigError(f"{file}: {own}: missing; {CONFIG_FIX}")
 
 
 def _dtype_of(config: PretrainedConfig, dtype: str) -> torch.dtype:

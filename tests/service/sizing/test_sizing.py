@@ -1,6 +1,8 @@
 """`kvtier size`, beside what engine, pools and stores make of the same models."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +84,13 @@ def test_the_verb_tells_a_large_model_without_its_weights(tmp_path: Path) -> Non
         ({"model_type": None}, [], "model_type: missing, or no name"),
         ({"model_type": "no-such"}, [], "model_type 'no-such'"),
         ({"num_hidden_layers": None}, [], "num_hidden_layers: missing"),
-        ({"num_hidden_layers": "many"}, [], "num_hidden_layers"),
+        ({"num_hidden_layers": "many"}, [], "num_hidden_layers 'many': not a whole number from 1 to "),
+        ({"num_hidden_layers": 10**30}, [], "num_hidden_layers 1000000000000000000000000000000: not a whole number"),
+        ({"num_hidden_layers": 5000}, [], "num_hidden_layers 5000: more than 4096"),
+        ({"num_attention_heads": float("nan")}, [], "num_attention_heads nan: not a whole number"),
+        ({"num_key_value_heads": -8}, [], "num_key_value_heads -8: not a whole number"),
+        ({"text_config": {"hidden_size": 1.5}}, [], "hidden_size 1.5: not a whole number"),
+        ({"intermediate_size": 10**30}, [], "no model can be made of it"),
         ({}, ["--tensor-parallel", 3], "--tensor-parallel 3: the model has 8 KV heads"),
         ({}, ["--dtype", "int3"], "--dtype 'int3': use one of auto, "),
         ({}, ["--memory", "lots"], "--memory 'lots'"),
@@ -96,3 +104,21 @@ def test_a_field_or_option_that_is_wrong_is_named(
     assert ended.returncode == 2
     assert complaint in ended.stderr
     assert "Traceback" not in ended.stderr
+    assert len(ended.stderr.splitlines()) == 1
+
+
+def test_a_file_that_is_wrong_is_told_before_torch_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("[" * 1_000_000)
+    program = """
+import sys
+from kvtier.cli import main
+try:
+    main()
+finally:
+    assert "torch" not in sys.modules
+"""
+    for path, complaint in ((tmp_path, "not JSON ("), (tmp_path / "none", "No such file or directory")):
+        command = [sys.executable, "-c", program, "size", str(path)]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+        assert (ended.returncode, ended.stderr.count("\n")) == (2, 1), ended.stderr
+        assert complaint in ended.stderr
