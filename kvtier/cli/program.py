@@ -15,7 +15,7 @@ app = typer.Typer(
     cls=Verbs,
     name="kvtier",
     no_args_is_help=True,
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},  # of every verb, too
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )

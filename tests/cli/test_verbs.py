@@ -1,6 +1,7 @@
 """The verbs' table: what `kvtier --help` says without loading a verb is what each verb says of itself."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -49,6 +50,24 @@ main()
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=100)
     return done.stdout, set(json.loads(done.stderr))
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [("kvtier pu", ["purge"]), ("kvtier serve --log-f", ["--log-format"]), ("kvtier serve --log-format j", ["json"])],
+)
+def test_a_shell_completes_verbs_and_their_options(typed: str, offered: list[str]) -> None:
+    asks = {"_KVTIER_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": str(len(typed.split()) - 1)}
+    program = "import sys; sys.argv = ['kvtier']; from kvtier.cli import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", program], env={**os.environ, **asks}, capture_output=True, text=True, timeout=100
+    )
+    assert (done.returncode, done.stdout.split(), done.stderr) == (0, offered, "")
+
+
+def test_help_has_a_short_name() -> None:
+    for path in ((), ("pin",), ("cluster",), ("cluster", "up")):
+        assert helped(*path, "-h")[0] == helped(*path, "--help")[0]
 
 
 @pytest.mark.parametrize("name", VERBS)
