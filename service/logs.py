@@ -32,11 +32,11 @@ def begin_request(given: str | None) -> str:
 class TextLine(logging.Formatter):
     """`2026-11-27 09:03:00.123 INFO kvtier: message`, times in UTC."""
 
-    converter = time.gmtime
     default_msec_format = "%s.%03d"
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s kvtier: %(about)s%(message)s")
+        self.converter = time.gmtime
 
     def format(self, record: logging.LogRecord) -> str:
         named = request_id()
@@ -51,9 +51,12 @@ class TextLine(logging.Formatter):
 class JsonLine(logging.Formatter):
     """One object: `time` (UTC, ISO 8601), `level`, `logger`, `message`; if there are, `request_id` and `traceback`."""
 
-    converter = time.gmtime
     default_time_format = "%Y-%m-%dT%H:%M:%S"
     default_msec_format = "%s.%03dZ"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.converter = time.gmtime
 
     def format(self, record: logging.LogRecord) -> str:
         told = {

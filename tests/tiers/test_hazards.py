@@ -11,7 +11,8 @@ Ages = NDArray[np.float64]
 def spans(start: Ages, end: Ages) -> Ages:
     """`[n, ages]`: how much of the time from one age to another, in seconds, lies in each of the ages."""
     upper = np.append(EDGES[1:], np.inf)
-    return np.maximum(np.minimum(end[:, None], upper) - np.maximum(start[:, None], EDGES), 0.0)
+    between: Ages = np.maximum(np.minimum(end[:, None], upper) - np.maximum(start[:, None], EDGES), 0.0)
+    return between
 
 
 def test_sums_by_age_are_those_of_single_requests() -> None:

@@ -40,7 +40,7 @@ def check_redis(config: RedisConfig) -> list[Finding]:
                 masters[f"redis master {_place(master)}"] = master
     for name, options in masters.items():
         with _answers(name, findings), redis.Redis(**options) as client:
-            findings += _check_data(client, name)
+            findings += _check_data(client, name, by_expiry=config.expiry == "learned")
     return findings
 
 

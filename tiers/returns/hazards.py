@@ -123,7 +123,7 @@ def _sums_by_age(
     ages = age_of(seconds)
     cells, shape = kinds * NUM_AGES + ages, (NUM_CLASSES, NUM_AGES)
     counts = np.bincount(cells, minlength=NUM_CLASSES * NUM_AGES)
-    sums = np.bincount(cells, seconds - EDGES[ages], NUM_CLASSES * NUM_AGES)
+    sums = np.asarray(np.bincount(cells, seconds - EDGES[ages], NUM_CLASSES * NUM_AGES), np.float64)
     return counts.reshape(shape), sums.reshape(shape)
 
 

@@ -50,7 +50,8 @@ class RequestTails:
         # For one at a time: an item of a memoryview costs a third of an array's.
         self._own, self._serial_of = memoryview(self._owner), memoryview(self._serial)
         self._number_of, self._use, self._tag = memoryview(self._number), memoryview(self._uses), memoryview(self._tags)
-        self._end, self._turn, self._last = memoryview(self.ended_at), memoryview(self.turn), memoryview(self._last_tag)
+        self._end = memoryview(self.ended_at).cast("B").cast("d")
+        self._turn, self._last = memoryview(self.turn), memoryview(self._last_tag)
         self._kind, self._account = memoryview(self.kind), memoryview(self.account)
         self._open = memoryview(self.is_open.view(np.uint8))
 

@@ -69,7 +69,7 @@ def test_sizes(text: object, num_bytes: int) -> None:
 def test_a_size_without_its_unit_is_asked_about() -> None:
     for section in ("host", "file", "l1"):
         with pytest.raises(ConfigError) as caught:
-            Config.load(**{section: {"size": 5}})
+            Config.of({section: {"size": 5}})
         why = '5 bytes are less than a block of any model; did you mean "5GiB"?'
         assert str(caught.value) == f"[{section}] size 5: {why}"
 
@@ -94,7 +94,7 @@ def test_a_variable_names_the_file_and_an_argument_another(tmp_path: Path, monke
 
 def test_a_library_takes_a_config_a_mapping_or_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVTIER_CACHE__EPOCH", "3")
-    given = Config(cache={"epoch": 9})
+    given = Config.load(cache={"epoch": 9})
 
     assert Config.of(given) is given
     assert Config.of(None).cache.epoch == 3
