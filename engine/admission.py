@@ -55,6 +55,10 @@ class Admission:
         for sequence in self.waiting[:WINDOW]:
             if sequence.reuse is not None and not sequence.reuse.may_start(num_seats):
                 continue  # for its segments
+            if not sequence.looks_up:
+                self._connector.admit(sequence)
+                ranked.append((self._place(sequence, 0), Admissible(sequence, [], 0, 0, None)))
+                continue
             usable = list(sequence.hashes[: (sequence.num_tokens - 1) // block_size])
             num_l1 = self._pool.lookup(usable)
             if num_l1 < len(usable) and usable[num_l1] in self.computing:

@@ -20,8 +20,9 @@ def answered_of(sequence: Sequence, reason: FinishReason, calls_tool: CallsTool 
     if not sequence.num_generated:
         return None
     hint, is_derived = sequence.params.hint, False
-    if hint is None and reason is FinishReason.STOP and calls_tool is not None and calls_tool(sequence.generated):
-        hint, is_derived = Hint.TOOL, True
+    if hint is None and reason is FinishReason.STOP:
+        is_call = sequence.params.is_call or (calls_tool is not None and calls_tool(sequence.generated))
+        hint, is_derived = (Hint.TOOL, True) if is_call else (None, False)
     lasted = time.monotonic() - sequence.arrived
     counts = sequence.num_prompt_tokens, sequence.num_generated
     return Answered(*counts, hint, is_derived, lasted, sequence.ttft or 0.0)

@@ -16,7 +16,7 @@ from kvtier.engine.config import EngineConfig
 from kvtier.engine.model import Model
 from kvtier.engine.offload import EngineConnector, NoOffload, start_copies
 from kvtier.engine.own_caches import runner_of, scheduler_of
-from kvtier.engine.prompts import PromptNames, checked_tokens, is_text, require_room
+from kvtier.engine.prompts import PromptNames, checked_tokens, is_text, require_possible, require_room
 from kvtier.engine.segment_requests import SegmentRequests, wanted_by_each, wanted_reuse
 from kvtier.engine.sequence import NamedPrompt, Output, SamplingParams, Sequence, SequenceState
 from kvtier.tiers import ConfigError, RequestError
@@ -315,6 +315,7 @@ class Engine:
 
     def _require_room(self, num_tokens: int, params: SamplingParams) -> None:
         require_room(num_tokens, params.max_tokens, self.max_model_len, self.fits_l1)
+        require_possible(params, self.model, self.config)
 
     def _named(self, token_ids: list[int], cache_salt: str | None) -> NamedPrompt:
         return self._names.named(token_ids, cache_salt)
@@ -334,7 +335,7 @@ class Engine:
         if request_id is None:
             request_id = next(name for name in map(str, self._ids) if not self._knows(name))
         reuse = None
-        if self.segments is not None and wanted is not None:
+        if self.segments is not None and wanted is not None and params.prompt_logprobs is None:
             reuse = self.segments.open(request_id, prompt, wanted, self._order)
         request = Sequence(request_id, prompt.token_ids, params, prompt.chain, next(self._order))
         request.reuse = reuse
@@ -374,11 +375,7 @@ class Engine:
     def _complete(self, request: Sequence) -> Completion:
         completion = Completion(request.request_id, num_prompt_tokens=request.num_prompt_tokens)
         for output in self._follow(request):
-            if output.token_id is not None:
-                completion.token_ids.append(output.token_id)
-            if output.logits is not None:
-                completion.logits.append(output.logits)
-            completion.finish_reason = output.finish_reason
+            completion.add(output)
         completion.account(request)
         return completion
 

@@ -13,8 +13,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvtier.connector.segments import AttentionSpan, PackedAttention, PagedKV, Scoring, uploaded
+from kvtier.engine.adjusting import adjusted
 from kvtier.engine.batch import Batch, Chunk
 from kvtier.engine.config import TILE, EngineConfig
+from kvtier.engine.logprobs import PromptRows, sampled_logprobs
 from kvtier.engine.model import Model
 from kvtier.engine.model_caches import LatentAttention
 from kvtier.engine.sampler import sample
@@ -88,6 +90,9 @@ class ModelRunner:
         ends = itertools.accumulate(chunk.end - chunk.start for chunk in chunks)
         rows = [end - 1 for chunk, end in zip(chunks, ends, strict=True) if chunk.samples]
         num_rows = len(rows)
+        scored = None if all(chunk.sequence.looks_up for chunk in chunks) else PromptRows(chunks)
+        if scored is not None:
+            rows += scored.rows
         if self._config.exact:  # one constant shape for every matrix product
             padding = self._config.exact_rows - len(token_ids)
             token_ids += [0] * padding
@@ -102,6 +107,8 @@ class ModelRunner:
         with _kernels(device, self._config.exact):
             logits = self.model.forward(sent_ids[None], sent_positions[None], sent_rows, attention)
         batch.arrived &= attention.arrived
+        if scored is not None:  # also where a load is late: it is another sequence's
+            scored.note(logits[num_rows:])
         return logits[:num_rows]
 
     def sample(self, batch: Batch, logits: torch.Tensor) -> list[SampledToken]:
@@ -111,18 +118,24 @@ class ModelRunner:
             if logits.is_cuda:  # a step ends when it is computed: else its time would be counted as the next one's
                 torch.cuda.current_stream(logits.device).synchronize()
             return []
+        raw = logits
+        if any(each.params.adjusts for each in sampling):
+            logits = adjusted(raw, sampling)
         greedy: list[int] = logits.argmax(-1).tolist()
         read = [row for row, each in enumerate(sampling) if each.params.temperature or each.params.keep_logits]
         values_of: dict[int, NDArray[np.float32]] = {}
         if read:
             values_of = dict(zip(read, torch.stack([logits[row] for row in read]).float().cpu().numpy(), strict=True))
-        samples = []
-        for row, (sequence, token_id) in enumerate(zip(sampling, greedy, strict=True)):
-            params, values = sequence.params, values_of.get(row)
-            if params.temperature and values is not None:
-                token_id = sample(values, params, sequence.seed, sequence.num_generated)
-            samples.append(SampledToken(token_id, values.copy() if params.keep_logits and values is not None else None))
-        return samples
+        tokens = [
+            sample(values_of[row], params, each.seed, each.num_generated) if params.temperature else greedy[row]
+            for row, (each, params) in enumerate((each, each.params) for each in sampling)
+        ]
+        wants_logprobs = any(each.params.logprobs is not None for each in sampling)
+        logprobs = sampled_logprobs(raw, sampling, tokens) if wants_logprobs else {}
+        return [
+            SampledToken(token, values_of[row].copy() if each.params.keep_logits else None, logprobs.get(row))
+            for row, (each, token) in enumerate(zip(sampling, tokens, strict=True))
+        ]
 
 
 def _spans(chunks: Sequence[Chunk], blocks: Sequence[torch.Tensor]) -> list[AttentionSpan]:

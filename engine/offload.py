@@ -78,6 +78,9 @@ class NoOffload:
     def scheduler(self) -> "NoOffload":
         return self
 
+    def admit(self, request: Request) -> None:
+        """Nobody is remembered."""
+
     def lookup(self, request: Request, num_computed_tokens: int, in_part: int = 0) -> int | Pending:
         return 0
 

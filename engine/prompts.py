@@ -1,15 +1,18 @@
 """What a prompt must be: token ids that the model has, not too many; and what its blocks are called."""
 
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from kvtier.engine.config import EngineConfig
-from kvtier.engine.sequence import NamedPrompt
+from kvtier.engine.sequence import NamedPrompt, SamplingParams
 from kvtier.tiers import RequestError
 from kvtier.tiers.naming import KeptNames, TokenChain, root_hash, token_array
+
+if TYPE_CHECKING:
+    from kvtier.engine.model import Model  # it needs torch, this module does not
 
 
 def checked_tokens(prompt: ArrayLike, vocab_size: int) -> list[int]:
@@ -46,6 +49,15 @@ def require_room(num_tokens: int, max_tokens: int, context: int, fit_l1: int) ->
         limit = f"the model's context of {room}" if room == context else f"the {room} that fit L1"
         asked = f"{num_tokens} prompt tokens and max_tokens {max_tokens}"
         raise RequestError(f"{asked}: together more than {limit}; shorten one of them")
+
+
+def require_possible(params: SamplingParams, model: "Model", config: EngineConfig) -> None:
+    """RequestError if this model or its engine cannot answer as the parameters ask."""
+    if params.logit_bias and (largest := max(params.logit_bias)) >= model.vocab_size:
+        raise RequestError(f"logit_bias {largest}: this model's token ids are 0 to {model.vocab_size - 1}")
+    if params.prompt_logprobs is not None and (config.exact or model.has_own_cache):
+        what = "an exact engine" if config.exact else f"model kind {model.kind!r}"
+        raise RequestError(f"prompt_logprobs {params.prompt_logprobs}: {what} computes none; leave it out")
 
 
 class PromptNames:

@@ -1,5 +1,6 @@
 """Chooses the next token from one row of logits. Stateless: a draw depends on the request's seed and position alone."""
 
+import math
 import struct
 
 import numpy as np
@@ -10,7 +11,7 @@ from kvtier.engine.sequence import SamplingParams
 
 
 def sample(logits: NDArray[np.float32], params: SamplingParams, seed: int, position: int) -> int:
-    """The token at `position` of an answer, drawn from `logits` [vocab] by temperature, top-k and top-p.
+    """The token at `position` of an answer, drawn from `logits` [vocab] by temperature, min-p, top-k and top-p.
 
     Nothing else enters: not the batch, not earlier draws. A request that is preempted goes on as if it had not been.
     """
@@ -18,6 +19,8 @@ def sample(logits: NDArray[np.float32], params: SamplingParams, seed: int, posit
         return int(logits.argmax())
     with np.errstate(over="ignore"):  # next to 0 a temperature leaves nothing but the likeliest
         scaled = (logits.astype(np.float64) - logits.max()) / params.temperature
+    if params.min_p:  # after the temperature, before top-k and top-p, as in vLLM
+        scaled[scaled < math.log(params.min_p)] = -np.inf
     tokens = _likeliest(scaled, params)
     weights = np.exp(scaled[tokens])
     total = np.cumsum(weights)

@@ -363,7 +363,7 @@ class Scheduler:
             self.running.remove(sequence)
             self._end(sequence, reason)
             stats["finished"] += 1
-        return Output(sequence.request_id, sample.token_id, reason, sample.logits)
+        return Output(sequence.request_id, sample.token_id, reason, sample.logits, sample.logprobs)
 
     def _end(self, sequence: Sequence, reason: FinishReason) -> None:
         if sequence.num_loading and sequence.block_table:  # a copy is still writing: the blocks stay until it ends

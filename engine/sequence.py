@@ -12,14 +12,16 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from kvtier.engine.guided import Guide, GuidedAnswer
+from kvtier.engine.used_tokens import UsedTokens
 from kvtier.tiers import L1, L2, TIERS, ChainHash, RequestError
 from kvtier.tiers.hierarchy import Attribution
 from kvtier.tiers.naming import TokenChain
 from kvtier.tiers.pool import Causes
 from kvtier.tiers.returns import Hint, hint_of
 
-if TYPE_CHECKING:
-    from kvtier.tiers.copies import BlockPool  # it needs torch, this module does not
+if TYPE_CHECKING:  # it needs torch, this module does not
+    from kvtier.tiers.copies import BlockPool
 
 ALL: Final = sys.maxsize  # tokens: more than any sequence has
 _SEED_RANGE: Final = 2**64
@@ -36,11 +38,22 @@ class SamplingParams:
     temperature: float = 0.0
     top_p: float = 1.0  # keep the likeliest tokens that together reach this probability
     top_k: int = 0  # keep the k likeliest tokens; 0: all
+    min_p: float = 0.0  # keep tokens that are at least so likely as this times the likeliest; 0: all
+    presence_penalty: float = 0.0  # of tokens that the answer has: see `adjusting.py`, also for the next three
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: abc.Mapping[int, float] = field(default_factory=dict, hash=False)  # by token id
     seed: int | None = None  # None: another one for each request
     stop_token_ids: abc.Collection[int] = ()
     ignore_eos: bool = False
     keep_logits: bool = False  # every Output carries its row of logits
+    logprobs: int | None = None  # every Output carries its token's, and those of so many likeliest tokens
+    prompt_logprobs: int | None = None  # the same of the prompt's tokens: then all of it is computed, nothing looked up
+    guide: Guide | None = field(default=None, hash=False)  # what the answer may be
+    is_call: bool = False  # the answer calls a tool, whatever its text: a guide has it so
     hint: Hint | None = None  # whether the conversation goes on: by this its blocks are kept, or go
+    has_penalties: bool = field(init=False, default=False)
+    adjusts: bool = field(init=False, default=False)  # whether its logits are changed before a token is chosen
 
     def __post_init__(self) -> None:
         for name, least, most in _INTEGERS:
@@ -53,12 +66,32 @@ class SamplingParams:
             raise RequestError(f"top_p {self.top_p!r}: use a number above 0 and up to 1")
         if self.seed is not None and (type(self.seed) is not int or not 0 <= self.seed < _SEED_RANGE):
             raise RequestError(f"seed {self.seed!r}: use a whole number from 0 to 2**64 - 1, or None")
+        self._check_adjustments()
         object.__setattr__(self, "stop_token_ids", frozenset(self.stop_token_ids))
         if self.hint is not None:
             object.__setattr__(self, "hint", hint_of(self.hint))
 
+    def _check_adjustments(self) -> None:
+        for name, least, most in _NUMBERS:
+            value = getattr(self, name)
+            if not _is_number(value) or not least <= value <= most:
+                raise RequestError(f"{name} {value!r}: use a number from {least:g} to {most:g}")
+        if not _is_number(self.repetition_penalty) or not 0.0 < self.repetition_penalty < math.inf:
+            raise RequestError(f"repetition_penalty {self.repetition_penalty!r}: use a positive number; 1 is neutral")
+        for token_id, bias in self.logit_bias.items():
+            if type(token_id) is not int or token_id < 0 or not _is_number(bias) or not -100 <= bias <= 100:
+                raise RequestError(f"logit_bias {token_id!r}: {bias!r}: use token ids, and numbers from -100 to 100")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 0):
+                raise RequestError(f"{name} {value!r}: use a whole number of at least 0, or None")
+        penalises = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0
+        object.__setattr__(self, "has_penalties", bool(penalises))
+        object.__setattr__(self, "adjusts", bool(penalises or self.logit_bias or self.guide is not None))
+
 
 _INTEGERS: Final = (("max_tokens", 1, 2**31), ("top_k", 0, 2**31))
+_NUMBERS: Final = (("min_p", 0.0, 1.0), ("presence_penalty", -2.0, 2.0), ("frequency_penalty", -2.0, 2.0))
 
 
 def _is_number(value: object) -> bool:
@@ -89,11 +122,21 @@ class FinishReason(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """One token's, and those of the likeliest tokens in its place, likeliest first."""
+
+    token_id: int
+    logprob: float
+    likeliest: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class SampledToken:
     """A sampled token, and the row of logits it was drawn from where the request keeps it ([vocab], fp32)."""
 
     token_id: int
     logits: NDArray[np.float32] | None = field(default=None, compare=False, repr=False)
+    logprobs: TokenLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +147,7 @@ class Output:
     token_id: int | None  # None only for an abort
     finish_reason: FinishReason | None = None
     logits: NDArray[np.float32] | None = field(default=None, compare=False, repr=False)  # [vocab], if asked for
+    logprobs: TokenLogprobs | None = None  # the same
 
 
 class Reuse(Protocol):
@@ -178,6 +222,10 @@ class Sequence:
         self.num_repaired_tokens = 0  # of these: computed anew
         self.cache: Any = None  # transformers' own, while it runs: of a model that has one for each sequence
         self.states: Any = None  # of a model with recurrent states: `RequestStates`
+        self.used: UsedTokens | None = None  # of a request with penalties, from its first token on
+        self.guided: GuidedAnswer | None = None  # of one with a guide, likewise
+        # Of a request that asks for its prompt's logprobs: what was computed so far, by position. The first has none.
+        self.scores: dict[int, TokenLogprobs] | None = None if params.prompt_logprobs is None else {}
         self._is_named = chain is not None
         if chain is not None:
             self.chain = chain
@@ -200,6 +248,11 @@ class Sequence:
         if self.found_in_part:
             cached[self.found_in_part] += in_part
         return {TIERS[tier].label: num_tokens for tier, num_tokens in cached.items()}
+
+    @property
+    def looks_up(self) -> bool:
+        """Whether cached blocks are of use to it: not where every token of its prompt is to be scored."""
+        return self.scores is None or self.num_generated > 0
 
     @property
     def generated(self) -> list[int]:

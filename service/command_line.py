@@ -9,7 +9,7 @@ from kvtier.tiers import KVTierError
 
 _EXTRAS: Final = {
     "charts": ("matplotlib",),
-    "engine": ("safetensors", "tokenizers", "transformers"),
+    "engine": ("llguidance", "safetensors", "tokenizers", "transformers"),
     "service": ("h11", "httpx2", "jinja2", "starlette", "uvicorn", "yaml", "zmq"),
 }
 

@@ -74,6 +74,7 @@ FOR_ENGINES: Final = {
 EXPLAINED: Final = {
     "tiers/file/store.py:open": "the tier's whole configuration; every caller names each",
     "service/archive/archive.py:export_blocks": "the namespace, and all that may be said of its export",
+    "kvtier/cli/servers_cli.py:serve_engine": "one parameter for each option of the command line",
     "kvtier/cli/servers_cli.py:kvtier.service.admin.http_app": "starlette and uvicorn are the extra `service`",
     "kvtier/cli/servers_cli.py:kvtier.service.web.http_server": "the same",
     "kvtier/cli/servers_cli.py:kvtier.service.router.app": "starlette and uvicorn are the extra `service`",

@@ -87,9 +87,13 @@ def serve_engine(
     request_log: RequestLogOption = None,
     log_level: LogLevelOption = "info",
     log_format: LogFormatOption = "text",
+    tool_parser: Annotated[
+        str | None, typer.Option(metavar="FORM", help="How answers call tools: hermes, llama, auto or none.")
+    ] = None,
     config: ConfigOption = None,
 ) -> None:
-    settings = configuration.Config.load(config, server=given(name=name, http=http, request_log=request_log))
+    options = given(name=name, http=http, request_log=request_log, tool_parser=tool_parser)
+    settings = configuration.Config.load(config, server=options)
     serving.begin(_SWITCH, log_level, log_format)
     with needing("the engine"):
         from kvtier.service.engine import EngineServer

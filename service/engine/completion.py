@@ -5,14 +5,15 @@ import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from kvtier.engine import FinishReason
 from kvtier.service import Json, request_id
+from kvtier.service.engine.logprobs import ChatLogprobs, TextLogprobs
 from kvtier.service.engine.loop import EngineLoop, LiveRequest, PromptSource, SequenceInput, SequenceUpdate
 from kvtier.service.engine.text import AnswerText
-from kvtier.service.openai import OpenAIError
+from kvtier.service.openai import CallReader, Heard, OpenAIError, ToolCall
 
 DONE: Final = b"data: [DONE]\n\n"
 
@@ -23,6 +24,8 @@ class Piece:
     text: str
     finish_reason: str | None
     is_first: bool
+    logprobs: Json | None = None
+    calls: tuple[ToolCall, ...] = ()  # of tools
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,18 +40,26 @@ class CompletionFormat:
 
 
 def _text(piece: Piece) -> Json:
-    return {"index": piece.index, "text": piece.text, "logprobs": None, "finish_reason": piece.finish_reason}
+    return {"index": piece.index, "text": piece.text, "logprobs": piece.logprobs, "finish_reason": piece.finish_reason}
 
 
 def _message(piece: Piece) -> Json:
-    message = {"role": "assistant", "content": piece.text, "refusal": None}
-    return {"index": piece.index, "message": message, "logprobs": None, "finish_reason": piece.finish_reason}
+    message = {"role": "assistant", "content": piece.text or (None if piece.calls else ""), "refusal": None}
+    if piece.calls:
+        message["tool_calls"] = [call.content for call in piece.calls]
+    return {"index": piece.index, "message": message, "logprobs": piece.logprobs, "finish_reason": piece.finish_reason}
+
+
+def _ended(piece: Piece) -> Json:
+    return {"logprobs": piece.logprobs, "finish_reason": piece.finish_reason}
 
 
 def _delta(piece: Piece) -> Json:
     role = {"role": "assistant"} if piece.is_first else {}
-    text = {"content": piece.text} if piece.text or piece.is_first else {}
-    return {"index": piece.index, "delta": {**role, **text}, "logprobs": None, "finish_reason": piece.finish_reason}
+    text: Json = {"content": piece.text} if piece.text or (piece.is_first and not piece.calls) else {}
+    if piece.calls:
+        text["tool_calls"] = [{"index": call.index, **call.content} for call in piece.calls]
+    return {"index": piece.index, "delta": {**role, **text}, **_ended(piece)}
 
 
 TEXT: Final = CompletionFormat("cmpl-", "text_completion", "text_completion", _text, _text)
@@ -56,13 +67,24 @@ CHAT: Final = CompletionFormat("chatcmpl-", "chat.completion", "chat.completion.
 
 
 @dataclass(frozen=True, slots=True)
+class Echo:
+    """A prompt that its answers begin with."""
+
+    text: str
+    token_ids: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
 class CompletionRequest:
-    """What the client asked for. `texts` has one entry for each input; `num_choices` inputs share a prompt."""
+    """What the client asked for. Lists have one entry for each input; `num_choices` inputs share a prompt."""
 
     model: str
     fingerprint: str
     inputs: Sequence[SequenceInput]
     texts: Sequence[AnswerText]
+    logprobs: Sequence[ChatLogprobs | TextLogprobs | None]
+    echoes: Sequence[Echo | None]
+    readers: Sequence[CallReader | None]  # of tool calls
     num_choices: int
     deadline: float  # on the event loop's clock
     streams: bool = False
@@ -134,11 +156,16 @@ class OpenAICompletion:
     async def whole(self) -> Json:
         """All choices at once, as the response's JSON. Raises OpenAIError."""
         texts: dict[int, list[str]] = {index: [] for index in self._unfinished}
+        calls: dict[int, tuple[ToolCall, ...]] = dict.fromkeys(self._unfinished, ())
         reasons: dict[int, str | None] = {}
         async for piece in self._pieces():
             texts[piece.index].append(piece.text)
+            calls[piece.index] += piece.calls
             reasons[piece.index] = piece.finish_reason
-        ended = [Piece(index, "".join(parts), reasons[index], is_first=True) for index, parts in texts.items()]
+        ended = [
+            Piece(index, "".join(parts), reasons[index], True, self._taken_logprobs(index), calls[index])
+            for index, parts in texts.items()
+        ]
         return {**self._head, "choices": [self._form.choice(piece) for piece in ended], "usage": self._usage.content}
 
     async def chunks(self) -> AsyncIterator[bytes]:
@@ -158,7 +185,8 @@ class OpenAICompletion:
                     continue
                 is_sent = True
                 for each in held:
-                    yield _event({**head, "choices": [self._form.delta(each)], **usage})
+                    told = replace(each, logprobs=self._taken_logprobs(each.index))
+                    yield _event({**head, "choices": [self._form.delta(told)], **usage})
                 held.clear()
         except OpenAIError as error:
             if not is_sent:
@@ -181,10 +209,11 @@ class OpenAICompletion:
             if update.index not in self._unfinished:
                 continue  # tokens after a stop string
             text, reason = self._text_of(update)
-            if text or reason is not None or update.index not in self._begun:
-                piece = Piece(update.index, text, reason, is_first=update.index not in self._begun)
+            heard, reason = self._heard(update.index, text, reason)
+            if heard.text or heard.calls or reason is not None or update.index not in self._begun:
+                is_first = update.index not in self._begun
                 self._begun.add(update.index)
-                yield piece
+                yield Piece(update.index, heard.text, reason, is_first, calls=heard.calls)
 
     async def _next(self) -> SequenceUpdate:
         try:
@@ -193,18 +222,46 @@ class OpenAICompletion:
         except TimeoutError:
             raise late() from None
 
+    def _heard(self, index: int, text: str, reason: str | None) -> tuple[Heard, str | None]:
+        """What of an answer's text is text, and which calls are in it; and why it has ended, if it has."""
+        reader = self._wanted.readers[index]
+        if reader is None:
+            return Heard(text), reason
+        heard = reader.push(text)
+        if reason is not None:
+            last = reader.end()
+            heard = Heard(heard.text + last.text, heard.calls + last.calls)
+        is_call = reason == FinishReason.STOP and reader.num_calls
+        return heard, "tool_calls" if is_call else reason
+
+    def _taken_logprobs(self, index: int) -> Json | None:
+        logprobs = self._wanted.logprobs[index]
+        return None if logprobs is None else logprobs.taken()
+
+    def _begin(self, update: SequenceUpdate, source: PromptSource) -> str:
+        """Take in what is told with a choice's first token. Returns the text before it."""
+        number, choice = divmod(update.index, self._wanted.num_choices)
+        left = source.num_segment - source.num_repaired
+        self._approximate[number] = max(left, self._approximate.get(number, 0))
+        if not choice:
+            self._usage.add(source)
+        echo, logprobs = self._wanted.echoes[update.index], self._wanted.logprobs[update.index]
+        if echo is not None and isinstance(logprobs, TextLogprobs):
+            logprobs.add_first(echo.token_ids[0])
+            for position in sorted(source.scores or {}):
+                logprobs.add((source.scores or {})[position])
+        return "" if echo is None else echo.text
+
     def _text_of(self, update: SequenceUpdate) -> tuple[str, str | None]:
         """The text that a token adds, and why its choice has ended, if it has."""
         text = self._wanted.texts[update.index]
         self._usage.completion_tokens += 1
-        if update.source is not None:
-            number, choice = divmod(update.index, self._wanted.num_choices)
-            left = update.source.num_segment - update.source.num_repaired
-            self._approximate[number] = max(left, self._approximate.get(number, 0))
-            if not choice:
-                self._usage.add(update.source)
-        is_text = update.finish_reason is not FinishReason.STOP  # the stop token is none
-        sent = text.push(update.token_id) if is_text else ""
+        sent = "" if update.source is None else self._begin(update, update.source)
+        if update.finish_reason is not FinishReason.STOP:  # the stop token is no text
+            sent += text.push(update.token_id)
+            logprobs = self._wanted.logprobs[update.index]
+            if logprobs is not None and update.logprobs is not None:
+                logprobs.add(update.logprobs)
         reason = update.finish_reason
         if reason is not None and not text.is_stopped:
             sent += text.end()

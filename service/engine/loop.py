@@ -12,7 +12,7 @@ from typing import Final
 from prometheus_client import Histogram
 
 from kvtier.connector.segments import Repair, Segment
-from kvtier.engine import Engine, FinishReason, NamedPrompt, Output, SamplingParams, Sequence
+from kvtier.engine import Engine, FinishReason, NamedPrompt, Output, SamplingParams, Sequence, TokenLogprobs
 from kvtier.service.engine.ended import EndedSequences
 from kvtier.service.engine.ignored_fields import IgnoredFields
 from kvtier.service.events import TierFeed
@@ -45,6 +45,7 @@ class PromptSource:
     cached: Mapping[str, int]
     num_segment: int
     num_repaired: int
+    scores: Mapping[int, TokenLogprobs] | None = None  # of the prompt's tokens by position, if they were asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,7 @@ class SequenceUpdate:
     token_id: int
     finish_reason: FinishReason | None
     source: PromptSource | None  # only with the first token
+    logprobs: TokenLogprobs | None = None  # if they were asked for
 
 
 class LiveRequest:
@@ -294,7 +296,7 @@ class EngineLoop:
             if live is None or output.token_id is None:  # aborted: nobody waits for it
                 continue
             source = None if live.is_told else self._first_token(live)
-            update = SequenceUpdate(live.index, output.token_id, output.finish_reason, source)
+            update = SequenceUpdate(live.index, output.token_id, output.finish_reason, source, output.logprobs)
             told.setdefault(live.request, []).append(update)
             if output.finish_reason is not None:
                 del self._sequences[output.request_id]
@@ -309,7 +311,8 @@ class EngineLoop:
         self.tally.cached.update(cached)
         if live.sequence.ttft is not None:
             self.tally.ttft.observe(live.sequence.ttft)
-        return PromptSource(cached, live.sequence.num_segment_tokens, live.sequence.num_repaired_tokens)
+        sequence = live.sequence
+        return PromptSource(cached, sequence.num_segment_tokens, sequence.num_repaired_tokens, sequence.scores)
 
 
 def _engine_error() -> OpenAIError:

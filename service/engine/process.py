@@ -12,8 +12,11 @@ from kvtier.connector import LocalConnector
 from kvtier.connector.models import name_of
 from kvtier.engine import Engine, open_engine
 from kvtier.engine.demo import require_checkpoint
+from kvtier.service.engine.asked import Served
+from kvtier.service.engine.calling import form_of
+from kvtier.service.engine.guides import JsonGuides
 from kvtier.service.engine.loop import EngineLoop
-from kvtier.service.engine.server import Served, make_app
+from kvtier.service.engine.server import make_app
 from kvtier.service.events import Publisher, Source, TierFeed
 from kvtier.service.openai import OpenAIError, Prompts
 from kvtier.service.web import HttpServer, HttpSocket
@@ -60,7 +63,9 @@ class EngineServer:
         self._feed = None if self.publisher is None else _feed(self.publisher, self.engine)
         self.loop = EngineLoop(self.engine, settings.max_waiting, self._feed, self._log)
         self.name = settings.name or name_of(model)
-        app = make_app(Served(self.loop, prompts, self.name, settings, _events(self.publisher)))
+        guides = JsonGuides(prompts.tokenizer_json, self.engine.model.vocab_size, self.engine.model.eos_token_ids)
+        form = form_of(settings.tool_parser, prompts)
+        app = make_app(Served(self.loop, prompts, self.name, settings, guides, _events(self.publisher), form))
         room = self.loop.capacity + _SPARE
         self._http = HttpServer(app, listening, max_requests=room, crowded=_CROWDED, grace=_GRACE)
         self.address = self._http.address

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from kvtier.service.openai import Detokenizer
+from kvtier.service.openai import Detokenizer, overlap
 
 
 class AnswerText:
@@ -30,12 +30,6 @@ class AnswerText:
         if stopped_at is not None:
             self.is_stopped, self._held = True, ""
             return text[:stopped_at]
-        num_held = max((_overlap(text, stop) for stop in self._stops), default=0)
+        num_held = max((overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - num_held :]
         return text[: len(text) - num_held]
-
-
-def _overlap(text: str, stop: str) -> int:
-    """How many characters at the end of the text may begin the stop string."""
-    longest = min(len(text), len(stop) - 1)
-    return next((length for length in range(longest, 0, -1) if text.endswith(stop[:length])), 0)

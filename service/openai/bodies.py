@@ -1,23 +1,20 @@
 """Parses OpenAI request bodies: every field is typed and bounded, and every error names its field."""
 
 from collections.abc import Sequence
-from typing import Annotated, Self, TypeVar
+from typing import Annotated, Any, Final, Self, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from kvtier.service import Json, first_error, object_in, shown
-from kvtier.service.openai.chat_turns import Chat
+from kvtier.service.openai.chat_turns import Chat, chat_of
 from kvtier.service.openai.errors import OpenAIError
 from kvtier.service.openai.fields import (
     ApiCacheSalt,
     Documents,
-    Empty,
     Ignored,
-    Off,
     Strict,
     Text,
     Tolerant,
-    Zero,
     few_fields,
     must_be,
     options,
@@ -26,6 +23,19 @@ from kvtier.service.openai.messages import Messages, Prompt, TextPart
 from kvtier.service.openai.pieces import PromptPiece, text_pieces
 from kvtier.service.openai.reuse import ChatReuse, CompletionReuse
 from kvtier.service.openai.sampling import Sampling, TokenLimit
+from kvtier.service.openai.tools import ChosenTool, ToolChoice, Tools
+
+MOST_LOGPROBS: Final = 20  # OpenAI's limit of a chat, and vLLM's default for both
+
+_FOR_TEMPLATES: Final = (
+    "tools",
+    "documents",
+    "reasoning_effort",
+    "chat_template_kwargs",
+    "add_generation_prompt",
+    "continue_final_message",
+    "add_special_tokens",
+)
 
 B = TypeVar("B", bound=BaseModel)
 
@@ -57,15 +67,22 @@ class CompletionPrompt(RequestBody):
 
 
 class ChatPrompt(RequestBody):
+    """A chat, and what else its template is given; all but `messages` and `tools` are vLLM's fields."""
+
     messages: Messages
+    tools: Tools | None = None
+    documents: list[Any] | None = None
+    reasoning_effort: Text | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    add_special_tokens: bool | None = None
 
     @property
     def chat(self) -> Chat:
-        parts = [message.content if isinstance(message.content, list) else [] for message in self.messages]
-        return Chat(
-            [message.turn for message in self.messages],
-            [(turn, number) for turn, some in enumerate(parts) for number, part in enumerate(some) if part.is_segment],
-        )
+        """Raises OpenAIError if the template cannot be given this."""
+        given = {name: getattr(self, name) for name in _FOR_TEMPLATES}
+        return chat_of({**given, "messages": [message.sent for message in self.messages]})
 
 
 class CompletionBody(CompletionPrompt, Sampling):
@@ -74,10 +91,14 @@ class CompletionBody(CompletionPrompt, Sampling):
     model_config = Tolerant.model_config
 
     kvtier: Annotated[CompletionReuse | None, BeforeValidator(options)] = None
-    echo: Off = None
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None  # of so many likeliest tokens
     suffix: Annotated[None, must_be("")] = None
-    logprobs: Annotated[None, must_be()] = None
     best_of: Annotated[None, must_be(1)] = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
 
 
 class ChatBody(ChatPrompt, Sampling):
@@ -87,21 +108,19 @@ class ChatBody(ChatPrompt, Sampling):
 
     kvtier: Annotated[ChatReuse | None, BeforeValidator(options)] = None
     max_completion_tokens: TokenLimit | None = None
-    logprobs: Off = None
-    top_logprobs: Zero = None
-    response_format: Annotated[None, must_be({"type": "text"})] = None
-    tools: Empty = None
-    tool_choice: Annotated[None, must_be("none", "auto")] = None
-    functions: Empty = None
-    function_call: Annotated[None, must_be("none", "auto")] = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    functions: Annotated[None, must_be([], fix="send tools instead")] = None
+    function_call: Annotated[None, must_be("none", "auto", fix="send tool_choice instead")] = None
+    chat_template: Annotated[None, must_be(fix="it is the checkpoint's own; leave it out")] = None
     modalities: Annotated[None, must_be(["text"])] = None
     audio: Annotated[None, must_be()] = None
-    prediction: Annotated[None, must_be()] = None
-    reasoning_effort: Annotated[None, must_be("none")] = None
+    prediction: Ignored = None
     web_search_options: Annotated[None, must_be()] = None
-    parallel_tool_calls: Ignored = None
     service_tier: Ignored = None
-    store: Off = None
+    store: Ignored = None
     metadata: Ignored = None
     prompt_cache_key: Ignored = None
     prompt_cache_options: Ignored = None
@@ -113,7 +132,35 @@ class ChatBody(ChatPrompt, Sampling):
     def _one_limit(self) -> Self:
         if self.max_tokens is not None and self.max_completion_tokens is not None:
             raise ValueError("max_tokens, max_completion_tokens: give one of the two")
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs: allowed only if logprobs is true; leave it out, or set that")
         return self
+
+    @model_validator(mode="after")
+    def _has_chosen(self) -> Self:
+        if self.tool_choice == "required" and not self.tools:
+            raise ValueError("tool_choice: required, but there are no tools; give some, or leave it out")
+        if (name := self.chosen_tool) is not None and name not in self.tool_names:
+            raise ValueError(f"tool_choice: {name!r} is none of the tools; name one of them")
+        return self
+
+    @property
+    def chosen_tool(self) -> str | None:
+        """The one tool that must be called."""
+        return self.tool_choice.function.name if isinstance(self.tool_choice, ChosenTool) else None
+
+    @property
+    def must_call(self) -> bool:
+        return self.tool_choice == "required" or self.chosen_tool is not None
+
+    @property
+    def tool_names(self) -> frozenset[str]:
+        tools: list[Any] = self.tools or []
+        return frozenset(tool["function"]["name"] for tool in tools)
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
 
 
 class PrecomputeBody(Strict):

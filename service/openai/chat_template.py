@@ -34,6 +34,7 @@ class ChatTemplate:
         self._environment = _Environment()
         tree = self._environment.parse(source)
         self._takes_parts = any(_is_content(loop.iter) for loop in tree.find_all(nodes.For))
+        self._source = source
         self._knows_developer = "'developer'" in source or '"developer"' in source
         self._special_tokens = dict(special_tokens)
         repeated: list[nodes.For | nodes.Macro] = [*tree.find_all(nodes.For), *tree.find_all(nodes.Macro)]
@@ -42,6 +43,10 @@ class ChatTemplate:
             each.body.insert(0, nodes.ExprStmt(call).set_lineno(each.lineno))
         code = self._environment.compile(tree)
         self._template = Template.from_code(self._environment, code, self._environment.make_globals(None))
+
+    def says(self, text: str) -> bool:
+        """Whether its source has this text."""
+        return text in self._source
 
     def render(self, chat: Chat, most: int = _LONGEST) -> str:
         """The chat's text. Raises TemplateError, TypeError, ValueError or LookupError if the template refuses the chat.

@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from kvtier.service.openai.bodies import ChatPrompt, CompletionPrompt
 from kvtier.service.openai.fields import ApiCacheSalt, ApiTokenIds, Text
 from kvtier.service.openai.messages import Messages, Prompt
+from kvtier.service.openai.tools import Tools
 
 
 class ExplainBody(BaseModel):
@@ -18,6 +19,7 @@ class ExplainBody(BaseModel):
     cache_salt: ApiCacheSalt | None = None
     prompt: Prompt | None = None
     messages: Messages | None = None
+    tools: Tools | None = None  # beside messages
     request: Annotated[Text, Field(min_length=1, max_length=512)] | None = None
     tokens: ApiTokenIds | None = None  # what another tokenizer made of the text
 
@@ -31,5 +33,5 @@ class ExplainBody(BaseModel):
     def asked(self) -> "CompletionPrompt | ChatPrompt | None":
         """The prompt; None: it is a request's."""
         if self.messages is not None:
-            return ChatPrompt.model_construct(model="", messages=self.messages)
+            return ChatPrompt.model_construct(model="", messages=self.messages, tools=self.tools)
         return None if self.prompt is None else CompletionPrompt.model_construct(model="", prompt=self.prompt)

@@ -1,5 +1,6 @@
 """The types of fields that request bodies share: bounded, with errors that name the field and the fix."""
 
+from functools import cache
 from typing import Annotated, Any, Final
 
 from pydantic import (
@@ -62,6 +63,12 @@ def _ignored(value: object) -> None:
     """Accept any value: the field changes no answer."""
 
 
+@cache
+def _known(body_type: type[BaseModel]) -> frozenset[str]:
+    """The names of its fields, as they are sent."""
+    return frozenset(field.alias or name for name, field in body_type.model_fields.items())
+
+
 class Strict(BaseModel):
     """An object of kvtier's own, in which an unknown field is a mistake."""
 
@@ -80,7 +87,7 @@ class Tolerant(BaseModel):
     @classmethod
     def _noted(cls, value: Any, info: ValidationInfo) -> Any:
         if isinstance(info.context, set) and isinstance(value, dict) and len(info.context) < _MAX_NOTED:
-            info.context.update(name for name in value if name not in cls.model_fields)
+            info.context.update(value.keys() - _known(cls))
         return value
 
 
@@ -103,5 +110,3 @@ Documents = Annotated[
 ]
 Ignored = Annotated[None, BeforeValidator(_ignored)]
 Off = Annotated[None, must_be(False)]
-Zero = Annotated[None, must_be(0)]
-Empty = Annotated[None, must_be([], {})]

@@ -1,15 +1,14 @@
 """What a chat's body has in `messages`: turns of roles, with a text or parts of type text."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Final, Literal, Self
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
-from kvtier.service.openai.chat_turns import Turn
+from kvtier.service import Json
 from kvtier.service.openai.fields import (
     MAX_LIST,
     ApiTokenIdLists,
     ApiTokenIds,
-    Empty,
     Ignored,
     Strict,
     Text,
@@ -20,6 +19,7 @@ from kvtier.service.openai.fields import (
     must_be,
     options,
 )
+from kvtier.service.openai.tools import SentCalls
 
 
 class PartOptions(Strict):
@@ -29,9 +29,9 @@ class PartOptions(Strict):
 
 
 class TextPart(Tolerant):
-    """A part of a message or a prompt. Only text is supported."""
+    """A part of a message or a prompt. Only text is supported. The longer names are those of other APIs of OpenAI's."""
 
-    type: Literal["text"]
+    type: Literal["text", "input_text", "output_text"]
     text: Text
     kvtier: Annotated[PartOptions | None, BeforeValidator(options)] = None
 
@@ -73,20 +73,42 @@ Content = Annotated[
 
 
 class Message(Tolerant):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Content
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Content | None = None
     name: Text | None = None
+    tool_calls: SentCalls | None = None
+    tool_call_id: Text | None = None
+    reasoning: Text | None = None  # of an answer that a client sends back, under the name that it had
+    reasoning_content: Text | None = None
+    thinking: Text | None = None
     refusal: Annotated[None, must_be()] = None
     audio: Annotated[None, must_be()] = None
     annotations: Ignored = None  # part of an answer that a client sends back
-    tool_calls: Empty = None
-    function_call: Annotated[None, must_be()] = None
+    function_call: Annotated[None, must_be(fix="send tool_calls instead")] = None
 
     @property
-    def turn(self) -> Turn:
-        whole, parts = (self.content, ()) if isinstance(self.content, str) else (None, self.content)
-        content = [{"type": part.type, "text": part.text} for part in parts] if whole is None else whole
-        return {"role": self.role, "content": content, **({} if self.name is None else {"name": self.name})}
+    def sent(self) -> Json:
+        """As `chat_of` reads it."""
+        sent = {name: told for name in _READ if (told := getattr(self, name)) is not None}
+        if isinstance(self.content, list):
+            sent["content"] = [_sent_part(part) for part in self.content]
+        return sent
+
+    @model_validator(mode="after")
+    def _says_something(self) -> Self:
+        if self.content is None and self.role != "assistant":
+            raise ValueError("content: missing; only an assistant's turn may have none")
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError(f"tool_calls: of role {self.role}; only an assistant's turn has them")
+        return self
+
+
+_READ: Final = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content", "thinking")
+
+
+def _sent_part(part: TextPart) -> Json:
+    mark: Json = {"kvtier": {"segment": True}} if part.is_segment else {}
+    return {"type": part.type, "text": part.text, **mark}
 
 
 Messages = Annotated[

@@ -19,6 +19,8 @@ from kvtier.service.openai.chat_template import ChatTemplate, TextTooLong
 from kvtier.service.openai.chat_turns import Chat
 from kvtier.service.openai.errors import OpenAIError
 from kvtier.service.openai.pieces import PromptPiece, TokenizedPrompt, chat_pieces
+from kvtier.service.openai.token_texts import TokenTexts
+from kvtier.service.openai.tool_calls import MARKS, CallForm
 from kvtier.tiers import ConfigError
 
 _UNKNOWN: Final = "\ufffd"  # the replacement character: bytes that are not a whole character
@@ -37,6 +39,7 @@ class Prompts:
     def __init__(self, tokenizer: Tokenizer, templates: Mapping[str, ChatTemplate], context: int | None) -> None:
         """`templates` by name: `default`, and `tool_use` if there is a separate one for requests with tools."""
         self.calls_tool = ToolCalls(tokenizer)
+        self.token_texts = TokenTexts(tokenizer)
         self._tokenizer = tokenizer
         self._templates = templates
         self._context = context
@@ -109,8 +112,24 @@ class Prompts:
         """Each token as the vocabulary has it; empty for an id that has none."""
         return [self._tokenizer.id_to_token(token_id) or "" for token_id in token_ids]
 
-    def detokenizer(self) -> "Detokenizer":
-        return Detokenizer(self._tokenizer, self._silent)
+    def detokenizer(self, shown: Sequence[str] = ()) -> "Detokenizer":
+        """`shown`: special tokens that are text all the same."""
+        spoken = {token_id: text for text in shown if (token_id := self._tokenizer.token_to_id(text)) is not None}
+        return Detokenizer(self._tokenizer, self._silent - set(spoken), spoken)
+
+    def tokenizer_json(self) -> str:
+        """The tokenizer, as `tokenizer.json` has it."""
+        text: str = self._tokenizer.to_str()
+        return text
+
+    @property
+    def call_form(self) -> CallForm | None:
+        """How this model writes tool calls, as its template and its vocabulary show; None: they do not."""
+        return next((form for form, marks in MARKS.items() if self._has(marks[0])), None)
+
+    def _has(self, mark: str) -> bool:
+        is_told = any(template.says(mark) for template in self._templates.values())
+        return is_told or self._tokenizer.token_to_id(mark) is not None
 
     def _joined(self, param: str, pieces: Sequence[PromptPiece], add_special_tokens: bool) -> TokenizedPrompt:
         """The tokens of all pieces. A template writes its special tokens itself."""
@@ -160,10 +179,13 @@ class Prompts:
 class Detokenizer:
     """Decodes an answer piece by piece. No piece ends within a character; all pieces together are the whole text."""
 
-    def __init__(self, tokenizer: Tokenizer, silent: frozenset[int] = frozenset()) -> None:
-        """`silent` are special tokens, which have no text and are left out of decoding."""
+    def __init__(
+        self, tokenizer: Tokenizer, silent: frozenset[int] = frozenset(), spoken: Mapping[int, str] | None = None
+    ) -> None:
+        """`silent` are special tokens, which have no text and are left out of decoding; `spoken` ones have one."""
         self._tokenizer = tokenizer
         self._silent = silent
+        self._spoken = spoken or {}
         self._ids: list[int] = []  # not returned yet, after the last returned ones: a decoder needs these as context
         self._num_context = 0
         self._num_returned = 0  # characters of their text that were returned
@@ -172,6 +194,10 @@ class Detokenizer:
         """The text that is certain after one more token."""
         if token_id in self._silent:
             return ""
+        if token_id in self._spoken:
+            before = self.end()
+            self._num_context = self._num_returned = 0
+            return before + self._spoken[token_id]
         self._ids.append(token_id)
         text = self._text()
         certain = text.rstrip(_UNKNOWN)  # the next token may complete the character

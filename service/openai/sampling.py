@@ -7,25 +7,39 @@ from pydantic import BeforeValidator, Field, model_validator
 from kvtier.service.openai.fields import (
     MAX_NUMBER,
     ApiTokenId,
-    Empty,
     Ignored,
     Off,
     Text,
     Tolerant,
-    Zero,
     few_fields,
-    must_be,
 )
+from kvtier.service.openai.response_format import ResponseFormat
 
 _MAX_CHOICES: Final = 128
 _MAX_STOPS: Final = 16
 _MAX_STOP: Final = 256  # characters
+_MAX_BIASES: Final = 1024
+_DIGITS: Final = 11  # more than a token id has
 
 
 def _listed(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
+def _by_token(value: object) -> object:
+    """JSON has names of fields only as texts."""
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise ValueError("not an object; give numbers by token id")
+    if len(value) > _MAX_BIASES:
+        raise ValueError(f"{len(value)} tokens; at most {_MAX_BIASES} are taken")
+    if wrong := next((name for name in value if not (name.isdecimal() and len(name) < _DIGITS)), None):
+        raise ValueError(f"{wrong[:20]!r} is no token id; name tokens by their numbers")
+    return {int(name): bias for name, bias in value.items()}
+
+
+Bias = Annotated[float, Field(ge=-100, le=100)]
 Stop = Annotated[Text, Field(min_length=1, max_length=_MAX_STOP)]
 TokenLimit = Annotated[int, Field(ge=1, le=MAX_NUMBER)]
 
@@ -37,7 +51,7 @@ class StreamOptions(Tolerant):
 
 
 class Sampling(Tolerant):
-    """Defaults are OpenAI's; `top_k`, `stop_token_ids` and `ignore_eos` are vLLM's."""
+    """Defaults are OpenAI's; `top_k`, `min_p`, `repetition_penalty`, `stop_token_ids` and `ignore_eos` are vLLM's."""
 
     max_tokens: TokenLimit | None = None
     n: Annotated[int, Field(ge=1, le=_MAX_CHOICES)] | None = None
@@ -49,11 +63,12 @@ class Sampling(Tolerant):
     stop_token_ids: Annotated[list[ApiTokenId], Field(max_length=_MAX_STOPS, fail_fast=True)] | None = None
     ignore_eos: bool | None = None
     stream_options: Annotated[StreamOptions | None, BeforeValidator(few_fields)] = None
-    frequency_penalty: Zero = None
-    presence_penalty: Zero = None
-    repetition_penalty: Annotated[None, must_be(1)] = None
-    min_p: Zero = None
-    logit_bias: Empty = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=MAX_NUMBER)] | None = None
+    logit_bias: Annotated[dict[ApiTokenId, Bias], BeforeValidator(_by_token)] | None = None
+    response_format: ResponseFormat | None = None
     user: Ignored = None
 
     @property

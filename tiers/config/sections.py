@@ -202,6 +202,10 @@ class ServerConfig(HttpSection):
         None, "tokens of prompt and answer together; none = the model's"
     )
     request_log: FileName | None = option(None, "file that gets a line of JSON for each request; none = off")
+    tool_parser: Literal["auto", "hermes", "llama", "none"] = option(
+        "auto",
+        "how answers call tools; auto = as the model's template and vocabulary show, none = all is text",
+    )
 
 
 class EventsConfig(Section):

@@ -51,7 +51,7 @@ def test_an_answer_that_calls_a_tool_says_so_itself() -> None:
         (Hint.FINISHED, FinishReason.STOP, True, Hint.FINISHED, False),
     ):
         sequence: Any = SimpleNamespace(
-            params=SimpleNamespace(hint=said),
+            params=SimpleNamespace(hint=said, is_call=False),
             num_generated=2,
             generated=[7, 8],
             arrived=0.0,

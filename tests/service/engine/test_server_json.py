@@ -1,0 +1,116 @@
+"""Stories of answers that have to be JSON of a schema, and of tools that have to be called."""
+
+import json
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from openai import OpenAI
+from server_rig import MODEL, ServerThread, save_checkpoint, serving, tokenizer
+
+from kvtier.service.engine.guides import JsonGuides
+from kvtier.service.openai.errors import OpenAIError
+
+pytest.importorskip("llguidance", reason="pip install 'kvtier[engine]' brings it")
+
+ASK: dict[str, Any] = {
+    "model": MODEL,
+    "messages": [{"role": "user", "content": "A pet?"}],
+    "max_tokens": 150,
+    "seed": 3,
+}
+PET: dict[str, Any] = {
+    "type": "object",
+    "properties": {"kind": {"enum": ["cat", "dog"]}, "is_old": {"type": "boolean"}},
+    "required": ["kind", "is_old"],
+    "additionalProperties": False,
+}
+
+
+def patient_client(server: ServerThread) -> OpenAI:
+    """These answers have many tokens: each letter is one."""
+    return server.client.with_options(timeout=400)
+
+
+def tool(name: str, parameters: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+def formatted(schema: object) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "pet", "schema": schema, "strict": True}}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerThread]:
+    """Its model is random: whatever it answers, the guide alone makes it JSON."""
+    with serving(save_checkpoint(tmp_path_factory.mktemp("model"))) as made:
+        yield made
+
+
+def test_an_answer_follows_its_schema_whole_and_streamed(server: ServerThread) -> None:
+    asked: dict[str, Any] = {**ASK, "response_format": formatted(PET)}
+    choice = patient_client(server).chat.completions.create(**asked).choices[0]
+    assert choice.finish_reason == "stop"
+    pet = json.loads(choice.message.content or "")
+    assert pet["kind"] in ("cat", "dog")
+    assert isinstance(pet["is_old"], bool)
+    assert set(pet) == {"kind", "is_old"}
+    chunks = list(patient_client(server).chat.completions.create(**asked, stream=True))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == choice.message.content
+    # Each choice of one request goes its own way, beside one that is free.
+    several = patient_client(server).chat.completions.create(**{**asked, "temperature": 1.5}, n=4)
+    assert all(set(json.loads(each.message.content or "")) == set(pet) for each in several.choices)
+
+
+def test_an_object_of_any_kind_begins_as_one(server: ServerThread) -> None:
+    asked: dict[str, Any] = {**ASK, "response_format": {"type": "json_object"}, "temperature": 0, "max_tokens": 20}
+    choice = patient_client(server).chat.completions.create(**asked).choices[0]
+    assert (choice.message.content or "").lstrip().startswith("{")
+    assert choice.finish_reason in ("stop", "length")
+    free = patient_client(server).chat.completions.create(**{**asked, "response_format": {"type": "text"}}).choices[0]
+    assert not (free.message.content or "").startswith("{")
+
+
+@pytest.mark.parametrize("chosen", ["required", "pet"])
+def test_a_tool_has_to_be_called(server: ServerThread, chosen: str) -> None:
+    choice: Any = "required" if chosen == "required" else {"type": "function", "function": {"name": "pet"}}
+    age = {"properties": {"of": {"$ref": "#/$defs/Age"}}, "required": ["of"], "additionalProperties": False}
+    aged = {"type": "object", **age, "$defs": {"Age": {"enum": ["young", "old"]}}}
+    asked: dict[str, Any] = {**ASK, "tools": [tool("pet", PET), tool("age", aged)], "tool_choice": choice}
+    answer = patient_client(server).chat.completions.create(**asked, parallel_tool_calls=False).choices[0]
+    (call,) = answer.message.tool_calls or []
+    assert call.type == "function"
+    assert answer.finish_reason == "tool_calls"
+    assert answer.message.content is None
+    expected = {"pet": {"kind", "is_old"}, "age": {"of"}}
+    assert set(json.loads(call.function.arguments)) == expected[call.function.name]
+    assert chosen == "required" or call.function.name == "pet"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "param"),
+    [
+        ({"response_format": {"type": "xml"}}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"response_format": formatted({"type": "objekt"})}, "response_format.json_schema.schema"),
+        ({"response_format": formatted({"not": {"type": "string"}})}, "response_format.json_schema.schema"),
+        ({"response_format": formatted({"$ref": "http://localhost/x"})}, "response_format.json_schema.schema"),
+        ({"response_format": formatted(7)}, "response_format.json_schema.schema"),
+        ({"tools": [tool("pet", {"type": "objekt"})], "tool_choice": "required"}, "tool_choice"),
+    ],
+)
+def test_a_schema_that_cannot_be_followed_is_the_clients_error(
+    server: ServerThread, wrong: dict[str, Any], param: str
+) -> None:
+    answer = server.post("chat/completions", **ASK, **wrong)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+
+
+def test_what_no_guide_can_be_made_for_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    guides = JsonGuides(tokenizer().to_str, 258, [])
+    with pytest.raises(OpenAIError, match="no token that ends an answer"):
+        guides.of(PET, "response_format")
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(OpenAIError, match=r"install kvtier\[engine\]"):
+        JsonGuides(tokenizer().to_str, 258, [257]).of(PET, "response_format")
