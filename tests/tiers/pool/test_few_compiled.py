@@ -142,7 +142,7 @@ class Story:
             end = RequestEnd(
                 names, draw.choice([len(names), len(names) // 2]), draw.randrange(600), seconds=draw.random()
             )
-            return told[2:7] if (told := pool.ended(end)) is not None else None
+            return noted[2:7] if (noted := pool.ended(end)) is not None else None
         elif verb == "look":
             return pool.lookup(names), pool.holds(names)
         elif verb == "evict" and not draw.randrange(4):
