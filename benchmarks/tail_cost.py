@@ -25,7 +25,7 @@ GROUP: Final = 10  # requests
 OUTPUT_TOKENS: Final = (10, 100, 300, 600)
 
 
-class Names:
+class ChainNames:
     """Random names, as new objects for each request."""
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ def serve(pool: SlotPool, known: list[ChainHash], new: list[ChainHash], tokens: 
 def measure(size: int, num_slots: int, num_requests: int) -> dict[str, float]:
     """Median CPU time a block of each policy, µs, and what tail takes more in the median group of requests."""
     pools = {policy: SlotPool(num_slots, policy=policy) for policy in ("lru", "tail")}
-    names, dice = Names(), random.Random(1)
+    names, dice = ChainNames(), random.Random(1)
     lately: list[list[ChainHash]] = []
     took: dict[str, list[float]] = {policy: [] for policy in pools}
     progress(f"{num_requests} requests of {size} blocks")

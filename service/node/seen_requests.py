@@ -27,7 +27,7 @@ class SeenRequest:
         return len(self.names)
 
 
-class _Lookup(NamedTuple):
+class _AskedLookup(NamedTuple):
     """The last lookup of a prompt, and how many requests asked for it whose ends have not come."""
 
     claim: Claim
@@ -42,7 +42,7 @@ class SeenRequests:
         self.recent: Recent[SeenRequest] = Recent(most_items=_MOST_NAMES)
         self._fingerprint = fingerprint
         self._log = log
-        self._open: OrderedDict[ChainHash, _Lookup] = OrderedDict()  # by the last block asked for
+        self._open: OrderedDict[ChainHash, _AskedLookup] = OrderedDict()  # by the last block asked for
         self._num_names = 0
 
     def looked_up(self, claim: Claim, causes: Causes | None) -> None:
@@ -50,7 +50,7 @@ class SeenRequests:
         last = claim.hashes[-1]
         if (before := self._open.pop(last, None)) is not None:
             self._num_names -= len(before.claim.hashes)
-        self._open[last] = _Lookup(claim, causes or {}, 1 if before is None else before.num_requests + 1)
+        self._open[last] = _AskedLookup(claim, causes or {}, 1 if before is None else before.num_requests + 1)
         self._num_names += len(claim.hashes)
         while len(self._open) > _MOST_OPEN or self._num_names > _MOST_NAMES:
             self._num_names -= len(self._open.popitem(last=False)[1].claim.hashes)

@@ -14,10 +14,10 @@ from kvtier.tiers.config.values import (
     HttpSection,
     KeyPrefix,
     Lifetime,
-    Room,
     Section,
     Sightings,
     SocketPath,
+    StorageSize,
     Time,
     Topic,
     WholeNumber,
@@ -31,7 +31,7 @@ _SHORTEST_SECRET: Final = 16  # characters: who reads Redis may try shorter ones
 
 
 class HostConfig(Section):
-    size: Room = option("1GiB", "memory for L2")
+    size: StorageSize = option("1GiB", "memory for L2")
     shared: bool = option(False, "memfd other processes can map, instead of anonymous memory")
     huge_pages: bool = option(True, "ask the kernel for huge pages")
     pin: bool = option(True, "pin the memory for the GPU that copies from it: piece by piece, in the background")
@@ -48,7 +48,7 @@ class HostConfig(Section):
 
 class FileConfig(Section):
     path: Directory | None = option(None, "directory of the slabs; none = tier off")
-    size: Room = option("4GiB", "hard bound on the directory's slabs together")
+    size: StorageSize = option("4GiB", "hard bound on the directory's slabs together")
     mode: Literal["auto", "direct", "buffered", "mmap"] = option(
         "auto", "how payloads are read and written: direct, buffered, mmap, or auto"
     )
@@ -98,7 +98,7 @@ class CacheConfig(Section):
 
 
 class L1Config(Section):
-    size: Room = option("256MiB", "memory for L1; give this or num_blocks")
+    size: StorageSize = option("256MiB", "memory for L1; give this or num_blocks")
     num_blocks: Annotated[WholeNumber, Field(ge=1, lt=2**31)] | None = option(None, "blocks in L1; give this or size")
     enable_prefix_caching: bool = option(True, "off: nothing is hashed, looked up or stored")
 

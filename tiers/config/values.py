@@ -101,7 +101,7 @@ def _is_local(address: str) -> bool:
 
 
 ByteSize = Annotated[int, BeforeValidator(parse_size), PlainSerializer(format_size, when_used="json")]
-Room = Annotated[int, BeforeValidator(parse_room), PlainSerializer(format_size, when_used="json")]
+StorageSize = Annotated[int, BeforeValidator(parse_room), PlainSerializer(format_size, when_used="json")]
 Time = Annotated[float, BeforeValidator(parse_time), PlainSerializer(format_time, when_used="json")]
 WholeNumber = Annotated[int, BeforeValidator(_not_a_bool)]
 Sightings = Annotated[int | Literal["auto"], BeforeValidator(_sightings)]
