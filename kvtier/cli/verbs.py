@@ -96,6 +96,13 @@ class Verbs(VerbGroup):
         super().__init__(**attributes)
         self.commands = {name: TyperCommand(name=name, short_help=verb.help) for name, verb in VERBS.items()}
 
+    def get_params(self, ctx: Any) -> Any:
+        """Those of `kvtier` itself, all flags: what is not given is no, as above."""
+        params = super().get_params(ctx)
+        for each in params:
+            each.default = each.default or False
+        return params
+
     def invoke(self, ctx: Any) -> Any:
         """Run the verb. What an option refuses is told with the value, which typer leaves out of some errors."""
         try:

@@ -107,7 +107,7 @@ def test_every_command_has_the_options_of_a_program_that_imports_all_at_once(
         assert ended.value.code == 0
         printed = capsys.readouterr().out
         options = {name for each in command.params for name in each.opts if name.startswith("--")}
-        assert set(re.findall(r"^  (--[\w-]+)", printed, re.MULTILINE)) == options | {"--help"}, path
+        assert set(re.findall(r"^  (?:-h, )?(--[\w-]+)", printed, re.MULTILINE)) == options | {"--help"}, path
         arguments = [str(each.metavar or each.name) for each in command.params if isinstance(each, TyperArgument)]
         usage = printed.partition("\n")[0]
         assert [name in usage for name in arguments] == [True] * len(arguments), path
