@@ -43,10 +43,11 @@ def adjusted(logits: torch.Tensor, sequences: Rows[Sequence]) -> torch.Tensor:
             sequence.used = UsedTokens(sequence.token_ids, sequence.num_prompt_tokens, repeats=repeats)
         answer, counts = sequence.used.answer()
         if repeats:
-            tokens = sequence.used.all(answer)
-            repeated.add(row, tokens, np.full(len(tokens), params.repetition_penalty))
+            known = sequence.used.all(answer)
+            repeated.add(row, known, np.full(len(known), params.repetition_penalty))
         if params.frequency_penalty or params.presence_penalty:
-            penalised.add(row, answer, counts * params.frequency_penalty + params.presence_penalty)
+            penalties = counts * params.frequency_penalty + params.presence_penalty
+            penalised.add(row, answer, np.asarray(penalties, np.float64))
     if biased.rows:
         rows, tokens, bias = biased.sent(changed)
         changed[rows, tokens] += bias

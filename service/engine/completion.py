@@ -44,7 +44,7 @@ def _text(piece: Piece) -> Json:
 
 
 def _message(piece: Piece) -> Json:
-    message = {"role": "assistant", "content": piece.text or (None if piece.calls else ""), "refusal": None}
+    message: Json = {"role": "assistant", "content": piece.text or (None if piece.calls else ""), "refusal": None}
     if piece.calls:
         message["tool_calls"] = [call.content for call in piece.calls]
     return {"index": piece.index, "message": message, "logprobs": piece.logprobs, "finish_reason": piece.finish_reason}

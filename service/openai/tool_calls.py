@@ -183,7 +183,7 @@ class GuidedReader:
 def _call_of(value: Any, names: tuple[str, str]) -> tuple[str, str]:
     """The name and the arguments, as JSON, of a call. ValueError if it is none; without arguments there are none."""
     name = value.get("name") if isinstance(value, dict) else None
-    arguments = next((value[each] for each in names if each in value), {}) if isinstance(value, dict) else None
+    arguments: Any = next((value[each] for each in names if each in value), {}) if isinstance(value, dict) else None
     if isinstance(arguments, str):
         arguments = json.loads(arguments)
     if not isinstance(name, str) or not name or not isinstance(arguments, dict):
