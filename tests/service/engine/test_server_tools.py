@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from openai import OpenAI
 from server_rig import MODEL, TEMPLATE, ServerThread, save_checkpoint, serving, tokenizer, wait_for
 
 from kvtier.engine.sequence import SampledToken
@@ -17,7 +16,7 @@ from kvtier.tiers.returns import Hint, RequestEnd
 
 TOOL: dict[str, Any] = {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
 ASK: dict[str, Any] = {"model": MODEL, "tools": [{"type": "function", "function": TOOL}], "max_tokens": 200}
-QUESTION: dict[str, Any] = {"role": "user", "content": "Will it rain in Rome?"}
+QUESTION: Any = {"role": "user", "content": "Will it rain in Rome?"}
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 TOOLS = "{% if tools %}<tool_call> calls one of {{ tools | tojson }}\n{% endif %}"
 CALLED = "{{ message.tool_calls | tojson if message.tool_calls else message.content }}"
@@ -39,7 +38,7 @@ def server(model: Path) -> Iterator[ServerThread]:
         yield made
 
 
-def patient_client(server: ServerThread) -> OpenAI:
+def patient_client(server: ServerThread) -> Any:  # options in a dictionary tell no type of an answer
     """These answers have many tokens: each letter is one."""
     return server.client.with_options(timeout=400)
 
