@@ -26,7 +26,7 @@ class ClosedModel(NamedTuple):
 
 def note_model(directory: Path, fingerprint: bytes, about: Mapping[str, str]) -> None:
     """Keep what a slab's model was made from, and forget it of slabs that are gone. A failure is logged."""
-    new = directory / f"{fingerprint.hex()}.{os.getpid()}.new"
+    new = directory / f"{fingerprint.hex()}{_SUFFIX}.new"  # one that was killed is written over
     try:
         for path in directory.glob(f"*{_SUFFIX}"):
             if not _slab_of(path).exists():
