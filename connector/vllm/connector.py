@@ -79,6 +79,9 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             return
         stores = self._kv_transfer_config.is_kv_producer  # "kv_consumer" only loads; the others do both
         options.warn(plan.block_size, vllm_config.model_config.max_model_len, stores=stores)
+        if stores:
+            step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+            options.warn_of_memory(plan.block_size, plan.block_bytes, step_tokens)
         warn_of_order(plan, vllm_config, kv_cache_config)
         cache = options.config.cache
         model_identity = identity(vllm_config, kv_cache_config, plan, cache)

@@ -6,13 +6,15 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from kvtier.tiers import ConfigError
-from kvtier.tiers.config import Config, nearest, options
+from kvtier.tiers.config import Config, nearest, options, show_size
 
 _log = logging.getLogger(__name__)
 
 Keys = Literal["vllm", "kvtier"]
 OnReset = Literal["drop", "keep"]
 Order = Literal["head-token", "physical"]
+
+_STEPS: Final = 3  # that L2 should have room for: one is planned while the last is copied and the one before is hashed
 
 _OWN: Final = {
     "config": "a TOML file with kvtier's configuration",
@@ -86,6 +88,20 @@ class VllmOptions:
                 "[cache] block_size %d: vLLM's blocks have %d tokens and so have kvtier's here; leave the option out, "
                 "or start vLLM with --block-size %d",
                 *(asked.block_size, block_size, asked.block_size),
+            )
+
+    def warn_of_memory(self, block_size: int, block_bytes: int, step_tokens: int) -> None:
+        """Warn of an L2 that a few steps fill, so that stores find no slot. A daemon's L2 is the daemon's to judge.
+
+        `block_size` and `step_tokens`, what one step computes at most, are in tokens.
+        """
+        a_step = -(-step_tokens // block_size)
+        size, least = self.config.host.size, _STEPS * a_step * block_bytes
+        if size < least and self.config.service.socket is None:
+            _log.warning(
+                "[host] size %s: room for %d blocks, and one step fills up to %d (--max-num-batched-tokens %d), so while "
+                'the last steps\' stores are copied others are dropped as "queue_full"; give it %s or more',
+                *(show_size(size), size // block_bytes, a_step, step_tokens, show_size(least)),
             )
 
 

@@ -100,3 +100,12 @@ def test_a_block_that_no_prompt_fills_is_a_warning(caplog: pytest.LogCaptureFixt
     assert not caplog.records
     VllmOptions.of({}).warn(256, 256)
     assert "--max-model-len 256: a block has 256 tokens here" in caplog.text
+
+
+def test_memory_that_a_few_steps_fill_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    VllmOptions.of({"host": {"size": "96MiB"}}).warn_of_memory(16, 1 << 20, 512)  # three steps of 32 blocks
+    VllmOptions.of({"host": {"size": "2MiB"}, "service": {"socket": "/run/kv"}}).warn_of_memory(16, 1 << 20, 512)
+    assert not caplog.records
+    VllmOptions.of({"host": {"size": "2MiB"}}).warn_of_memory(16, 1 << 20, 513)
+    assert "[host] size 2 MiB: room for 2 blocks, and one step fills up to 33" in caplog.text
+    assert "give it 99 MiB or more" in caplog.text
