@@ -100,6 +100,11 @@ CLAIMS: Final = (
         "stores$",
         "Steps of many stores",
     ),
+    PageRow(
+        "the scheduler's plan for the stores of a cold prompt of 1,024 blocks: CPU ms",
+        "step_stores",
+        "^CPU ms to plan",
+    ),
     PageRow("CPU seconds of `import kvtier`", "start", "^import"),
     PageRow("CPU seconds of `kvtier --help`, and of verbs' helps", "start", "--help"),
     PageRow(

@@ -1,9 +1,12 @@
-"""What a decoding step's stores cost the whole process: S sequences that each fill one block of L1 in the same step.
+"""What a step's stores cost: S sequences that each fill one block of L1, and a long prompt that is prefilled at once.
 
 From the scheduler's `store` to the block that can be found in L2: names reserved, plan, copies, hashed, published and,
 where that is set, written down. CPU time of all threads, the median of many steps. The blocks are small, 4 KiB, so that
 what is measured is the books and not the copies. L2's memory is there before the first step. Where compiled twins are
 built, all of it is measured with them and, as "Python alone", without.
+
+Of the prompt, 16,384 tokens in blocks of 16, the scheduler's part alone is measured: what an engine waits for before
+its step starts (`plan`), and what it does when the worker has reported the copies (`seal`).
 """
 
 import os
@@ -26,6 +29,8 @@ from kvtier.tiers.naming import KVShape, TokenChain, root_hash
 
 SEQUENCES: Final = (1, 4, 16, 64)
 MOST: Final = 1.0  # CPU ms of a step of up to 64 sequences
+PROMPT: Final = 1024  # blocks of a long prompt that is computed in one step
+MOST_PLAN: Final = 3.0  # CPU ms: what vLLM's own offloading plans such a prompt's stores in
 SHAPE: Final = KVShape(2, 16, 1, 32, "float16")
 FINGERPRINT: Final = b"f" * 32
 SETTINGS: Final = {  # (sightings before a block is stored, whether there is a slab that is written back to)
@@ -84,6 +89,38 @@ def measure(num_sequences: int, num_steps: int, admit_after: int, *, writes_back
     return statistics.median(took[num_steps // 5 :])
 
 
+def plan_prompt(num_prompts: int, *, compiled: bool) -> tuple[float, float]:
+    """The scheduler's median CPU milliseconds for a prompt's stores: planned, and taken in when they are copied."""
+    tensor = torch.zeros((PROMPT, *SHAPE.block_shape), dtype=getattr(torch, SHAPE.dtype))
+    config = Config.model_validate({"host": {"size": 2 * PROMPT * SHAPE.block_bytes}})
+    with patch.dict(os.environ, {} if compiled else {"KVTIER_COMPILED": "off"}):
+        connector = LocalConnector(config, FINGERPRINT, SHAPE, tensor)
+    assert connector.tiers.region is not None
+    connector.tiers.region.wait_prefaulted(60)
+    plans, seals = [], []
+    for number in range(num_prompts):
+        request = GrowingRequest(f"prompt {number}", TokenChain(root_hash(FINGERPRINT), SHAPE.block_size))
+        request.chain.extend([(number * 7919 + i * 13) % 50_000 for i in range(PROMPT * SHAPE.block_size)])
+        connector.scheduler.admit(request)
+        before = time.thread_time()
+        connector.scheduler.store(request.request_id, 0, range(PROMPT))
+        plan = connector.scheduler.build_plan()
+        plans.append((time.thread_time() - before) * 1e3)
+        connector.worker.start_store(plan)
+        seal = 0.0
+        while not connector.scheduler.idle:
+            connector.worker.wait(1.0)
+            report_of_copies = connector.worker.poll()
+            before = time.thread_time()
+            connector.scheduler.update(report_of_copies)
+            seal += (time.thread_time() - before) * 1e3
+        seals.append(seal)
+        connector.scheduler.finished(request.request_id)
+        connector.tiers.drain(10.0, below=False)
+    connector.close()
+    return statistics.median(plans[2:]), statistics.median(seals[2:])
+
+
 def grow(connector: LocalConnector, turn: str, num_sequences: int, num_steps: int) -> tuple[list[float], list[bytes]]:
     """Sequences that grow by a block in each step. Returns the steps' CPU milliseconds and a sequence's names."""
     root = root_hash(FINGERPRINT)
@@ -115,6 +152,11 @@ def main() -> int:
                 rows.append({"setting": setting + way, "sequences": num_sequences, "CPU ms a step": took})
                 rows[-1]["us a block"] = took * 1e3 / num_sequences
                 targets.append(Target(f"{setting}{way}: CPU ms of a step of {num_sequences} stores", MOST, took))
+    for way, compiled in ways.items():
+        progress(f"a prompt of {PROMPT} blocks{way}")
+        plan, seal = plan_prompt(5 if options.quick else 40, compiled=compiled)
+        rows.append({"setting": f"L2, a prompt of {PROMPT} blocks{way}", "plan, CPU ms": plan, "seal, CPU ms": seal})
+        targets.append(Target(f"CPU ms to plan a prompt of {PROMPT} blocks{way}", MOST_PLAN, plan))
     return report("step_stores", rows, targets, options.json, options.save)
 
 

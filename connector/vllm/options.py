@@ -99,8 +99,8 @@ class VllmOptions:
         size, least = self.config.host.size, _STEPS * a_step * block_bytes
         if size < least and self.config.service.socket is None:
             _log.warning(
-                "[host] size %s: room for %d blocks, and one step fills up to %d (--max-num-batched-tokens %d), so while "
-                'the last steps\' stores are copied others are dropped as "queue_full"; give it %s or more',
+                "[host] size %s: room for %d blocks, and one step fills up to %d (--max-num-batched-tokens %d); while "
+                'the last steps\' stores are copied, others are dropped as "queue_full"; give it %s or more',
                 *(show_size(size), size // block_bytes, a_step, step_tokens, show_size(least)),
             )
 
