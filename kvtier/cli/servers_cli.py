@@ -12,7 +12,7 @@ import typer
 from kvtier.cli import serving
 from kvtier.cli.options import ConfigOption, ExactOption, HttpOption, given
 from kvtier.service import LogFormat, LogLevel, needing
-from kvtier.tiers import ConfigError, hash_without_the_gil, load_key
+from kvtier.tiers import ConfigError, hash_without_the_gil
 from kvtier.tiers import config as configuration
 from kvtier.tiers.config import format_size
 
@@ -50,8 +50,6 @@ def serve(
     path = settings.service.socket
     if path is None:
         raise ConfigError("[service] socket none: the daemon needs a place to listen; name one, or give --socket PATH")
-    if settings.file.key_file is not None:
-        load_key(settings.file.key_file, "[file] key_file")  # a wrong one is told now, not to the first engine
     serving.begin(_DAEMON_SWITCH, log_level, log_format)
     hash_without_the_gil()  # its loop answers meanwhile
     with needing("the daemon"):
@@ -59,6 +57,8 @@ def serve(
         from kvtier.service.events import Publisher
         from kvtier.service.node import Daemon
         from kvtier.service.web import HttpSocket
+        from kvtier.tiers.hierarchy import check_tiers
+    tiers = check_tiers(settings)  # a wrong setting is told now, not to the first engine
     listening = HttpSocket(settings.service.http, names=settings.service.allowed_hosts)
     with Publisher(settings.events) if settings.events.publish is not None else nullcontext() as publisher:
         try:
@@ -72,6 +72,8 @@ def serve(
         size = format_size(settings.host.size)
         serving.settle()
         _log.info("ready on %s, %s of host memory, http on %s", path, size, pages.address)
+        for each in tiers:
+            _log.info("%s", each)
         daemon.run()
         pages.stop()
         if not daemon.close(_DRAIN):

@@ -30,6 +30,7 @@ from kvtier.service.node import (
     degraded_tiers,
     exposition,
     memory,
+    refused_clients,
     status,
 )
 from kvtier.service.observe import EXPOSITION, LivePage, summary
@@ -174,13 +175,14 @@ async def _on_loop(daemon: Daemon, function: Callable[[], T]) -> T:
 
 
 async def _readiness(daemon: Daemon) -> Response:
-    """Detached tiers are named, and are no reason to send nobody here: what they hold is a miss."""
+    """Detached tiers and refused engines are named, and are no reason to send nobody here: what they hold is a miss."""
     try:
-        namespaces = await _on_loop(daemon, daemon.namespaces)
+        namespaces, refused = await _on_loop(daemon, lambda: (daemon.namespaces(), refused_clients(daemon)))
     except TierUnavailable as error:
-        return JSONResponse({"ready": False, "missing": [str(error)], "degraded": []}, 503)
+        return JSONResponse({"ready": False, "missing": [str(error)], "degraded": [], "refused": []}, 503)
     degraded = [each.as_json() for each in degraded_tiers(namespaces)]
-    return JSONResponse({"ready": True, "missing": [], "degraded": degraded})
+    told = [each.as_json() for each in refused]
+    return JSONResponse({"ready": True, "missing": [], "degraded": degraded, "refused": told})
 
 
 def _refused(request: Request, error: Exception) -> Response:

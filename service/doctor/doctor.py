@@ -11,6 +11,7 @@ from typing import Final
 
 from kvtier.service.doctor.copies import check_copies
 from kvtier.service.doctor.memory import check_gpu, check_huge_pages, check_memlock, check_room, check_tunable, has_gpu
+from kvtier.service.doctor.refused import check_refused
 from kvtier.tiers import Finding, checksum, compiled, error, ok, warning
 from kvtier.tiers.config import Config, ServiceConfig
 from kvtier.tiers.hierarchy import lower_modules
@@ -67,6 +68,7 @@ def examine(config: Config) -> list[Finding]:
         check_copies(config, has_gpu=has_gpu()),
         *chain.from_iterable(module.examine(config) for _, module in lower_modules()),
         check_socket(config.service),
+        *check_refused(config.service),
         check_engines(),
     ]
 

@@ -23,7 +23,7 @@ from kvtier.service.web import HttpServer, HttpSocket
 from kvtier.service.why import RequestLog
 from kvtier.tiers import L1
 from kvtier.tiers.config import Config
-from kvtier.tiers.hierarchy import EventSource, Hierarchy, TierEvents
+from kvtier.tiers.hierarchy import EventSource, Hierarchy, TierEvents, check_tiers
 
 _log = logging.getLogger(__name__)
 
@@ -41,6 +41,8 @@ class EngineServer:
         """Binds the address first: a model takes long to load. Raises ConfigError for address, model, log or tiers."""
         disable_progress_bar()  # type: ignore[no-untyped-call]
         require_checkpoint(model)
+        if config.service.socket is None:
+            check_tiers(config)  # a daemon has looked at its own
         prompts, settings = Prompts.open(model), config.server
         with ExitStack() as opened:
             listening = opened.enter_context(closing(HttpSocket(settings.http, "server", settings.allowed_hosts)))

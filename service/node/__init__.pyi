@@ -10,7 +10,7 @@ from .past_lookups import OptimumWatch, Watched
 from .pins import Pins, PinView
 from .quota import MAX_QUOTAS
 from .selection import BlockSelection
-from .status import degraded_tiers, status
+from .status import degraded_tiers, refused_clients, status
 
 __all__ = [
     "MAX_QUOTAS",
@@ -33,6 +33,7 @@ __all__ = [
     "hold_open",
     "memory",
     "name_of",
+    "refused_clients",
     "release_hold",
     "status",
 ]

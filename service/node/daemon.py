@@ -11,11 +11,12 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
-from kvtier.connector.daemon import Hello, handshake, is_trusted, peer_of
+from kvtier.connector.daemon import Hello, Peer, handshake, is_trusted, peer_of
 from kvtier.service.node.buffers import Buffers
 from kvtier.service.node.listener import Listener
 from kvtier.service.node.loop import Loop, now
 from kvtier.service.node.namespaces import Namespace, Namespaces, Opening
+from kvtier.service.node.refusals import Refusals
 from kvtier.service.node.session import Session
 from kvtier.service.why import RequestLog
 from kvtier.tiers import ConfigError, TierUnavailable
@@ -69,6 +70,7 @@ class Daemon:
         self.lease_deadline = lease_deadline
         self.loop = Loop()
         self.counts: Counter[str] = Counter()
+        self.refusals = Refusals()
         self.started = now()
         self.limits: dict[str, int] = {}  # cache_salt → bytes of each model's L2 it may have; on the loop's thread
         self.buffers: Buffers[Session] = Buffers(self._cut_off)
@@ -241,9 +243,9 @@ class Daemon:
                 raise ConfigError(f"{MAX_CLIENTS} clients are there already")
             session = Session(self, connection, peer)
         except ConfigError as error:
-            self._turn_away(connection, str(error))
+            self._turn_away(connection, peer, str(error))
         except OSError:  # a process that no one can watch: dead already, or of another pid namespace
-            self._turn_away(connection, f"process {peer.pid} cannot be watched: share the pid namespace of the daemon")
+            self._turn_away(connection, peer, f"process {peer.pid} cannot be watched: share the daemon's pid namespace")
         else:
             self._sessions[session.client] = session
 
@@ -251,8 +253,9 @@ class Daemon:
         self.log(f"client {session.peer.pid} is cut off: it neither ends what it sends nor reads what it is sent")
         session.end_connection("buffer_full")
 
-    def _turn_away(self, connection: socket.socket, why: str) -> None:
+    def _turn_away(self, connection: socket.socket, peer: Peer, why: str) -> None:
         self.counts["turned_away"] += 1
+        self.refusals.note(why, peer)
         with connection:
             try:
                 connection.send(handshake.pack_handshake(handshake.Refused(why)))

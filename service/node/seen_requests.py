@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from kvtier.service.why import EndedRequest, Recent, RequestLog, tenant_of
-from kvtier.tiers import TIERS, ChainHash, Outcome
+from kvtier.tiers import L1, TIERS, ChainHash, Outcome
 from kvtier.tiers.hierarchy import Claim
 from kvtier.tiers.pool import Causes
 from kvtier.tiers.returns import RequestEnd
@@ -80,7 +80,7 @@ class SeenRequests:
         if claim is not None and claim.found is not None:
             blocks, size = dict(claim.found.by_tier), claim.block_size
             refused = Outcome.RECOMPUTE if claim.refusal is Outcome.RECOMPUTE else None
-            for tier in [tier for tier in blocks if refused is not None and tier != "l1"]:
+            for tier in [tier for tier in blocks if refused is not None and tier != L1]:
                 missed[str(refused), tier] = blocks.pop(tier)
         return EndedRequest(
             id=end.request,

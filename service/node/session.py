@@ -13,6 +13,7 @@ from kvtier.service.node.buffers import Buffers
 from kvtier.service.node.holdings import HeldCounts, Holdings
 from kvtier.service.node.loop import READABLE, WRITABLE, Loop, now
 from kvtier.service.node.namespaces import Namespace
+from kvtier.service.node.refusals import Refusals
 from kvtier.tiers import FormatError
 
 MAX_PROCESSES: Final = 256  # that copy for one client
@@ -26,6 +27,7 @@ class SessionOwner(Protocol):
 
     loop: Loop
     counts: Counter[str]  # what became of clients and of what they held
+    refusals: Refusals  # whom it refused, and why
     buffers: "Buffers[Session]"  # what is kept for clients, half sent or unread
     lease_deadline: float  # seconds a promise is kept that its client does not renew
     has_waiting: bool  # some claim may have no answer yet: deadlines are looked at more often
@@ -66,6 +68,7 @@ class Session:
         self.namespace: Namespace | None = None
         self.holdings: Holdings | None = None
         self.said_hello = False
+        self.wanted: bytes | None = None  # the fingerprint that its hello named
         self._daemon = daemon
         self._socket: socket.socket | None = connection
         self._reader = FrameReader(MAX_HELLO)
@@ -115,6 +118,7 @@ class Session:
         assert region.fd is not None
         self.holdings = Holdings(namespace.tiers, namespace.blocks.block_size, self._daemon.lease_deadline, now)
         self._told_epoch = tiers.epoch
+        self._daemon.refusals.welcomed(namespace.fingerprint)
         self._reader.limit = MAX_FRAME
         welcome = handshake.Welcome(
             self.client,
@@ -133,6 +137,7 @@ class Session:
 
     def refuse(self, why: str, reason: str = "refused") -> None:
         """Refuse it, say why, and hang up; `reason` is counted."""
+        self._daemon.refusals.note(why, self.peer, self.wanted)
         self._send_handshake_reply(handshake.Refused(why[:500]))
         self.end_connection(reason)
 
@@ -257,6 +262,7 @@ class Session:
         self.said_hello = True
         match handshake.unpack_handshake(body):
             case Hello() as hello:
+                self.wanted = hello.fingerprint
                 self._daemon.admit(self, hello)
             case handshake.Join(client):
                 self._daemon.join(self, client)

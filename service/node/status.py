@@ -25,7 +25,9 @@ def status(daemon: Daemon, pins: Pins, optimum: OptimumWatch | None = None) -> D
 
     `optimum` tells what could have been found of models whose lookups are kept.
     """
-    namespaces, clients, given = daemon.call(lambda: (daemon.namespaces(), daemon.clients(), daemon.host_bytes_given))
+    namespaces, clients, given, refused = daemon.call(
+        lambda: (daemon.namespaces(), daemon.clients(), daemon.host_bytes_given, refused_clients(daemon))
+    )
     degraded = degraded_tiers(namespaces)
     pinned = pins.blocks_by_model()
     return DaemonStatus(
@@ -42,7 +44,23 @@ def status(daemon: Daemon, pins: Pins, optimum: OptimumWatch | None = None) -> D
         gpu_hour=daemon.config.service.gpu_hour,
         models=[_model(each, clients, pinned.get(name_of(each.fingerprint), 0), optimum) for each in namespaces],
         clients=[_client(client) for client in clients],
+        refused=refused,
     )
+
+
+def refused_clients(daemon: Daemon) -> list[statuses.RefusedClient]:
+    """Whom it refused, and why. On the loop's thread: `submit` it."""
+    return [
+        statuses.RefusedClient(
+            why=each.why,
+            count=each.count,
+            seconds_ago=round(each.seconds_ago, 1),
+            pid=each.pid,
+            uid=each.uid,
+            model=None if each.model is None else name_of(each.model),
+        )
+        for each in daemon.refusals.all()
+    ]
 
 
 def degraded_tiers(namespaces: Iterable[Namespace]) -> list[statuses.DegradedTier]:

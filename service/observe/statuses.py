@@ -160,6 +160,17 @@ class ClientStatus(StatusPart):
     model: str | None  # None until it was welcomed
 
 
+class RefusedClient(StatusPart):
+    """A reason for which the daemon refused engines or their workers, and the last of them."""
+
+    why: str
+    count: int
+    seconds_ago: float  # of the last one
+    pid: int
+    uid: int
+    model: str | None  # None: it was refused before it said which
+
+
 class TierCaption(StatusPart):
     """What a page calls a tier (`tiers/kinds.py`)."""
 
@@ -184,6 +195,7 @@ class DaemonStatus(StatusPart):
     gpu_hour: float | None = None  # price of an hour of an engine's GPUs
     models: list[ModelStatus]
     clients: list[ClientStatus]
+    refused: list[RefusedClient] = []  # the last one first; gone once an engine of that model was taken in
 
 
 class TenantMemory(StatusPart):

@@ -33,6 +33,10 @@ def _lines(status: DaemonStatus) -> Iterable[str]:
     models = _many(len(status.models), "model")
     yield row("host memory", f"{show_size(budget.given)} of {show_size(budget.bytes)} given to {models}")
     yield row("clients", f"{sum(client.connected for client in clients)} connected; {counts(status.events)}")
+    for refused in status.refused:
+        whom = f"pid {refused.pid}" + (f", model {refused.model}" if refused.model else "")
+        times = "once" if refused.count == 1 else f"{refused.count} times"
+        yield row("refused", f"{times}, last {brief_time(refused.seconds_ago)} ago ({whom}): {refused.why}")
     for model in status.models:
         yield ""
         yield from _model(model)

@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 
 from kvtier.service.simulation.simulated_tiers import Capacity, SimulatedTiers
 from kvtier.service.traces import HINTS, RequestTrace
-from kvtier.tiers import ChainHash
+from kvtier.tiers import L2, ChainHash
 from kvtier.tiers.returns import Hint, RequestEnd
 
 _GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)
 _HINTS: Final = (None, *map(Hint, HINTS))
-TIERS: Final = ("l2", "file", "redis")
+TIERS: Final = (L2, "file", "redis")
 
 
 @dataclass(frozen=True, slots=True)

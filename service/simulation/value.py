@@ -10,7 +10,7 @@ import numpy as np
 from kvtier.service.simulation.optimum import Optimum
 from kvtier.service.simulation.replay import TIERS, SimulatedRun
 from kvtier.service.traces import RequestTrace
-from kvtier.tiers import ConfigError
+from kvtier.tiers import L2, ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ def value_of(
         redis_bytes=capacity.redis,
         block_hit_share=float(blocks.sum()) / asked,
         token_hit_share=float(blocks.sum()) * trace.block_size / float(prompts.sum()),
-        l2_hit_share=shares["l2"],
+        l2_hit_share=shares[L2],
         file_hit_share=shares["file"],
         redis_hit_share=shares["redis"],
         optimum_block_hit_share=optimum.share(sum((capacity.memory, capacity.disk, capacity.redis)) // block_bytes),

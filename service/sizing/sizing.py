@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from kvtier.connector.transformers import CacheForm, form_of_config
 from kvtier.service.charts import Table
-from kvtier.tiers import ConfigError
+from kvtier.tiers import L2, ConfigError
 from kvtier.tiers.config import show_size
 from kvtier.tiers.file import BareSlab
 from kvtier.tiers.host import slot_stride
@@ -105,7 +105,7 @@ def sizing_of(
 
 
 def _room(tier: str, num_bytes: int, form: CacheForm, slots: int) -> TierRoom:
-    if tier == "l2":
+    if tier == L2:
         blocks = num_bytes // slot_stride(form.block_bytes)
     elif tier == "file":
         blocks = BareSlab(num_bytes, form.block_bytes, form.block_size).num_slots

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Final
 
 from kvtier.tiers import ConfigError, Finding, FormatError, error, key_id, load_key, ok, warning
-from kvtier.tiers.config import FileConfig, format_size, show_size
+from kvtier.tiers.config import FileConfig, show_size
 from kvtier.tiers.file import slab
+from kvtier.tiers.file.directory import disk_use, slabs_in
 from kvtier.tiers.file.file_io import FileIO
 from kvtier.tiers.file.payload_io import PayloadIO
-from kvtier.tiers.file.slab_budget import SLAB_NAME
 
 _CALL_BYTES: Final = 4 << 20
 _NUM_THREADS: Final = 2  # as many as the file tier has
@@ -62,7 +62,7 @@ def check_key(config: FileConfig) -> Finding:
         except ConfigError as failed:
             found, _, fix = str(failed).partition("; ")
             return error(name, found, fix)
-    for path in _slabs(config.path) if config.path else []:
+    for path in slabs_in(config.path) if config.path else []:
         try:
             with path.open("rb") as file:
                 slab.require_key(slab.decode(file.read(slab.HEADER_BYTES), path.name), wanted, path.name)
@@ -76,13 +76,6 @@ def check_key(config: FileConfig) -> Finding:
     return ok(name, f"[file] key_file holds key {wanted.hex()}")
 
 
-def _slabs(directory: Path) -> list[Path]:
-    try:
-        return [path for path in directory.iterdir() if SLAB_NAME.fullmatch(path.name) and path.is_file()]
-    except OSError:
-        return []
-
-
 def _nearest(path: Path) -> Path | None:
     """The directory, or its nearest existing parent: kvtier creates the rest. None: a file is in the way."""
     for found in (path, *path.absolute().parents):
@@ -92,15 +85,13 @@ def _nearest(path: Path) -> Path | None:
 
 
 def _check_room(config: FileConfig, free: int) -> Finding:
-    """Whether free space and existing slabs together hold [file] size, as checked at start."""
+    """Whether free space and what slabs take together hold [file] size, as checked at start."""
     assert config.path is not None
-    slabs = _slabs(config.path)
-    taken = sum(path.stat().st_size for path in slabs)
-    found = f"{show_size(free)} free, slabs take {show_size(taken)}, [file] size {format_size(config.size)}"
-    if config.size > free + taken:
-        verdict = warning if slabs else error  # a start is refused only for the first slab of a directory
-        return verdict("free space", found, "lower [file] size, or choose another [file] path")
-    return ok("free space", found)
+    use = disk_use(config.path, config.size, free)
+    if use.size > use.free + use.on_disk:
+        verdict = warning if use.num_slabs else error  # a start is refused only for the first slab of a directory
+        return verdict("free space", str(use), "lower [file] size, or choose another [file] path")
+    return ok("free space", str(use))
 
 
 def _judge(rates: DiskRates | None, config: FileConfig) -> list[Finding]:

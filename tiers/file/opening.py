@@ -4,6 +4,7 @@ from typing import Final
 
 from kvtier.tiers import BATCH_BYTES, BlockShape, ConfiguredTier, Finding, load_key
 from kvtier.tiers.config import Config
+from kvtier.tiers.file.directory import require_directory
 from kvtier.tiers.file.doctor import check_disk, check_key
 from kvtier.tiers.file.store import FileStore
 
@@ -32,6 +33,16 @@ def configured(config: Config, fingerprint: bytes, shape: BlockShape) -> Configu
 
     joined = max(1, min(_JOINED, BATCH_BYTES // shape.block_bytes))
     return ConfiguredTier(open_slab, config.file.deadline, joined)
+
+
+def checked(config: Config) -> str | None:
+    """Makes the directory if need be, and reads the key."""
+    if config.file.path is None:
+        return None
+    if config.file.key_file is not None:
+        load_key(config.file.key_file, "[file] key_file")
+    use = require_directory(config.file)
+    return f"file: {use if use is not None else f'{config.file.path} does not answer as it should'}"
 
 
 def examine(config: Config) -> list[Finding]:

@@ -5,7 +5,7 @@ from .hierarchy import Hierarchy
 from .inventory import HeldRun, held_runs, in_runs, lineages
 from .io_queue import IoQueue, JoinedJob
 from .lower_tier import TierPort
-from .opening import lower_modules, open_hierarchy, open_ports
+from .opening import check_tiers, lower_modules, open_hierarchy, open_ports
 from .rates import Meeting, Rates
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "TierPort",
     "Wanted",
     "bring",
+    "check_tiers",
     "events_of",
     "evict_everywhere",
     "held_runs",

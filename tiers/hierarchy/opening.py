@@ -22,6 +22,13 @@ class TierModule(Protocol):
         `fingerprint` is `ModelIdentity.fingerprint`, 32 bytes: blocks of another are never to be found.
         """
 
+    def checked(self, config: Config) -> str | None:
+        """What it is going to use, as a line for the log; None if it is off. Asks nobody over a network.
+
+        ConfigError, with the fix, for a setting that no model could use. What may pass by itself is none: a server that
+        is away, a disk that hangs.
+        """
+
     def examine(self, config: Config) -> list[Finding]:
         """What `kvtier doctor` says of it, on or off. Changes nothing, ends within seconds, raises nothing."""
 
@@ -31,6 +38,14 @@ def lower_modules() -> Iterator[tuple[str, TierModule]]:
     for kind in lower_tiers():
         assert kind.module is not None
         yield kind.name, cast(TierModule, import_module(kind.module))
+
+
+def check_tiers(config: Config) -> list[str]:
+    """Look at the settings of the lower tiers before anything waits for them: what each is going to use.
+
+    ConfigError as `TierModule.checked`.
+    """
+    return [line for _, module in lower_modules() if (line := module.checked(config)) is not None]
 
 
 def open_hierarchy(config: Config, fingerprint: bytes, shape: BlockShape, *, lease_deadline: float = 60.0) -> Hierarchy:

@@ -1,8 +1,9 @@
 """The Redis tier from its section of the configuration: how to reach it, and what the doctor asks. A `TierModule`."""
 
-from kvtier.tiers import BATCH_BYTES, BlockShape, ConfiguredTier, Finding
+from kvtier.tiers import BATCH_BYTES, BlockShape, ConfiguredTier, Finding, load_key
 from kvtier.tiers.config import Config
 from kvtier.tiers.redis.doctor import check_redis
+from kvtier.tiers.redis.options import parse
 from kvtier.tiers.redis.store import RedisStore
 
 
@@ -17,6 +18,16 @@ def configured(config: Config, fingerprint: bytes, shape: BlockShape) -> Configu
     # as long as the store gives itself for the largest batch, and for the connection it may have to open first
     batch = max(BATCH_BYTES, shape.block_bytes) / config.redis.bandwidth
     return ConfiguredTier(reach, config.redis.connect_timeout + config.redis.deadline + batch)
+
+
+def checked(config: Config) -> str | None:
+    """Reads the address and the key, and asks no server: one that is away is found later."""
+    if config.redis.url is None:
+        return None
+    servers = parse(config.redis)
+    if config.redis.key_file is not None:
+        load_key(config.redis.key_file, "[redis] key_file")
+    return f"redis: {config.redis.mode} at {servers.label}"
 
 
 def examine(config: Config) -> list[Finding]:

@@ -10,12 +10,12 @@ from typing import Any, Final
 import redis
 from redis.backoff import NoBackoff
 from redis.cluster import ClusterNode, RedisCluster
-from redis.connection import parse_url
 from redis.retry import Retry
 from redis.sentinel import Sentinel
 
 from kvtier.tiers import ConfigError, KVTierError, TierUnavailable
 from kvtier.tiers.config import RedisConfig
+from kvtier.tiers.redis.address import parse_address
 
 _log = logging.getLogger(__name__)
 
@@ -26,7 +26,6 @@ REDIS_ERRORS: Final = (redis.RedisError, redis.exceptions.RedisClusterException)
 MAX_VALUE: Final = 512 << 20  # bytes: `proto-max-bulk-len` unless somebody changed it
 _LEAST_RECORDS: Final = 16  # that memory must hold, if nothing may be evicted for the next
 _PORTS: Final = {"standalone": 6379, "cluster": 6379, "sentinel": 26379}
-_IN_URL: Final = frozenset({"host", "port", "path", "db", "username", "password", "connection_class"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +49,7 @@ class Servers:
 def parse(config: RedisConfig) -> Servers:
     """The servers `url` names. ConfigError if it cannot be used."""
     assert config.url is not None
-    parts = [_parse_one(part.strip(), _PORTS[config.mode]) for part in config.url.get_secret_value().split(",")]
+    parts = [parse_address(part.strip(), _PORTS[config.mode]) for part in config.url.get_secret_value().split(",")]
     path: str | None = parts[0].get("path")
     login: dict[str, Any] = {}
     addresses = tuple((part["host"], part["port"]) for part in parts if "path" not in part)
@@ -89,21 +88,6 @@ def _common(config: RedisConfig, label: str, parts: list[dict[str, Any]]) -> dic
                 raise _bad("ca", str(config.ca), f"{why}; name a PEM file of certificates") from None
             common["ssl_ca_certs"] = str(config.ca)
     return common
-
-
-def _parse_one(url: str, default_port: int) -> dict[str, Any]:
-    try:
-        part: dict[str, Any] = parse_url(url)
-    except ValueError:  # its text may show the URL, and with it a password
-        part = {}
-    if not part or not (part.get("host") or part.get("path")):
-        raise ConfigError(
-            "[redis] url (not shown, it may hold a password): not an address; write it as in redis://HOST:6379/0"
-        )
-    if unknown := sorted(part.keys() - _IN_URL):
-        raise ConfigError(f"[redis] url: {unknown[0]} behind the ?: not read there; use the options of [redis]")
-    part.setdefault("port", default_port)
-    return part
 
 
 def own_login(config: RedisConfig) -> dict[str, Any]:

@@ -487,21 +487,41 @@ def test_a_mode_that_is_not_the_servers_is_one_line(server: RedisServer) -> None
         assert refused(url) == f'[redis] mode "standalone": {url[8:]} is a cluster; set mode to "cluster"'
 
 
+PORT = (
+    '[redis] url "{}": its port is no number from 1 to 65535; '
+    "write it as in redis://HOST:6379/0, and / and # of a password as %2F and %23"
+)
+
+
 @pytest.mark.parametrize(
     ("given", "line"),
     [
         (
             {"url": f"http://user:{SECRET}@host"},
-            "[redis] url (not shown, it may hold a password): not an address; write it as in redis://HOST:6379/0",
+            '[redis] url "http://…@host": scheme "http" is none of redis, rediss and unix; '
+            "write it as in redis://HOST:6379/0",
         ),
         (
             {"url": f"redis://user:{SECRET}@host:port"},
-            "[redis] url (not shown, it may hold a password): not an address; write it as in redis://HOST:6379/0",
+            '[redis] url "redis://…@host:port": its port is no number from 1 to 65535; '
+            "write it as in redis://HOST:6379/0, and / and # of a password as %2F and %23",
         ),
         (
-            {"url": ""},
-            "[redis] url (not shown, it may hold a password): not an address; write it as in redis://HOST:6379/0",
+            {"url": f"redis://user:{SECRET}"},
+            "[redis] url (not shown, it may hold a password): its port is no number from 1 to 65535; "
+            "write it as in redis://HOST:6379/0, and / and # of a password as %2F and %23",
         ),
+        ({"url": "redis://a:0"}, PORT.format("redis://a:0")),
+        ({"url": "redis://a:66000"}, PORT.format("redis://a:66000")),
+        ({"url": "redis://:6379"}, '[redis] url "redis://:6379": no host; write it as in redis://HOST:6379/0'),
+        (
+            {"url": f"redis://:{SECRET}@host/zero"},
+            '[redis] url "redis://…@host/zero": the database behind the address is no number; '
+            "write it as in redis://HOST:6379/0",
+        ),
+        ({"url": "localhost:6379"}, '[redis] url "localhost:6379": no scheme; write redis://localhost:6379'),
+        ({"url": ""}, '[redis] url "": not an address; write it as in redis://HOST:6379/0'),
+        ({"url": "unix://"}, '[redis] url "unix://": no path; write it as in unix:///run/redis.sock'),
         (
             {"url": "redis://a,redis://b"},
             '[redis] url "a:6379, b:6379": several servers, but mode is "standalone"; '
