@@ -4,6 +4,7 @@ A client's is a `Hello` or a `Join`, the daemon's a `Welcome`, `Joined` or `Refu
 before everything that may change with it.
 """
 
+import errno
 import os
 import socket
 import struct
@@ -18,6 +19,7 @@ VERSION: Final = 6
 _MAGIC: Final = "kvtier"
 _MAX_SLOTS: Final = 1 << 32
 _PEER: Final = struct.Struct("3i")
+_SO_PEERPIDFD: Final = 77  # Linux 6.5, asm-generic/socket.h; Python has no name for it
 
 
 class Peer(NamedTuple):
@@ -31,6 +33,20 @@ def peer_of(connection: socket.socket) -> Peer:
     """The process that connected; asked by a client, the one that listens."""
     pid, uid, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
     return Peer(pid, uid)
+
+
+def pidfd_of(connection: socket.socket, peer: Peer) -> int:
+    """A pidfd of the process that connected. OSError if it is gone, or nobody can watch it from here.
+
+    From Linux 6.5 on the socket itself has it. So it can't be another process that got the same pid since, and it may
+    live in a pid namespace this process does not see.
+    """
+    try:
+        return connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
+    except OSError as error:
+        if error.errno != errno.ENOPROTOOPT:
+            raise
+    return os.pidfd_open(peer.pid)
 
 
 def is_trusted(uid: int) -> bool:

@@ -173,12 +173,11 @@ class Daemon:
             session.welcome()
 
     def join(self, session: Session, client: bytes) -> None:
-        copies_for = self._sessions.get(client)
-        if copies_for is None:
+        if (copies_for := self._sessions.get(client)) is None:
             session.refuse("no such client: it has ended, or the daemon was started anew")
             return
         try:
-            copies_for.watch_process(session.peer.pid)
+            session.copies_for(copies_for)
         except OSError as error:
             session.refuse(f"process {session.peer.pid} cannot be watched: {error}")
         else:
@@ -186,7 +185,9 @@ class Daemon:
 
     def copies_ended(self, session: Session, client: bytes) -> None:
         before = self._sessions.get(client)
-        if before is not None and before is not session and before.peer == session.peer:
+        if before is None or before is session:
+            return
+        if (before.peer, before.process) == (session.peer, session.process):
             before.end("replaced")
 
     def ended(self, session: Session) -> None:
@@ -244,8 +245,9 @@ class Daemon:
             session = Session(self, connection, peer)
         except ConfigError as error:
             self._turn_away(connection, peer, str(error))
-        except OSError:  # a process that no one can watch: dead already, or of another pid namespace
-            self._turn_away(connection, peer, f"process {peer.pid} cannot be watched: share the daemon's pid namespace")
+        except OSError:  # dead already; before Linux 6.5 also one of another pid namespace
+            fix = "share the daemon's pid namespace, or run Linux 6.5 or later"
+            self._turn_away(connection, peer, f"process {peer.pid} cannot be watched: {fix}")
         else:
             self._sessions[session.client] = session
 

@@ -80,12 +80,12 @@ class Session:
         self._blocked = False  # the client's socket took no more
         self._busy = False  # with an operation that waits, on a thread of its own
         self._told_epoch = 0
-        self.watch_process(peer.pid)
+        self.process = self.watch_process(connection, peer)
         daemon.loop.watch(connection.fileno(), self._ready)
 
     @property
     def pids(self) -> list[int]:
-        """The processes of the client that live."""
+        """The processes of the client that live; 0 for those of a pid namespace that this process does not see."""
         return sorted(set(self._processes.values()))
 
     @property
@@ -155,15 +155,27 @@ class Session:
         if holdings is not None and self.connected and holdings.may_lapse(at) and self._receive():
             self._daemon.counts["promises_lapsed"] += holdings.lapse(at)
 
-    def watch_process(self, pid: int) -> None:
-        """Hold what the client holds until this process has ended too. OSError if it cannot be watched."""
-        if pid in self._processes.values():
-            return
-        if len(self._processes) >= MAX_PROCESSES:
+    def watch_process(self, connection: socket.socket, peer: Peer) -> int:
+        """Hold what the client holds until this connection's process has ended too. OSError if it cannot be watched.
+
+        Returns what tells the process from others: since Linux 6.9 a pidfd's inode is the process's own.
+        """
+        fd = handshake.pidfd_of(connection, peer)
+        process = os.fstat(fd).st_ino
+        if peer.pid and peer.pid in self._processes.values():
+            os.close(fd)
+        elif len(self._processes) >= MAX_PROCESSES:
+            os.close(fd)
             raise OSError(f"more than {MAX_PROCESSES} processes")
-        fd = os.pidfd_open(pid)
-        self._processes[fd] = pid
-        self._daemon.loop.watch(fd, lambda events: self._process_ended(fd))
+        else:
+            self._processes[fd] = peer.pid
+            self._daemon.loop.watch(fd, lambda events: self._process_ended(fd))
+        return process
+
+    def copies_for(self, client: "Session") -> None:
+        """Have that client's blocks held until this session's process has ended, too. OSError as `watch_process`."""
+        if self._socket is not None:
+            client.watch_process(self._socket, self.peer)
 
     def end_connection(self, reason: str) -> None:
         """Hang up. Promises go; leases and reservations stay while a process lives, which is counted. Idempotent."""

@@ -1,8 +1,9 @@
-"""What docker-compose.yml asks of pid namespaces, with the kernel's own: a pod, a daemon in it, clients in and out."""
+"""A daemon in a pid namespace, with the kernel's own: clients in it and in another, each of which may die."""
 
 import json
 import os
 import signal
+import socket as socketlib
 import subprocess
 import sys
 import tempfile
@@ -15,6 +16,8 @@ import pytest
 from cluster_rig import wait_for
 from node_rig import ROOT, free_port
 from service_rig import environment
+
+from kvtier.connector.daemon.handshake import Peer, pidfd_of
 
 CHILD = ROOT / "tests" / "service" / "node" / "_client_child.py"
 ENTER = ("unshare", "--pid", "--mount", "--fork", "--mount-proc", "--kill-child")
@@ -89,8 +92,19 @@ def pods() -> Iterator[Callable[[], Pod]]:
         pod.close()
 
 
+def has_pidfds_of_peers() -> bool:
+    """Whether a socket tells the pidfd of its peer, as it does from Linux 6.5 on."""
+    left, right = socketlib.socketpair(socketlib.AF_UNIX)
+    with left, right:
+        try:
+            os.close(pidfd_of(left, Peer(0, 0)))
+        except OSError:
+            return False
+        return True
+
+
 @pytest.mark.skipif(bool(why := may_not_unshare()), reason=why or "")
-def test_a_daemon_serves_those_it_can_see(pods: Callable[[], Pod]) -> None:
+def test_a_daemon_watches_processes_of_any_pid_namespace(pods: Callable[[], Pod]) -> None:
     with tempfile.TemporaryDirectory(prefix="kvn-") as home:
         socket, http = f"{home}/kv.sock", f"127.0.0.1:{free_port()}"
 
@@ -114,18 +128,25 @@ def test_a_daemon_serves_those_it_can_see(pods: Callable[[], Pod]) -> None:
 
         pod, other = pods(), pods()
         daemon = start(pod)
-        # an engine in another pod: turned away, and told why
-        stranger = other.run(str(CHILD), socket, "hold")
-        assert stranger.stdout is not None
-        assert stranger.wait(60) != 0
-        assert "No such file" not in stranger.stdout.read()
-        assert status()["events"].get("turned_away", 0) >= 1, status()["events"]
-        # one in the same pod is served; killed, it holds nothing any more
+        # an engine in the same pod is served; killed, it holds nothing any more
         engine = hold(pod)
         assert status()["clients"][0]["leases"] == 1
         kill_inner(engine)
         wait_for(lambda: not status()["clients"])
         assert status()["events"]["leases_reclaimed"] == 1
+        if has_pidfds_of_peers():  # so is one in another pod, whose pid the daemon does not see
+            engine = hold(other)
+            [client] = status()["clients"]
+            assert (client["pids"], client["leases"]) == ([0], 1)
+            kill_inner(engine)
+            wait_for(lambda: not status()["clients"])
+            assert status()["events"]["leases_reclaimed"] == 2
+        else:  # turned away, and told why
+            stranger = other.run(str(CHILD), socket, "hold")
+            assert stranger.stdout is not None
+            assert stranger.wait(60) != 0
+            assert "No such file" not in stranger.stdout.read()
+            assert status()["events"].get("turned_away", 0) >= 1, status()["events"]
         # a killed daemon takes nobody along, and is started again beside those who live
         engine = hold(pod)
         kill_inner(daemon)
