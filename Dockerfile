@@ -1,7 +1,8 @@
-# kvtier in a container. Targets: `cpu` (the default) and `cuda`.
+# kvtier in a container. Targets: `plain`, without torch, for daemons and routers; `cpu` (the default) and `cuda` for engines.
 #
-#   docker build --target cpu  --tag kvtier:cpu  .
-#   docker build --target cuda --tag kvtier:cuda .
+#   docker build --target plain --tag kvtier:plain .
+#   docker build --target cpu   --tag kvtier:cpu   .
+#   docker build --target cuda  --tag kvtier:cuda  .
 #
 # torch is chosen as the Makefile does, by the same script: the CPU build where the package index offers one. PyTorch's own
 # index does: --build-arg PIP_EXTRA_INDEX_URL=… . On CUDA its wheels bring CUDA's libraries along, so that both targets
@@ -27,17 +28,20 @@ COPY connector connector
 COPY engine engine
 COPY service service
 
+FROM sources AS build-plain
+RUN python -m venv /opt/kvtier && /opt/kvtier/bin/pip install .
+
 FROM sources AS build-cpu
 ARG TORCH=torch==2.13.0
 ARG PIP_EXTRA_INDEX_URL
 RUN .ci/venv-with-torch /opt/kvtier "$TORCH" >constraints.txt \
-    && /opt/kvtier/bin/pip install --constraint constraints.txt ".[engine,service]"
+    && /opt/kvtier/bin/pip install --constraint constraints.txt ".[engine]"
 
 FROM sources AS build-cuda
 ARG TORCH=torch
 ARG PIP_EXTRA_INDEX_URL
 RUN .ci/venv-with-torch /opt/kvtier "$TORCH" >constraints.txt \
-    && /opt/kvtier/bin/pip install --constraint constraints.txt ".[cuda,engine,service]"
+    && /opt/kvtier/bin/pip install --constraint constraints.txt ".[cuda,engine]"
 
 
 # The compiled twins, of the same sources for the same Python: `kvtier compile` without what else the command needs.
@@ -58,6 +62,9 @@ ENV PATH=/opt/kvtier/bin:$PATH HOME=/tmp KVTIER_COMPILED=/opt/kvtier-compiled
 USER 10001:10001
 ENTRYPOINT ["kvtier"]
 CMD ["--help"]
+
+FROM run AS plain
+COPY --from=build-plain /opt/kvtier /opt/kvtier
 
 FROM run AS cuda
 ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility

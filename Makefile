@@ -15,7 +15,7 @@
 #   make soak         a whole node under faults for MINUTES=…; likewise kills and crash-images COUNT=…, fuzz MINUTES=…
 #   make setup        only the set-up: .venv with the `kvtier` command
 #
-# On a GPU machine, first:  export TORCH=torch EXTRAS=cuda13,engine,service,dev  (or cuda12)
+# On a GPU machine, first:  export TORCH=torch EXTRAS=cuda13,engine,dev  (or cuda12)
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -26,7 +26,7 @@ SHELL := /bin/bash
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
-EXTRAS ?= engine,service,dev
+EXTRAS ?= engine,dev
 PYTEST_ARGS ?= -n auto --dist loadfile
 ENGINE_ARGS ?=
 DEMO_ARGS ?=

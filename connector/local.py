@@ -7,14 +7,16 @@ from typing import TYPE_CHECKING, Final
 from kvtier.connector.both_ends import BothEndsSide
 from kvtier.connector.opening import open_tiers
 from kvtier.connector.worker import WorkerSide
+from kvtier.tiers import copies
 from kvtier.tiers.config import Config
-from kvtier.tiers.copies import BlockPool, CopyStream, CopyWays, CudaCopyStream, HostCopyStream
 from kvtier.tiers.hierarchy import Hierarchy
 from kvtier.tiers.host import cuda_driver
 from kvtier.tiers.naming import KVShape, ModelIdentity
 
 if TYPE_CHECKING:
     import torch
+
+    from kvtier.tiers.copies import BlockPool, CopyStream
 
 _log = logging.getLogger(__name__)
 
@@ -44,15 +46,16 @@ class LocalConnector:
         if tensor.is_cuda and config.host.pin and cuda_driver() is None:
             _log.warning("[host] pin: libcuda.so.1 is not found or does not start, so copies will be slow")
 
-        def follow(region_id: int) -> CopyStream | None:
+        def follow(region_id: int) -> "CopyStream | None":
             region = self.tiers.region
             if region is None or region.region_id != region_id:
                 return None
             if not tensor.is_cuda:
-                return HostCopyStream(tensor, region)
+                return copies.HostCopyStream(tensor, region)
             if config.host.pin:
                 region.pin(tensor.device.index)
-            return CudaCopyStream(tensor, region, ways=CopyWays.to_measure(config.host, self.tiers.metrics))
+            ways = copies.CopyWays.to_measure(config.host, self.tiers.metrics)
+            return copies.CudaCopyStream(tensor, region, ways=ways)  # loads torch
 
         self.scheduler = BothEndsSide(self.tiers, partial_blocks=partial_blocks and config.cache.partial_blocks)
         self.worker = WorkerSide(follow, shape.num_layers, shape.layer_bytes, _COPY_DEADLINE)

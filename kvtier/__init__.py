@@ -8,5 +8,16 @@ import lazy_loader
 
 __version__ = "0.1.0"
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+_import, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 __all__ += ["__version__"]
+
+
+def __getattr__(name: str) -> object:
+    """A name of the public API. MissingPackages: what the engine needs is not installed."""
+    try:
+        return _import(name)
+    except ModuleNotFoundError:
+        from kvtier.tiers import require_extra
+
+        require_extra(f"kvtier.{name}", "engine")
+        raise

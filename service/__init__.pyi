@@ -1,4 +1,4 @@
-from .command_line import Exit, needing
+from .command_line import Exit
 from .json_text import Json, first_error, harmless, object_in, shown, writable
 from .logs import REQUEST_ID, LogFormat, LogLevel, begin_request, log_to_stderr, request_id
 
@@ -12,7 +12,6 @@ __all__ = [
     "first_error",
     "harmless",
     "log_to_stderr",
-    "needing",
     "object_in",
     "request_id",
     "shown",

@@ -64,6 +64,8 @@ TORCH_FOLDERS: Final = (
     "engine/demo",
 )
 TORCH_FILES: Final = ("connector/worker.py", "connector/models/hf_model.py", "service/engine/process.py")
+# Who imports torch and transformers when they are imported: what the extras `engine` and `transformers` are for.
+LOADS_TORCH: Final = (*TORCH_FOLDERS, "service/engine", "service/sizing")
 FOR_ENGINES: Final = {
     "KVTierConnector",
     "KVTierSecondaryTier",
@@ -76,15 +78,16 @@ EXPLAINED: Final = {
     "service/archive/archive.py:export_blocks": "the namespace, and all that may be said of its export",
     "kvtier/cli/servers_cli.py:serve_engine": "one parameter for each option of the command line",
     "kvtier/cli/servers_cli.py:route": "the same",
-    "kvtier/cli/servers_cli.py:kvtier.service.admin.http_app": "starlette and uvicorn are the extra `service`",
+    "kvtier/__init__.py:kvtier.tiers.extras": "`import kvtier` alone imports no other part of kvtier",
+    "kvtier/cli/servers_cli.py:kvtier.service.admin.http_app": "starlette and uvicorn, which other verbs do not need",
     "kvtier/cli/servers_cli.py:kvtier.service.web.http_server": "the same",
-    "kvtier/cli/servers_cli.py:kvtier.service.router.app": "starlette and uvicorn are the extra `service`",
-    "kvtier/cli/servers_cli.py:kvtier.service.events.publisher": "so is pyzmq",
+    "kvtier/cli/servers_cli.py:kvtier.service.router.app": "the same",
+    "kvtier/cli/servers_cli.py:kvtier.service.events.publisher": "pyzmq, likewise",
     "kvtier/cli/servers_cli.py:kvtier.tiers.hierarchy.opening": "numpy and redis, which other verbs do not need",
     "kvtier/cli/servers_cli.py:kvtier.service.node.daemon": "numpy and redis, which other verbs do not need",
     "service/events/publisher.py:_run:except": "top of the loop: a batch that fails is counted, the thread lives on",
     "service/events/consumer.py:_run:except": "top of the worker loop: what failed is counted and read anew",
-    "kvtier/cli/admin_cli.py:kvtier.service.web.http_client": "httpx2 is the extra `service`",
+    "kvtier/cli/admin_cli.py:kvtier.service.web.http_client": "httpx2, which help does not need",
     "kvtier/cli/servers_cli.py:kvtier.service.engine.process": "torch and transformers take seconds to import",
     "engine/offload.py:start_copies:except": "beside any step: the worker reports them as failed, the rest goes on",
     "service/engine/loop.py:_admit:except": "the same: what fails while a request is taken in is that request's alone",
@@ -98,7 +101,7 @@ EXPLAINED: Final = {
     "kvtier/cli/worth_cli.py:kvtier.engine.prefill_time": "torch and transformers take seconds to import",
     "kvtier/cli/worth_cli.py:kvtier.service.worth.worth": "numpy, which other verbs do not need",
     "kvtier/cli/bench_cli.py:run_bench": "one parameter for each option of the command line",
-    "kvtier/cli/bench_cli.py:kvtier.service.bench.bench": "httpx2 is the extra `service`",
+    "kvtier/cli/bench_cli.py:kvtier.service.bench.bench": "httpx2, which help does not need",
     "kvtier/cli/bench_cli.py:kvtier.service.bench.load": "the same",
     "kvtier/cli/bench_cli.py:kvtier.service.bench.patterns": "the same",
     "kvtier/cli/admin_cli.py:explain": "one parameter for each option of the command line",
@@ -150,7 +153,7 @@ class Import(NamedTuple):
     name: str
     path: str
     line: int
-    place: str  # "top", "typing", "block"
+    place: str  # "top", "typing", "block", "late"
     written: str  # as it stands there: the dotted name, behind a colon what is taken from it
 
 
@@ -200,7 +203,7 @@ def _taken(path: str, tree: ast.Module, folder: str, name: str) -> Iterator[Impo
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == name:
             behind = face(folder_of(folder) or "").get(node.attr, folder)
-            yield Import(behind, path, node.lineno, "top", f"{folder}:{node.attr}")
+            yield Import(behind, path, node.lineno, "late", f"{folder}:{node.attr}")
 
 
 @cache
@@ -317,6 +320,22 @@ def test_torch_only_where_tensors_are() -> None:
         and found.place != "typing"
     ]
     assert not wrong, "\n".join(wrong)
+
+
+def test_what_needs_no_model_loads_no_torch() -> None:
+    """A daemon, a router and the verbs of operators run where no torch is, and start without its seconds elsewhere."""
+    loads: dict[str, set[str]] = {}
+    for found in all_imports():
+        if found.place == "top":
+            module = found.name.removeprefix("kvtier.").replace(".", "/")
+            loads.setdefault(found.path, set()).add(f"{module}.py" if f"{module}.py" in sources() else module)
+    with_torch = {"torch", "cupy", "transformers"}
+    while more := {path for path, modules in loads.items() if modules & with_torch} - with_torch:
+        with_torch |= more
+    files = with_torch & sources().keys()
+    assert "engine/model.py" in files
+    wrong = sorted(path for path in files if home_of(path) not in LOADS_TORCH and path not in TORCH_FILES)
+    assert not wrong, f"{wrong}: import it where it is used, through its folder's face (`copies.CudaCopyStream`)"
 
 
 def test_nothing_imports_a_second_copy() -> None:

@@ -6,10 +6,12 @@ from .errors import (
     FingerprintMismatch,
     FormatError,
     KVTierError,
+    MissingPackages,
     RequestError,
     StoreLocked,
     TierUnavailable,
 )
+from .extras import require_extra
 from .finding import Finding, Status, error, ok, warning
 from .kinds import L1, L2, MISS, TIERS, TierKind, lookup_results, lower_tiers, tier_captions
 from .lineage import Lineage, TellsLineage
@@ -63,6 +65,7 @@ __all__ = [
     "Lineage",
     "Locates",
     "Metrics",
+    "MissingPackages",
     "NameCipher",
     "Outcome",
     "RecordCipher",
@@ -86,6 +89,7 @@ __all__ = [
     "lower_tiers",
     "ok",
     "require_buffers",
+    "require_extra",
     "require_records",
     "require_space",
     "tier_captions",

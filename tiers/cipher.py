@@ -47,7 +47,7 @@ def load_key(path: Path, field: str) -> bytes:
         import cryptography.hazmat.primitives.ciphers.aead  # noqa: F401
     except ImportError:
         raise ConfigError(
-            f'{field} "{path}": needs the package cryptography; install kvtier[encryption], or leave {field} out'
+            f"{field} \"{path}\": needs cryptography; pip install 'kvtier[encryption]', or leave {field} out"
         ) from None
     try:
         status = path.stat()

@@ -5,7 +5,9 @@ KVTierError
 ├── FormatError          bytes on disk or wire are not in a format this version reads
 ├── FingerprintMismatch  the bytes belong to another model, dtype or layout
 ├── StoreLocked          another process owns the store (names its pid)
-└── TierUnavailable      a tier could not be opened or reached
+├── TierUnavailable      a tier could not be opened or reached
+├── RequestError         a request cannot be served as asked
+└── MissingPackages      what an extra brings is not installed (names the extra)
 """
 
 
@@ -35,3 +37,7 @@ class TierUnavailable(KVTierError):
 
 class RequestError(KVTierError, ValueError):
     """A request cannot be served as asked. The engine goes on serving the others."""
+
+
+class MissingPackages(KVTierError, ImportError):
+    """Packages of an extra are not installed. The message names them all, and the command that installs them."""

@@ -7,13 +7,15 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Self
 
-import torch
+from kvtier.tiers import L2, ConfigError, MissingPackages, Outcome, RequestError, require_extra
 
 try:
+    import torch
     from transformers import DynamicCache, PreTrainedModel
     from transformers import __version__ as _version
-except ImportError as error:
-    raise ImportError("KVTier needs transformers 5.0 or newer: pip install 'kvtier[engine]'") from error
+except ModuleNotFoundError:
+    require_extra("KVTier", "transformers")
+    raise
 
 from kvtier.connector import open_tiers
 from kvtier.connector.models import identity_of, name_of, rope_limit
@@ -31,14 +33,15 @@ from kvtier.connector.transformers.segments import SegmentCalls, SegmentLists, l
 from kvtier.connector.transformers.state_calls import StateCalls
 from kvtier.connector.transformers.state_gate import GoingOn, how_it_goes_on
 from kvtier.connector.transformers.tier_blocks import PromptRow, TierBlocks
-from kvtier.tiers import L2, ConfigError, Outcome, RequestError
 from kvtier.tiers.config import Config, ConfigSource, format_size
 from kvtier.tiers.hierarchy import CacheTiers
 from kvtier.tiers.naming import root_hash
 from kvtier.tiers.returns import Hint, hint_of
 
 if int(_version.partition(".")[0]) < 5:
-    raise ImportError(f"KVTier needs transformers 5.0 or newer, here is {_version}: pip install -U 'kvtier[engine]'")
+    raise MissingPackages(
+        f"KVTier needs transformers 5.0 or newer, here is {_version}: pip install -U 'kvtier[transformers]'"
+    )
 
 _log = logging.getLogger(__package__)
 

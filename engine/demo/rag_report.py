@@ -9,7 +9,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from kvtier.tiers import ConfigError
+from kvtier.tiers import ConfigError, require_extra
 
 FULL_PREFILL: Final = "full prefill"
 PREFIX_ONLY: Final = "prefix only"
@@ -96,11 +96,10 @@ def show(console: Console, report: RagReport) -> None:
 
 
 def draw(report: RagReport, path: Path) -> None:
-    """Three panels: tokens by source, right answers, time to first token. ConfigError if it cannot be drawn."""
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError:
-        raise ConfigError("--picture: it needs matplotlib; pip install matplotlib") from None
+    """Three panels: tokens by source, right answers, time to first token. ConfigError if it cannot be written."""
+    require_extra("--picture", "charts")
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(12, 3.2), layout="constrained")
     panels: Any = figure.subplots(1, 3, sharey=True)
     names = [each.name for each in report.times]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from kvtier.cli.options import ConfigOption, JsonOption, given, progress_bar, show
-from kvtier.service import Exit, Json, harmless, needing, observe, router
+from kvtier.service import Exit, Json, harmless, observe, router
 from kvtier.tiers import ConfigError, KVTierError
 from kvtier.tiers import config as configuration
 from kvtier.tiers.config import format_size, parse_duration, parse_size, parse_time, show_size
@@ -79,8 +79,8 @@ def _connected(
     """The daemon that the options name. The options are those of every command."""
     from pydantic import SecretStr
 
-    with needing("this command"):
-        from kvtier.service.web import HttpClient
+    from kvtier.service.web import HttpClient
+
     settings = configuration.Config.load(config).service
     if http is not None:
         host, _, port = http.rpartition(":")

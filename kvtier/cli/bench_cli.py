@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import typer
 
 from kvtier.cli.options import DEADLINES, HtmlOption, JsonOption, PngOption, check_figure, progress_bar, show, table_of
-from kvtier.service import Exit, needing
+from kvtier.service import Exit
 
 app = typer.Typer()
 
@@ -40,8 +40,8 @@ def run_bench(
     check_figure("--deadline", deadline, *DEADLINES)
     check_figure("--rate", rate, 1e-6, 1e6)
     check_figure("--speed", speed, 1e-6, 1e6)
-    with needing("kvtier bench"):
-        from kvtier.service.bench import BenchOptions, LoadPace, Shape, run_bench
+    from kvtier.service.bench import BenchOptions, LoadPace, Shape, run_bench
+
     urls = (url,) if compare is None else (url, compare)
     shape = Shape(pattern, requests, prompt_tokens, turn_tokens, answer_tokens, turns, seed)
     options = BenchOptions(urls, shape, LoadPace(concurrency, rate), api, model, token, deadline, trace, speed)

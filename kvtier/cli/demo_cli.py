@@ -7,8 +7,7 @@ import typer
 
 from kvtier.cli.options import ConfigOption, ExactOption, JsonOption, writable_file
 from kvtier.cli.verbs import VerbGroup
-from kvtier.service import needing
-from kvtier.tiers import ConfigError
+from kvtier.tiers import ConfigError, require_extra
 from kvtier.tiers import config as configuration
 
 app = typer.Typer()
@@ -26,8 +25,9 @@ def run_demo(context: typer.Context, model: CheckpointOption = None, as_json: Js
         if model is not None or as_json:
             raise ConfigError(f"write options behind `{context.invoked_subcommand}`, which they are for")
         return
-    with needing("the demo"):
-        from kvtier.engine.demo import DemoOptions, demo  # torch and transformers take seconds to import
+    require_extra("kvtier demo", "engine")
+    from kvtier.engine.demo import DemoOptions, demo  # torch and transformers take seconds to import
+
     raise typer.Exit(demo(DemoOptions(model=model, as_json=as_json)))
 
 
@@ -43,8 +43,9 @@ def run_rag_demo(
     as_json: JsonOption = False,
 ) -> None:
     """Ask about documents in different orders: full prefill, prefixes alone, segments without and with repair."""
-    with needing("the demo"):
-        from kvtier.engine.demo import RagOptions, rag_demo
+    require_extra("kvtier demo rag", "engine")
+    from kvtier.engine.demo import RagOptions, rag_demo
+
     raise typer.Exit(rag_demo(RagOptions(model, questions, rule, share, picture, as_json)))
 
 
@@ -59,8 +60,9 @@ def save_model(
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"DIR {str(directory)!r}: {error.strerror}; name a directory that can be made") from None
-    with needing("this"):
-        from kvtier.engine.demo import save_model as save
+    require_extra("kvtier model", "engine")
+    from kvtier.engine.demo import save_model as save
+
     save(directory)
 
 
@@ -76,8 +78,9 @@ def run_generate(
 ) -> None:
     settings = configuration.Config.load(config)
     text = _prompt(prompt, prompt_file)
-    with needing("this"):
-        from kvtier.engine.demo import GenerateOptions, generate
+    require_extra("kvtier generate", "engine")
+    from kvtier.engine.demo import GenerateOptions, generate
+
     generate(GenerateOptions(model, text, max_tokens, exact, as_json), settings)
 
 

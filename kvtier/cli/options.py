@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from kvtier.service import harmless, needing
-from kvtier.tiers import ConfigError
+from kvtier.service import harmless
+from kvtier.tiers import ConfigError, require_extra
 from kvtier.tiers import config as configuration
 
 if TYPE_CHECKING:
@@ -27,8 +27,7 @@ def writable_file(option: typer.CallbackParam, path: Path | None) -> Path | None
     if path is None:
         return None
     name = option.opts[0]
-    with needing(name):
-        import matplotlib  # noqa: F401
+    require_extra(name, "charts")
     is_new = not os.path.lexists(path)
     try:
         # What is there stays; a pipe that nobody reads is refused, not waited for.

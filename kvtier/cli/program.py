@@ -8,7 +8,7 @@ import typer
 from kvtier import __version__
 from kvtier.cli.verbs import Verbs
 from kvtier.service import Exit, harmless
-from kvtier.tiers import ConfigError, KVTierError
+from kvtier.tiers import ConfigError, KVTierError, MissingPackages
 
 # Help and mistakes are plain text: rich alone would take twice the CPU time of all else.
 app = typer.Typer(
@@ -37,9 +37,10 @@ def kvtier(
 
 
 def main() -> None:
-    """Run the command line. A user's mistake ends as one line on stderr and status 2, another failure as status 1."""
+    """Run the command line. What its user can fix is one line on stderr and status 2, another failure status 1."""
     try:
         app()
     except KVTierError as error:
         print(f"kvtier: {harmless(str(error))}", file=sys.stderr)
-        sys.exit(Exit.USAGE if isinstance(error, ConfigError) else Exit.FAILED)
+        can_fix = isinstance(error, ConfigError | MissingPackages)
+        sys.exit(Exit.USAGE if can_fix else Exit.FAILED)

@@ -11,8 +11,8 @@ import typer
 
 from kvtier.cli import serving
 from kvtier.cli.options import ConfigOption, ExactOption, HttpOption, given
-from kvtier.service import LogFormat, LogLevel, needing
-from kvtier.tiers import ConfigError, hash_without_the_gil
+from kvtier.service import LogFormat, LogLevel
+from kvtier.tiers import ConfigError, hash_without_the_gil, require_extra
 from kvtier.tiers import config as configuration
 from kvtier.tiers.config import format_size
 
@@ -52,12 +52,12 @@ def serve(
         raise ConfigError("[service] socket none: the daemon needs a place to listen; name one, or give --socket PATH")
     serving.begin(_DAEMON_SWITCH, log_level, log_format)
     hash_without_the_gil()  # its loop answers meanwhile
-    with needing("the daemon"):
-        from kvtier.service.admin import Pages
-        from kvtier.service.events import Publisher
-        from kvtier.service.node import Daemon
-        from kvtier.service.web import HttpSocket
-        from kvtier.tiers.hierarchy import check_tiers
+    from kvtier.service.admin import Pages
+    from kvtier.service.events import Publisher
+    from kvtier.service.node import Daemon
+    from kvtier.service.web import HttpSocket
+    from kvtier.tiers.hierarchy import check_tiers
+
     tiers = check_tiers(settings)  # a wrong setting is told now, not to the first engine
     listening = HttpSocket(settings.service.http, names=settings.service.allowed_hosts)
     with Publisher(settings.events) if settings.events.publish is not None else nullcontext() as publisher:
@@ -97,8 +97,9 @@ def serve_engine(
     options = given(name=name, http=http, request_log=request_log, tool_parser=tool_parser)
     settings = configuration.Config.load(config, server=options)
     serving.begin(_SWITCH, log_level, log_format)
-    with needing("the engine"):
-        from kvtier.service.engine import EngineServer
+    require_extra("kvtier engine", "engine")
+    from kvtier.service.engine import EngineServer
+
     server = EngineServer(model, settings, exact=exact)
 
     def stop() -> None:
@@ -127,8 +128,8 @@ def route(
     options = given(replicas=replica, replicas_file=replicas_file, model=model, http=http)
     settings = configuration.Config.load(config, router=options)
     serving.begin(_SWITCH, log_level, log_format)
-    with needing("the router"):
-        from kvtier.service.router import serve as serve_router
+    from kvtier.service.router import serve as serve_router
+
     server, stopping = serve_router(settings.router, strict=settings.events.strict), Event()
     serving.on_signal(stopping.set)
     server.start()

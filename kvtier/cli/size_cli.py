@@ -7,8 +7,7 @@ import typer
 
 from kvtier.cli.options import JsonOption, show, size_given, table_of
 from kvtier.connector.transformers import read_config
-from kvtier.service import needing
-from kvtier.tiers import ConfigError
+from kvtier.tiers import ConfigError, require_extra
 
 app = typer.Typer()
 
@@ -36,8 +35,9 @@ def size(
         if room < 1:
             raise ConfigError(f"{given[tier][0]} {room}: use a size above 0")
     read_config(model)  # a file that is wrong is told at once: torch takes seconds to import
-    with needing("kvtier size"):
-        from kvtier.service.sizing import sizing_of
+    require_extra("kvtier size", "transformers")
+    from kvtier.service.sizing import sizing_of
+
     found = sizing_of(
         model,
         rooms,

@@ -17,8 +17,7 @@ from kvtier.cli.options import (
     show,
     table_of,
 )
-from kvtier.service import needing
-from kvtier.tiers import ConfigError
+from kvtier.tiers import ConfigError, require_extra
 from kvtier.tiers import config as configuration
 
 if TYPE_CHECKING:
@@ -74,9 +73,10 @@ def _measure(
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with progress_bar(*columns) as bar:
         task = bar.add_task("loading torch", total=None)
-        with needing("kvtier worth"):
-            from kvtier.engine import REPEATS, measure_prompts
-            from kvtier.service.worth import Worth
+        require_extra("kvtier worth", "engine")
+        from kvtier.engine import REPEATS, measure_prompts
+        from kvtier.service.worth import Worth
+
         bar.update(task, total=1 + REPEATS * len(set(tokens)), completed=-1)
         steps = measure_prompts(
             model,

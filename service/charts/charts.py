@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from kvtier.service import needing
-from kvtier.tiers import KVTierError
+from kvtier.tiers import KVTierError, require_extra
 
 _INCHES: Final = (8.0, 4.5)  # of one chart
 _STYLE: Final = (
@@ -67,8 +66,8 @@ def _table(table: Table) -> str:
 
 
 def _drawn(charts: Sequence[Chart], form: str) -> bytes:
-    with needing("drawing"):
-        from matplotlib.figure import Figure
+    require_extra("drawing", "charts")
+    from matplotlib.figure import Figure
 
     figure: Figure = Figure((_INCHES[0], _INCHES[1] * max(1, len(charts))), layout="constrained")
     panes = figure.subplots(max(1, len(charts)), 1, squeeze=False)[:, 0]

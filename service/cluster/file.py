@@ -7,9 +7,10 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Annotated, Any, Final, Self
 
+import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from kvtier.service import first_error, needing
+from kvtier.service import first_error
 from kvtier.service.cluster.defaults import FIRST_PORT, NUM_PORTS
 from kvtier.tiers import ConfigError
 
@@ -121,8 +122,6 @@ class Topology:
 
 
 def _entries(file: Path) -> dict[str, Any]:
-    with needing("a cluster"):
-        import yaml
     try:
         parsed = yaml.safe_load(file.read_text(encoding="utf-8"))
     except OSError as error:

@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier.engine import Guide
-from kvtier.service import Json, needing
+from kvtier.service import Json
 from kvtier.service.openai import OpenAIError
-from kvtier.tiers import KVTierError
+from kvtier.tiers import MissingPackages, require_extra
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -38,9 +38,9 @@ class JsonGuides:
         if not self._eos_token_ids:
             raise _refused(param, "this model has no token that ends an answer", "unsupported_parameter")
         try:
-            with needing(param):
-                from llguidance import LLMatcher
-        except KVTierError as error:
+            require_extra(param, "engine")
+            from llguidance import LLMatcher
+        except MissingPackages as error:
             raise _refused(param, str(error), "unsupported_parameter") from None
         try:
             grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides={"whitespace_pattern": _SPACE})

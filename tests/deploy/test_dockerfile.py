@@ -16,7 +16,7 @@ from node_rig import ROOT, free_port
 from kvtier.service.cluster.process import is_free
 
 FILE: Final = ROOT / "Dockerfile"
-TARGETS: Final = ("cpu", "cuda")
+TARGETS: Final = ("plain", "cpu", "cuda")
 
 
 class Instruction(NamedTuple):
@@ -93,6 +93,17 @@ def test_what_it_stands_on_is_pinned() -> None:
     chosen = {each.stage: each.words[0] for each in instructions() if each.verb == "ARG" and "TORCH" in each.words[0]}
     assert torch is not None
     assert chosen == {"build-cpu": f"TORCH={torch[1]}", "build-cuda": "TORCH=torch"}
+
+
+def test_torch_is_where_an_engine_runs() -> None:
+    composed = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+    images = {name: each["image"] for name, each in composed["services"].items() if each["image"].startswith("kvtier:")}
+    with_torch = {name for name, image in images.items() if image == "kvtier:cpu"}
+    assert with_torch == {"model", "engine-a", "engine-b"}
+    assert {images[name] for name in images.keys() - with_torch} == {"kvtier:plain"}
+    asked = {word for each in line_of("build-plain") if each.verb == "RUN" for word in each.words}
+    assert "." in asked
+    assert not any("torch" in word or word.startswith(".[") for word in asked)
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -35,6 +35,7 @@ from kvtier.engine.llm import Engine
 from kvtier.engine.sequence import SamplingParams
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.copies.block_copier import BlockCopier
+from kvtier.tiers.errors import MissingPackages
 
 SIZES: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4}
 GREEDY: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -275,8 +276,8 @@ def test_what_an_encoder_reads_names_no_blocks(open_tier: Open, caplog: pytest.L
 @pytest.mark.parametrize(
     ("version", "said"),
     [
-        (None, "needs transformers 5.0 or newer: pip install 'kvtier[engine]'"),
-        ("4.57.6", "transformers 5.0 or newer, here is 4.57.6: pip install -U 'kvtier[engine]'"),
+        (None, "KVTier needs transformers: pip install 'kvtier[transformers]'"),
+        ("4.57.6", "transformers 5.0 or newer, here is 4.57.6: pip install -U 'kvtier[transformers]'"),
     ],
 )
 def test_without_transformers_or_with_an_old_one_the_import_says_what_to_install(
@@ -291,7 +292,7 @@ def test_without_transformers_or_with_an_old_one_the_import_says_what_to_install
         monkeypatch.setitem(sys.modules, "transformers", None)
     else:
         monkeypatch.setattr("transformers.__version__", version)
-    with pytest.raises(ImportError, match=re.escape(said)):
+    with pytest.raises(MissingPackages, match=re.escape(said)):
         import_module("kvtier.connector.transformers").KVTier  # noqa: B018
 
 

@@ -38,7 +38,7 @@ from kvtier.engine.demo.rag_report import (
 )
 from kvtier.engine.demo.recall import RECALL_MODEL, in_words, make_documents, questions, read, right_answers
 from kvtier.engine.sequence import SamplingParams
-from kvtier.tiers.errors import ConfigError
+from kvtier.tiers.errors import ConfigError, MissingPackages
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -168,8 +168,8 @@ def test_a_picture_needs_matplotlib_and_a_place(tmp_path: Path, monkeypatch: pyt
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ConfigError, match=r"--picture \"nowhere/picture\.png\""):
         draw(report(), Path("nowhere/picture.png"))
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ConfigError, match="pip install matplotlib"):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(MissingPackages, match=r"--picture needs matplotlib: pip install 'kvtier\[charts\]'"):
         draw(report(), tmp_path / "picture.png")
 
 

@@ -112,5 +112,5 @@ def test_what_no_guide_can_be_made_for_says_so(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(OpenAIError, match="no token that ends an answer"):
         guides.of(PET, "response_format")
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(OpenAIError, match=r"install kvtier\[engine\]"):
+    with pytest.raises(OpenAIError, match=r"needs llguidance: pip install 'kvtier\[engine\]'"):
         JsonGuides(tokenizer().to_str, 258, [257]).of(PET, "response_format")

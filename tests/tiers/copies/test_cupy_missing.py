@@ -92,5 +92,5 @@ def test_there_is_an_extra_for_each_cuda() -> None:
     extras = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"][
         "optional-dependencies"
     ]
-    assert extras["cuda"] == extras["cuda13"] == ["cupy-cuda13x>=14"]
-    assert extras["cuda12"] == ["cupy-cuda12x>=14"]
+    assert extras["cuda"] == extras["cuda13"] == ["cupy-cuda13x>=14", "torch>=2.6"]
+    assert extras["cuda12"] == ["cupy-cuda12x>=14", "torch>=2.6"]
