@@ -2,7 +2,7 @@
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final
@@ -78,6 +78,7 @@ class ExtentMap:
         self._dirty = bytearray(num_extents)
         self._state = [_ExtentState.FREE] * num_extents
         self._free = list(range(num_extents))  # a heap: low extents first, so that a slab can be cut short
+        self._withheld: list[int] = []  # free, too, but the disk had no space for them
         self._open: OrderedDict[int, ChainHash | None] = OrderedDict()  # extent -> its last block
         self._order: OrderedDict[int, None] = OrderedDict()  # open and closed extents, next victim first
 
@@ -242,6 +243,21 @@ class ExtentMap:
         self._state[extent] = _ExtentState.CLOSED
         self._order[extent] = None
 
+    def withhold(self, claim: ClaimedExtent, lacks_space: Callable[[int], bool]) -> None:
+        """The disk has no space for the claimed extent: it, and free ones that lack space, too, wait until `offer`."""
+        self._busy[claim.extent] -= 1
+        if self._state[claim.extent] is not _ExtentState.RETIRED:
+            self._state[claim.extent] = _ExtentState.FREE
+            self._free.append(claim.extent)
+        self._withheld += filter(lacks_space, self._free)
+        self._free = [extent for extent in self._free if not lacks_space(extent)]
+        heapq.heapify(self._free)
+
+    def offer(self) -> None:
+        """Extents withheld are free: the disk may have space again."""
+        self._free, self._withheld = [*self._free, *self._withheld], []
+        heapq.heapify(self._free)
+
     def publish(self, run: SlotRun, hashes: Sequence[ChainHash]) -> list[int]:
         """The run's blocks are stored: make them findable. Returns slots of blocks somebody else stored meanwhile.
 
@@ -302,6 +318,7 @@ class ExtentMap:
             self._order.pop(extent, None)
             self._state[extent] = _ExtentState.RETIRED
         self._free = [extent for extent in self._free if extent < first]
+        self._withheld = [extent for extent in self._withheld if extent < first]
         heapq.heapify(self._free)
         return len(slots)
 
@@ -377,7 +394,7 @@ class ExtentMap:
         free = {extent for extent, state in enumerate(self._state) if state is _ExtentState.FREE}
         opened = {extent for extent, state in enumerate(self._state) if state is _ExtentState.OPEN}
         closed = {extent for extent, state in enumerate(self._state) if state is _ExtentState.CLOSED}
-        assert sorted(self._free) == sorted(free), "the free heap is off"
+        assert sorted(self._free + self._withheld) == sorted(free), "the free heap is off"
         assert set(self._open) == opened, "the open extents are off"
         assert set(self._order) == opened | closed, "the victim order is off"
         assert not any(live[extent] for extent in free), "a free extent holds blocks"

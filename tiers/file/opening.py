@@ -42,7 +42,7 @@ def checked(config: Config) -> str | None:
     if config.file.key_file is not None:
         load_key(config.file.key_file, "[file] key_file")
     use = require_directory(config.file)
-    return f"file: {use if use is not None else f'{config.file.path} does not answer as it should'}"
+    return f"[file] {use if use is not None else f'{config.file.path} does not answer as it should'}"
 
 
 def examine(config: Config) -> list[Finding]:

@@ -17,11 +17,11 @@ from kvtier.tiers.file.slab import Superblock
 from kvtier.tiers.file.slab_budget import SLAB_NAME, room_for
 from kvtier.tiers.file.slab_space import (
     SlabFile,
-    allocate,
     no_space,
     open_existing,
     read_header,
     resize,
+    take_space,
     write_owner,
     write_superblock,
 )
@@ -171,7 +171,7 @@ def _create(io: FileIO, path: Path, wanted: Superblock, num_bytes: int) -> SlabF
     fd = io.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL)
     try:
         io.lock(fd)
-        allocate(io, fd, path, 0, planned.file_bytes)
+        take_space(io, fd, path, planned)
         write_superblock(io, fd, planned)
         os.rename(unfinished, path)
         _sync_directory(path.parent)

@@ -23,6 +23,7 @@ from kvtier.tiers.file.slab import Superblock
 
 _log = logging.getLogger(__name__)
 FULL_ERRNOS: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+STEP_BYTES: Final = 64 << 20  # of payloads whose disk space is taken at once
 _CHUNK_BYTES: Final = 8 << 20
 _ASKED: Final = struct.Struct("<QQ")  # bytes, and their xxh3: rubbish on the disk is no request
 
@@ -176,7 +177,7 @@ def _room_to_grow(io: FileIO, file: SlabFile, resized: Superblock, size: int) ->
     reason = f"the directory has {show_size(free)} free"
     if added <= free:
         try:
-            allocate(io, file.fd, file.path, old.file_bytes, added)
+            take_space(io, file.fd, file.path, resized, old)
             return resized
         except ConfigError as error:  # a quota, or a limit on a file's size
             reason = str(error)
@@ -206,6 +207,13 @@ def _shrink(io: FileIO, file: SlabFile, resized: Superblock) -> SlabFile:
     places = [extent for extent in range(resized.num_extents) if extent not in stay]
     scratch = memoryview(mmap.mmap(-1, old.extent_bytes))
     for source, target in zip([extent for extent in kept if extent not in stay], places, strict=False):
+        try:
+            io.allocate(file.fd, old.payload_offsets[target], old.extent_bytes)
+        except OSError as error:
+            if error.errno not in FULL_ERRNOS:
+                raise
+            _log.warning("[file] %s: the disk is full, the blocks of some extents go", file.path)
+            break
         blank_rows(io, file.fd, old, [target])
         read_all(io, file.fd, [scratch], old.payload_offsets[source])
         write_all(io, file.fd, [scratch], old.payload_offsets[target])
@@ -243,20 +251,28 @@ def write_superblock(io: FileIO, fd: int, superblock: Superblock) -> None:
         io.sync(fd)
 
 
-def allocate(io: FileIO, fd: int, path: Path, offset: int, length: int) -> None:
-    """Take disk space for a byte range; ConfigError, and the file as it was, if there is none."""
+def take_space(io: FileIO, fd: int, path: Path, wanted: Superblock, old: Superblock | None = None) -> None:
+    """Make the file as long as `wanted`, with disk space for its tables and the first step of a new slab.
+
+    Extents get theirs before they are filled (`SlabGrowth`). ConfigError, and the file as it was, if there is none.
+    """
+    size, before = wanted.file_bytes, old.file_bytes if old is not None else 0
+    ranges = [(each.table_offset, each.payload_offset) for each in wanted.segments if each.table_offset >= before]
+    if old is None:
+        ranges[0] = 0, min(size, wanted.payload_offsets[0] + STEP_BYTES)
     try:
-        io.allocate(fd, offset, length)
+        for begin, end in (*ranges, (size - PAGE, size)):  # the last page makes it so long
+            io.allocate(fd, begin, end - begin)
     except OSError as error:
         if error.errno not in FULL_ERRNOS:
             raise
-        io.truncate(fd, offset)
+        io.truncate(fd, before)
         if error.errno == errno.EFBIG:
             raise ConfigError(
-                f'[file] size "{format_size(offset + length)}": larger than a file may be here '
+                f'[file] size "{format_size(size)}": larger than a file may be here '
                 "(ulimit -f, or the file system's limit); lower size or choose another path"
             ) from error
-        raise ConfigError(no_space(offset + length, io.free_bytes(path.parent))) from error
+        raise ConfigError(no_space(size, io.free_bytes(path.parent))) from error
 
 
 def no_space(size: int, free: int) -> str:

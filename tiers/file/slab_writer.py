@@ -16,6 +16,7 @@ from kvtier.tiers.file.file_io import CALL_BYTES, FileIO, write_all
 from kvtier.tiers.file.payload_io import PayloadIO
 from kvtier.tiers.file.slab_children import SlabChildren
 from kvtier.tiers.file.slab_codec import Codec
+from kvtier.tiers.file.slab_growth import SlabGrowth
 from kvtier.tiers.file.slab_rows import SlabRows
 from kvtier.tiers.file.slab_space import FULL_ERRNOS, SlabFile, blank_rows, blank_slots, write_superblock
 from kvtier.tiers.pool import REMOVED
@@ -48,6 +49,7 @@ class SlabWriter:
     lock: threading.Lock
     codec: Codec
     children: SlabChildren
+    growth: SlabGrowth
     sync: Callable[[], None] | None  # what makes earlier writes durable; None: they need not be
     next_seq: int = 1
 
@@ -178,6 +180,9 @@ class SlabWriter:
 
         None: every extent is being written. OSError: an extent could not be emptied.
         """
+        if self.growth.ask_again():  # once: below, each extent without space is withheld
+            with self.lock:
+                self.blocks.offer()
         while True:
             with self.lock:
                 run = self.blocks.take(hashes, parent)
@@ -185,6 +190,8 @@ class SlabWriter:
                 if claim is None:
                     return run or self.blocks.take(hashes, None), None
             kept = self._empty(claim)
+            if kept is None:
+                continue  # the next is one whose space we have
             with self.lock:
                 if not self.blocks.opened(claim):
                     continue  # a reset took it back
@@ -192,9 +199,16 @@ class SlabWriter:
                 run = self.blocks.take_in(claim.extent, hashes)
             return run, _FilledRun(again, *kept, is_new=False) if again and kept else None
 
-    def _empty(self, claim: ClaimedExtent) -> tuple[list[BlockRecord], list[memoryview]] | tuple[()]:
-        """Blank a claimed extent's rows; returns the blocks to be stored again, their bytes in memory."""
+    def _empty(self, claim: ClaimedExtent) -> tuple[list[BlockRecord], list[memoryview]] | tuple[()] | None:
+        """Blank a claimed extent's rows; returns the blocks to be stored again, their bytes in memory.
+
+        None, and it is claimed no more, if the disk has no space for it.
+        """
         try:
+            if not self.growth.make_room(claim.extent):
+                with self.lock:
+                    self.blocks.withhold(claim, self.growth.lacks)
+                return None
             kept = self._read_kept(claim) if claim.keep else ()
             if claim.dirty:
                 blank_rows(self.io, self.file.fd, self._superblock, [claim.extent])

@@ -1,4 +1,4 @@
-"""L3 on a local disk: a preallocated slab of verified blocks that survives the process (format: docs/format.md)."""
+"""L3 on a local disk: one slab of verified blocks that survives the process (format: docs/format.md)."""
 
 import logging
 import os
@@ -33,6 +33,7 @@ from kvtier.tiers.file.slab_changes import SlabChanges
 from kvtier.tiers.file.slab_children import SlabChildren
 from kvtier.tiers.file.slab_codec import Codec, codec_of
 from kvtier.tiers.file.slab_file import is_ours, open_slab, release
+from kvtier.tiers.file.slab_growth import SlabGrowth
 from kvtier.tiers.file.slab_reader import SlabReader
 from kvtier.tiers.file.slab_rows import SlabRows
 from kvtier.tiers.file.slab_space import SlabFile, blank_slots, write_owner
@@ -77,7 +78,10 @@ class FileStore:
         self._children = SlabChildren(self._blocks, self._rows, self._lock, codec, self._inside, index)
         self.children = self._children.find
         sync = GroupSync(lambda: io.sync(file.fd)) if durable else None
-        self._writer = SlabWriter(io, file, payload, self._blocks, self._rows, self._lock, codec, self._children, sync)
+        self._growth = SlabGrowth(io, file)
+        self._writer = SlabWriter(
+            io, file, payload, self._blocks, self._rows, self._lock, codec, self._children, self._growth, sync
+        )
         self._reader = SlabReader(
             file, payload, self._blocks, self._rows, self._lock, codec, self._writer, self._counts
         )
@@ -138,6 +142,7 @@ class FileStore:
         losers = self._rows.recover(self._blocks)
         slots = self._blocks.index.named()
         self._children.stored(slots)
+        self._growth.found(np.unique(slots // self.superblock.slots_per_extent).tolist())
         newest = int(self._rows.seqs[slots].max()) if len(slots) else 0
         self._writer.next_seq = max(newest + 1, self.superblock.min_seq)
         self.num_recovered = len(slots)
