@@ -19,19 +19,36 @@ from kvtier.tiers import config as configuration
 from kvtier.tiers.config import format_size, parse_duration, parse_size, parse_time, show_size
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
     from kvtier.service.web import HttpClient
 
 app = typer.Typer()
 
 _MAX_INPUT: Final = 64 << 20  # bytes of a file of tokens
+_STATUS_FIELDS: Final = ("clients", "replicas", "steps")  # of a daemon's status, a router's, an engine's
 _SIZES: Final = ("bytes", "size", "used")  # columns of tables
 
 BlocksOption = Annotated[
     str | None,
     typer.Option("--blocks", metavar="FILE", help="JSON list of a prompt's token ids, or of block names; - is stdin."),
 ]
-SaltOption = Annotated[str | None, typer.Option("--cache-salt", help="The tenant whose prompt the tokens are.")]
-ModelOption = Annotated[str | None, typer.Option(help="The first digits of its fingerprint, if several are open.")]
+SaltOption = Annotated[
+    str | None, typer.Option("--cache-salt", metavar="SALT", help="The tenant whose prompt the tokens are.")
+]
+ModelOption = Annotated[
+    str | None, typer.Option(metavar="FINGERPRINT", help="The first digits of its fingerprint, if several are open.")
+]
+
+TextOption = Annotated[
+    str | None, typer.Option("--text", metavar="FILE", help="The prompt's text instead; - is stdin.")
+]
+TokenizerOption = Annotated[
+    Path | None, typer.Option("--tokenizer", metavar="DIR", help="The model's folder, which cuts --text into tokens.")
+]
+UrlOption = Annotated[
+    str | None, typer.Option("--url", metavar="URL", help="An engine or a router to ask, instead of the daemon.")
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +88,7 @@ def _connected(
         typer.Option(metavar="HOST:PORT", help="Where the daemon's pages are; instead of the configured address."),
     ] = None,
     token: Annotated[
-        str | None, typer.Option(help="What admin requests carry; instead of the configured token.")
+        str | None, typer.Option(metavar="TOKEN", help="What admin requests carry; instead of the configured token.")
     ] = None,
     config: ConfigOption = None,
     as_json: JsonOption = False,
@@ -96,11 +113,14 @@ def _connected(
 
 
 @command("status")
-def show_status(context: CommandContext) -> None:
-    told = context.client.status("clients", "replicas")
+def show_status(context: CommandContext, url: UrlOption = None) -> None:
+    told = _asked(context, url).status(*_STATUS_FIELDS)
     if "replicas" in told:
         cluster = observe.RouterStatus.parse(told)
         text, is_well = router.summary.page(cluster), cluster.num_up == len(cluster.replicas)
+    elif "steps" in told:
+        engine = observe.EngineStatus.parse(told)
+        text, is_well = observe.engine_summary.page(engine), engine.status == "ok"
     else:
         daemon = observe.DaemonStatus.parse(told)
         text, is_well = observe.summary.page(daemon), not daemon.degraded
@@ -112,53 +132,42 @@ def show_status(context: CommandContext) -> None:
 @command("top")
 def show_top(
     context: CommandContext,
-    interval: Annotated[str, typer.Option(help='Time between two looks, as in "2s".')] = "1s",
-    count: Annotated[int, typer.Option(min=0, help="Looks to take; 0 goes on until Ctrl-C.")] = 0,
+    interval: Annotated[str, typer.Option(metavar="TIME", help='Time between two looks, as in "2s".')] = "1s",
+    count: Annotated[int, typer.Option(metavar="NUMBER", min=0, help="Looks to take; 0 goes on until Ctrl-C.")] = 0,
+    url: UrlOption = None,
 ) -> None:
     seconds = _parsed("--interval", interval, parse_time)
-    client = context.client
-    observe.watch(lambda: observe.DaemonStatus.parse(client.status("clients")), seconds, count, as_json=context.as_json)
+    client = _asked(context, url)
+    observe.watch(lambda: client.status(*_STATUS_FIELDS), seconds, count, as_json=context.as_json)
 
 
 @command("explain")
 def explain(
     context: CommandContext,
     blocks: BlocksOption = None,
-    text: Annotated[
-        str | None, typer.Option("--text", metavar="FILE", help="The prompt's text instead; - is stdin.")
-    ] = None,
-    tokenizer: Annotated[
-        Path | None, typer.Option("--tokenizer", metavar="DIR", help="The model's folder: to cut and to show text.")
-    ] = None,
+    text: TextOption = None,
+    tokenizer: TokenizerOption = None,
     request: Annotated[
         str | None, typer.Option("--request", metavar="ID", help="A request that ended lately, by its id.")
     ] = None,
-    url: Annotated[
-        str | None, typer.Option("--url", metavar="URL", help="An engine or a router to ask, instead of the daemon.")
-    ] = None,
+    url: UrlOption = None,
     cache_salt: SaltOption = None,
     model: ModelOption = None,
 ) -> None:
-    from kvtier.connector.models import load_tokenizer
-
     if sum(each is not None for each in (blocks, text, request)) != 1:
         raise ConfigError("explain: say which prompt by one of --blocks FILE, --text FILE and --request ID")
-    if text is not None and tokenizer is None and url is None:
-        raise ConfigError(f'--text "{text}": it takes the model\'s tokenizer; name its folder by --tokenizer')
-    cutter = None if tokenizer is None else load_tokenizer(tokenizer)
+    cutter = _tokenizer(tokenizer)
     words = None if text is None else _read(text, "--text")
-    cut = None if words is None or cutter is None else list(cutter.encode(words).ids)
+    cut = None if text is None or (url is not None and cutter is None) else _cut(text, str(words), cutter)
     if url is not None:
-        if not url.startswith(("http://", "https://")):
-            raise ConfigError(f'--url "{url}": not a URL; write it as in http://127.0.0.1:8000')
         prompt = words if blocks is None else _read_list(blocks)
         if blocks is not None and not all(isinstance(token, int) for token in prompt or ()):
             raise ConfigError(f'--blocks "{blocks}": not token ids, which is what --url takes; write a list of numbers')
         body = given(prompt=prompt, request=request, cache_salt=cache_salt, model=model, tokens=cut)
-        answer = context.elsewhere(url).post("/explain", body)
+        answer = _asked(context, url).post("/explain", body)
         context.show(answer, "\n".join(answer["lines"]))
         return
-    asked: dict[str, Any] = _which_blocks(blocks, cache_salt, model) | given(tokens=cut, request=request)
+    asked: dict[str, Any] = _which_blocks(blocks, None, None, cache_salt, model) | given(tokens=cut, request=request)
     answer = context.client.post("/admin/explain", asked)
     decode = None if cutter is None else partial(cutter.decode, skip_special_tokens=False)
     special = () if cutter is None else [at for at, each in cutter.get_added_tokens_decoder().items() if each.special]
@@ -169,15 +178,17 @@ def explain(
 def pin(
     context: CommandContext,
     blocks: BlocksOption = None,
+    text: TextOption = None,
+    tokenizer: TokenizerOption = None,
     cache_salt: SaltOption = None,
     model: ModelOption = None,
-    ttl: Annotated[str, typer.Option(help='How long they stay, as in "1h".')] = "1h",
+    ttl: Annotated[str, typer.Option(metavar="TIME", help='How long they stay, as in "1h".')] = "1h",
 ) -> None:
-    if blocks is None:
+    if blocks is None and text is None:
         pins = context.client.get("/admin/pins")
         _show_table(context, pins, pins["pins"], ("pin", "model", "blocks", "bytes", "seconds_left"))
         return
-    body = _which_blocks(blocks, cache_salt, model) | {"ttl": _parsed("--ttl", ttl, parse_duration)}
+    body = _which_blocks(blocks, text, tokenizer, cache_salt, model) | {"ttl": _parsed("--ttl", ttl, parse_duration)}
     answer = context.client.post("/admin/pin", body)
     context.show(answer, f"pin {answer['pin']}: {answer['blocks']} blocks stay for {answer['seconds_left']:g} s")
 
@@ -191,7 +202,7 @@ def unpin(context: CommandContext, number: Annotated[int, typer.Argument(metavar
 def quota(
     context: CommandContext,
     cache_salt: Annotated[str | None, typer.Argument(metavar="SALT", help="The tenant.")] = None,
-    size: Annotated[str | None, typer.Argument(help='What it may have, as in "4GiB".')] = None,
+    size: Annotated[str | None, typer.Argument(metavar="SIZE", help='What it may have, as in "4GiB".')] = None,
     remove: Annotated[bool, typer.Option("--remove", help="Take its quota away.")] = False,
 ) -> None:
     if cache_salt is None:
@@ -213,17 +224,21 @@ def quota(
 def purge(
     context: CommandContext,
     blocks: BlocksOption = None,
+    text: TextOption = None,
+    tokenizer: TokenizerOption = None,
     cache_salt: SaltOption = None,
     model: ModelOption = None,
     everything: Annotated[bool, typer.Option("--all", help="All blocks of all models.")] = False,
 ) -> None:
-    if blocks is not None:
-        answer = context.client.post("/admin/evict", _which_blocks(blocks, cache_salt, model))
+    if blocks is not None or text is not None:
+        answer = context.client.post("/admin/evict", _which_blocks(blocks, text, tokenizer, cache_salt, model))
         gone = ", ".join(f"{count} from {tier}" for tier, count in answer["evicted"].items())
         context.show(answer, f"evicted {gone}; {answer['unpinned']} pins let go")
         return
     if everything == (model is not None):
-        raise ConfigError("purge: say what is to be forgotten, by --blocks FILE, --model FINGERPRINT or --all")
+        raise ConfigError(
+            "purge: say what is to be forgotten, by --blocks FILE, --text FILE, --model FINGERPRINT or --all"
+        )
     answer = context.client.post("/admin/reset", {"all": True} if everything else {"model": model})
     context.show(answer, f"forgot everything of {', '.join(answer['reset']) or 'no model: none is open'}")
 
@@ -231,20 +246,22 @@ def purge(
 @command("export")
 def export_file(
     context: CommandContext,
-    file: Annotated[Path, typer.Argument(help="On the daemon's machine.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="On the daemon's machine.")],
     blocks: BlocksOption = None,
+    text: TextOption = None,
+    tokenizer: TokenizerOption = None,
     cache_salt: SaltOption = None,
     model: ModelOption = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the file.")] = False,
 ) -> None:
-    body = _which_blocks(blocks, cache_salt, model) | {"file": str(file.absolute()), "force": force}
+    body = _which_blocks(blocks, text, tokenizer, cache_salt, model) | {"file": str(file.absolute()), "force": force}
     _transfer(context, "/admin/export", body, "exported")
 
 
 @command("import")
 def import_file(
     context: CommandContext,
-    file: Annotated[Path, typer.Argument(help="On the daemon's machine.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="On the daemon's machine.")],
     model: ModelOption = None,
 ) -> None:
     _transfer(context, "/admin/import", given(model=model, file=str(file.absolute())), "imported")
@@ -253,8 +270,8 @@ def import_file(
 @command("trace")
 def trace(
     context: CommandContext,
-    file: Annotated[Path, typer.Argument(help="A new one, on the daemon's machine.")],
-    duration: Annotated[str | None, typer.Option(help='As in "10min"; else until Ctrl-C.')] = None,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A new one, on the daemon's machine.")],
+    duration: Annotated[str | None, typer.Option(metavar="TIME", help='As in "10min"; else until Ctrl-C.')] = None,
     model: ModelOption = None,
 ) -> None:
     body = given(model=model, file=str(file.absolute()))
@@ -269,6 +286,15 @@ def trace(
             raise
     counts = f"{last['recorded']} lookups, {last['dropped']} dropped, {last['bytes']} bytes"
     context.show(last, f"recorded {counts} in {file}")
+
+
+def _asked(context: CommandContext, url: str | None) -> "HttpClient":
+    """Whom --url names, else the daemon."""
+    if url is None:
+        return context.client
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(f'--url "{url}": not a URL; write it as in http://127.0.0.1:8000')
+    return context.elsewhere(url)
 
 
 def _transfer(context: CommandContext, path: str, body: Json, done: str) -> None:
@@ -297,12 +323,33 @@ def _steps(client: "HttpClient", path: str, body: Json) -> Iterator[Json]:
         raise KVTierError("the daemon hung up before the end; was it stopped?")
 
 
-def _which_blocks(file: str | None, cache_salt: str | None, model: str | None) -> Json:
+def _which_blocks(
+    file: str | None, text: str | None, tokenizer: Path | None, cache_salt: str | None, model: str | None
+) -> Json:
     body = given(model=model, cache_salt=cache_salt)
+    if file is not None and text is not None:
+        raise ConfigError(f'--text "{text}": --blocks names the prompt, too; give one of them')
     if file is not None:
         values = _read_list(file)
         body["hashes" if values and isinstance(values[0], str) else "tokens"] = values
+    if text is not None:
+        body["tokens"] = _cut(text, _read(text, "--text"), _tokenizer(tokenizer))
     return body
+
+
+def _tokenizer(directory: Path | None) -> "Tokenizer | None":
+    if directory is None:
+        return None
+    with needing("--tokenizer"):
+        from kvtier.connector.models import load_tokenizer
+    return load_tokenizer(directory, "--tokenizer")
+
+
+def _cut(text: str, words: str, cutter: "Tokenizer | None") -> list[int]:
+    """The token ids of what --text names, as the model's tokenizer has them."""
+    if cutter is None:
+        raise ConfigError(f'--text "{text}": it takes the model\'s tokenizer; name its folder by --tokenizer')
+    return list(cutter.encode(words).ids)
 
 
 def _read(file: str, option: str) -> str:

@@ -17,22 +17,33 @@ def run_bench(
     url: Annotated[str, typer.Argument(metavar="URL", help="An OpenAI server, as in http://127.0.0.1:8000")],
     compare: Annotated[str | None, typer.Option(metavar="URL", help="Another one: asked the same, by turns.")] = None,
     pattern: Annotated[
-        Literal["shared", "turns", "rag", "agents"], typer.Option(help="What prompts have in common.")
+        Literal["shared", "turns", "rag", "agents"],
+        typer.Option(metavar="shared|turns|rag|agents", help="What prompts have in common."),
     ] = "shared",
     trace: Annotated[Path | None, typer.Option(metavar="FILE", help="Ask what this trace asked, instead.")] = None,
-    speed: Annotated[float, typer.Option(help="How fast: 2 is twice as fast as the trace.")] = 1.0,
-    requests: Annotated[int, typer.Option(help="So many in all, of each server.")] = 64,
-    concurrency: Annotated[int, typer.Option(help="Sessions at once.")] = 4,
-    rate: Annotated[float | None, typer.Option(help="Sessions a second instead, at random times (Poisson).")] = None,
-    prompt_tokens: Annotated[int, typer.Option(help="Of a session's first prompt, in short words.")] = 512,
-    turn_tokens: Annotated[int, typer.Option(help="That each further turn adds.")] = 64,
-    answer_tokens: Annotated[int, typer.Option(help="Of each answer, at most.")] = 32,
-    turns: Annotated[int, typer.Option(help="Of a session, with the patterns turns and agents.")] = 4,
-    api: Annotated[Literal["chat", "completions"], typer.Option(help="Which of the two is asked.")] = "chat",
-    model: Annotated[str | None, typer.Option(help="Its name; else the first that the server has.")] = None,
-    token: Annotated[str | None, typer.Option(envvar="KVTIER_ROUTER__TOKEN", help="The API key.")] = None,
-    deadline: Annotated[float, typer.Option(help="Seconds for each request.")] = 120.0,
-    seed: Annotated[int, typer.Option(help="Of all that is made up.")] = 0,
+    speed: Annotated[float, typer.Option(metavar="NUMBER", help="How fast: 2 is twice as fast as the trace.")] = 1.0,
+    requests: Annotated[int, typer.Option(metavar="NUMBER", help="So many in all, of each server.")] = 64,
+    concurrency: Annotated[int, typer.Option(metavar="NUMBER", help="Sessions at once.")] = 4,
+    rate: Annotated[
+        float | None, typer.Option(metavar="NUMBER", help="Sessions a second instead, at random times (Poisson).")
+    ] = None,
+    prompt_tokens: Annotated[
+        int, typer.Option(metavar="NUMBER", help="Of a session's first prompt, in short words.")
+    ] = 512,
+    turn_tokens: Annotated[int, typer.Option(metavar="NUMBER", help="That each further turn adds.")] = 64,
+    answer_tokens: Annotated[int, typer.Option(metavar="NUMBER", help="Of each answer, at most.")] = 32,
+    turns: Annotated[int, typer.Option(metavar="NUMBER", help="Of a session, with the patterns turns and agents.")] = 4,
+    api: Annotated[
+        Literal["chat", "completions"], typer.Option(metavar="chat|completions", help="Which of the two is asked.")
+    ] = "chat",
+    model: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Its name; else the first that the server has.")
+    ] = None,
+    token: Annotated[
+        str | None, typer.Option(metavar="TOKEN", envvar="KVTIER_ROUTER__TOKEN", help="The API key.")
+    ] = None,
+    deadline: Annotated[float, typer.Option(metavar="SECONDS", help="Seconds for each request.")] = 120.0,
+    seed: Annotated[int, typer.Option(metavar="NUMBER", help="Of all that is made up.")] = 0,
     as_json: JsonOption = False,
     png: PngOption = None,
     html: HtmlOption = None,

@@ -28,7 +28,9 @@ _COLOUR: Final = {Status.OK: "green", Status.WARNING: "yellow", Status.ERROR: "r
 
 @app.command()
 def verify(
-    path: Annotated[Path | None, typer.Argument(help="A slab, or a directory of slabs; else [file] path.")] = None,
+    path: Annotated[
+        Path | None, typer.Argument(metavar="PATH", help="A slab, or a directory of slabs; else [file] path.")
+    ] = None,
     config: ConfigOption = None,
     repair: Annotated[bool, typer.Option("--repair", help="Drop entries found bad, and only those.")] = False,
     as_json: JsonOption = False,
@@ -62,6 +64,7 @@ def _advance(bar: "Progress", name: str) -> Callable[[int, int], None]:
 
 
 def _verdict_table(verdicts: "Sequence[Verdict]") -> "Table":
+    from rich.markup import escape
     from rich.table import Table
 
     table = Table("slab", title="kvtier verify", title_justify="left")
@@ -75,7 +78,7 @@ def _verdict_table(verdicts: "Sequence[Verdict]") -> "Table":
             bad = (report.bad_payloads, report.bad_rows, report.unreadable)
             figures = [str(count) for count in (report.num_slots, report.num_blocks, *map(len, bad))]
         colour = {Exit.OK: "green", Exit.DEGRADED: "yellow"}.get(verdict.status, "red")
-        table.add_row(_short(verdict.path), *figures, f"[{colour}]{verdict}[/]")
+        table.add_row(escape(_short(verdict.path)), *figures, f"[{colour}]{escape(str(verdict))}[/]")
     return table
 
 

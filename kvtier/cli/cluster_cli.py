@@ -41,10 +41,14 @@ def up(
     ] = BESIDE_US,
     state: StateOption = Path("kvtier-cluster"),
     port: Annotated[
-        int, typer.Option(min=1, max=65536 - NUM_PORTS, help="The router's; the others' follow within a hundred.")
+        int,
+        typer.Option(
+            metavar="NUMBER", min=1, max=65536 - NUM_PORTS, help="The router's; the others' follow within a hundred."
+        ),
     ] = FIRST_PORT,
     profile: Annotated[
-        list[str] | None, typer.Option(help="As of compose; may be repeated.", show_default=" and ".join(_PROFILES))
+        list[str] | None,
+        typer.Option(metavar="NAME", help="As of compose; may be repeated.", show_default=" and ".join(_PROFILES)),
     ] = None,
     model: Annotated[
         Path | None, typer.Option(metavar="DIR", help="A checkpoint directory; else random weights are made.")

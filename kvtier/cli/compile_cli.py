@@ -13,13 +13,14 @@ app = typer.Typer()
 
 @app.command("compile")
 def build_twins(as_json: JsonOption = False) -> None:
+    from rich.markup import escape
     from rich.table import Table
 
     compiled.build(lambda line: print(line, file=sys.stderr))
     found = compiled.status()
     table = Table("twin", "state", "why", title="kvtier compile", title_justify="left")
     for each in found:
-        table.add_row(each.name, each.state, each.reason)
+        table.add_row(each.name, each.state, escape(each.reason))
     show([asdict(each) for each in found], table, as_json=as_json)
     if num_broken := sum(each.state == "broken" for each in found):
         fix = "where nothing may be run from that folder, name another one by KVTIER_COMPILED"

@@ -12,6 +12,7 @@ app = typer.Typer()
 
 @app.command("config")
 def show_config(config: ConfigOption = None, as_json: JsonOption = False) -> None:
+    from rich.markup import escape
     from rich.table import Table
 
     loaded, defaults = configuration.Config.load(config), configuration.Config().model_dump(mode="json")
@@ -19,10 +20,12 @@ def show_config(config: ConfigOption = None, as_json: JsonOption = False) -> Non
     table = Table("option", "value", "default", "meaning", title="kvtier configuration", title_justify="left")
     for section, name, field in configuration.options():
         value, default = values[section][name], defaults[section][name]
-        shown = _toml(value) if value == default else f"[bold]{_toml(value)}[/]"
-        table.add_row(rf"\[{section}] {name}", shown, "" if value == default else _toml(default), field.description)
+        shown = escape(_toml(value))
+        cells = (f"[{section}] {name}", "" if value == default else _toml(default), field.description or "")
+        option, usual, meaning = map(escape, cells)
+        table.add_row(option, shown if value == default else f"[bold]{shown}[/]", usual, meaning)
     show(values, table, as_json=as_json)
 
 
 def _toml(value: object) -> str:
-    return "none" if value is None else json.dumps(value, ensure_ascii=False).replace("[", r"\[")
+    return "none" if value is None else json.dumps(value, ensure_ascii=False)

@@ -35,8 +35,8 @@ def run_demo(context: typer.Context, model: CheckpointOption = None, as_json: Js
 def run_rag_demo(
     model: CheckpointOption = None,
     questions: Annotated[int, typer.Option(min=1, metavar="N", help="How many the recall model is asked.")] = 200,
-    rule: Annotated[str, typer.Option(help="Which reused tokens are computed anew.")] = "deviation",
-    share: Annotated[float, typer.Option(min=0, max=1, help="How many of them.")] = 0.15,
+    rule: Annotated[str, typer.Option(metavar="NAME", help="Which reused tokens are computed anew.")] = "deviation",
+    share: Annotated[float, typer.Option(metavar="NUMBER", min=0, max=1, help="How many of them.")] = 0.15,
     picture: Annotated[
         Path | None, typer.Option(metavar="FILE", callback=writable_file, help="Draw it, too; needs matplotlib.")
     ] = None,
@@ -71,7 +71,7 @@ def run_generate(
     model: Annotated[Path, typer.Option(metavar="DIR", help="A local checkpoint directory.")],
     prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="The prompt; give this or --prompt-file.")] = None,
     prompt_file: Annotated[Path | None, typer.Option(metavar="FILE", help="A text file with the prompt.")] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the answer.")] = 32,
+    max_tokens: Annotated[int, typer.Option(metavar="NUMBER", min=1, help="Tokens of the answer.")] = 32,
     exact: ExactOption = False,
     config: ConfigOption = None,
     as_json: JsonOption = False,

@@ -28,8 +28,10 @@ _DRAIN: Final = 10.0  # seconds from a signal to the end of the daemon
 RequestLogOption = Annotated[
     str | None, typer.Option(metavar="FILE", help="Append a line of JSON for each request, and why it was no hit.")
 ]
-LogLevelOption = Annotated[LogLevel, typer.Option(help="The least that is logged.")]
-LogFormatOption = Annotated[LogFormat, typer.Option(help="A line of text each, or an object of JSON.")]
+LogLevelOption = Annotated[LogLevel, typer.Option(metavar="debug|info|warning|error", help="The least that is logged.")]
+LogFormatOption = Annotated[
+    LogFormat, typer.Option(metavar="text|json", help="A line of text each, or an object of JSON.")
+]
 _REPLICA: Final = (
     "http[s]://HOST:PORT[,events=…][,replay=…][,node=…][,node_replay=…][,block_size=N][,addresses=all]; once for each."
 )
@@ -83,7 +85,9 @@ def serve(
 @app.command("engine")
 def serve_engine(
     model: Annotated[Path, typer.Option(metavar="DIR", help="A local checkpoint directory with its tokenizer.")],
-    name: Annotated[str | None, typer.Option(help="The model's name for clients; instead of the directory's.")] = None,
+    name: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The model's name for clients; instead of the directory's.")
+    ] = None,
     http: HttpOption = None,
     exact: ExactOption = False,
     request_log: RequestLogOption = None,

@@ -41,17 +41,25 @@ SizesOption = Annotated[
 
 @app.command()
 def simulate(
-    trace: Annotated[Path, typer.Argument(help="Mooncake's JSON lines, kvtier trace, or LMCache's lookup logs.")],
+    trace: Annotated[
+        Path, typer.Argument(metavar="TRACE", help="Mooncake's JSON lines, kvtier trace, or LMCache's lookup logs.")
+    ],
     memory: SizesOption = None,
     disk: Annotated[str, typer.Option(metavar="SIZES", help="Of the slab; none for no slab.")] = _NONE,
     redis: Annotated[str, typer.Option(metavar="SIZE", help="What Redis has room for; none for no Redis.")] = _NONE,
-    redis_ttl: Annotated[str, typer.Option(help="How long Redis keeps a block nobody reads.")] = "24h",
+    redis_ttl: Annotated[str, typer.Option(metavar="TIME", help="How long Redis keeps a block nobody reads.")] = "24h",
     policy: Annotated[str, typer.Option(metavar="NAMES", help="Of tail, lru and s3fifo.")] = "tail,lru",
-    admit_after: Annotated[int, typer.Option(min=1, help="Sightings of a block before it is stored.")] = 1,
-    block_size: Annotated[int | None, typer.Option(min=1, help="Tokens of a block, if the trace tells none.")] = None,
-    token_bytes: Annotated[int, typer.Option(min=1, help="KV of a token; the default is a Llama 3.1 8B's.")] = 131072,
-    limit: Annotated[int | None, typer.Option(min=1, help="Read so many requests.")] = None,
-    prefill: Annotated[float, typer.Option(help="Tokens computed a second.")] = 10_000.0,
+    admit_after: Annotated[
+        int, typer.Option(metavar="NUMBER", min=1, help="Sightings of a block before it is stored.")
+    ] = 1,
+    block_size: Annotated[
+        int | None, typer.Option(metavar="NUMBER", min=1, help="Tokens of a block, if the trace tells none.")
+    ] = None,
+    token_bytes: Annotated[
+        int, typer.Option(metavar="NUMBER", min=1, help="KV of a token; the default is a Llama 3.1 8B's.")
+    ] = 131072,
+    limit: Annotated[int | None, typer.Option(metavar="NUMBER", min=1, help="Read so many requests.")] = None,
+    prefill: Annotated[float, typer.Option(metavar="NUMBER", help="Tokens computed a second.")] = 10_000.0,
     l2_bandwidth: Annotated[str, typer.Option(metavar="SIZE", help="Loaded a second.")] = "20GB",
     file_bandwidth: Annotated[str, typer.Option(metavar="SIZE", help="Loaded a second.")] = "3GB",
     redis_bandwidth: Annotated[str, typer.Option(metavar="SIZE", help="Loaded a second.")] = "1GB",
@@ -59,7 +67,7 @@ def simulate(
         Path | None, typer.Option("--from", metavar="FILE", help="Rates that kvtier worth --json measured.")
     ] = None,
     gpu_hour: Annotated[float | None, typer.Option(metavar="PRICE", help="Of an hour of the GPU.")] = None,
-    processes: Annotated[int, typer.Option(min=0, help="Side by side; 0 for one a core.")] = 0,
+    processes: Annotated[int, typer.Option(metavar="NUMBER", min=0, help="Side by side; 0 for one a core.")] = 0,
     as_json: JsonOption = False,
     png: PngOption = None,
     html: HtmlOption = None,

@@ -22,10 +22,10 @@ def size(
     memory: RoomOption = None,
     disk: RoomOption = None,
     redis: RoomOption = None,
-    conversation: Annotated[int, typer.Option(min=1, help="Tokens of one.")] = 8192,
-    block_tokens: Annotated[int, typer.Option(min=1, max=1 << 20, help="Tokens of a block.")] = 16,
-    tensor_parallel: Annotated[int, typer.Option(min=1, help="GPUs that divide the model.")] = 1,
-    dtype: Annotated[str, typer.Option(help="Of the KV; auto is the model's own.")] = "auto",
+    conversation: Annotated[int, typer.Option(metavar="NUMBER", min=1, help="Tokens of one.")] = 8192,
+    block_tokens: Annotated[int, typer.Option(metavar="NUMBER", min=1, max=1 << 20, help="Tokens of a block.")] = 16,
+    tensor_parallel: Annotated[int, typer.Option(metavar="NUMBER", min=1, help="GPUs that divide the model.")] = 1,
+    dtype: Annotated[str, typer.Option(metavar="NAME", help="Of the KV; auto is the model's own.")] = "auto",
     as_json: JsonOption = False,
 ) -> None:
     given = {"l2": ("--memory", memory), "file": ("--disk", disk), "redis": ("--redis", redis)}

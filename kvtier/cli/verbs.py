@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import Any, Final, NamedTuple
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperArgument, TyperCommand, TyperGroup
 from typer.main import get_group
 
 
@@ -38,8 +38,8 @@ _MODULES: Final = {
         "route": "Send OpenAI's requests to the replica that holds most of their prompt, until SIGTERM or Ctrl-C.",
     },
     "admin_cli": {
-        "status": "Show how the daemon is doing, or a router at --http. Status 0: well, 3: degraded, 1: no answer.",
-        "top": "Show what the daemon does, look after look: a table that moves on a terminal, a line each otherwise.",
+        "status": "Show how the daemon is doing, or an engine or router. Status 0: well, 3: degraded, 1: no answer.",
+        "top": "Show what a daemon, engine or router does, look after look: a table on a terminal, a line otherwise.",
         "explain": "Say which tier holds a prompt's blocks, why none holds the first that is missing, and what helps.",
         "pin": "Keep the blocks of a prompt in host memory for a time; without blocks, list what is pinned.",
         "unpin": "Let go of what a pin keeps.",
@@ -76,6 +76,10 @@ def load(name: str) -> TyperCommand | TyperGroup:
     verb.help = VERBS[name].help
     for each in verb.commands.values() if isinstance(verb, TyperGroup) else ():
         each.short_help = each.help  # else its first words
+    for each in verb.commands.values() if isinstance(verb, TyperGroup) else (verb,):
+        for param in each.params:
+            if isinstance(param, TyperArgument):  # its name is its metavar: no "<path>" behind that
+                vars(param)["display_type_rich"] = lambda ctx: None
     return verb
 
 

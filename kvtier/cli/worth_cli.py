@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from kvtier.service.worth import Worth
 
 app = typer.Typer()
+TokensOption = Annotated[list[int], typer.Option(metavar="NUMBER", help="Length of a prompt; may be repeated.")]
 
 
 @app.command("worth")
@@ -31,10 +32,16 @@ def run_worth(
     model: Annotated[
         Path | None, typer.Argument(metavar="DIR", help="A checkpoint, or a config.json: random weights.")
     ] = None,
-    tokens: Annotated[list[int], typer.Option(help="Length of a prompt; may be repeated.")] = [256, 1024, 4096],  # noqa: B006
-    gpu_hour: Annotated[float | None, typer.Option(help="Price of an hour of this machine: saved money, too.")] = None,
-    device: Annotated[str, typer.Option(help="torch's name of one; auto is a GPU where there is one.")] = "auto",
-    deadline: Annotated[float, typer.Option(help="Seconds for a prompt, and for its way to the tiers.")] = 60,
+    tokens: TokensOption = [256, 1024, 4096],  # noqa: B006
+    gpu_hour: Annotated[
+        float | None, typer.Option(metavar="PRICE", help="Price of an hour of this machine: saved money, too.")
+    ] = None,
+    device: Annotated[
+        str, typer.Option(metavar="NAME", help="torch's name of one; auto is a GPU where there is one.")
+    ] = "auto",
+    deadline: Annotated[
+        float, typer.Option(metavar="SECONDS", help="Seconds for a prompt, and for its way to the tiers.")
+    ] = 60,
     measured: Annotated[
         Path | None, typer.Option("--from", metavar="FILE", help="Show what kvtier worth --json measured before.")
     ] = None,

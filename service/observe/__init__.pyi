@@ -1,4 +1,4 @@
-from . import statuses, summary
+from . import engine_summary, statuses, summary
 from .dashboard import LivePage
 from .explained import explained
 from .figures import MetricValues, figures, version
@@ -18,6 +18,7 @@ __all__ = [
     "brief_time",
     "counter",
     "counts",
+    "engine_summary",
     "explained",
     "figures",
     "gauge",

@@ -21,6 +21,7 @@ HEAVY = (
     "torch", "numpy", "pydantic", "rich", "redis", "msgpack", "prometheus_client", "aiohttp", "httpx2", "starlette",
     "transformers",
 )  # fmt: skip
+METAVAR = re.compile(r"[A-Z]+(:[A-Z]+)?|[a-z]+(\|[a-z]+)+")
 MODULES = sorted({verb.module for verb in VERBS.values()})
 
 
@@ -108,7 +109,14 @@ def test_every_command_has_the_options_of_a_program_that_imports_all_at_once(
         printed = capsys.readouterr().out
         options = {name for each in command.params for name in each.opts if name.startswith("--")}
         assert set(re.findall(r"^  (?:-h, )?(--[\w-]+)", printed, re.MULTILINE)) == options | {"--help"}, path
-        arguments = [str(each.metavar or each.name) for each in command.params if isinstance(each, TyperArgument)]
+        # One style of what stands for a value: CAPITALS, or the words there are; [file] is no markup of anybody's.
+        values = [each for each in command.params if each.metavar or not getattr(each, "is_flag", False)]
+        if not hasattr(command, "commands"):
+            assert [each.name for each in values if not METAVAR.fullmatch(each.metavar or "")] == [], path
+            assert re.findall(r"^  \S.*<.*$", printed, re.MULTILINE) == [], path
+            told = " ".join(each.help or "" for each in command.params).split()
+            assert [word for word in told if "[" in word and word not in printed] == [], path
+        arguments = [str(each.metavar) for each in command.params if isinstance(each, TyperArgument)]
         usage = printed.partition("\n")[0]
         assert [name in usage for name in arguments] == [True] * len(arguments), path
         assert " ".join(printed.split()).count("...") == usage.count("..."), path  # no help is cut off

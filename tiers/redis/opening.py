@@ -27,7 +27,7 @@ def checked(config: Config) -> str | None:
     servers = parse(config.redis)
     if config.redis.key_file is not None:
         load_key(config.redis.key_file, "[redis] key_file")
-    return f"redis: {config.redis.mode} at {servers.label}"
+    return f"[redis] {config.redis.mode} at {servers.label}"
 
 
 def examine(config: Config) -> list[Finding]:

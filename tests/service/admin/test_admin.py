@@ -13,11 +13,14 @@ from command_rig import kvtier
 from doubles import SLOT_BYTES, chain_of, payload_of, wait_until
 from http_rig import MODEL
 from service_rig import FINGERPRINT, DaemonProcess, ask, attach, load, store, where
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 
 from kvtier.connector.daemon.remote import RemoteTiers
 from kvtier.service.observe import DaemonStatus, statuses
 from kvtier.service.observe.summary import hit_share
-from kvtier.service.observe.top import row_of
+from kvtier.service.observe.top import view_of
 from kvtier.service.traces import read_trace
 from kvtier.tiers.naming.chain import TokenChain, root_hash
 
@@ -118,6 +121,23 @@ def test_an_evicted_prompt_is_gone_from_every_tier_and_its_neighbour_is_not(
     assert shown == "evicted 4 from l2, 4 from file; 0 pins let go\n"
     assert where(tiers, secret).miss == 4
     assert load(tiers, other) == 4
+
+
+def test_a_prompt_is_named_by_its_text_as_well(daemon: DaemonProcess, tiers: RemoteTiers, home: Path) -> None:
+    words = Tokenizer(WordLevel({f"t{number}": number for number in range(16)}, unk_token="t0"))
+    words.pre_tokenizer = Whitespace()  # type: ignore[assignment] # a property that takes it
+    (home / "model").mkdir()
+    words.save(str(home / "model" / "tokenizer.json"))
+    text, named = home / "prompt.txt", ["--tokenizer", str(home / "model"), "--cache-salt", "alice"]
+    text.write_text(" ".join(f"t{number}" for number in range(16)))
+    store(tiers, prompt(4, salt="alice"))
+    assert tiers.drain(60)
+    assert "pin 1: 4 blocks stay" in says(daemon, "pin", "--text", str(text), *named)
+    assert says(daemon, "export", str(home / "one.kva"), "--text", str(text), *named).startswith(
+        "exported 4 of 4 blocks"
+    )
+    shown = says(daemon, "purge", "--text", "-", *named, stdin=text.read_text())
+    assert shown == "evicted 4 from l2, 4 from file; 1 pins let go\n"
 
 
 def test_blocks_an_engine_is_loading_are_evicted_under_its_feet_and_stay_right(
@@ -360,6 +380,10 @@ def test_top_is_a_line_a_look(daemon: DaemonProcess, tiers: RemoteTiers) -> None
         json.loads(line) for line in says(daemon, "top", "--interval", "50ms", "--count", "2", "--json").splitlines()
     ]
     assert [row["clients"] for row in rows] == [1, 1]
+    assert list(rows[0]) == lines[0].split()
+    figures = [row[name] for row in rows for name in row if name not in ("hits", "state")]
+    assert [type(each) in (int, float) for each in figures] == [True] * len(figures)  # no text to take apart
+    assert [(row["hits"], row["state"]) for row in rows] == [(None, "ok")] * 2
 
 
 def test_a_row_is_what_changed() -> None:
@@ -371,12 +395,16 @@ def test_a_row_is_what_changed() -> None:
         clients = [statuses.ClientStatus.model_construct(connected=here) for here in (True, False)]
         return DaemonStatus.model_construct(models=[model], clients=clients, status="ok")
 
-    row = row_of(look(10, 10, 0), look(40, 20, 4_000_000), 2.0)
-    assert (row.clients, row.leased, row.used) == (1, 3, "25%")
-    assert (row.lookups, row.hits) == ("20", "75.0%")
-    assert (row.stored, row.read) == ("0", "2 MB/s")
-    # A model that was closed takes its counters along: that is no negative rate.
-    assert row_of(look(40, 20, 9), look(0, 0, 0), 1.0).hits == "-"
+    view = view_of({})
+    row = view.row_of(look(10, 10, 0), look(40, 20, 4_000_000), 2.0)
+    assert (row["clients"], row["leased"], row["used"]) == (1, 3, 0.25)
+    assert (row["lookups"], row["hits"]) == (20.0, 0.75)
+    assert (row["stored"], row["read"]) == (0.0, 2e6)
+    shown = [view.columns[name].text(row[name]) for name in ("used", "lookups", "hits", "read")]
+    assert shown == ["25.0%", "20", "75.0%", "2 MB/s"]
+    # A model that was closed takes its counters along: that is no share.
+    gone = view.row_of(look(40, 20, 9), look(0, 0, 0), 1.0)
+    assert (gone["hits"], view.columns["hits"].text(None)) == (None, "-")
     assert hit_share({"l2": 1, "miss": 3}) == 0.25
 
 
@@ -390,12 +418,16 @@ def test_a_row_is_what_changed() -> None:
         ),
         (["quota", "alice"], 'quota "alice": give a size, as in 4GiB, or --remove'),
         (["quota", "alice", "4XB"], 'SIZE "4XB": no unit'),
-        (["purge"], "purge: say what is to be forgotten, by --blocks FILE, --model FINGERPRINT or --all"),
+        (["purge"], "purge: say what is to be forgotten, by --blocks FILE, --text FILE, --model FINGERPRINT or --all"),
         (
             ["pin", "--blocks", "/nowhere"],
             '--blocks "/nowhere": No such file or directory; name a file that can be read',
         ),
         (["pin", "--blocks", "-"], '--blocks "-": not JSON'),
+        (["pin", "--text", "-"], '--text "-": it takes the model\'s tokenizer; name its folder by --tokenizer'),
+        (["purge", "--text", "-", "--blocks", "-"], '--text "-": --blocks names the prompt, too; give one of them'),
+        (["status", "--url", "localhost:1"], '--url "localhost:1": not a URL; write it as in http://127.0.0.1:8000'),
+        (["export", "/f", "--text", "-", "--tokenizer", "/no"], '--tokenizer "/no": tokenizer.json is not one: '),
     ],
 )
 def test_mistakes_on_the_command_line(arguments: list[str], mistake: str) -> None:

@@ -207,6 +207,16 @@ def test_the_pages(server: ServerThread) -> None:
     assert by_tier["L1"] == told["cached_tokens"]["L1"]
     assert families["kvtier_engine_ttft_seconds"].type == "histogram"
     assert {s.labels["fingerprint"] for s in families["kvtier_lookup_blocks"].samples} == {told["fingerprint"][:16]}
+    # What the commands of a daemon print of an engine.
+    url = str(server.http.base_url)
+    shown = kvtier("status", "--url", url)
+    assert (shown.returncode, shown.stderr) == (0, "")
+    lines = shown.stdout.splitlines()
+    assert lines[0].endswith(f"engine of {MODEL}, pid {told['pid']}: ok")
+    assert "  L1           0 of 128 blocks used" in lines
+    assert any(f"L1 {told['cached_tokens']['L1']}" in line for line in lines if line.startswith("  cached"))
+    row = json.loads(kvtier("top", "--url", url, "--interval", "20ms", "--count", "1", "--json").stdout)
+    assert (row["running"], row["waiting"], row["used"], row["cached"], row["state"]) == (0, 0, 0.0, None, "ok")
 
 
 def test_whatever_tier_the_prompt_was_in_the_greedy_text_is_the_same(model: Path, disk_dir: Path) -> None:

@@ -50,5 +50,5 @@ def test_a_redis_server_that_is_away_ends_nothing_and_the_log_says_what_is_used(
     assert "ready on" in daemon.first_line
     assert daemon.end(15) == 0
     told = "".join(daemon.lines)
-    assert f"INFO kvtier: file: 0 slabs in {disk_dir / 'new' / 'kv'}, 0 B of [file] size 4MiB; " in told
-    assert "INFO kvtier: redis: standalone at 127.0.0.1:1\n" in told
+    assert f"INFO kvtier: [file] 0 slabs in {disk_dir / 'new' / 'kv'}, 0 B of [file] size 4MiB; " in told
+    assert "INFO kvtier: [redis] standalone at 127.0.0.1:1\n" in told

@@ -455,6 +455,13 @@ def test_a_page_of_text_says_where_requests_went_and_why(pair: Pair, router: Rou
     told = kvtier("status", "--http", router.server.address)
     assert (told.returncode, told.stdout.splitlines()[2:5]) == (3, text.splitlines()[2:5])
     assert json.loads(kvtier("status", "--http", router.server.address, "--json").stdout)["replicas"]
+    # so does `top`, at an address or a URL: rows of figures, or of text
+    url = f"http://{router.server.address}"
+    row = json.loads(kvtier("top", "--url", url, "--interval", "20ms", "--count", "1", "--json").stdout)
+    assert (row["replicas"], row["up"], row["in_flight"], row["state"]) == (2, 1, 0, "degraded")
+    assert (row["requests"], row["tokens"], row["cached"]) == (0.0, 0.0, None)
+    shown = kvtier("top", "--http", router.server.address, "--interval", "20ms", "--count", "1").stdout.splitlines()
+    assert (shown[0].split(), shown[1].split()[-1]) == (list(row), "degraded")
 
 
 def test_its_metrics_are_those_of_its_page_in_the_docs(router: RoutedReplicas) -> None:
@@ -464,7 +471,6 @@ def test_its_metrics_are_those_of_its_page_in_the_docs(router: RoutedReplicas) -
 
 def test_a_daemons_verbs_are_one_line_where_a_router_or_an_engine_answers(pair: Pair, router: RoutedReplicas) -> None:
     for verb, address in (
-        (["top"], router.server.address),
         (["purge", "--all"], router.server.address),
         (["status"], pair[0].name),
         (["top", "--count", "1"], pair[0].name),
