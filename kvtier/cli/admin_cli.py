@@ -340,8 +340,8 @@ def _which_blocks(
 def _tokenizer(directory: Path | None) -> "Tokenizer | None":
     if directory is None:
         return None
-    with needing("--tokenizer"):
-        from kvtier.connector.models import load_tokenizer
+    from kvtier.connector.models import load_tokenizer
+
     return load_tokenizer(directory, "--tokenizer")
 
 
