@@ -8,14 +8,15 @@
 #   make test-vllm    a real vLLM over kvtier's tiers; its packages are kept in your cache directory
 #   make test-sglang  a real SGLang, likewise; test-vllm-0.33: vLLM's next release on this one's CPU kernels
 #   make compiled     build the compiled twins of innermost loops, for whatever runs on this machine as you
-#   make check        ruff, ruff format, strict mypy, the architecture test
+#   make check        ruff, ruff format, strict mypy, the architecture test, whether the site builds
+#   make docs         the pages as a site, in site/
 #   make bench        every benchmark in its quick form
 #   make gpu          on a machine with a GPU: its tests and benchmarks, in half an hour; PART=tests, sanitizer,
 #                     bandwidth, decode or ttft is one of them. gpu-bundle: what such a machine without a network lacks
 #   make soak         a whole node under faults for MINUTES=…; likewise kills and crash-images COUNT=…, fuzz MINUTES=…
 #   make setup        only the set-up: .venv with the `kvtier` command
 #
-# On a GPU machine, first:  export TORCH=torch EXTRAS=cuda13,engine,dev  (or cuda12)
+# On a GPU machine, first:  export TORCH=torch EXTRAS=cuda13,engine,docs,dev  (or cuda12)
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -26,7 +27,7 @@ SHELL := /bin/bash
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
-EXTRAS ?= engine,dev
+EXTRAS ?= engine,docs,dev
 PYTEST_ARGS ?= -n auto --dist loadfile
 ENGINE_ARGS ?=
 DEMO_ARGS ?=
@@ -37,11 +38,11 @@ unexport PYTHONDONTWRITEBYTECODE
 # The stamp's name changes with what was asked for and with where it stands: a virtual environment can't be moved.
 STAMP := $(VENV)/.kvtier-$(firstword $(shell (cat pyproject.toml .ci/setup .ci/constraints.txt .ci/venv-with-torch; echo "$(CURDIR) $(VENV) $(TORCH) $(EXTRAS)") | sha256sum))
 
-.PHONY: help setup demo demo-rag beside compiled test quick coverage test-vllm test-vllm-0.33 test-sglang check format bench gpu gpu-bundle \
+.PHONY: help setup demo demo-rag beside compiled test quick coverage test-vllm test-vllm-0.33 test-sglang check docs format bench gpu gpu-bundle \
 	soak kills crash-images fuzz clean
 
 help:
-	sed -n '3,16s/^# *//p' Makefile
+	sed -n '3,17s/^# *//p' Makefile
 
 setup: $(STAMP)
 
@@ -95,7 +96,15 @@ check: setup
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/python -m pytest tests/test_architecture.py -q -s
+	$(VENV)/bin/mkdocs build --quiet
 	.ci/types $(VENV)/bin/mypy
+
+docs: setup
+	$(VENV)/bin/mkdocs build
+	echo "open $(CURDIR)/site/index.html" >&2
+
+# The theme names its successor at each start.
+check docs: export NO_MKDOCS_2_WARNING = 1
 
 format: setup
 	$(VENV)/bin/ruff check --fix .
@@ -124,5 +133,5 @@ soak kills crash-images fuzz: setup
 		$(if $(COUNT),--count $(COUNT)) $(if $(SEED),--seed $(SEED)) $(if $(JSON),--json $(JSON))
 
 clean:
-	rm -rf $(VENV) .venv-vllm .venv-vllm-0.33 .venv-sglang dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-vllm .venv-vllm-0.33 .venv-sglang dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

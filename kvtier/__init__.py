@@ -6,7 +6,7 @@ nor time. Each folder below has such a list, its face; only what stands there ma
 
 import lazy_loader
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _import, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 __all__ += ["__version__"]

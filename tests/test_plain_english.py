@@ -9,10 +9,7 @@ import pytest
 from test_architecture import ROWS
 
 ROOT: Final = Path(__file__).resolve().parent.parent
-PAGES: Final = sorted(
-    path.relative_to(ROOT).as_posix()
-    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md"))
-)
+PAGES: Final = sorted(path.relative_to(ROOT).as_posix() for path in (*ROOT.glob("[A-Z]*.md"), *ROOT.glob("docs/*.md")))
 LONGEST_SENTENCE: Final = 25  # words; code and numbers between backticks count as one
 WIDEST_TABLE: Final = 160  # characters
 # How a longer sentence begins → why it stays one.

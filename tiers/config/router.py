@@ -28,7 +28,8 @@ class RouterConfig(HttpSection):
     )
     tokenize_timeout: Time = option("200ms", "longest a replica may take to say a prompt's tokens, if model is none")
     replicas: _Replicas = option(
-        (), "list of http[s]://HOST:PORT[,events=…][,replay=…][,node=…][,node_replay=…][,block_size=N][,addresses=all]"
+        (),
+        "list of `http[s]://HOST:PORT[,events=…][,replay=…][,node=…][,node_replay=…][,block_size=N][,addresses=all]`",
     )
     replicas_file: FileName | None = option(
         None, "file with one more replica a line; a change is followed while running"

@@ -24,7 +24,7 @@ const BREAKERS = {
 const RECENT = 60; // seconds the share of hits is of
 const MAX_CLIENTS = 64;
 
-/** "node daemon 0.1.0, pid 17, up 3.4 h". */
+/** "node daemon 0.2.0, pid 17, up 3.4 h". */
 export function aboutOf(status) {
   return `node daemon ${status.version}, pid ${status.pid}, up ${duration(status.uptime_s)}`;
 }
