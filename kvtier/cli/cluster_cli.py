@@ -1,7 +1,8 @@
-"""`kvtier cluster up | status | down`: the compose file's topology as plain processes of this machine."""
+"""`kvtier cluster up | status | logs | stop | restart | down`: the compose file's topology as plain processes here."""
 
 import os
 import sys
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from threading import Event
@@ -30,6 +31,7 @@ _PROFILES: Final = ("cluster", "observability")  # of which the second is left o
 
 _LONGEST: Final = 107 - len("/events-a/engine-replay")  # bytes: a socket's path has 107
 
+NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="Of the service, as `status` has it.")]
 StateOption = Annotated[Path, typer.Option(metavar="DIR", help="Where its logs, sockets and slabs are.")]
 
 
@@ -53,6 +55,9 @@ def up(
     model: Annotated[
         Path | None, typer.Option(metavar="DIR", help="A checkpoint directory; else random weights are made.")
     ] = None,
+    no_restart: Annotated[
+        bool, typer.Option("--no-restart", help="Leave dead what ends by itself; else it is started again.")
+    ] = False,
 ) -> None:
     """Start Valkey or Redis, daemons, engines and the router, wait until they are ready, and leave them running."""
     from rich.console import Console
@@ -72,6 +77,8 @@ def up(
     serving.on_signal(stopping.set)
     with console.status("starting"):
         is_new = processes.Cluster(state).up(topology, port, lambda line: console.print(line, markup=False), stopping)
+        if not no_restart:
+            processes.start_keeper(processes.Cluster(state))
     console.print("up" if is_new else "it is up already", "· kvtier cluster status · kvtier cluster down")
 
 
@@ -81,14 +88,46 @@ def status(state: StateOption = Path("kvtier-cluster"), as_json: JsonOption = Fa
     from rich.table import Table
 
     rows = processes.Cluster(state).status()
-    table = Table("service", "state", "healthy", "pid", "address", "up")
+    table = Table("service", "state", "healthy", "pid", "address", "up", "restarts")
     for row in rows:
         up_for = "" if row.uptime_s is None else f"{row.uptime_s:.0f} s"
         pid = "" if row.pid is None else str(row.pid)
-        table.add_row(row.name, row.state, "yes" if row.healthy else "no", pid, row.address or "", up_for)
+        healthy, restarts = "yes" if row.healthy else "no", str(row.restarts or "")
+        table.add_row(row.name, row.state, healthy, pid, row.address or "", up_for, restarts)
     show([asdict(row) for row in rows], table, as_json=as_json)
     if not all(row.healthy for row in rows):
         raise typer.Exit(Exit.DEGRADED)
+
+
+@cluster.command("logs")
+def logs(
+    names: Annotated[list[str] | None, typer.Argument(metavar="NAME", help="Of services; else all.")] = None,
+    state: StateOption = Path("kvtier-cluster"),
+    lines: Annotated[int, typer.Option(metavar="NUMBER", min=0, help="The last so many of each.")] = 20,
+    follow: Annotated[bool, typer.Option("--follow", help="Go on with what is added, until Ctrl-C.")] = False,
+) -> None:
+    """Print the end of the services' logs, each line behind the service's name."""
+    cluster = processes.Cluster(state)
+    known = list(cluster.read().members) or [row.name for row in cluster.status()]
+    for name in names or ():
+        if name not in known:
+            raise ConfigError(f'"{name}": no service of the cluster in {state}; known are {", ".join(known)}')
+    with suppress(KeyboardInterrupt):
+        processes.show_logs([(name, cluster.log_of(name)) for name in names or known], lines, print, follow=follow)
+
+
+@cluster.command("stop")
+def stop(name: NameArgument, state: StateOption = Path("kvtier-cluster")) -> None:
+    """End one service, which stays ended until `up` or `restart`."""
+    processes.stop_service(processes.Cluster(state), name, lambda line: print(line, file=sys.stderr))
+
+
+@cluster.command("restart")
+def restart(name: NameArgument, state: StateOption = Path("kvtier-cluster")) -> None:
+    """End one service and start it again, and wait until it is ready."""
+    stopping = Event()
+    serving.on_signal(stopping.set)
+    processes.restart_service(processes.Cluster(state), name, lambda line: print(line, file=sys.stderr), stopping)
 
 
 @cluster.command("down")

@@ -1,6 +1,8 @@
 from .cluster import Cluster
 from .defaults import BESIDE_US, FIRST_PORT, NUM_PORTS
 from .file import Placeholders, Topology
+from .logs import show_logs
+from .mending import restart_service, start_keeper, stop_service
 from .process import is_installed
 
 __all__ = [
@@ -11,4 +13,8 @@ __all__ = [
     "Placeholders",
     "Topology",
     "is_installed",
+    "restart_service",
+    "show_logs",
+    "start_keeper",
+    "stop_service",
 ]

@@ -24,6 +24,7 @@ Print = Callable[[str], None]
 
 _DEADLINE: Final = 180.0  # seconds for one service to get ready: an engine imports torch, on a busy machine
 GRACE: Final = 40.0  # seconds from SIGTERM to SIGKILL, as in the compose file: more than any service takes
+_WAIT: Final = 2.0  # seconds for the keeper, which needs the state for a moment
 _PAUSE: Final = 0.1  # seconds between two polls of starting services
 _WARNING: Final = "warning: "
 _LAST_LINES: Final = 20  # lines shown of the log of a service that failed
@@ -41,6 +42,11 @@ class StartedService(_Recorded):
     after: list[str]
     address: str | None
     started: float  # Unix time
+    service: Service | None = None  # what was started; None: an older kvtier has started it
+    stopped: bool = False  # by an operator
+    restarts: int = 0  # since `up`: it had ended by itself
+    failures: int = 0  # in a row
+    next_start: float | None = None  # Unix time, of one that ended by itself
 
 
 class ClusterRecord(_Recorded):
@@ -51,6 +57,7 @@ class ClusterRecord(_Recorded):
     members: dict[str, StartedService] = {}
     directories: list[str] = []
     kept: list[str] = []
+    keeper: Process | None = None  # starts again what ended by itself
 
     @property
     def is_up(self) -> bool:
@@ -64,7 +71,7 @@ class ClusterRecord(_Recorded):
 
 @dataclass(frozen=True, slots=True)
 class ServiceStatus:
-    """The status of one service; `state` is running, done or dead."""
+    """The status of one service; `state` is running, done, stopped (by an operator) or dead."""
 
     name: str
     state: str
@@ -72,6 +79,7 @@ class ServiceStatus:
     pid: int | None
     address: str | None
     uptime_s: float | None
+    restarts: int  # since `up`
 
 
 class Cluster:
@@ -90,8 +98,8 @@ class Cluster:
         Raises ConfigError for a port in use, or for another cluster's directory. If a service fails, or `stopping` is
         set meanwhile, everything that this call started is stopped, and KVTierError has the end of the log.
         """
-        with self._locked(make=True):
-            record = self._read()
+        with self.locked(make=True):
+            record = self.read()
             if not record.is_up:  # what an earlier cluster has left would not fit
                 self._clear(record)
             elif record.first_port != first_port:
@@ -105,12 +113,16 @@ class Cluster:
                     if not is_free(port):
                         raise ConfigError(f"--port {first_port}: {name}'s port {port} is in use; choose another")
             record.first_port = first_port
-            _Start(self, record, missing, tell, stopping).run()
+            self.start(record, missing, tell, stopping)
             return bool(missing)
+
+    def start(self, record: ClusterRecord, services: Mapping[str, Service], tell: Print, stopping: Event) -> None:
+        """Start services in order, and wait until they are ready. If one fails all of them are stopped: KVTierError."""
+        _Start(self, record, services, tell, stopping).run()
 
     def status(self) -> list[ServiceStatus]:
         """The status of every started service; each is probed now. Raises ConfigError if there is no cluster."""
-        record = self._read()
+        record = self.read()
         if not record.members:
             raise ConfigError(f'--state "{self.state}": no cluster is up there; start one with `kvtier cluster up`')
         with ThreadPoolExecutor(len(record.members)) as threads:
@@ -123,8 +135,8 @@ class Cluster:
         """
         if not self._file.exists():
             return False
-        with self._locked():
-            record = self._read()
+        with self.locked():
+            record = self.read()
             self.stop(record, list(record.members), tell)
             self._clear(record)
             for directory in record.kept if purge else ():
@@ -156,13 +168,16 @@ class Cluster:
         draft.replace(self._file)
 
     def _clear(self, record: ClusterRecord) -> None:
-        """Forget services, none of which runs, and remove their directories that are not kept."""
+        """Forget services, none of which runs, end their keeper, and remove their directories that are not kept."""
+        if record.keeper is not None:
+            record.keeper.stop(GRACE)
         for directory in (*record.directories, "logs"):
             shutil.rmtree(self.state / directory, ignore_errors=True)
         record.members.clear()
+        record.keeper = None
         record.directories.clear()
 
-    def _read(self) -> ClusterRecord:
+    def read(self) -> ClusterRecord:
         try:
             return ClusterRecord.model_validate_json(self._file.read_bytes())
         except FileNotFoundError:
@@ -175,7 +190,8 @@ class Cluster:
             raise FormatError(f"{what}; end its processes, and remove the file") from None
 
     @contextmanager
-    def _locked(self, *, make: bool = False) -> Iterator[None]:
+    def locked(self, *, make: bool = False, wait: float | None = None) -> Iterator[None]:
+        """Alone with the state. StoreLocked if somebody else still is after `wait` seconds."""
         lock = self.state / "lock"
         try:
             if make:
@@ -186,11 +202,12 @@ class Cluster:
         except OSError as error:
             raise ConfigError(f'--state "{self.state}": {error.strerror}; name another directory') from None
         try:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                why = "another `kvtier cluster` is using it; wait until it ends"
-                raise StoreLocked(f'--state "{self.state}": {why}') from None
+            until = time.monotonic() + (_WAIT if wait is None else wait)
+            while not _is_locked(fd):
+                if time.monotonic() >= until:
+                    why = "another `kvtier cluster` is using it; wait until it ends"
+                    raise StoreLocked(f'--state "{self.state}": {why}')
+                time.sleep(_PAUSE)
             try:
                 yield
             finally:
@@ -249,7 +266,13 @@ class _Start:
         # A process that has ended already is not reaped before `poll` below.
         found = Process.of(process.pid) or Process(process.pid, "")
         self._record.members[name] = StartedService(
-            process=found, ready=service.ready, after=service.after, address=service.address, started=time.time()
+            process=found,
+            ready=service.ready,
+            after=service.after,
+            address=service.address,
+            started=time.time(),
+            service=service,
+            restarts=self._record.members[name].restarts if name in self._record.members else 0,
         )
         self._started.append(name)
         self._cluster.write(self._record)
@@ -291,6 +314,15 @@ class _Start:
         return text.splitlines()[-_LAST_LINES:]
 
 
+def _is_locked(fd: int) -> bool:
+    """Take the lock, unless somebody else has it."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
 def _missing(record: ClusterRecord, topology: Topology) -> dict[str, Service]:
     """Services to start: those that do not run, and jobs whose dependencies start again, as compose does."""
     missing: dict[str, Service] = {}
@@ -309,9 +341,12 @@ def _stop(name: str, member: StartedService) -> str | None:
 
 
 def _status_of(name: str, member: StartedService) -> ServiceStatus:
+    state, is_well_now, uptime = "dead", False, None
     if member.process is None:
-        return ServiceStatus(name, "done", True, None, member.address, None)
-    if not member.process.runs:
-        return ServiceStatus(name, "dead", False, member.process.pid, member.address, None)
-    uptime = time.time() - member.started
-    return ServiceStatus(name, "running", is_well(member.ready), member.process.pid, member.address, uptime)
+        state, is_well_now = "done", True
+    elif member.process.runs:
+        state, is_well_now, uptime = "running", is_well(member.ready), time.time() - member.started
+    elif member.stopped:
+        state = "stopped"
+    pid = None if member.process is None else member.process.pid
+    return ServiceStatus(name, state, is_well_now, pid, member.address, uptime, member.restarts)

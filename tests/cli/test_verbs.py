@@ -113,9 +113,9 @@ def test_every_command_has_the_options_of_a_program_that_imports_all_at_once(
         values = [each for each in command.params if each.metavar or not getattr(each, "is_flag", False)]
         if not hasattr(command, "commands"):
             assert [each.name for each in values if not METAVAR.fullmatch(each.metavar or "")] == [], path
-            assert re.findall(r"^  \S.*<.*$", printed, re.MULTILINE) == [], path
+            assert re.findall(r"^  \S+ <.*$", printed, re.MULTILINE) == [], path
             told = " ".join(each.help or "" for each in command.params).split()
-            assert [word for word in told if "[" in word and word not in printed] == [], path
+            assert [word for word in told if "[" in word and word not in "".join(printed.split())] == [], path
         arguments = [str(each.metavar) for each in command.params if isinstance(each, TyperArgument)]
         usage = printed.partition("\n")[0]
         assert [name in usage for name in arguments] == [True] * len(arguments), path

@@ -16,7 +16,7 @@ import httpx2
 from command_rig import kvtier, kvtier_process
 from fork_rig import ENGINE, SERVICES, Forked
 
-from kvtier.service.cluster import cluster, process
+from kvtier.service.cluster import cluster, mending, process
 from kvtier.service.cluster.cluster import Cluster, ServiceStatus
 from kvtier.service.cluster.defaults import NUM_PORTS
 from kvtier.service.cluster.process import Process, is_free, launch
@@ -38,12 +38,24 @@ class Running:
         self._by_python = {*by_python}
         self._pids: set[int] = set()
         self._started: list[subprocess.Popen[bytes] | Forked] = []
+        self.restarts = False  # what ends by itself stays so, for those who look at that
         self.answer = 60.0  # seconds a health check may take: two are few on a busy machine
 
     def up(self, *options: str) -> "subprocess.CompletedProcess[str]":
         """On the main thread: the verb runs in this process."""
-        with patch.object(cluster, "launch", self._launch), patch.object(process, "_ANSWER", self.answer):
-            done = kvtier("cluster", "up", *self._chosen(options), **self._variables)
+        return self._run("up", *self._chosen(options))
+
+    def verb(self, name: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
+        """Another one, as `restart NAME`, in this process, too."""
+        return self._run(name, *arguments, "--state", str(self.state))
+
+    def _run(self, *arguments: str) -> "subprocess.CompletedProcess[str]":
+        with (
+            patch.object(cluster, "launch", self._launch),
+            patch.object(mending, "launch", self._launch),
+            patch.object(process, "_ANSWER", self.answer),
+        ):
+            done = kvtier("cluster", *arguments, **self._variables)
         self._pids |= set(self.pids().values())
         return done
 
@@ -54,7 +66,8 @@ class Running:
         return done
 
     def _chosen(self, options: Sequence[str]) -> tuple[str, ...]:
-        return ("--state", str(self.state), "--port", str(self.port), *self._options, *options)
+        restarts = () if self.restarts else ("--no-restart",)
+        return ("--state", str(self.state), "--port", str(self.port), *restarts, *self._options, *options)
 
     def _launch(self, argv: Sequence[str], env: Mapping[str, str], log: Path) -> "subprocess.Popen[bytes] | Forked":
         """As `launch` of the product, which `up` calls."""
