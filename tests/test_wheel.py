@@ -54,7 +54,7 @@ def all_of_it_is_there(asked: list[str], environment: dict[str, str], tmp_path: 
     where, paths, *sources = told.stdout.splitlines()
     assert Path(where).is_relative_to(tmp_path)
     pages = "/ /charts.js /daemon.js /dashboard.css /dashboard.js /draw.js /history /memory.js /past.js /router.js "
-    pages += "/saved.js /stream /tiers.js /why.js"
+    pages += "/saved.js /stream /tiers.js /uplot.css /uplot.js /why.js"
     assert sorted(paths.split()) == pages.split()
     assert len(sources) >= 8
     for file in sources:

@@ -16,6 +16,7 @@ from .finding import Finding, Status, error, ok, warning
 from .kinds import L1, L2, MISS, TIERS, TierKind, lookup_results, lower_tiers, tier_captions
 from .lineage import Lineage, TellsLineage
 from .metrics import Metrics, Series
+from .room import StoragePlace, TellsRoom
 from .tier import (
     BATCH_BYTES,
     Announcer,
@@ -72,9 +73,11 @@ __all__ = [
     "RequestError",
     "Series",
     "Status",
+    "StoragePlace",
     "StoreLocked",
     "TellsChildren",
     "TellsLineage",
+    "TellsRoom",
     "Tier",
     "TierKind",
     "TierUnavailable",

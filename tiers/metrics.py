@@ -9,6 +9,7 @@ from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.registry import Collector
 
 from kvtier.tiers.kinds import MISS, TIERS, lookup_results
+from kvtier.tiers.room import StoragePlace
 
 _LOADS: Final = ("read", "load")  # the directions towards the engine; their time is what a request waits
 _SECONDS: Final = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
@@ -74,6 +75,11 @@ class Metrics:
             "kvtier_selective_admission", "1 while a tier takes only blocks that were seen before", "tier", "why"
         )
         self._slots = self._gauge("kvtier_pool_slots", "Slots by state", "tier", "state")
+        self._used = self._gauge(
+            "kvtier_storage_used_bytes", "Of what a tier lies on, a file system or a server", "tier", "place"
+        )
+        self._limit = self._gauge("kvtier_storage_limit_bytes", "What there may be of it, if bounded", "tier", "place")
+        self._places: dict[str, Sequence[StoragePlace]] = {}
         self.copies = CopyMetrics(self._counter, self._gauge)
         self._load_seconds = Histogram(
             "kvtier_load_seconds",
@@ -158,6 +164,17 @@ class Metrics:
     def pool(self, tier: str, state: str, num_slots: int) -> None:
         """How many slots of a pool are in a state now."""
         self._slots.labels(tier, state).set(num_slots)
+
+    def room(self, tier: str, places: Sequence[StoragePlace]) -> None:
+        """How full what a tier lies on is now: all of its places."""
+        for gone in self._places.get(tier, ()):
+            self._used.remove(tier, gone.place)
+            self._limit.remove(tier, gone.place)
+        for each in places:
+            self._used.labels(tier, each.place).set(each.used)
+            if each.limit is not None:
+                self._limit.labels(tier, each.place).set(each.limit)
+        self._places[tier] = places
 
     def before_read(self, refresh: Callable[[], None]) -> None:
         """Have `refresh` called before every reading: it sets what is a state, not an event."""

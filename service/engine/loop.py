@@ -25,6 +25,7 @@ _log = logging.getLogger(__name__)
 _IDLE: Final = 0.25  # seconds between two idle turns, in which lower tiers report what they have stored
 _SOON: Final = 0.005  # the same, in seconds, while events still wait to be published
 _STUCK: Final = 60.0  # seconds a step may take before the server counts as unhealthy
+_BETWEEN: Final = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 _SECONDS: Final = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 _AILING: Final = 30.0  # seconds a server stays unhealthy after failed steps
 _PATIENCE: Final = 2  # failed steps in a row: after the first the engine tries again, after more the requests fail
@@ -96,6 +97,7 @@ class _LiveSequence:
     index: int
     sequence: Sequence
     is_told: bool = False  # its first token was passed on
+    told_at: float = 0.0  # when the last one was, by time.monotonic
 
 
 @dataclass(slots=True)
@@ -119,6 +121,11 @@ class Tally:
     ttft: Histogram = field(
         default_factory=lambda: Histogram(
             "kvtier_engine_ttft_seconds", "From arrival to the first token", buckets=_SECONDS, registry=None
+        )
+    )
+    itl: Histogram = field(
+        default_factory=lambda: Histogram(
+            "kvtier_engine_itl_seconds", "Between two tokens of a sequence", buckets=_BETWEEN, registry=None
         )
     )
 
@@ -295,7 +302,7 @@ class EngineLoop:
             live = self._sequences.get(output.request_id)
             if live is None or output.token_id is None:  # aborted: nobody waits for it
                 continue
-            source = None if live.is_told else self._first_token(live)
+            source = self._next_token(live) if live.is_told else self._first_token(live)
             update = SequenceUpdate(live.index, output.token_id, output.finish_reason, source, output.logprobs)
             told.setdefault(live.request, []).append(update)
             if output.finish_reason is not None:
@@ -305,8 +312,12 @@ class EngineLoop:
         for request, items in told.items():
             request.tell(items)
 
+    def _next_token(self, live: _LiveSequence) -> None:
+        before, live.told_at = live.told_at, time.monotonic()
+        self.tally.itl.observe(live.told_at - before)
+
     def _first_token(self, live: _LiveSequence) -> PromptSource:
-        live.is_told = True
+        live.is_told, live.told_at = True, time.monotonic()
         cached = live.sequence.cached_tokens
         self.tally.cached.update(cached)
         if live.sequence.ttft is not None:

@@ -99,7 +99,7 @@ def exposition(loop: EngineLoop) -> str:
     """Prometheus' text format: the engine's metrics, and those of the tiers below L1 as the engine sees them."""
     connector = loop.engine.connector
     tiers = labelled({loop.fingerprint[:16]: connector.tiers.metrics}) if isinstance(connector, LocalConnector) else []
-    return text_of([*_own(loop), *loop.tally.ttft.collect(), *tiers])
+    return text_of([*_own(loop), *loop.tally.ttft.collect(), *loop.tally.itl.collect(), *tiers])
 
 
 def _own(loop: EngineLoop) -> Iterator[Metric]:

@@ -1,6 +1,7 @@
 """What fills memory, for people: `/memory`, and the series of it that Prometheus scrapes."""
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from prometheus_client.metrics_core import Metric
 
@@ -21,8 +22,8 @@ def memory(daemon: Daemon, use: MemoryUse, *, named: bool) -> statuses.MemorySta
     models = []
     for namespace in namespaces:
         tiers = found.get(namespace.fingerprint, {})
-        salts = {root_hash(namespace.fingerprint, cache_salt=salt): salt for salt in limits} if named else {}
-        shown = _ShownNames(namespace.tiers.tenants, use, salts, named=named)
+        quotas = {root_hash(namespace.fingerprint, cache_salt=each): (each, limits[each]) for each in limits}
+        shown = _ShownNames(namespace.tiers.tenants, use, quotas if named else {}, named=named)
         told = {tier: _tier(each, namespace.blocks.block_size, namespace.blocks.block_bytes, shown)
                 for tier, each in tiers.items()}  # fmt: skip
         models.append(statuses.ModelMemory(model=name_of(namespace.fingerprint), tiers=told))
@@ -54,8 +55,11 @@ def _models(namespaces: list[Namespace]) -> Mapping[bytes, tuple[Hierarchy, Tena
 class _ShownNames:
     """What tenants and blocks are called, for operators or for everybody."""
 
-    def __init__(self, tenants: Tenants, use: MemoryUse, salts: Mapping[ChainHash, str], *, named: bool) -> None:
-        self._tenants, self._use, self.salts, self._named = tenants, use, salts, named
+    def __init__(
+        self, tenants: Tenants, use: MemoryUse, quotas: Mapping[ChainHash, tuple[str, int]], *, named: bool
+    ) -> None:
+        """`quotas`: by the tenant's root its cache_salt and its bytes of host memory."""
+        self._tenants, self._use, self.quotas, self._named = tenants, use, quotas, named
 
     def tenant(self, root: ChainHash | None) -> str:
         if root is None:
@@ -71,8 +75,8 @@ class _ShownNames:
 def _tier(use: TierUse, block_size: int, block_bytes: int, shown: _ShownNames) -> statuses.TierMemory:
     tenants = []
     for each in use.tenants:
-        salt = None if each.root is None else shown.salts.get(each.root)
-        named = {} if salt is None else {"cache_salt": salt}
+        quota = None if each.root is None else shown.quotas.get(each.root)
+        named: dict[str, Any] = {} if quota is None else {"cache_salt": quota[0], "quota_bytes": quota[1]}
         tenants.append(
             statuses.TenantMemory(
                 tenant=shown.tenant(each.root), blocks=each.num_blocks, bytes=each.num_blocks * block_bytes, **named

@@ -1,9 +1,10 @@
 """How the daemon is doing: what /status says, and /summary and the commands print."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any
 
 from kvtier.service.node.daemon import ClientView, Daemon
 from kvtier.service.node.loop import now
@@ -92,22 +93,31 @@ def _model(
     )
     return statuses.ModelStatus(
         model=name_of(namespace.fingerprint),
+        name=_called(namespace.about),
         fingerprint=namespace.fingerprint.hex(),
         block_size=namespace.blocks.block_size,
         block_bytes=namespace.blocks.block_bytes,
         clients=sum(client.fingerprint == namespace.fingerprint for client in clients),
         l2=host,
-        tiers={
-            port.name: statuses.LowerTierStatus(
-                slots=values.of("kvtier_pool_slots", port.name), breakers=_breakers(port)
-            )
-            for port in hierarchy.ports
-        },
+        tiers={port.name: _lower(port, values) for port in hierarchy.ports},
         saved=_saved(namespace),
         optimum=None if watch is None else _optimum(watch.of(namespace.fingerprint)),
         return_gaps=_return_gaps(hierarchy),
         **dict(figures(hierarchy.metrics)),
     )
+
+
+def _lower(port: TierPort, values: MetricValues) -> statuses.LowerTierStatus:
+    slots, breakers = values.of("kvtier_pool_slots", port.name), _breakers(port)
+    room = [statuses.StorageRoom(**each._asdict()) for each in port.room()]
+    told: dict[str, Any] = {"room": room} if room else {}  # a tier that does not tell has no such field
+    return statuses.LowerTierStatus(slots=slots, breakers=breakers, **told)
+
+
+def _called(about: Mapping[str, str]) -> str | None:
+    """A model's name; of one in a local folder the folder's: everybody may read the status."""
+    name = about.get("model")
+    return PurePath(name).name if name and name.startswith(("/", ".", "~")) else name
 
 
 def _return_gaps(hierarchy: Hierarchy) -> statuses.AgeCounts | None:

@@ -96,9 +96,18 @@ class HostTierStatus(StatusPart):
     tails: int
 
 
+class StorageRoom(StatusPart):
+    """What a tier lies on, in bytes, whoever fills it."""
+
+    place: str  # a directory, or a server's address
+    used: int
+    limit: int | None  # None: no bound is set
+
+
 class LowerTierStatus(StatusPart):
     slots: Counts  # by state
     breakers: dict[str, str]  # by direction
+    room: list[StorageRoom] = []
 
 
 class AgeCounts(StatusPart):
@@ -132,6 +141,7 @@ class SavedFigures(StatusPart):
 
 class _OpenModel(StatusPart):
     model: str  # the first digits of its fingerprint
+    name: str | None = None  # as engines call it, without the folders of a path
     fingerprint: str
     block_size: int  # tokens
     block_bytes: int
@@ -201,6 +211,7 @@ class DaemonStatus(StatusPart):
 class TenantMemory(StatusPart):
     tenant: str  # "no salt", "others", "not known", or a label that says nothing of the cache_salt
     cache_salt: str | None = None  # to operators, of a tenant that has a quota
+    quota_bytes: int | None = None  # with it: what it may have of host memory
     blocks: int
     bytes: int
 
@@ -307,6 +318,14 @@ class FeedStatus(StatusPart):
     why: str | None = None
 
 
+class LatencyFigures(StatusPart):
+    """Seconds that a replica's requests waited in the last minute, as its own metrics tell."""
+
+    num: int  # waits
+    p50_s: float
+    p95_s: float
+
+
 class ReplicaStatus(StatusPart):
     name: str
     url: str
@@ -319,6 +338,7 @@ class ReplicaStatus(StatusPart):
     events: FeedStatus | None  # of its engine
     node_events: FeedStatus | None  # of its node's daemon
     blocks: Counts  # by medium
+    latency: dict[str, LatencyFigures] = {}  # of the first token ("ttft") and between two ("itl")
 
 
 class ReplicaListStatus(StatusPart):
@@ -356,6 +376,7 @@ class RouterStatus(StatusPart):
     uptime_s: float
     block_size: int | None
     fingerprint: str | None
+    models: list[str] = []  # that replicas serve, by name
     tier_captions: Sequence[TierCaption]  # nearest first
     replicas: Sequence[ReplicaStatus]
     list: ReplicaListStatus

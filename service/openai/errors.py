@@ -16,6 +16,7 @@ _log = logging.getLogger(__name__)
 ErrorHandler = Callable[[Request, Exception], Awaitable[JSONResponse]]
 
 _TYPES: Final = {401: "authentication_error", 408: "timeout_error", 429: "rate_limit_error", 504: "timeout_error"}
+_NO_SUCH_PAGE: Final = (404, 405)
 _CLOSING: Final = (408, 413, 503)  # after these the connection closes: the rest of the request is not read
 
 
@@ -48,11 +49,15 @@ class OpenAIError(KVTierError):
 
 
 def error_handlers(refused: Counter[str]) -> dict[Any, ErrorHandler]:
-    """Starlette's exception handlers: they answer with an OpenAIError, and count it by its status on the event loop."""
+    """Starlette's exception handlers: they answer with an OpenAIError, and count it by its status on the event loop.
+
+    Pages that do not exist are not counted: whoever asks for them is no client of the API.
+    """
 
     async def answer(request: Request, error: Exception) -> JSONResponse:
         converted = _as_openai(request, error)
-        refused[str(converted.status)] += 1
+        if not (isinstance(error, HTTPException) and error.status_code in _NO_SUCH_PAGE):
+            refused[str(converted.status)] += 1
         return converted.response
 
     return dict.fromkeys((HTTPException, OpenAIError, Exception), answer)

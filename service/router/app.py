@@ -27,7 +27,8 @@ from kvtier.tiers.config import RouterConfig
 
 MAX_BODY: Final = 32 << 20  # bytes of a request: a million token ids, or the 25 MB of audio that OpenAI accepts
 _MAX_REQUESTS: Final = 1024  # answered at once
-_REMEMBERED: Final = ("uptime_s", "requests", "retries", "errors", "unknown_prompts", "tokens")  # for the live page
+# Of the status, for the live page's past hour.
+_REMEMBERED: Final = ("uptime_s", "requests", "retries", "errors", "unknown_prompts", "tokens", "replicas")
 _GRACE: Final = 10  # seconds that answers under way may take at a stop
 # A proxy in front of a replica could read other paths differently.
 _PATH: Final = re.compile(rb"/v1(/(?!\.{1,2}(/|$))[\w.~:@-]+)+", re.ASCII)

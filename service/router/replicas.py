@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from kvtier.service.events import MAX_BLOCK_SIZE
 from kvtier.service.router.client import Deadlines, Failure, Headers, ReplicaAnswer, ReplicaClient, ReplicaFailed
+from kvtier.service.router.latencies import PERIOD, Latencies
 from kvtier.service.router.spec import Publishers, ReplicaSpec
 
 _log = logging.getLogger(__name__)
@@ -24,6 +25,7 @@ _PROBES: Final = ("/readyz", "/healthz", "/health")  # kvtier's, many servers', 
 _DIGEST: Final = re.compile("[0-9a-f]{64}")
 _NAMESPACE: Final = re.compile("[0-9a-f]{32}")
 EVERY: Final = 1.0  # seconds between two reads of a replica's load, and checks whether it hangs
+_NO_METRICS: Final = 60.0  # seconds until a replica without metrics is asked for them again
 _LOAD_PATIENCE: Final = 5.0  # seconds a read of its load may take: a busy replica may be slow to answer
 _LATE: Final = (Failure.SLOW_CONNECT, Failure.SLOW_FIRST_BYTE, Failure.STALLED)
 _HOPELESS: Final = 5.0  # seconds a replica must be down before waits for its answers are given up
@@ -136,6 +138,7 @@ class Replica:
         self.others = 0.0  # estimated blocks of work that others gave it
         self.num_requests = 0
         self.errors: Counter[str] = Counter()
+        self.latencies = Latencies()
         self._terms, self._judge = terms, judge
         self._deadlines = Deadlines(terms.timeout, terms.timeout, terms.timeout)
         self._probe: str | None = None  # the health page that this replica has, once known
@@ -167,6 +170,7 @@ class Replica:
         """Run until cancelled: probe at each interval, or at once after an alarm, and read its load."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._read_loads())
+            tasks.create_task(self._read_latencies())
             while True:
                 await self.look()
                 with suppress(TimeoutError):
@@ -265,6 +269,19 @@ class Replica:
                     self.others = 0.0
                     self.errors["no_status"] += 1
             await asyncio.sleep(EVERY)
+
+    async def _read_latencies(self) -> None:
+        """Run until cancelled: read its metrics for people, if it has such a page."""
+        patience = Deadlines(self._terms.timeout, _LOAD_PATIENCE, _LOAD_PATIENCE)
+        pause = PERIOD
+        while True:
+            await asyncio.sleep(pause)
+            if self.state is ReplicaState.UP:
+                with suppress(TimeoutError, ReplicaFailed):  # `look` decides whether it is alive
+                    async with asyncio.timeout(_LOAD_PATIENCE):
+                        status, body = await self._page("/metrics", patience)
+                    self.latencies.read(body if status == 200 else b"")
+                    pause = PERIOD if status == 200 else _NO_METRICS
 
     def _take_load(self, status: int, body: bytes) -> None:
         try:

@@ -89,6 +89,7 @@ class Router:
             uptime_s=time.time() - self._started,
             block_size=self.fleet.block_size,
             fingerprint=self.fleet.fingerprint,
+            models=sorted({str(each["id"]) for each in self.fleet.models()}),
             tier_captions=[statuses.TierCaption.model_validate(each) for each in tier_captions()],
             replicas=[self._replica(replica) for replica in (*self.fleet.replicas, *self.fleet.leaving)],
             list=statuses.ReplicaListStatus(errors=dict(self.list.errors), why=self.list.why),
@@ -120,6 +121,7 @@ class Router:
             requests=replica.num_requests,
             errors=dict(replica.errors),
             **self.holdings.state(replica.name)._asdict(),
+            latency=replica.latencies.figures(),
         )
 
     def _joined(self, replica: Replica, publishers: Publishers) -> None:

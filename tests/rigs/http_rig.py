@@ -45,7 +45,9 @@ class ServedDaemon(DaemonThread):
 class ServedStatus:
     """The live page of a status that the test makes up; `num_asked` counts how often it was asked for."""
 
-    def __init__(self, status: Callable[[], dict[str, Any]], *remembered: str) -> None:
+    def __init__(
+        self, status: Callable[[], dict[str, Any]], *remembered: str, memory: Mapping[str, Any] | None = None
+    ) -> None:
         """`remembered`: fields whose numbers are, of a status looked at now and then from `start` on."""
 
         async def ask() -> dict[str, Any]:
@@ -56,7 +58,9 @@ class ServedStatus:
         self._stopping = threading.Event()
         live = LivePage(ask, self._stopping, remembered)
         remembering = (lambda app: live.remembering()) if remembered else None
-        app = Starlette(routes=[*live.routes(), page("/memory", lambda: JSONResponse({}))], lifespan=remembering)
+        app = Starlette(
+            routes=[*live.routes(), page("/memory", lambda: JSONResponse(memory or {}))], lifespan=remembering
+        )
         self._server = HttpServer(app, HttpSocket("127.0.0.1:0"))
         self.url = f"http://{self._server.address}/"
 

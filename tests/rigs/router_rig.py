@@ -104,7 +104,11 @@ class RawReplica:
     """
 
     def __init__(self, says: Says) -> None:
-        self.pages: dict[str, object] = {"/v1/models": {"object": "list", "data": [MODEL]}, "/readyz": {}}
+        self.pages: dict[str, object] = {
+            "/v1/models": {"object": "list", "data": [MODEL]},
+            "/readyz": {},
+            "/metrics": "",
+        }
         self.asked: Counter[str] = Counter()
         self.hangs: dict[str, threading.Event] = {}  # by path: what to wait for before it is answered
         self._says = says

@@ -5,7 +5,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Final
 
@@ -19,6 +19,7 @@ from kvtier.tiers import (
     Encryption,
     Lineage,
     Outcome,
+    StoragePlace,
     TierUnavailable,
     require_buffers,
     require_records,
@@ -230,6 +231,14 @@ class FileStore:
             counts = {**self._counts, **slots, "evicted": self._blocks.num_evicted}
         counts |= {"recovered": self.num_recovered, "queue_refused": self._payload.num_refused}
         return {**counts, "slots": self.superblock.num_slots}
+
+    def room(self) -> list[StoragePlace]:
+        """As `TellsRoom`: the slab's file system, as `df` counts it."""
+        with suppress(OSError):
+            disk = os.statvfs(self.path.parent)
+            used = (disk.f_blocks - disk.f_bfree) * disk.f_frsize
+            return [StoragePlace(str(self.path.parent), used, used + disk.f_bavail * disk.f_frsize)]
+        return []
 
     def check(self) -> None:
         with self._lock:

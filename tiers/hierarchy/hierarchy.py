@@ -378,3 +378,4 @@ class Hierarchy:
                 for key, count in stats.items():
                     if key.startswith("slots_"):
                         self.metrics.pool(port.name, key.removeprefix("slots_"), count)
+                self.metrics.room(port.name, port.room())

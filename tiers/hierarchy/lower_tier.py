@@ -17,7 +17,9 @@ from kvtier.tiers import (
     Locates,
     Metrics,
     Outcome,
+    StoragePlace,
     TellsChildren,
+    TellsRoom,
     Tier,
     TierUnavailable,
 )
@@ -120,6 +122,11 @@ class TierPort:
     def known_departures(self) -> Departures | None:
         """What left the tier, if that is known now: of one that nodes share only while it answers."""
         return self.departures if self._sent is None or self._readable() is not None else None
+
+    def room(self) -> Sequence[StoragePlace]:
+        """`TellsRoom.room`; empty if the tier is detached or does not tell."""
+        tier: object = self.tier
+        return tier.room() if isinstance(tier, TellsRoom) else ()
 
     def not_stored(self, hashes: Sequence[ChainHash], reason: str) -> None:
         """Remember why these blocks did not come to the tier, if it remembers."""

@@ -190,6 +190,9 @@ class Nodes(Protocol):
     def endpoints(self) -> list[Endpoint]:
         """All of them, at least one."""
 
+    def clients(self) -> list[tuple[str, redis.Redis]]:
+        """redis-py's client of each server, for questions that are no payload."""
+
     def refresh(self) -> None:
         """Something showed that this may not be true any more: look again, in the background."""
 
@@ -223,6 +226,9 @@ class _OneNode:
     def endpoints(self) -> list[Endpoint]:
         return [self._endpoint]
 
+    def clients(self) -> list[tuple[str, redis.Redis]]:
+        return [(self._endpoint.name, self._client)]
+
     def refresh(self) -> None:
         self._endpoint.drop_idle()
 
@@ -255,6 +261,9 @@ class _ClusterNodes:
     def endpoints(self) -> list[Endpoint]:
         with self._lock:
             return list(self._endpoints.values())
+
+    def clients(self) -> list[tuple[str, redis.Redis]]:
+        return [(node.name, self._client.get_redis_connection(node)) for node in self._client.get_primaries()]
 
     def refresh(self) -> None:
         with self._lock:

@@ -16,6 +16,7 @@ from kvtier.tiers import (
     ConfigError,
     Direction,
     Outcome,
+    StoragePlace,
     require_buffers,
     require_records,
     require_space,
@@ -30,6 +31,7 @@ from kvtier.tiers.redis.lanes import Lane, command
 from kvtier.tiers.redis.names import Names
 from kvtier.tiers.redis.nodes import Nodes, nodes_of
 from kvtier.tiers.redis.options import MAX_VALUE, RedisClient, connect, judge, no_epoch, parse, survey
+from kvtier.tiers.redis.room import ServersRoom
 from kvtier.tiers.redis.stream import WireError
 from kvtier.tiers.redis.wire import Refusal
 from kvtier.tiers.returns import ToldEnd
@@ -66,6 +68,7 @@ class RedisStore:
         self.announcer = RedisChanges(config.ttl)
         self._expiries = LearnedExpiries(config.ttl) if config.expiry == "learned" else None
         self._epoch = Epoch(self._batches, self._forget_all)
+        self._room = ServersRoom(nodes.clients)
         self._lock = threading.Lock()  # guards what follows; never held across I/O
         self._counts: Counter[str] = Counter()
         self._resetting: threading.Thread | None = None
@@ -208,6 +211,10 @@ class RedisStore:
         with self._lock:
             counts = dict(self._counts)
         return {**counts, "evicted": counts.get("read_evicted", 0), "names": len(self._names)}
+
+    def room(self) -> Sequence[StoragePlace]:
+        """As `TellsRoom`: the memory of each server."""
+        return () if self._closed else self._room.told()
 
     def check(self) -> None:
         self._names.check()

@@ -1,37 +1,39 @@
-// Charts over time or age, with axes and with the numbers under the pointer. The series of a chart have the same places.
+// Charts over time or age. uPlot draws them; here is what ours have in common, and how each stays while the page changes.
 
-import { duration, h, svg, swatch } from "./draw.js";
+import { about, duration, h, rate, tile } from "./draw.js";
 
-const [WIDTH, HEIGHT] = [600, 100]; // of a plot, in units of its own
-const PLOT = 7.5; // rem: its height, as dashboard.css has it
-const STEPS = [5, 10, 30, 60, 300, 600, 900, 1800]; // seconds between two marks of the time
-const MOST_MARKS = 5;
-const EDGE = 0.05; // of the width: marks that near to an end would be cut off
-const NICE = [1, 2, 2.5, 5, 10];
+const [HEIGHT, SMALL] = [170, 84]; // pixels of a chart, and of one inside a tile
+const DAY = 86400;
+const AREA = { light: "26", dark: "3a" }; // opacity of what lies under a line, in hex
+const STACKED = "99";
 
-const charts = new Map(); // id → what the pointer reads
+const wanted = new Map(); // id → what is to be drawn next
+const standing = new Map(); // the element of a plot → {plot, key}, for each plot that is drawn
+const sizes = new ResizeObserver((entries) => entries.forEach(({ target }) => fit(target)));
+const dark = matchMedia("(prefers-color-scheme: dark)");
+const colours = new Map(); // class → its colour in this scheme
 
 /** The axis of the last `span` seconds: points are [seconds ago, value]. */
 export function timeAxis(span) {
-  const now = Date.now();
-  const at = (place) => now - span * 1000 * (1 - place);
+  const now = Date.now() / 1000;
   return {
-    place: (age) => 1 - age / span,
-    marks: timeMarks(span, now),
-    read: (place) => clock(at(place), true),
-    label: `from ${clock(at(0))} to ${clock(now)}`,
+    at: (age) => now - age,
+    read: (at) => clock(at, true),
+    marks: (at, step) => clock(at, step < 60),
+    scale: { time: true, range: [now - span, now] },
+    label: `from ${clock(now - span)} to ${clock(now)}`,
+    isTime: true,
   };
 }
 
 /** The axis of ages from a second to a day, each ten times as old as far as the next: points are [seconds, value]. */
 export function ageAxis() {
-  const [least, most] = [0, Math.log10(86400)];
-  const place = (age) => Math.min(1, Math.max(0, (Math.log10(Math.max(age, 1)) - least) / (most - least)));
-  const marks = [[10, "10 s"], [60, "1 min"], [600, "10 min"], [3600, "1 h"], [36000, "10 h"]];
   return {
-    place,
-    marks: marks.map(([age, text]) => [place(age), text]),
-    read: (at) => `after ${duration(10 ** (least + at * (most - least)))}`,
+    at: (age) => Math.max(age, 1),
+    read: (age) => `after ${duration(age)}`,
+    marks: (age) => duration(age).replace(".0", ""),
+    splits: [10, 60, 600, 3600, 36000],
+    scale: { time: false, distr: 3, range: [1, DAY] },
     label: "by age, from a second to a day",
   };
 }
@@ -39,154 +41,157 @@ export function ageAxis() {
 /**
  * A chart of [{name, kind, points, note}]: `points` are [where on the axis, value or null] from left to right, null is
  * a gap, and the same places in all. `shown` writes a value; `stacked` puts them on each other; `top` is the least
- * height; `now`: the legend has the last values. `dashed` in a series draws no area.
+ * height; `now`: the legend has the last values; `small`: for a tile, without a legend. `dashed` in a series draws no area.
  */
-export function chart(id, series, axis, shown, { stacked = false, top = 0, nothing = "nothing yet", now = true } = {}) {
-  const layers = stacked ? stack(series) : series.map((each) => ({ ...each, drawn: each.points, floor: null }));
-  const known = layers.flatMap(({ drawn }) => drawn).filter(([, value]) => value !== null);
-  if (!known.length) return h("p", { class: "quiet" }, nothing);
-  const most = ceiling(Math.max(top, ...known.map(([, value]) => value)), top);
-  charts.set(id, { series, axis, shown });
-  const label = series.map(({ name, points }) => (now ? `${name} ${last(points, shown)}` : name)).join(", ");
-  const box = { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none" };
+export function chart(id, series, axis, shown, { stacked = false, top = 0, nothing = "nothing yet", now = true, small = false } = {}) {
+  const known = series.some(({ points }) => points.some(([, value]) => value !== null));
+  if (!known && !small) return h("p", { class: "quiet" }, nothing);
+  const kept = series.map(({ points }) => points.map(([, value]) => value));
+  const last = (i) => (kept[i].at(-1) ?? null) === null ? "–" : shown(kept[i].at(-1));
+  const data = [series[0].points.map(([place]) => axis.at(place)), ...(stacked ? sums(kept) : kept)];
+  wanted.set(id, { series, axis, shown, kept, data, stacked, top, now, small });
+  const label = series.map(({ name }, i) => (now ? `${name} ${last(i)}` : name)).join(", ");
   return h(
     "figure",
-    { class: "chart", "data-chart": id, tabindex: 0 },
-    h(
-      "div",
-      { class: "plot" },
-      svg(
-        "svg",
-        { role: "img", "aria-label": `${axis.label}: ${label}`, ...box },
-        [0, 0.5, 1].map((share) => svg("path", { class: "base", d: `M0 ${y(share, 1)}H${WIDTH}` })),
-        layers.map((layer) => drawn(layer, axis, most)).reverse(),
-      ),
-      axes(axis, most, shown),
-    ),
-    h("figcaption", {}, series.map(({ name, kind, points, note }) => {
-      return [" ", h("span", { class: "key" }, swatch(kind), `${name} `, now && h("b", {}, last(points, shown)), note && ` ${note}`)];
-    })),
+    { class: `chart ${small ? "small" : ""}`, "data-chart": id, tabindex: 0, role: "group", "aria-label": `${axis.label}: ${label}` },
+    h("div", { class: "plot", "data-kept": "" }),
+    series.filter(({ note }) => note).map(({ note }) => h("figcaption", {}, note)),
   );
 }
 
-const y = (value, most) => (HEIGHT - 1 - ((HEIGHT - 2) * value) / most).toFixed(1);
+/** One series inside a tile. */
+export const line = (id, name, points, span, shown, kind, top = 0) =>
+  chart(id, [{ name, kind, points }], timeAxis(span), shown, { top, small: true });
 
-function last(points, shown) {
-  const value = points.at(-1)?.[1] ?? null;
-  return value === null ? "–" : shown(value);
+/** The tile of what only grows: its rate now, and as a line. */
+export function rateTile(title, counter, note, history, kind, shown = about) {
+  const rates = history.rates(counter);
+  const most = Math.max(0, ...rates.map(([, value]) => value));
+  const words = most > 0 ? `${note}, at most ${rate(most, shown)}` : note;
+  const picture = line(`tile/${title}`, title, rates, history.span, (value) => rate(value, shown), kind);
+  return tile(title, rate(history.rate(counter), shown), words, picture);
 }
 
-/** Each series on those before it; a gap where none of them is known. */
-function stack(series) {
-  const sums = series[0]?.points.map(() => 0) ?? [];
-  return series.map((each) => {
-    const floor = [...sums];
-    const drawnPoints = each.points.map(([age, value], i) => {
-      if (series.every(({ points }) => points[i][1] === null)) return [age, null];
-      sums[i] += value ?? 0;
-      return [age, sums[i]];
-    });
-    return { ...each, drawn: drawnPoints, floor };
-  });
+/** Draw what the page has by now. After each change of it. */
+export function drawCharts() {
+  for (const element of standing.keys()) if (!element.isConnected) forget(element);
+  for (const figure of document.querySelectorAll("[data-chart]")) {
+    const element = figure.firstElementChild;
+    const spec = wanted.get(figure.dataset.chart) ?? element.spec;
+    const key = JSON.stringify([figure.dataset.chart, spec.series.map(({ name, kind, dashed }) => [name, kind, dashed])]);
+    if (standing.get(element)?.key !== key) {
+      forget(element);
+      element.spec = spec;
+      standing.set(element, { key, plot: new uPlot({ ...optionsOf(element), ...sizeOf(element) }, spec.data, element) });
+      sizes.observe(element);
+    } else {
+      element.spec = spec;
+      standing.get(element).plot.setData(spec.data);
+    }
+    if (standing.get(element).plot.cursor.idx == null) showLast(element);
+  }
+  wanted.clear();
 }
 
-function drawn({ drawn: points, floor, kind, dashed }, { place }, most) {
-  const x = (at) => (WIDTH * place(at)).toFixed(1);
-  const runs = [[]];
-  points.forEach(([age, value], i) => {
-    if (value === null) runs.push([]);
-    else runs.at(-1).push([x(age), y(value, most), y(floor ? floor[i] : 0, most)]);
-  });
-  return runs.filter((run) => run.length).map((run) => {
-    const path = `M${run.map(([at, value]) => `${at} ${value}`).join("L")}${run.length > 1 ? "" : "h-3"}`;
-    const below = [...run].reverse().map(([at, , value]) => `${at} ${value}`).join("L");
-    return svg(
-      "g",
-      { class: `${kind} ${floor ? "stacked" : ""} ${dashed ? "dashed" : ""}` },
-      !dashed && svg("path", { class: "area", d: `${path}L${below}Z` }),
-      svg("path", { class: "stroke", d: path }),
-    );
-  });
+function forget(element) {
+  sizes.unobserve(element);
+  standing.get(element)?.plot.destroy();
+  standing.delete(element);
 }
 
-/** The next nice number, so that the middle is one, too; what has a `top` of its own keeps it. */
-function ceiling(most, top) {
-  if (most <= top || most <= 0) return top || 1;
-  const scale = 10 ** Math.floor(Math.log10(most));
-  return scale * NICE.find((each) => each * scale >= most * 0.9999);
+const sizeOf = (element) => ({ width: Math.max(80, element.clientWidth), height: element.spec.small ? SMALL : HEIGHT });
+const fit = (element) => standing.get(element)?.plot.setSize(sizeOf(element));
+
+/** Without a pointer over it, a chart's legend has the last values. */
+function showLast(element) {
+  const { spec } = element;
+  if (!spec.small) standing.get(element)?.plot.setLegend({ idx: spec.now ? spec.data[0].length - 1 : null }, false);
 }
 
-function timeMarks(span, now) {
-  const step = STEPS.find((each) => span / each <= MOST_MARKS) ?? STEPS.at(-1);
-  const first = Math.ceil((now / 1000 - span) / step) * step; // marks stand at whole minutes of the clock
-  const marks = [];
-  for (let at = first; at <= now / 1000; at += step) marks.push([1 - (now / 1000 - at) / span, clock(at * 1000, step < 60)]);
-  return marks;
+/** Each series on those before it; null where none of them is known. */
+function sums(kept) {
+  const below = kept[0].map(() => 0);
+  return kept.map((values) => values.map((value, i) => {
+    if (kept.every((each) => each[i] === null)) return null;
+    return (below[i] += value ?? 0);
+  }));
 }
 
-function axes({ marks, label }, most, shown) {
-  const placed = marks.filter(([place]) => place > EDGE && place < 1 - EDGE);
-  return svg(
-    "svg",
-    { class: "axes", role: "img", "aria-label": `${label}, up to ${shown(most)}` },
-    [[0, most], [PLOT / 2, most / 2]].map(([at, value]) => svg("text", { x: 2, y: `${at + 0.8}rem` }, shown(value))),
-    placed.map(([place, text]) => {
-      return svg("text", { x: `${(100 * place).toFixed(2)}%`, y: `${PLOT + 0.95}rem`, "text-anchor": "middle" }, text);
-    }),
-  );
+/** What uPlot is told once; what changes it reads from `element.spec`. */
+function optionsOf(element) {
+  const { series, axis, stacked, small } = element.spec;
+  const quiet = () => colourOf("ink-axis");
+  const font = '11px system-ui, "Noto Sans", "DejaVu Sans", sans-serif';
+  const lines = { stroke: quiet, font, ticks: { show: false }, grid: { stroke: () => colourOf("ink-grid"), width: 1 } };
+  const isAlone = series.filter(({ dashed }) => !dashed).length === 1; // areas over each other would say nothing
+  const drawn = series.map(({ name, kind, dashed }, i) => ({
+    label: name,
+    width: stacked ? 1 : 1.75,
+    dash: dashed ? [5, 4] : undefined,
+    stroke: () => colourOf(kind),
+    fill: dashed || !(stacked || isAlone) ? undefined : () => areaOf(kind, stacked),
+    points: { show: (plot, n, from, to) => to - from < 2 },
+    value: (_, __, ___, at) => {
+      if (at === null || at === undefined) return "";
+      const exact = element.spec.kept[i][at] ?? null; // not what it stands on
+      return exact === null ? "–" : element.spec.shown(exact);
+    },
+  }));
+  return {
+    series: [{ label: axis.isTime ? "at" : "age", value: (_, at) => (at === null ? "" : element.spec.axis.read(at)) }, ...drawn],
+    bands: stacked ? drawn.slice(1).map((_, i) => ({ series: [i + 2, i + 1] })) : [],
+    scales: {
+      x: { ...axis.scale, range: () => element.spec.axis.scale.range },
+      y: { range: (_, __, most) => [0, heightOf(Math.max(most ?? 0, 0), element.spec.top)] },
+    },
+    axes: [
+      {
+        ...lines, size: 22, gap: 4, space: small ? 60 : 70,
+        values: (_, places, __, ___, step) => places.map((place) => element.spec.axis.marks(place, step)),
+        ...(axis.splits ? { splits: () => axis.splits, filter: (_, places) => places } : {}),
+      },
+      {
+        ...lines, gap: 4, space: small ? 22 : 30,
+        size: (_, texts) => 10 + 6.2 * Math.max(2, ...(texts ?? []).map((text) => text.length)),
+        values: (_, values) => values.map((value) => element.spec.shown(value)),
+      },
+    ],
+    legend: { show: !small, markers: { width: 0, fill: (_, i) => colourOf(series[i - 1].kind) } },
+    cursor: { y: false, drag: { x: false, y: false }, points: { size: 6 }, ...(axis.isTime ? { sync: { key: "time" } } : {}) },
+    hooks: { setCursor: [(plot) => plot.cursor.idx == null && showLast(element)] },
+  };
 }
 
-const clock = (ms, seconds = false) =>
-  new Date(ms).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit", second: seconds ? "2-digit" : undefined, hourCycle: "h23" });
+const heightOf = (most, top) => (most <= top || most <= 0 ? top || 1 : uPlot.rangeNum(0, most, 0.1, true)[1]);
 
-// the numbers under the pointer, or at a place chosen by the arrow keys
-
-let tip = null;
-let cursor = null;
-
-/** Show the numbers of whatever chart the pointer is over. Once for the page. */
-export function watchPointer() {
-  tip = document.body.appendChild(h("div", { id: "tip", role: "status", hidden: true }));
-  cursor = document.body.appendChild(h("div", { id: "cursor", hidden: true }));
-  document.addEventListener("pointermove", ({ target, clientX }) => {
-    const figure = target.closest?.("[data-chart]");
-    if (figure) point(figure, clientX);
-    else leave();
-  });
-  document.addEventListener("pointerleave", leave);
-  document.addEventListener("scroll", leave, { passive: true });
-  document.addEventListener("focusout", leave);
-  document.addEventListener("keydown", ({ key, target }) => {
-    const turn = { ArrowLeft: -1, ArrowRight: 1 }[key];
-    const figure = target.closest?.("[data-chart]");
-    if (!turn || !figure) return;
-    const { left, width } = figure.querySelector(".plot").getBoundingClientRect();
-    const at = cursor.hidden ? left + width : Number(cursor.dataset.at);
-    point(figure, Math.min(left + width, Math.max(left, at + (turn * width) / 60)));
-  });
+function colourOf(kind) {
+  if (!colours.has(kind)) {
+    const probe = document.body.appendChild(h("i", { class: kind, hidden: true }));
+    colours.set(kind, getComputedStyle(probe).getPropertyValue("--colour").trim());
+    probe.remove();
+  }
+  return colours.get(kind);
 }
 
-function leave() {
-  tip.hidden = cursor.hidden = true;
-}
+const areaOf = (kind, stacked) => colourOf(kind) + (stacked ? STACKED : AREA[dark.matches ? "dark" : "light"]);
 
-function point(figure, clientX) {
-  const chosen = charts.get(figure.dataset.chart);
-  const { left, top, width, height } = figure.querySelector(".plot").getBoundingClientRect();
-  if (!chosen || clientX < left || clientX > left + width) return leave();
-  const place = (clientX - left) / width;
-  const far = ([at]) => Math.abs(chosen.axis.place(at) - place);
-  const rows = chosen.series.map(({ name, kind, points }) => {
-    const nearest = points.reduce((best, each) => (far(each) < far(best) ? each : best), points[0]);
-    const value = nearest?.[1] ?? null;
-    return h("p", {}, swatch(kind), `${name} `, h("b", {}, value === null ? "–" : chosen.shown(value)));
-  });
-  tip.replaceChildren(h("p", { class: "quiet" }, chosen.axis.read(place)), ...rows);
-  tip.hidden = cursor.hidden = false;
-  cursor.dataset.at = String(clientX);
-  Object.assign(cursor.style, { left: `${clientX}px`, top: `${top}px`, height: `${height}px` });
-  const isRight = clientX > left + width / 2;
-  Object.assign(tip.style, { top: `${top}px`, left: isRight ? "auto" : `${clientX + 12}px` });
-  tip.style.right = isRight ? `${document.documentElement.clientWidth - clientX + 12}px` : "auto";
-  return undefined;
-}
+const MINUTES = new Intl.DateTimeFormat([], { hour: "2-digit", minute: "2-digit", hourCycle: "h23" });
+const SECONDS = new Intl.DateTimeFormat([], { timeStyle: "medium", hourCycle: "h23" });
+const clock = (seconds, whole = false) => (whole ? SECONDS : MINUTES).format(1000 * seconds);
+
+// Another colour scheme: everything is drawn anew.
+dark.addEventListener("change", () => {
+  colours.clear();
+  [...standing.keys()].forEach(forget);
+  drawCharts();
+});
+
+// The arrow keys move through the chart that has the focus, Escape leaves it.
+document.addEventListener("keydown", ({ key, target }) => {
+  const turn = { ArrowLeft: -1, ArrowRight: 1, Escape: 0 }[key];
+  const plot = turn !== undefined && standing.get(target.closest?.("[data-chart]")?.firstElementChild)?.plot;
+  if (!plot) return;
+  const { width } = plot.over.getBoundingClientRect();
+  const at = plot.cursor.idx == null ? width : plot.cursor.left;
+  plot.setCursor(turn ? { left: Math.min(width - 1, Math.max(0, at + (turn * width) / 60)), top: 1 } : { left: -10, top: -10 });
+});

@@ -1,15 +1,15 @@
 // What the page shows of a node's daemon.
 
-import { chart, timeAxis } from "./charts.js";
+import { chart, line, rateTile, timeAxis } from "./charts.js";
 import {
-  about, bar, breakdown, bytes, card, count, duration, h, line, memory, none, percent, rate, rateTile, shares, sum,
-  swatch, table, tile,
+  about, bar, breakdown, bytes, card, count, duration, h, memory, none, percent, rate, shares, sum, swatch, table, tile,
 } from "./draw.js";
 import { memoryOf } from "./memory.js";
 import { savedOf } from "./saved.js";
 import { captionOf, readTiers, tiers } from "./tiers.js";
 import { causesOf, lifetimesOf } from "./why.js";
 
+const READ = "read"; // the counters' word for what comes up from a tier: a dashed line
 const MISS = "miss"; // the counters' word for a block that no tier had
 // Colours of slots; those of "rest" are empty. What is not here is drawn as what is ready.
 const SLOTS = {
@@ -23,6 +23,7 @@ const BREAKERS = {
 };
 const RECENT = 60; // seconds the share of hits is of
 const MAX_CLIENTS = 64;
+const FULL = 0.95; // of a disk or a server's memory, from where on it is marked
 
 /** "node daemon 0.2.0, pid 17, up 3.4 h". */
 export function aboutOf(status) {
@@ -43,7 +44,7 @@ export function stateOf({ status, degraded }) {
 export function panelsOf(status, history) {
   readTiers(status);
   const models = status.models.map((model) => modelOf(model, history, status));
-  return [tiles(status, history), models.length ? models : nothingYet(status), clientsOf(status.clients)];
+  return [tiles(status, history), models.length ? models : nothingYet(status), clientsOf(status)];
 }
 
 // what a status has, over all its models or of one
@@ -83,7 +84,7 @@ function foundTile(history) {
     const grown = lookups(after) - lookups(before);
     return grown > 0 ? Math.max(0, hits(after) - hits(before)) / grown : null;
   });
-  const picture = line(shares, history.span, percent, "main", 1);
+  const picture = line("tile/found", "found", shares, history.span, percent, "main", 1);
   if (!asked?.value || !found) return tile("Found in the cache", "–", "nobody asked in the last minute", picture);
   const note = `of ${about(asked.value)} blocks in the last ${duration(Math.round(asked.seconds))}`;
   return tile("Found in the cache", percent(found.value / asked.value), note, picture);
@@ -125,7 +126,7 @@ function modelOf(model, history, { gpu_hour: price }) {
   return h(
     "section",
     { class: "model", "aria-label": `model ${model.model}` },
-    h("h2", {}, "Model ", h("code", {}, model.model), h("small", {}, facts)),
+    h("h2", {}, "Model ", model.name && `${model.name} `, h("code", { title: model.fingerprint }, model.model), h("small", {}, facts)),
     h(
       "div",
       { class: "charts" },
@@ -165,8 +166,22 @@ function tiersOf(model) {
       const used = { ready: ready - leased, leased, filling, quarantined }; // a leased slot is a ready one
       return meterOf(model, name, used, slots, [["dirty", dirty], ["pinned", pinned]]);
     }),
-    Object.entries(model.tiers).map(([name, below]) => meterOf(model, name, below.slots, sum(below.slots), [])),
+    Object.entries(model.tiers).flatMap(([name, below]) => [
+      meterOf(model, name, below.slots, sum(below.slots), []), ...(below.room ?? []).map((room) => roomOf(name, room)),
+    ]),
   ];
+}
+
+/** What a tier lies on: a disk or a server's memory, whoever fills it. */
+function roomOf(name, { place, used, limit }) {
+  const nearlyFull = limit && used / limit > FULL && "▲ ";
+  const full = limit ? `${percent(used / limit)} of ${memory(limit)} in use` : `${memory(used)} in use, no bound is set`;
+  return h(
+    "div",
+    { class: "meter room" },
+    h("p", {}, h("span", {}, h("code", {}, place)), h("span", {}, nearlyFull, full)),
+    limit && bar([{ name: `used of ${place}`, value: used, kind: `${colourOf(name)} shared` }], limit, memory),
+  );
 }
 
 function meterOf(model, name, slots, whole, notes) {
@@ -243,14 +258,19 @@ function movedOf(model, history) {
   const ways = flat(model.moved);
   if (!ways.length) return none("Nothing has moved between tiers yet.");
   const shown = (value) => rate(value, bytes);
-  return table(
-    [["way"], ["", "wide"], ["bytes", "number"], ["now", "number"]],
-    ways.map(([tier, direction, value]) => {
-      const counter = of(model.model, (each) => each.moved?.[tier]?.[direction]);
-      const picture = line(history.rates(counter), history.span, shown, colourOf(tier));
-      return [[swatch(colourOf(tier)), `${nameOf(tier)} ${direction}`], picture, bytes(value), shown(history.rate(counter))];
-    }),
-  );
+  const counterOf = (tier, direction) => of(model.model, (each) => each.moved?.[tier]?.[direction]);
+  const series = ways.map(([tier, direction]) => ({
+    name: `${nameOf(tier)} ${direction}`, kind: colourOf(tier), dashed: direction === READ,
+    points: history.rates(counterOf(tier, direction)),
+  }));
+  const rows = ways.map(([tier, direction, value]) => {
+    const now = shown(history.rate(counterOf(tier, direction)));
+    return [[swatch(colourOf(tier)), `${nameOf(tier)} ${direction}`], bytes(value), now];
+  });
+  return [
+    chart(`${model.model}/moved`, series, timeAxis(history.span), shown),
+    table([["way"], ["bytes", "number"], ["now", "number"]], rows),
+  ];
 }
 
 function missedOf(model, history) {
@@ -291,11 +311,12 @@ function breaker(state) {
 
 // clients
 
-function clientsOf(clients) {
+function clientsOf({ clients, models }) {
+  const names = Object.fromEntries(models.map(({ model, name }) => [model, name]));
   if (!clients.length) return null;
   const rows = clients.slice(0, MAX_CLIENTS).map((client) => [
     [client.pids.join(", ") || "–", !client.connected && " (gone)"],
-    client.model ? h("code", {}, client.model) : "–",
+    client.model ? [names[client.model] && `${names[client.model]} `, h("code", {}, client.model)] : "–",
     duration(client.seconds),
     count(client.claims),
     count(client.leases),

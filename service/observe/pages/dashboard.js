@@ -1,6 +1,6 @@
 // The page's life: one stream of statuses, the hour before it, and what to say while there is none.
 
-import { watchPointer } from "./charts.js";
+import { drawCharts } from "./charts.js";
 import * as daemon from "./daemon.js";
 import { duration, h, morph } from "./draw.js";
 import { History } from "./past.js";
@@ -76,6 +76,7 @@ function show() {
   morph(place.window, windows());
   document.title = `kvtier · ${text}`;
   morph(place.panels, h("main", { id: "panels" }, view.panelsOf(status, history)));
+  drawCharts();
 }
 
 /** Which time the lines show. */
@@ -111,7 +112,6 @@ function watchSilence() {
   document.body.classList.add("stale");
 }
 
-watchPointer();
 const kept = Number(localStorage.getItem(KEEPS));
 if (WINDOWS.some(([seconds]) => seconds === kept)) history.window = kept;
 

@@ -1,4 +1,4 @@
-// Drawing without a library: elements, changes in place, numbers as people read them, bars and lines as SVG.
+// What all panels are made of: elements, changes in place, numbers as people read them, bars, tables. Charts: charts.js.
 // Whatever comes from the server becomes text nodes and attributes, never markup.
 
 const SVG = "http://www.w3.org/2000/svg";
@@ -24,7 +24,10 @@ function filled(element, attributes, children) {
   return element;
 }
 
-/** Make `old` what `fresh` is, keeping every node that can stay: focus, selection and scrolling survive. */
+/**
+ * Make `old` what `fresh` is, keeping every node that can stay: focus, selection and scrolling survive. What is in an
+ * element with `data-kept` is not ours.
+ */
 export function morph(old, fresh) {
   if (old.nodeName !== fresh.nodeName) return old.replaceWith(fresh);
   if (old.nodeType === Node.TEXT_NODE) {
@@ -33,6 +36,7 @@ export function morph(old, fresh) {
   }
   for (const { name } of [...old.attributes]) if (!fresh.hasAttribute(name)) old.removeAttribute(name);
   for (const { name, value } of fresh.attributes) if (old.getAttribute(name) !== value) old.setAttribute(name, value);
+  if (old.hasAttribute("data-kept")) return undefined;
   const [before, after] = [[...old.childNodes], [...fresh.childNodes]];
   after.forEach((child, i) => (i < before.length ? morph(before[i], child) : old.append(child)));
   before.slice(after.length).forEach((child) => child.remove());
@@ -70,6 +74,8 @@ export const duration = (seconds) => {
     if (seconds >= scale) return `${(seconds / scale).toFixed(1)} ${unit}`;
   return `${Math.floor(seconds)} s`;
 };
+/** How long somebody waits: "12.3 ms", "1.25 s". */
+export const wait = (seconds) => (seconds < 1 ? `${SHORT.format(1000 * seconds)} ms` : `${SHORT.format(seconds)} s`);
 /** A rate that may not be known yet. */
 export const rate = (value, shown = about) => (value === null ? "–" : `${shown(value)}/s`);
 
@@ -92,35 +98,6 @@ export function bar(parts, whole, shown = count) {
   return svg("svg", { class: "bar", role: "img", "aria-label": label || "nothing" }, track, rects);
 }
 
-const [WIDTH, HEIGHT] = [240, 44];
-
-/** A line of [[seconds ago, value or null], …], oldest first, over the last `span` seconds; null is a gap. */
-export function line(points, span, shown, kind, least = 0) {
-  const known = points.filter(([, value]) => value !== null);
-  const most = Math.max(least, ...known.map(([, value]) => value));
-  const x = (age) => (WIDTH * (1 - age / span)).toFixed(1);
-  const y = (value) => (most > 0 ? HEIGHT - 2 - ((HEIGHT - 4) * value) / most : HEIGHT - 2).toFixed(1);
-  const runs = [[]];
-  for (const [age, value] of points) {
-    if (value === null) runs.push([]);
-    else runs.at(-1).push([x(age), y(value)]);
-  }
-  const drawn = runs.filter((run) => run.length > 0);
-  const path = (run) => `M${run.map((point) => point.join(" ")).join("L")}${run.length > 1 ? "" : "h-2"}`;
-  const area = (run) => `${path(run)}L${run.at(-1)[0]} ${HEIGHT}L${run[0][0]} ${HEIGHT}Z`;
-  const last = known.length ? shown(known.at(-1)[1]) : "nothing yet";
-  const label = `last ${duration(span)}: now ${last}, at most ${shown(most)}`;
-  const box = { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none" };
-  return svg(
-    "svg",
-    { class: `line ${kind}`, role: "img", "aria-label": label, ...box },
-    svg("title", {}, label),
-    svg("path", { class: "base", d: `M0 ${HEIGHT - 1}H${WIDTH}` }),
-    drawn.map((run) => svg("path", { class: "area", d: area(run) })),
-    drawn.map((run) => svg("path", { class: "stroke", d: path(run) })),
-  );
-}
-
 /** The dot that stands for a colour's class beside its name. */
 export const swatch = (kind) => h("i", { class: `swatch ${kind}`, "aria-hidden": "true" });
 
@@ -132,22 +109,14 @@ export function tile(title, value, note, picture, kind = "") {
   return h("section", { class: `card tile ${kind}` }, words, picture);
 }
 
-/** The tile of what only grows: its rate now, and as a line. */
-export function rateTile(title, counter, note, history, kind, shown = about) {
-  const rates = history.rates(counter);
-  const most = Math.max(0, ...rates.map(([, value]) => value));
-  const words = most > 0 ? `${note}, at most ${rate(most, shown)}` : note;
-  const picture = line(rates, history.span, (value) => rate(value, shown), kind);
-  return tile(title, rate(history.rate(counter), shown), words, picture);
-}
-
 export const card = (title, ...content) => h("section", { class: "card" }, h("h3", {}, title), content);
 
-/** `heads` are [text, class of the column]; the first cell of each row names it. */
+/** `heads` are [text, class of the column]; the first cell of each row names it. One that is too wide scrolls. */
 export function table(heads, rows) {
   const cell = (content, i) => (i ? h("td", { class: heads[i][1] }, content) : h("th", { scope: "row" }, content));
   const head = h("tr", {}, heads.map(([text, kind]) => h("th", { scope: "col", class: kind }, text)));
-  return h("table", {}, h("thead", {}, head), h("tbody", {}, rows.map((cells) => h("tr", {}, cells.map(cell)))));
+  const body = h("tbody", {}, rows.map((cells) => h("tr", {}, cells.map(cell))));
+  return h("div", { class: "scroll" }, h("table", {}, h("thead", {}, head), body));
 }
 
 /** Counts by tier, [{name, kind, value, now}], and each one's share of all. */

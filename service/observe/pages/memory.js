@@ -53,11 +53,17 @@ function tenantsOf(known) {
     const facts = h("span", {}, `${count(blocks)} blocks · ${memory(bytes)} · ${many}`);
     return h("div", { class: "meter" }, h("p", {}, h("b", {}, swatch(kind), shown), facts), bar(parts, blocks));
   });
-  const rows = joined(known, ({ tenants }) => tenants, ({ tenant }) => tenant).map(([each, ...here]) => [
-    [swatch(colourOf(each.tenant)), callOf(each)], ...sizes(here, known),
+  const all = joined(known, ({ tenants }) => tenants, ({ tenant }) => tenant);
+  const anyQuota = all.some(([each]) => each.quota_bytes);
+  const rows = all.map(([each, ...here]) => [
+    [swatch(colourOf(each.tenant)), callOf(each)], ...(anyQuota ? [quotaOf(each)] : []), ...sizes(here, known),
   ]);
-  return [bars, table([["tenant", "whole"], ...heads(known)], rows)];
+  const quota = anyQuota ? [["quota", "number"]] : [];
+  return [bars, table([["tenant", "whole"], ...quota, ...heads(known)], rows)];
 }
+
+/** What a tenant may have of host memory, which it fills to the last. */
+const quotaOf = ({ quota_bytes: quota }) => (quota ? memory(quota) : "–");
 
 function prefixesOf(known) {
   const rows = joined(known, ({ prefixes }) => prefixes, ({ prefix }) => prefix).slice(0, MOST).map(([each, ...here]) => [

@@ -5,10 +5,11 @@ const FINE = 120; // seconds of which every status is kept; of those before it o
 const COARSE = 5;
 const SHORTEST = 30; // seconds that lines show at least
 const POINTS = 240; // of a line at most
+const RECENT = 300; // seconds, the shorter window: of these all that the server kept is taken over
 const STRIDES = [1, 5, 15, 60]; // seconds between two points
 const SAME = 10; // seconds between what two samples say of the start of one process
 const GAP = 12; // seconds between two statuses that are no neighbours
-const LISTS = { __proto__: null, models: "model" }; // lists in a status, and the field that names an entry
+const LISTS = { __proto__: null, models: "model", replicas: "name" }; // lists in a status, and the field that names an entry
 
 /** The statuses of the last hour; those of the server's memory have nothing but the numbers it kept. */
 export class History {
@@ -31,10 +32,14 @@ export class History {
 
   /** Take over what the server kept (`GET /history`), as far as the page does not know it. */
   recall({ at, series }) {
-    const told = at.map((ms) => ({ at: ms / 1000, status: Object.create(null) }));
+    // No more of them than a line of that length shows.
+    const bucket = (ms) => Math.floor(ms / 1000 / (KEPT / POINTS));
+    const last = at.length - 1;
+    const chosen = [...at.keys()].filter((i) => i === last || at[last] - at[i] < 1000 * RECENT || bucket(at[i]) !== bucket(at[i + 1]));
+    const told = chosen.map((i) => ({ at: at[i] / 1000, status: Object.create(null) }));
     for (const { path, values } of series) {
       told.forEach(({ status }, i) => {
-        const value = Array.isArray(values) ? values[i] : values;
+        const value = Array.isArray(values) ? values[chosen[i]] : values;
         if (value !== null) place(status, path, value);
       });
     }

@@ -1,7 +1,8 @@
 // What the page shows of the router.
 
+import { chart, line, rateTile, timeAxis } from "./charts.js";
 import {
-  about, bar, breakdown, card, count, duration, h, line, none, percent, rateTile, shares, sum, swatch, table, tile,
+  about, bar, breakdown, card, count, duration, h, none, percent, shares, sum, swatch, table, tile, wait,
 } from "./draw.js";
 import { captionOf, readTiers } from "./tiers.js";
 
@@ -35,9 +36,10 @@ const REASONS = {
 };
 const MAX_DECISIONS = 12;
 
-/** "router, up 3.4 h, blocks of 16 tokens of model 2adf752b523bf584". */
-export function aboutOf({ uptime_s: uptime, block_size: size, fingerprint }) {
-  const model = fingerprint ? ` of model ${fingerprint.slice(0, 16)}` : "";
+/** "router, up 3.4 h, blocks of 16 tokens of model tiny 2adf752b523bf584". */
+export function aboutOf({ uptime_s: uptime, block_size: size, fingerprint, models = [] }) {
+  const names = models.join(", ");
+  const model = fingerprint || names ? ` of model ${names} ${fingerprint?.slice(0, 16) ?? ""}`.trimEnd().replace("  ", " ") : "";
   return `router, up ${duration(uptime)}${size ? `, blocks of ${count(size)} tokens${model}` : ""}`;
 }
 
@@ -57,6 +59,7 @@ export function panelsOf(status, history) {
   return [
     tiles(status, history),
     card("Replicas", replicasOf(status)),
+    h("div", { class: "charts" }, latenciesOf(status, history)),
     card("Tokens of prompts, by where their KV was found", foundOf(status, history)),
     card("Last decisions, the newest first; in blocks, the least work in all wins", decisionsOf(status)),
     h(
@@ -88,7 +91,7 @@ function foundTile({ tokens }, history) {
   });
   const { told_prompt: prompts, told_cached: cached } = tokens;
   const note = prompts ? `of ${about(prompts)} tokens, as replicas said` : "no replica has said yet";
-  const picture = line(shares, history.span, percent, "main", 1);
+  const picture = line("tile/found", "found", shares, history.span, percent, "main", 1);
   return tile("Prompt found in a cache", prompts ? percent(cached / prompts) : "–", note, picture);
 }
 
@@ -133,6 +136,30 @@ function replicasOf({ replicas }) {
       about(sum(replica.blocks)),
     ]),
   );
+}
+
+// What a replica's own metrics tell of waiting, by the name it has in the status, and what people call it.
+const WAITS = [["ttft", "Time to the first token"], ["itl", "Between two tokens"]];
+const COLOURS = 6;
+
+/** A card for each wait: the median of each replica over time, and the figures of the last minute. */
+function latenciesOf({ replicas }, history) {
+  return WAITS.map(([what, title]) => {
+    const known = replicas.map((replica, i) => [replica, `tier${i % COLOURS}`]).filter(([{ latency }]) => latency?.[what]);
+    if (!known.length) return card(title, none("No replica has told it in the last minute."));
+    const series = known.map(([{ name }, kind]) => ({
+      name, kind, points: history.values(({ replicas: all }) => all?.find((each) => each.name === name)?.latency?.[what]?.p50_s),
+    }));
+    const rows = known.map(([{ name, latency }, kind]) => {
+      const { num, p50_s: half, p95_s: most } = latency[what];
+      return [[swatch(kind), name], wait(half), wait(most), count(num)];
+    });
+    return card(
+      `${title}: the median of each replica`,
+      chart(`wait/${what}`, series, timeAxis(history.span), wait),
+      table([["in the last minute"], ["half within", "number"], ["95 % within", "number"], ["waits", "number"]], rows),
+    );
+  });
 }
 
 function badge(known, state) {

@@ -11,7 +11,8 @@ const time = (seconds) => {
   return `${seconds < 0 ? "−" : ""}${size < 60 ? `${about(size)} s` : duration(size)}`;
 };
 const perSecond = (seconds) => `${seconds.toFixed(2)} s/s`;
-const money = (value) => value.toLocaleString("en", { maximumFractionDigits: value < 10 ? 4 : 2 });
+const [CENTS, FINER] = [2, 4].map((digits) => new Intl.NumberFormat("en", { maximumFractionDigits: digits }));
+const money = (value) => (value < 10 ? FINER : CENTS).format(value);
 
 export const netOf = ({ prefill_s: prefill, load_s: load }) => prefill - load;
 

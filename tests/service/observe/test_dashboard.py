@@ -29,6 +29,7 @@ ROUTER: Json = {
     "uptime_s": 12.0,
     "block_size": 16,
     "fingerprint": "2adf752b523bf584" * 4,
+    "models": ["tiny"],
     "replicas": [
         {
             "name": "127.0.0.1:8000",
@@ -42,6 +43,10 @@ ROUTER: Json = {
             "events": {"state": "live", "seq": 41, "gaps": 0, "lost": 0, "age_s": 0.5},
             "node_events": {"state": "stale", "seq": None, "gaps": 2, "lost": 1, "age_s": None},
             "blocks": {"GPU": 40, "CPU": 80, "STORAGE": 0, "EXTERNAL": 7},
+            "latency": {
+                "ttft": {"num": 3, "p50_s": 0.25, "p95_s": 1.5},
+                "itl": {"num": 90, "p50_s": 0.0123, "p95_s": 0.05},
+            },
         },
         {
             "name": "127.0.0.1:8001",
@@ -143,7 +148,9 @@ def status_of(served: ServedStatus) -> int:
 # what it shows
 
 
-def test_blocks_come_and_are_found_while_somebody_looks(page: Browser, served: ServedDaemon, home: Path) -> None:
+def test_blocks_come_and_are_found_while_somebody_looks(
+    page: Browser, served: ServedDaemon, home: Path, disk_dir: Path
+) -> None:
     page.open(f"http://{served.http}/")
     # Nobody is there: it says what to do, with the socket to use.
     page.wait_for("● ok", "No engine has attached yet", f"KVTIER_SERVICE__SOCKET={home / 's'}")
@@ -159,6 +166,7 @@ def test_blocks_come_and_are_found_while_somebody_looks(page: Browser, served: S
     page.wait_for("absent 6", card="Not served, by reason")
     store(tiers, chain)
     page.wait_for("host memory 9.4 % of 64 slots ready 6 · stored 6", "file 0.6 % of", "ready 6", card="Tiers")
+    page.wait_for(f"{disk_dir}", "% of", "in use", card="Tiers")  # the disk, whoever fills it
     page.wait_for("file write 24.6 kB", card="Moved")
     assert load(tiers, chain) == 6
     page.wait_for("host memory 50.0 % 6", "nowhere 50.0 % 6", card="Lookups, by where found")
@@ -222,14 +230,15 @@ def test_a_page_that_is_opened_late_shows_what_was_before(
     page.open(f"http://{daemon.http}/")
     page.wait_for("host memory 0/s nowhere 0/s", card="Looked up, over time")
     # The line begins before the page was opened: what was found then is its highest point.
-    points = "return document.querySelector('[data-chart$=\"looked up\"] .stroke').getAttribute('d').split('L').length"
-    wait_until(lambda: page.run(points) > 2)
-    # The numbers under the pointer, and those that the arrow keys choose.
-    assert page.run("return document.getElementById('tip').hidden") is True
-    point = "const f = document.querySelector('[data-chart$=\"looked up\"]');"
-    page.run(f"{point} f.focus(); f.dispatchEvent(new KeyboardEvent('keydown', {{key: 'ArrowLeft', bubbles: true}}))")
-    shown = page.run("return document.getElementById('tip').innerText")
-    assert re.search(r"\d\d:\d\d:\d\d\s+host memory .*/s\s+nowhere .*/s", shown), shown
+    chart = "const figure = document.querySelector('[data-chart$=\"looked up\"]');"
+    wait_until(lambda: page.run(f"{chart} return Math.max(...figure.firstElementChild.spec.data[1]) > 0"))
+    # The legend has the last numbers, or those that the pointer or the arrow keys choose.
+    legend = f"{chart} return figure.querySelector('.u-legend').innerText"
+    press = "figure.dispatchEvent(new KeyboardEvent('keydown', {key: 'ArrowLeft', bubbles: true}))"
+    before = page.run(legend)
+    page.run(f"{chart} for (let i = 0; i < 30; i += 1) {press}")
+    wait_until(lambda: page.run(legend) != before)
+    assert re.search(r"at\s+\d\d:\d\d:\d\d\s+host memory\s+.*/s\s+nowhere\s+.*/s", page.run(legend)), page.run(legend)
     # Who wants the last minutes alone says so.
     page.run("document.querySelector('#window button').click()")
     assert page.run("return document.querySelector('#window [aria-pressed=true]').innerText") == "5 min"
@@ -267,6 +276,26 @@ def test_what_fills_memory_and_what_it_saves(page: Browser, home: Path, disk_dir
     page.open("about:blank")
     daemon.check()
     daemon.close()
+
+
+def test_a_model_has_its_name_and_a_server_its_memory(page: Browser, served: ServedDaemon, home: Path) -> None:
+    tiers = attach(home / "s")
+    status = served.client.get("/status").json()
+    [model], [client] = status["models"], status["clients"]
+    tiers.close()
+    assert (model["name"], client["model"]) == (None, model["model"])  # nobody has said
+    model["name"] = "meta/llama"
+    full, unbounded = {"place": "r:6379", "used": 97 << 20, "limit": 100 << 20}, {"place": "s:6379", "used": 5 << 20}
+    model["tiers"]["redis"] = {**model["tiers"]["file"], "slots": {}, "room": [full, {**unbounded, "limit": None}]}
+    tenants = [{"tenant": "ab", "cache_salt": "team", "quota_bytes": 3 << 20, "blocks": 1, "bytes": 4096}]
+    host = {"blocks": 1, "bytes": 4096, "num_tenants": 1, "tenants": tenants, "prefixes": []}
+    memory = {"named": True, "models": [{"model": model["model"], "tiers": {"l2": host}}]}
+    with ServedStatus(lambda: status, memory=memory) as told:
+        page.open(told.url)
+        page.wait_for(f"Model meta/llama {MODEL}")
+        page.wait_for(f"meta/llama {MODEL}", card="Clients")
+        page.wait_for("r:6379 ▲ 97.0 % of 100 MiB in use", "s:6379 5 MiB in use, no bound is set", card="Tiers")
+        page.wait_for("team 3 MiB 4 KiB 100 %", card="What fills memory, by tenant")
 
 
 def test_why_blocks_were_missing_and_how_long_they_live(page: Browser, served: ServedDaemon, home: Path) -> None:
@@ -309,6 +338,13 @@ def test_the_router_shows_who_is_there_and_why_a_request_went_where_it_did(page:
         decision = "20 blocks 127.0.0.1:8000 prefix holds more of the prompt than any other"
         decisions = "Last decisions, the newest first; in blocks, the least work in all wins"
         page.wait_for(decision, "✓ 15 held, 12 to do, 18.5 in all", "can take none", card=decisions)
+        page.wait_for("blocks of 16 tokens of model tiny 2adf752b523bf584")
+        ttft, itl = (
+            "Time to the first token: the median of each replica",
+            "Between two tokens: the median of each replica",
+        )
+        page.wait_for("127.0.0.1:8000 250 ms 1.5 s 3", card=ttft)
+        page.wait_for("127.0.0.1:8000 12.3 ms 50 ms 90", card=itl)
         page.wait_for("75.0 % of 400 tokens", card="Prompt found in a cache")
         where = "Tokens of prompts, by where their KV was found"
         page.wait_for("L1 device 50.0 % 200", "Redis 15.0 % 60", "a replica's cache 10.0 % 40", card=where)
@@ -437,10 +473,18 @@ def test_screen_readers_and_narrow_screens_have_it_too(page: Browser, served: Se
             page.open(url or router.url)
             page.wait_for("held" if url is None else "blocks of 4 tokens")
             assert page.run("return document.documentElement.scrollWidth <= document.documentElement.clientWidth")
-            # Pictures say in words what they show, tables name their columns, and what changes is announced.
-            assert page.run("return document.querySelectorAll('svg').length") > 4
+            # A table that is too wide scrolls in its box. Pictures say in words what they show, tables name their
+            # columns, and what changes is announced.
+            wide = "[...document.querySelectorAll('.scroll')].filter((e) => e.scrollWidth > e.clientWidth)"
+            assert page.run(f"return {wide}.length") > 0
+            assert page.run(f"return {wide}.every((e) => getComputedStyle(e).overflowX === 'auto')")
+            assert page.run("return document.querySelectorAll('canvas').length") > 1
+            assert page.run("return document.querySelectorAll('[data-chart]:not([aria-label])').length") == 0
             assert page.run("return document.querySelectorAll('svg:not([role=img][aria-label])').length") == 0
-            assert page.run("return [...document.querySelectorAll('table')].every((t) => t.tHead.rows[0].cells.length)")
+            columns = (
+                "return [...document.querySelectorAll('.scroll > table')].every((t) => t.tHead.rows[0].cells.length)"
+            )
+            assert page.run(columns)
             assert page.run("return document.querySelectorAll('h1').length") == 1
             assert page.run("return document.getElementById('state').role") == "status"
             assert page.run("return document.getElementById('trouble').role") == "alert"
@@ -452,15 +496,16 @@ def test_screen_readers_and_narrow_screens_have_it_too(page: Browser, served: Se
 
 def test_its_files_run_nothing_from_elsewhere(served: ServedDaemon) -> None:
     scripts = ("charts", "daemon", "dashboard", "draw", "memory", "past", "router", "saved", "tiers", "why")
-    for path in ("/", "/dashboard.css", *(f"/{name}.js" for name in scripts)):
+    for path in ("/", "/dashboard.css", "/uplot.css", "/uplot.js", *(f"/{name}.js" for name in scripts)):
         answer = served.client.get(path)
         assert answer.status_code == 200
         policy = answer.headers["content-security-policy"]
         assert policy.startswith("default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self';")
         assert "unsafe" not in policy
         assert answer.headers["x-content-type-options"] == "nosniff"
-        assert "http://" not in answer.text.replace("http://www.w3.org/2000/svg", "")  # a name, not an address
-        assert "https://" not in answer.text
+        text = answer.text.removeprefix("/*! https://github.com/leeoniya/uPlot (v1.6.32) */")  # where it comes from
+        assert "http://" not in text.replace("http://www.w3.org/2000/svg", "")  # a name, not an address
+        assert "https://" not in text
         for markup in ("innerHTML", "outerHTML", "insertAdjacent", "document.write", "eval(", "DOMParser"):
             assert markup not in answer.text
 

@@ -43,6 +43,8 @@ async def app(scope: Message, receive: Receive, send: Send) -> None:
         await _json(send, ASKED)
     elif path == "/v1/models":
         await _json(send, {"object": "list", "data": [NATURE, *NATURE.get("adapters", ())]})
+    elif path == "/metrics":
+        await _json(send, {}, 404)
     elif path == "/status":
         await _json(send, {"requests": {"live": BEHAVIOUR.get("live", 0)}})
     elif path in ("/readyz", "/healthz", "/health"):

@@ -110,12 +110,13 @@ def test_one_that_refuses_is_followed_by_the_next() -> None:
     ],
 )
 def test_paths_that_are_no_apis_stay_here(pair: Pair, router: RoutedReplicas, path: str) -> None:
-    before = [len(replica.seen) for replica in pair]
+    before, errors = [len(replica.seen) for replica in pair], router.status()["errors"]
     connection = HTTPConnection(router.server.address, timeout=PATIENCE)  # sends a path as it is
     with contextlib.closing(connection):
         connection.request("POST", path, b"{}", {"content-type": "application/json"})
         assert connection.getresponse().status in (404, 405)
     assert [len(replica.seen) for replica in pair] == before
+    assert router.status()["errors"] == errors  # strangers are no errors of the router's
 
 
 def test_a_page_in_a_browser_cannot_send_what_it_need_not_ask_for(pair: Pair, router: RoutedReplicas) -> None:

@@ -1,0 +1,55 @@
+"""How full the storage is that tiers lie on: a real disk, a real server; whoever asks waits for neither."""
+
+import os
+from pathlib import Path
+
+import pytest
+from doubles import wait_until
+from redis_rig import NO_REDIS, standalone
+from redis_stories import opened
+from slab_rig import SLOT
+
+from kvtier.tiers.file.store import FileStore
+from kvtier.tiers.metrics import Metrics
+from kvtier.tiers.redis import room
+from kvtier.tiers.room import StoragePlace, TellsRoom
+
+
+def test_a_slab_tells_how_full_its_disk_is(disk_dir: Path) -> None:
+    store = FileStore.open(disk_dir, bytes(32), slot_bytes=SLOT, block_size=4, size=60 * 4400, mode="buffered")
+    assert isinstance(store, TellsRoom)
+    [(place, used, limit)] = store.room()
+    disk = os.statvfs(disk_dir)
+    assert place == str(disk_dir)
+    assert limit is not None
+    assert 0 < used <= limit <= disk.f_blocks * disk.f_frsize
+    store.close()
+
+
+@pytest.mark.skipif(NO_REDIS is not None, reason=str(NO_REDIS))
+def test_a_server_tells_its_memory_in_the_background(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "_EVERY", 0.0)
+    with standalone() as server, opened(server.url) as store:
+        assert store.room() == ()  # nobody waits: it has only been asked
+        wait_until(lambda: len(store.room()) == 1)
+        [(place, used, limit)] = store.room()
+        assert (place in server.url, used > 0, limit) == (True, True, None)
+        server.cli("CONFIG", "SET", "maxmemory", "64mb")
+        wait_until(lambda: [each.limit for each in store.room()] == [64 << 20])
+        # One that does not tell any more is not told of either.
+        server.kill()
+        wait_until(lambda: store.room() == ())
+
+
+def test_figures_follow_it() -> None:
+    metrics = Metrics()
+    metrics.room("redis", [StoragePlace("a:6379", 5, 10), StoragePlace("b:6379", 7, None)])
+    used, limit = (
+        'kvtier_storage_used_bytes{tier="redis",place="%s"}',
+        'kvtier_storage_limit_bytes{tier="redis",place="%s"}',
+    )
+    told = {name: value for name, value in metrics.snapshot().items() if name.startswith("kvtier_storage")}
+    assert told == {used % "a:6379": 5, limit % "a:6379": 10, used % "b:6379": 7}
+    metrics.room("redis", [StoragePlace("b:6379", 8, 9)])
+    told = {name: value for name, value in metrics.snapshot().items() if name.startswith("kvtier_storage")}
+    assert told == {used % "b:6379": 8, limit % "b:6379": 9}
