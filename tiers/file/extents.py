@@ -59,7 +59,8 @@ class ExtentMap:
     Law (`check`): the index names exactly the ready slots; live + unused + holes == slots of every extent.
     """
 
-    def __init__(self, num_extents: int, slots_per_extent: int) -> None:
+    def __init__(self, num_extents: int, slots_per_extent: int, departures: Departures | None = None) -> None:
+        """`departures`: where what leaves is remembered, with a place for each extent; None: nowhere."""
         self.num_extents = num_extents
         self.per_extent = slots_per_extent
         num_slots = num_extents * slots_per_extent
@@ -68,7 +69,7 @@ class ExtentMap:
         self.epoch = 0
         self.num_evicted = 0
         self.changes: ChangeLog | None = None  # while somebody listens
-        self.departures = Departures("file", num_slots // 2, num_extents)
+        self.departures = departures
         self.generations = np.zeros(num_slots, np.uint32)
         self._generation = memoryview(self.generations)  # one at a time; most reads are of few blocks
         self._hits = bytearray(num_slots)
@@ -176,7 +177,7 @@ class ExtentMap:
         slots = self._slots(extent)
         self._unlink(self.index.named(slots.start, slots.stop), EVICTED, keep)
         self._fill[extent] = 0
-        hashes = self.index.names(np.array(keep, np.int64))
+        hashes = self.index.names(np.array(keep, np.int64)) if keep else []
         return ClaimedExtent(extent, bool(self._dirty[extent]), self.epoch, keep, hashes)
 
     def _choose_victim(self) -> tuple[int, list[int]] | None:
@@ -230,7 +231,8 @@ class ExtentMap:
             return False
         self._state[extent] = _ExtentState.OPEN
         self._open[extent] = None
-        self.departures.came(np.array([extent]))
+        if self.departures is not None:
+            self.departures.came_few([extent])
         return True
 
     def unclaim(self, claim: ClaimedExtent) -> None:
@@ -263,19 +265,18 @@ class ExtentMap:
 
         The caller blanks those rows. It gives the run back with `leave`, as it does one it could not fill.
         """
-        slots = np.arange(run.first, run.first + run.count)
+        stored = np.arange(run.first, run.first + run.count)
+        twins: list[int] = []
         is_new = self.index.find(hashes) < 0
-        stored = slots
         if not is_new.all():
-            stored, hashes = slots[is_new], [name for name, new in zip(hashes, is_new.tolist(), strict=True) if new]
+            twins, stored = stored[~is_new].tolist(), stored[is_new]
+            hashes = [name for name, new in zip(hashes, is_new.tolist(), strict=True) if new]
         self.index.add(to_words(hashes), stored)
-        for slot in stored.tolist():
-            self._hits[slot] = 0
+        self._hits[run.first : run.first + run.count] = bytes(run.count)
         self._live[run.extent] += len(stored)
         self.room.stored(hashes, stored, self._live)
         if self.changes is not None:
             self.changes.stored(stored)
-        twins: list[int] = slots[~is_new].tolist()
         return twins
 
     def leave(self, extent: int) -> None:
@@ -296,7 +297,8 @@ class ExtentMap:
         self.epoch += 1
         if self.changes is not None:
             self.changes.cleared(self.index.words)
-        self.departures.left(self.index.words(self.index.named()), RESET)
+        if self.departures is not None:
+            self.departures.left(self.index.words(self.index.named()), RESET)
         self.index.reset()
         self.room.reset()
         self._hits = bytearray(len(self._hits))
@@ -348,11 +350,12 @@ class ExtentMap:
 
     def _unlink(self, slots: Slots, cause: str, kept: Sequence[int] = ()) -> None:
         """Slots that hold blocks, ascending, hold none any more; those `kept` are stored again."""
-        going = np.setdiff1d(slots, kept) if kept else slots
-        if cause == EVICTED:
-            self.departures.evicted(going // self.per_extent, self.index.words(going))
-        else:
-            self.departures.left(self.index.words(going), cause)
+        if self.departures is not None:
+            going = np.setdiff1d(slots, kept) if kept else slots
+            if cause == EVICTED:
+                self.departures.evicted(going // self.per_extent, self.index.words(going))
+            else:
+                self.departures.left(self.index.words(going), cause)
         if self.changes is not None:
             self.changes.removed(slots, self.index.words(slots))
         self.index.remove(slots)

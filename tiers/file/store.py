@@ -40,7 +40,7 @@ from kvtier.tiers.file.slab_rows import SlabRows
 from kvtier.tiers.file.slab_space import SlabFile, blank_slots, write_owner
 from kvtier.tiers.file.slab_tail import Calls, TailGiver
 from kvtier.tiers.file.slab_writer import SlabWriter
-from kvtier.tiers.pool import ChildIndex
+from kvtier.tiers.pool import ChildIndex, Departures
 from kvtier.tiers.returns import ToldEnd
 
 _log = logging.getLogger(__name__)
@@ -72,8 +72,9 @@ class FileStore:
         self._calls = Calls(self._release)
         self._inside = self._calls.enter
         self._rows = SlabRows(io, file, codec)
-        self._blocks = ExtentMap(file.superblock.num_extents, file.superblock.slots_per_extent)
-        self.departures = self._blocks.departures
+        num_extents = file.superblock.num_extents
+        self.departures = Departures("file", file.superblock.num_slots // 2, num_extents)
+        self._blocks = ExtentMap(num_extents, file.superblock.slots_per_extent, self.departures)
         self.announcer = SlabChanges(self._blocks, self._rows, self._lock, codec, self._inside)
         index = ChildIndex(file.superblock.num_slots) if partial_blocks else None
         self._children = SlabChildren(self._blocks, self._rows, self._lock, codec, self._inside, index)
