@@ -6,10 +6,13 @@ import subprocess
 from pathlib import Path
 from typing import IO, Final
 
+import pytest
 from fork_rig import SERVICES, Forked
 from service_rig import environment, patient_options
 
 EXTRAS: Final = ("cupy", "llguidance", "matplotlib", "safetensors", "torch", "transformers")
+_PATIENCE: Final = 250.0  # seconds for an end: no import is shared with other tests, and the machine may be busy
+pytestmark = pytest.mark.timeout(300)
 # Runs `kvtier` as often as it is told, and says at its end which packages of extras were imported.
 PROGRAM: Final = f"""
 import atexit, json, sys
@@ -37,7 +40,7 @@ def told_by(process: Forked) -> tuple[str, str]:
     """What it printed, little enough for a pipe, once it has ended well."""
     assert process.stdout is not None
     assert process.stderr is not None
-    status = process.wait(100)
+    status = process.wait(_PATIENCE)
     out, err = process.stdout.read(), process.stderr.read()
     assert status == 0, err
     return out, err
