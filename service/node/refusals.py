@@ -12,7 +12,7 @@ _LONGEST: Final = 500  # characters of one
 
 
 @dataclass(slots=True)
-class Refusal:
+class RefusalReason:
     """A reason, and whom it was last given."""
 
     why: str
@@ -31,12 +31,12 @@ class Refusals:
     """Bounded, the last one first. Lives on the loop's thread."""
 
     def __init__(self) -> None:
-        self._by_reason: OrderedDict[tuple[str, bytes | None], Refusal] = OrderedDict()
+        self._by_reason: OrderedDict[tuple[str, bytes | None], RefusalReason] = OrderedDict()
 
     def note(self, why: str, peer: Peer, model: bytes | None = None) -> None:
         why = why[:_LONGEST]
         before = self._by_reason.pop((why, model), None)
-        self._by_reason[why, model] = Refusal(why, before.count + 1 if before else 1, *peer, model, now())
+        self._by_reason[why, model] = RefusalReason(why, before.count + 1 if before else 1, *peer, model, now())
         if len(self._by_reason) > _MOST:
             self._by_reason.popitem(last=False)
 
@@ -45,5 +45,5 @@ class Refusals:
         for key in [key for key in self._by_reason if key[1] == model]:
             del self._by_reason[key]
 
-    def all(self) -> list[Refusal]:
+    def all(self) -> list[RefusalReason]:
         return list(reversed(self._by_reason.values()))
