@@ -10,6 +10,10 @@ from numpy.typing import NDArray
 class GuidedAnswer(Protocol):
     """One answer on its way."""
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether it cannot be followed to its end: `allowed` ends it here, unfinished."""
+
     def allowed(self) -> NDArray[np.uint32]:
         """Which tokens may come next: a bit for each, the lowest first, of at least one."""
 

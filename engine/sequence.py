@@ -76,8 +76,6 @@ class SamplingParams:
             value = getattr(self, name)
             if not _is_number(value) or not least <= value <= most:
                 raise RequestError(f"{name} {value!r}: use a number from {least:g} to {most:g}")
-        if not _is_number(self.repetition_penalty) or not 0.0 < self.repetition_penalty < math.inf:
-            raise RequestError(f"repetition_penalty {self.repetition_penalty!r}: use a positive number; 1 is neutral")
         for token_id, bias in self.logit_bias.items():
             if type(token_id) is not int or token_id < 0 or not _is_number(bias) or not -100 <= bias <= 100:
                 raise RequestError(f"logit_bias {token_id!r}: {bias!r}: use token ids, and numbers from -100 to 100")
@@ -91,7 +89,12 @@ class SamplingParams:
 
 
 _INTEGERS: Final = (("max_tokens", 1, 2**31), ("top_k", 0, 2**31))
-_NUMBERS: Final = (("min_p", 0.0, 1.0), ("presence_penalty", -2.0, 2.0), ("frequency_penalty", -2.0, 2.0))
+_NUMBERS: Final = (
+    ("min_p", 0.0, 1.0),
+    ("presence_penalty", -2.0, 2.0),
+    ("frequency_penalty", -2.0, 2.0),
+    ("repetition_penalty", 0.01, 100.0),  # beyond these no logits of fp32 are left
+)
 
 
 def _is_number(value: object) -> bool:

@@ -11,6 +11,9 @@ if TYPE_CHECKING:
 # Control characters, those that turn the direction of text, and halves of surrogates.
 _OBEYED: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
+_MOST_INSIDE: Final = 100_000  # lists and objects in one body: each costs far more to make than to send
+_TEXTS: Final = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+
 Json = dict[str, Any]
 """A JSON object, whatever it holds."""
 
@@ -38,6 +41,8 @@ def shown(value: object) -> str:
 
 def object_in(data: bytes) -> Json:
     """The JSON object in a request's body. ValueError says in one line what is there instead."""
+    if _num_inside(data) > _MOST_INSIDE and (num := _num_inside(_TEXTS.sub(b"", data))) > _MOST_INSIDE:
+        raise ValueError(f"body: {num} lists and objects; at most {_MOST_INSIDE} are taken, so send fewer")
     try:
         values = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -45,6 +50,11 @@ def object_in(data: bytes) -> Json:
     if not isinstance(values, dict):
         raise ValueError(f"body {shown(values)}: not a JSON object; send one")
     return values
+
+
+def _num_inside(data: bytes) -> int:
+    """Lists and objects that JSON has, and brackets in its texts."""
+    return data.count(b"[") + data.count(b"{")
 
 
 def first_error(error: "ValidationError") -> tuple[str, str, str, object]:

@@ -77,3 +77,4 @@ def log_to_stderr(level: LogLevel, form: LogFormat) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLine() if form == "json" else TextLine())
     logging.basicConfig(level=level.upper(), handlers=[handler])
+    logging.captureWarnings(True)  # Python's own would be lines of no form

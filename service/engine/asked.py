@@ -146,7 +146,12 @@ def _logprobs_of(prompts: Prompts, body: CompletionBody | ChatBody) -> ChatLogpr
 def _guide_of(served: Served, body: CompletionBody | ChatBody) -> Guide | None:
     """What the answer may be; None: any text. Raises OpenAIError if that cannot be."""
     if (calls := calls_schema(body)) is not None:
-        return served.guides.of(calls, "tool_choice")
+        try:
+            return served.guides.of(calls, "tool_choice")
+        except OpenAIError:
+            for number, tool in enumerate(body.tools or () if isinstance(body, ChatBody) else ()):
+                served.guides.of(tool["function"].get("parameters") or {}, f"tools.{number}.function.parameters")
+            raise  # it is not one tool's schema alone
     wanted = schema_of(body.response_format)
     return None if wanted is None else served.guides.of(*wanted)
 

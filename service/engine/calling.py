@@ -1,5 +1,6 @@
 """Which of a request's answers are read for tool calls, and in which form."""
 
+import json
 from typing import Any, Final
 
 from kvtier.service import Json
@@ -16,6 +17,7 @@ from kvtier.service.openai import (
 )
 
 _NO_MARKS: Final[tuple[str, ...]] = ()
+_VALUES: Final = ("const", "enum", "default", "examples")  # of a schema: what they hold is none
 _NO_ARGUMENTS: Final[Json] = {"type": "object", "properties": {}}
 
 
@@ -50,20 +52,36 @@ def calls_schema(body: CompletionBody | ChatBody) -> Json | None:
     if body.chosen_tool is not None:
         schema: Json = schemas[body.chosen_tool]
         return schema
-    # references lead to the beginning of a schema: what they name is moved there
-    named = {name: each for schema in schemas.values() for name, each in schema.get("$defs", {}).items()}
+    # each schema stands whole in a place of its own, and its references lead there
+    places = {f"tool{number}": schema for number, schema in enumerate(schemas.values())}
     calls = [
         {
             "type": "object",
-            "properties": {"name": {"const": name}, "parameters": {k: v for k, v in schema.items() if k != "$defs"}},
+            "properties": {"name": {"const": name}, "parameters": {"$ref": f"#/$defs/{place}"}},
             "required": ["name", "parameters"],
             "additionalProperties": False,
         }
-        for name, schema in schemas.items()
+        for name, place in zip(schemas, places, strict=True)
     ]
     most = {"maxItems": 1} if body.parallel_tool_calls is False else {}
-    listed = {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}}
-    return {**listed, "$defs": named} if named else listed
+    defined = {place: _moved(schema, f"#/$defs/{place}") for place, schema in places.items()}
+    return {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}, "$defs": defined}
+
+
+def _moved(schema: Json, place: str) -> Json:
+    """A copy whose references to its own beginning lead to `place`. Values that only look like schemas stay."""
+    copy: Json = json.loads(json.dumps(schema))
+    left: list[Any] = [copy]
+    while left:
+        inside = left.pop()
+        if isinstance(inside, dict):
+            reference = inside.get("$ref")
+            if isinstance(reference, str) and (reference == "#" or reference.startswith("#/")):
+                inside["$ref"] = place + reference[1:]
+            left += [value for name, value in inside.items() if name not in _VALUES]
+        elif isinstance(inside, list):
+            left += inside
+    return copy
 
 
 def _reads(body: CompletionBody | ChatBody) -> bool:

@@ -31,7 +31,11 @@ def explain_prompt(loop: EngineLoop, prompts: Prompts, data: bytes) -> Json:
         asked, cut = _of_request(loop, body.request, salt), None
     else:
         assert body.asked is not None
-        tokens = prompts.tokenized(body.asked)[0].token_ids
+        given = prompts.tokenized(body.asked)
+        if len(given) != 1:
+            why = f"prompt: {len(given)} prompts; one at a time is explained"
+            raise OpenAIError(400, why, param="prompt", code="invalid_value")
+        tokens = given[0].token_ids
         try:
             asked = engine.prompt(tokens, salt)
         except RequestError as error:

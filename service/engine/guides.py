@@ -45,12 +45,16 @@ class JsonGuides:
         try:
             grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides={"whitespace_pattern": _SPACE})
         except (ValueError, RecursionError) as error:
-            raise _refused(param, f"no JSON schema ({error}); fix it") from None
+            raise _refused(param, f"no JSON schema ({_first_line(str(error))}); fix it") from None
         tokenizer = self._opened()
         is_wrong, why = LLMatcher.validate_grammar_with_warnings(grammar, tokenizer)
         if is_wrong:
-            raise _refused(param, f"a schema that cannot be followed ({' '.join(why)[:200]}); fix it")
-        return _SchemaGuide(LLMatcher(tokenizer, grammar, log_level=0), self._vocab_size, self._eos_token_ids)
+            raise _refused(param, f"a schema that cannot be followed ({_first_line(' '.join(why))}); fix it")
+        matcher = LLMatcher(tokenizer, grammar, log_level=0)
+        matcher.compute_bitmask()  # what never begins: a reference to itself, say
+        if matcher.is_error():
+            raise _refused(param, f"a schema that cannot be followed ({_first_line(matcher.get_error())}); fix it")
+        return _SchemaGuide(matcher, self._vocab_size, self._eos_token_ids)
 
     def _opened(self) -> "LLTokenizer":
         from llguidance import LLTokenizer
@@ -80,15 +84,24 @@ class _SchemaAnswer:
         self._ends = ends
         self._token_ids = token_ids
         self._num_seen = num_seen
+        self.is_cut = False
 
     def allowed(self) -> NDArray[np.uint32]:
         if len(self._token_ids) > self._num_seen:
             self._matcher.consume_tokens(list(self._token_ids[self._num_seen :]))
             self._num_seen = len(self._token_ids)
+        mask = self._ends if self._matcher.is_error() else np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
         if self._matcher.is_error():  # too complex to go on with: the answer ends here
-            _log.warning("a guided answer ended early: %s", self._matcher.get_error())
+            if not self.is_cut:
+                _log.warning("a guided answer ended early: %s", _first_line(self._matcher.get_error()))
+            self.is_cut = True
             return self._ends
-        return np.frombuffer(self._matcher.compute_bitmask(), np.uint32)[: len(self._ends)]
+        return mask[: len(self._ends)]
+
+
+def _first_line(text: str) -> str:
+    """Of what llguidance says: behind it come its state, and the client's schema."""
+    return text.strip().partition("\n")[0][:200]
 
 
 def _refused(param: str, why: str, code: str = "invalid_value") -> OpenAIError:

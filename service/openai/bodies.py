@@ -121,7 +121,6 @@ class ChatBody(ChatPrompt, Sampling):
     web_search_options: Annotated[None, must_be()] = None
     service_tier: Ignored = None
     store: Ignored = None
-    metadata: Ignored = None
     prompt_cache_key: Ignored = None
     prompt_cache_options: Ignored = None
     prompt_cache_retention: Ignored = None

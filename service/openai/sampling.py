@@ -66,10 +66,11 @@ class Sampling(Tolerant):
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=MAX_NUMBER)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None  # of others no logits are left
     logit_bias: Annotated[dict[ApiTokenId, Bias], BeforeValidator(_by_token)] | None = None
     response_format: ResponseFormat | None = None
     user: Ignored = None
+    metadata: Ignored = None
 
     @property
     def wants_usage(self) -> bool:

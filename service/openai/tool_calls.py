@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, Protocol
 
-from kvtier.service import Json
+from kvtier.service import Json, writable
 from kvtier.service.openai.overlap import overlap
 
 CallForm = Literal["hermes", "llama"]
@@ -99,7 +99,7 @@ class HermesReader:
     def _close(self, inside: str, whole: str, calls: list[ToolCall]) -> list[str]:
         """A call's text is complete. Returns what of it is text, because it is no call."""
         try:
-            name, arguments = _call_of(json.loads(inside), ("arguments", "parameters"))
+            name, arguments = _call_of(_read(inside), ("arguments", "parameters"))
         except (ValueError, RecursionError):
             return [whole]
         if self._most is None or self.num_calls < self._most:
@@ -143,7 +143,7 @@ class LlamaReader:
 
     def _calls(self, text: str) -> Iterator[tuple[str, str]]:
         """Names and arguments. ValueError if the text is anything else."""
-        decoder, left = json.JSONDecoder(), text.strip()
+        decoder, left = json.JSONDecoder(parse_constant=_no_json), text.strip()
         if not left:
             raise ValueError("no call")
         while left:
@@ -171,7 +171,7 @@ class GuidedReader:
     def end(self) -> Heard:
         whole, self._held = self._held, ""
         try:
-            value = json.loads(whole)
+            value = _read(whole)
             made = [{"name": self._chosen, "parameters": value}] if self._chosen is not None else value
             found = [_call_of(each, ("parameters", "arguments")) for each in made]
         except (ValueError, TypeError, RecursionError):
@@ -185,7 +185,19 @@ def _call_of(value: Any, names: tuple[str, str]) -> tuple[str, str]:
     name = value.get("name") if isinstance(value, dict) else None
     arguments: Any = next((value[each] for each in names if each in value), {}) if isinstance(value, dict) else None
     if isinstance(arguments, str):
-        arguments = json.loads(arguments)
+        arguments = _read(arguments)
     if not isinstance(name, str) or not name or not isinstance(arguments, dict):
         raise ValueError("no call")
-    return name, json.dumps(arguments, ensure_ascii=False)
+    try:
+        return writable(name), writable(json.dumps(arguments, ensure_ascii=False, allow_nan=False))
+    except ValueError:  # half a surrogate in them: an answer can have it as an escape alone
+        return writable(name), json.dumps(arguments, allow_nan=False)
+
+
+def _read(text: str) -> Any:
+    """What the text is as JSON. ValueError if it is none, NaN and Infinity included."""
+    return json.loads(text, parse_constant=_no_json)
+
+
+def _no_json(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")

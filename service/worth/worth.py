@@ -143,8 +143,10 @@ def worth_from(path: Path, gpu_hour: float | None) -> Worth:
         price = told.get("gpu_hour") if gpu_hour is None else gpu_hour
         price = None if price is None else float(price)
         found = Worth(str(told["model"]), str(told["device"]), float(told["bytes_per_token"]), compute, by_tier, price)
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise ConfigError(f"--from {path}: {type(error).__name__}: {error}; {fix}") from None
+    except KeyError as error:
+        raise ConfigError(f"--from {path}: {error.args[0]}: missing; {fix}") from None
+    except (TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise ConfigError(f"--from {path}: a value of another kind ({error}); {fix}") from None
     seconds = [one for each in (compute, *by_tier.values()) for one in each.values()]
     if not compute or not all(0 < one < _MOST_SECONDS for one in seconds):
         raise ConfigError(f"--from {path}: times: none, or not above 0 s; {fix}")

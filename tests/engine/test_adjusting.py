@@ -148,7 +148,7 @@ def test_a_prompts_logprobs_are_computed_though_it_is_cached(engine: Engine) -> 
         ({"min_p": 1.1}, "min_p 1.1: use a number from 0 to 1"),
         ({"presence_penalty": float("nan")}, "presence_penalty nan: use"),
         ({"frequency_penalty": -3}, "frequency_penalty -3: use"),
-        ({"repetition_penalty": 0}, "repetition_penalty 0: use a positive number"),
+        ({"repetition_penalty": 0}, "repetition_penalty 0: use a number from 0.01 to 100"),
         ({"logit_bias": {5: 101.0}}, "logit_bias 5: 101.0: use"),
         ({"logit_bias": {100_000: 1.0}}, "logit_bias 100000: this model's token ids are 0 to"),
         ({"logprobs": -1}, "logprobs -1: use"),

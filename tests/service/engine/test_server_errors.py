@@ -87,7 +87,7 @@ def well(server: ServerThread) -> bool:
         ("completions", {"logprobs": 21}, 400, "logprobs", "invalid_value"),
         ("completions", {"min_p": 1.5}, 400, "min_p", "invalid_value"),
         ("completions", {"presence_penalty": -2.1}, 400, "presence_penalty", "invalid_value"),
-        ("completions", {"repetition_penalty": 0}, 400, "repetition_penalty", "invalid_value"),
+        ("completions", {"repetition_penalty": 1e-300}, 400, "repetition_penalty", "invalid_value"),
         ("completions", {"suffix": "."}, 400, "suffix", "unsupported_parameter"),
         ("completions", {"logit_bias": {"five": 1}}, 400, "logit_bias", "invalid_value"),
         ("completions", {"logit_bias": {"5": 101}}, 400, "logit_bias.5", "invalid_value"),
@@ -199,6 +199,16 @@ def test_what_is_no_json_object_says_so(server: ServerThread, verb: str, content
     assert answer.json()["error"]["message"].startswith("body")
     assert answer.json()["error"]["code"] == "bad_json"
     assert well(server)
+
+
+def test_a_body_of_many_lists_is_refused_before_they_are_made(server: ServerThread) -> None:
+    lists = b'{"model": "x", "nobody": [' + b"[]," * 200_000 + b"1]}"
+    answer = server.http.post("/v1/completions", content=lists, headers={"content-type": "application/json"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "bad_json")
+    assert "200002 lists and objects" in answer.json()["error"]["message"]
+    # brackets in a text are none
+    code = {**PROMPT, "nobody": '{"a": [1, "\\\\"]}' * 60_000}
+    assert server.post("completions", **code).is_success
 
 
 def test_pages_bodies_and_types_that_are_not_taken(server: ServerThread) -> None:

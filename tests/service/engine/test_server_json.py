@@ -9,7 +9,10 @@ import pytest
 from openai import OpenAI
 from server_rig import MODEL, ServerThread, save_checkpoint, serving, tokenizer
 
+from kvtier.engine.guided import Guide
+from kvtier.service.engine.calling import calls_schema
 from kvtier.service.engine.guides import JsonGuides
+from kvtier.service.openai.bodies import ChatBody, parse
 from kvtier.service.openai.errors import OpenAIError
 
 pytest.importorskip("llguidance", reason="pip install 'kvtier[engine]' brings it")
@@ -20,6 +23,7 @@ ASK: dict[str, Any] = {
     "max_tokens": 150,
     "seed": 3,
 }
+END = 257  # the token that ends an answer
 PET: dict[str, Any] = {
     "type": "object",
     "properties": {"kind": {"enum": ["cat", "dog"]}, "is_old": {"type": "boolean"}},
@@ -97,7 +101,8 @@ def test_a_tool_has_to_be_called(server: ServerThread, chosen: str) -> None:
         ({"response_format": formatted({"not": {"type": "string"}})}, "response_format.json_schema.schema"),
         ({"response_format": formatted({"$ref": "http://localhost/x"})}, "response_format.json_schema.schema"),
         ({"response_format": formatted(7)}, "response_format.json_schema.schema"),
-        ({"tools": [tool("pet", {"type": "objekt"})], "tool_choice": "required"}, "tool_choice"),
+        ({"response_format": formatted({"$ref": "#"})}, "response_format.json_schema.schema"),  # it never begins
+        ({"tools": [tool("pet", {"type": "objekt"})], "tool_choice": "required"}, "tools.0.function.parameters"),
     ],
 )
 def test_a_schema_that_cannot_be_followed_is_the_clients_error(
@@ -105,6 +110,52 @@ def test_a_schema_that_cannot_be_followed_is_the_clients_error(
 ) -> None:
     answer = server.post("chat/completions", **ASK, **wrong)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+
+
+def test_an_answer_that_can_be_followed_no_further_is_cut_off(server: ServerThread) -> None:
+    asked: dict[str, Any] = {**ASK, "response_format": formatted({"type": "string", "pattern": "(.{1,500}){1,500}z"})}
+    assert patient_client(server).chat.completions.create(**asked).choices[0].finish_reason == "length"
+
+
+def follows(guide: Guide, text: str) -> bool:
+    """Whether an answer may be this text, and end behind it."""
+    given: list[int] = []
+    answer = guide.start(given, 0)
+    for token_id in (*tokenizer().encode(text).ids, END):
+        if not answer.allowed()[token_id // 32] >> token_id % 32 & 1:
+            return False
+        given.append(token_id)
+    return True
+
+
+def test_every_tools_references_are_its_own() -> None:
+    def one_of(**defined: object) -> dict[str, Any]:
+        place = "#/$defs/I" if "$defs" in defined else "#/definitions/I"
+        return {"type": "object", "properties": {"c": {"$ref": place}}, "required": ["c"], **defined}
+
+    tree = {"type": "object", "properties": {"v": {"type": "integer"}, "child": {"$ref": "#"}}, "required": ["v"]}
+    schemas = {
+        "number": one_of(**{"$defs": {"I": {"type": "integer"}}}),
+        "text": one_of(**{"$defs": {"I": {"type": "string"}}}),
+        "old": one_of(definitions={"I": {"type": "boolean"}}),
+        "tree": tree,
+        "strange": {"type": "object", "$defs": []},
+    }
+    body = {**ASK, "tools": [tool(*each) for each in schemas.items()], "tool_choice": "required"}
+    schema = calls_schema(parse(ChatBody, json.dumps(body).encode()))
+    assert schema is not None
+    guide = JsonGuides(tokenizer().to_str, 258, [END]).of(schema, "tool_choice")
+    for name, parameters, is_right in (
+        ("number", '{"c":7}', True),
+        ("number", '{"c":"x"}', False),
+        ("text", '{"c":"x"}', True),
+        ("old", '{"c":true}', True),
+        ("tree", '{"v":1,"child":{"v":2}}', True),
+        ("tree", '{"v":1,"child":[]}', False),
+        ("strange", "{}", True),
+    ):
+        call = f'[{{"name":"{name}","parameters":{parameters}}}]'
+        assert follows(guide, call) is is_right, call
 
 
 def test_what_no_guide_can_be_made_for_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

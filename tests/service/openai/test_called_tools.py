@@ -43,6 +43,18 @@ def read(reader: CallReader, pieces: list[str]) -> tuple[str, list[tuple[str, ob
         (hermes, f"<tool_call>{ROME}", "", ["weather"]),  # the end mark is missing
         (hermes, "<tool_call>{not json}</tool_call> so", "<tool_call>{not json}</tool_call> so", []),
         (hermes, "<tool_call>[1]", "<tool_call>[1]", []),
+        (
+            hermes,
+            '<tool_call>{"name": "a", "arguments": {"x": NaN}}',
+            '<tool_call>{"name": "a", "arguments": {"x": NaN}}',
+            [],
+        ),
+        (
+            hermes,
+            '<tool_call>{"name": "a", "arguments": {"x": 1e999}}',
+            '<tool_call>{"name": "a", "arguments": {"x": 1e999}}',
+            [],
+        ),
         (hermes, " 1 < 2 <tool", " 1 < 2 <tool", []),
         (hermes, ROME, ROME, []),
         (llama, LLAMA, "", ["weather"]),
@@ -92,3 +104,12 @@ def test_tools_and_their_turns_go_to_the_template_as_they_were_sent() -> None:
     assert chat.tools is not None
     assert chat.tools[0]["function"]["parameters"] == {"x": {"default": None}}
     assert chat.variables["reasoning_effort"] == "low"
+
+
+def test_arguments_that_utf8_cannot_write_are_told_as_escapes() -> None:
+    text, [(name, arguments)] = read(
+        hermes(), ['<tool_call>{"name": "clock", "arguments": {"x": "\\ud800ö"}}</tool_call>']
+    )
+    assert (text, name, arguments) == ("", "clock", {"x": "\ud800ö"})
+    [call] = hermes().push('<tool_call>{"name": "clock", "arguments": {"x": "\\ud800"}}</tool_call>').calls
+    assert json.dumps(call.content, ensure_ascii=False).encode()  # what the answer is written by
