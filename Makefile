@@ -96,8 +96,8 @@ check: setup
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/python -m pytest tests/test_architecture.py -q -s
-	$(VENV)/bin/mkdocs build --quiet
-	.ci/types $(VENV)/bin/mypy
+	.ci/in-time "the site is" $(VENV)/bin/mkdocs build --quiet
+	.ci/in-time "types are" $(VENV)/bin/mypy
 
 docs: setup
 	$(VENV)/bin/mkdocs build
