@@ -356,8 +356,7 @@ class Scheduler:
         params = sequence.params
         ends = sample.token_id in self._eos_token_ids and not params.ignore_eos
         if ends or sample.token_id in params.stop_token_ids:
-            is_cut = sequence.guided is not None and sequence.guided.is_cut
-            reason = FinishReason.LENGTH if is_cut else FinishReason.STOP
+            reason = FinishReason.LENGTH if sequence.is_cut else FinishReason.STOP
         elif sequence.num_generated >= params.max_tokens:
             reason = FinishReason.LENGTH
         if reason is not None:

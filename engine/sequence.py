@@ -258,6 +258,11 @@ class Sequence:
         return self.scores is None or self.num_generated > 0
 
     @property
+    def is_cut(self) -> bool:
+        """Whether its guide could follow the answer no further, and ends it unfinished."""
+        return self.guided is not None and self.guided.is_cut
+
+    @property
     def generated(self) -> list[int]:
         return self.token_ids[self.num_prompt_tokens :]
 

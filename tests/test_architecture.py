@@ -117,6 +117,7 @@ EXPLAINED: Final = {
     "kvtier/cli/simulate_cli.py:simulate": "one parameter for each option of the command line",
     "connector/daemon/remote.py:RemoteTiers": "implements the same three, on one socket",
     "tiers/compiled/twins.py:_tried:except": "an extension's start may raise anything: then the Python way is taken",
+    "tiers/file/extents.py": "an extent's whole life and its law, beside the arrays that both are about",
     "tiers/file/extents.py:ExtentMap": "an extent's whole life, to the end of its slab's tail, over one index",
     "tiers/copies/device.py:BlockPool": "L1's verbs under one lock; four of them are an Announcer's",
     "connector/scheduler.py": "the same, with what a plan and a report come to",

@@ -331,7 +331,7 @@ class Daemon:
 def _client(session: Session) -> ClientView:
     namespace, held = session.namespace, session.counts
     return ClientView(
-        session.pids,
+        session.processes.pids,
         session.peer.uid,
         session.connected,
         namespace.fingerprint if namespace is not None else None,

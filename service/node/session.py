@@ -1,7 +1,6 @@
 """One client of the daemon: its socket, the processes that copy for it, and all that it holds."""
 
 import contextlib
-import os
 import secrets
 import socket
 from collections import Counter
@@ -10,13 +9,13 @@ from typing import Any, Final, NamedTuple, Protocol
 
 from kvtier.connector.daemon import ID_BYTES, MAX_FRAME, MAX_HELLO, FrameReader, Hello, Peer, handshake, messages, wire
 from kvtier.service.node.buffers import Buffers
+from kvtier.service.node.client_processes import ClientProcesses
 from kvtier.service.node.holdings import HeldCounts, Holdings
 from kvtier.service.node.loop import READABLE, WRITABLE, Loop, now
 from kvtier.service.node.namespaces import Namespace
 from kvtier.service.node.refusals import Refusals
 from kvtier.tiers import FormatError
 
-MAX_PROCESSES: Final = 256  # that copy for one client
 _MAX_OUTPUT: Final = 4 << 20  # bytes a client may leave unread
 _MAX_TURN: Final = 16  # readings in a row, so that one client does not keep the loop for itself
 _MAX_WAIT: Final = 600.0  # seconds
@@ -74,19 +73,14 @@ class Session:
         self._reader = FrameReader(MAX_HELLO)
         self._output = bytearray()
         self._num_kept = 0  # bytes noted last: half sent or unread
-        self._processes: dict[int, int] = {}  # pidfd → pid, of those that live
         self._over = False
         self._corked = False  # while a batch of frames is taken in
         self._blocked = False  # the client's socket took no more
         self._busy = False  # with an operation that waits, on a thread of its own
         self._told_epoch = 0
-        self.process = self.watch_process(connection, peer)
+        self.processes = ClientProcesses(daemon.loop, self._all_ended)
+        self.process = self.processes.watch(connection, peer)  # the client's own
         daemon.loop.watch(connection.fileno(), self._ready)
-
-    @property
-    def pids(self) -> list[int]:
-        """The processes of the client that live; 0 for those of a pid namespace that this process does not see."""
-        return sorted(set(self._processes.values()))
 
     @property
     def connected(self) -> bool:
@@ -155,27 +149,10 @@ class Session:
         if holdings is not None and self.connected and holdings.may_lapse(at) and self._receive():
             self._daemon.counts["promises_lapsed"] += holdings.lapse(at)
 
-    def watch_process(self, connection: socket.socket, peer: Peer) -> int:
-        """Hold what the client holds until this connection's process has ended too. OSError if it cannot be watched.
-
-        Returns what tells the process from others: since Linux 6.9 a pidfd's inode is the process's own.
-        """
-        fd = handshake.pidfd_of(connection, peer)
-        process = os.fstat(fd).st_ino
-        if peer.pid and peer.pid in self._processes.values():
-            os.close(fd)
-        elif len(self._processes) >= MAX_PROCESSES:
-            os.close(fd)
-            raise OSError(f"more than {MAX_PROCESSES} processes")
-        else:
-            self._processes[fd] = peer.pid
-            self._daemon.loop.watch(fd, lambda events: self._process_ended(fd))
-        return process
-
     def copies_for(self, client: "Session") -> None:
-        """Have that client's blocks held until this session's process has ended, too. OSError as `watch_process`."""
+        """Have that client's blocks held until this session's process has ended, too. OSError if it can't be watched."""
         if self._socket is not None:
-            client.watch_process(self._socket, self.peer)
+            client.processes.watch(self._socket, self.peer)
 
     def end_connection(self, reason: str) -> None:
         """Hang up. Promises go; leases and reservations stay while a process lives, which is counted. Idempotent."""
@@ -190,7 +167,7 @@ class Session:
         self._daemon.buffers.note(self, 0)
         if self.holdings is not None:
             self.holdings.forgo()
-        if self.holdings is None or not any(self.holdings.counts) or not self._processes:
+        if self.holdings is None or not any(self.holdings.counts) or not self.processes:
             self.end(reason)
         else:
             self._daemon.counts[f"{reason}_holding"] += 1
@@ -202,10 +179,7 @@ class Session:
             return
         self._over = True
         self._daemon.counts[reason] += 1
-        for fd in self._processes:
-            self._daemon.loop.forget(fd)
-            os.close(fd)
-        self._processes.clear()
+        self.processes.forget()
         if self.holdings is not None:
             gone = self.holdings.let_go()
             self._daemon.counts["leases_reclaimed"] += gone.leases
@@ -221,11 +195,8 @@ class Session:
         if events & ~WRITABLE:
             self._receive()
 
-    def _process_ended(self, fd: int) -> None:
-        self._daemon.loop.forget(fd)
-        os.close(fd)
-        del self._processes[fd]
-        if not self._processes and self._socket is None:  # else a child it forked may live, with socket and region
+    def _all_ended(self) -> None:
+        if self._socket is None:  # else a child it forked may live, with socket and region
             self.end("died")
 
     def _receive(self) -> bool:

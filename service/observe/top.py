@@ -19,7 +19,7 @@ from kvtier.tiers.config import show_size
 
 _HEADER_EVERY: Final = 20  # lines, and rows of a table
 
-Row = dict[str, int | float | str | None]
+TopRow = dict[str, int | float | str | None]
 """One look, by column: counts and states as they are, what happened since the look before a second, shares of 1."""
 
 
@@ -34,7 +34,7 @@ class TopView(NamedTuple):
     """What `kvtier top` shows of one kind of program."""
 
     parse: Callable[[Json], Any]
-    row_of: Callable[[Any, Any, float], Row]  # of two statuses, and the seconds between them
+    row_of: Callable[[Any, Any, float], TopRow]  # of two statuses, and the seconds between them
     columns: Mapping[str, Column]
 
 
@@ -88,7 +88,7 @@ def _table(view: TopView, rows: deque[list[str]]) -> Table:
 # --- what each shows
 
 
-def _daemon_row(before: DaemonStatus, after: DaemonStatus, seconds: float) -> Row:
+def _daemon_row(before: DaemonStatus, after: DaemonStatus, seconds: float) -> TopRow:
     changed = _daemon_totals(after) - _daemon_totals(before)
     models = after.models
     return {
@@ -119,7 +119,7 @@ def _daemon_totals(status: DaemonStatus) -> Counter[str]:
     )
 
 
-def _router_row(before: RouterStatus, after: RouterStatus, seconds: float) -> Row:
+def _router_row(before: RouterStatus, after: RouterStatus, seconds: float) -> TopRow:
     asked = after.tokens.told_prompt - before.tokens.told_prompt
     cached = after.tokens.told_cached - before.tokens.told_cached
     return {
@@ -135,7 +135,7 @@ def _router_row(before: RouterStatus, after: RouterStatus, seconds: float) -> Ro
     }
 
 
-def _engine_row(before: EngineStatus, after: EngineStatus, seconds: float) -> Row:
+def _engine_row(before: EngineStatus, after: EngineStatus, seconds: float) -> TopRow:
     asked = after.tokens.prompt_tokens - before.tokens.prompt_tokens
     cached = _hits(after.cached_tokens) - _hits(before.cached_tokens)
     return {
