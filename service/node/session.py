@@ -150,7 +150,7 @@ class Session:
             self._daemon.counts["promises_lapsed"] += holdings.lapse(at)
 
     def copies_for(self, client: "Session") -> None:
-        """Have that client's blocks held until this session's process has ended, too. OSError if it can't be watched."""
+        """Have that client's blocks held until this session's process has ended, too. OSError as `watch`."""
         if self._socket is not None:
             client.processes.watch(self._socket, self.peer)
 
