@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
@@ -149,7 +149,8 @@ def _guide_of(served: Served, body: CompletionBody | ChatBody) -> Guide | None:
         try:
             return served.guides.of(calls, "tool_choice")
         except OpenAIError:
-            for number, tool in enumerate(body.tools or () if isinstance(body, ChatBody) else ()):
+            tools: list[Any] = (body.tools if isinstance(body, ChatBody) else None) or []
+            for number, tool in enumerate(tools):
                 served.guides.of(tool["function"].get("parameters") or {}, f"tools.{number}.function.parameters")
             raise  # it is not one tool's schema alone
     wanted = schema_of(body.response_format)

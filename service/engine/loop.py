@@ -312,9 +312,11 @@ class EngineLoop:
         for request, items in told.items():
             request.tell(items)
 
-    def _next_token(self, live: _LiveSequence) -> None:
+    def _next_token(self, live: _LiveSequence) -> PromptSource | None:
+        """Tell how long it took. None: only the first token says where the prompt came from."""
         before, live.told_at = live.told_at, time.monotonic()
         self.tally.itl.observe(live.told_at - before)
+        return None
 
     def _first_token(self, live: _LiveSequence) -> PromptSource:
         live.is_told, live.told_at = True, time.monotonic()

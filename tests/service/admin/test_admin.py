@@ -125,7 +125,7 @@ def test_an_evicted_prompt_is_gone_from_every_tier_and_its_neighbour_is_not(
 
 def test_a_prompt_is_named_by_its_text_as_well(daemon: DaemonProcess, tiers: RemoteTiers, home: Path) -> None:
     words = Tokenizer(WordLevel({f"t{number}": number for number in range(16)}, unk_token="t0"))
-    words.pre_tokenizer = Whitespace()  # type: ignore[assignment] # a property that takes it
+    words.pre_tokenizer = Whitespace()
     (home / "model").mkdir()
     words.save(str(home / "model" / "tokenizer.json"))
     text, named = home / "prompt.txt", ["--tokenizer", str(home / "model"), "--cache-salt", "alice"]
