@@ -79,6 +79,8 @@ class Metrics:
             "kvtier_storage_used_bytes", "Of what a tier lies on, a file system or a server", "tier", "place"
         )
         self._limit = self._gauge("kvtier_storage_limit_bytes", "What there may be of it, if bounded", "tier", "place")
+        self._taken = self._gauge("kvtier_slab_taken_bytes", "Disk space that a slab takes", "tier", "place")
+        self._slab = self._gauge("kvtier_slab_limit_bytes", "Disk space that a slab may take", "tier", "place")
         self._places: dict[str, Sequence[StoragePlace]] = {}
         self.copies = CopyMetrics(self._counter, self._gauge)
         self._load_seconds = Histogram(
@@ -168,13 +170,18 @@ class Metrics:
     def room(self, tier: str, places: Sequence[StoragePlace]) -> None:
         """How full what a tier lies on is now: all of its places."""
         for gone in self._places.get(tier, ()):
-            self._used.remove(tier, gone.place)
-            self._limit.remove(tier, gone.place)
+            for gauge in self._room_of(gone):
+                gauge.remove(tier, gone.place)
         for each in places:
-            self._used.labels(tier, each.place).set(each.used)
+            used, limit = self._room_of(each)
+            used.labels(tier, each.place).set(each.used)
             if each.limit is not None:
-                self._limit.labels(tier, each.place).set(each.limit)
+                limit.labels(tier, each.place).set(each.limit)
         self._places[tier] = places
+
+    def _room_of(self, place: StoragePlace) -> tuple[Gauge, Gauge]:
+        """What is used of a place, and the most there may be."""
+        return (self._taken, self._slab) if place.is_own else (self._used, self._limit)
 
     def before_read(self, refresh: Callable[[], None]) -> None:
         """Have `refresh` called before every reading: it sets what is a state, not an event."""

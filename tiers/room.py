@@ -1,4 +1,4 @@
-"""Room: how full the storage is that a tier lies on, a file system or a server's memory, whoever fills it."""
+"""Room: how full the storage is that a tier lies on, a file system or a server's memory, and its own file."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -8,6 +8,7 @@ class StoragePlace(NamedTuple):
     place: str  # a directory, or the server's address
     used: int  # bytes, by everybody
     limit: int | None  # bytes that there may be; None: no bound is set
+    is_own: bool = False  # a file of the tier alone, which grows as it is filled: a slab
 
 
 @runtime_checkable

@@ -18,7 +18,7 @@ from kvtier.service.engine.guides import JsonGuides
 from kvtier.service.engine.loop import EngineLoop
 from kvtier.service.engine.server import make_app
 from kvtier.service.events import Publisher, Source, TierFeed
-from kvtier.service.openai import OpenAIError, Prompts
+from kvtier.service.openai import Prompts, refusal
 from kvtier.service.web import HttpServer, HttpSocket
 from kvtier.service.why import RequestLog
 from kvtier.tiers import L1
@@ -31,7 +31,6 @@ _DRAIN: Final = 20.0  # seconds that answers under way may take after a signal
 _GRACE: Final = 2  # seconds for the last bytes of these answers
 _SPARE: Final = 64  # HTTP requests beyond those that are computed: pages, and refusals
 _STORES: Final = 10.0  # seconds for stores on their way to lower tiers
-_CROWDED: Final = OpenAIError(503, "too many requests at once; try again later", code="overloaded").response
 
 
 class EngineServer:
@@ -69,7 +68,7 @@ class EngineServer:
         form = form_of(settings.tool_parser, prompts)
         app = make_app(Served(self.loop, prompts, self.name, settings, guides, _events(self.publisher), form))
         room = self.loop.capacity + _SPARE
-        self._http = HttpServer(app, listening, max_requests=room, crowded=_CROWDED, grace=_GRACE)
+        self._http = HttpServer(app, listening, max_requests=room, refusal=refusal, grace=_GRACE)
         self.address = self._http.address
 
     def run(self) -> None:

@@ -97,11 +97,12 @@ class HostTierStatus(StatusPart):
 
 
 class StorageRoom(StatusPart):
-    """What a tier lies on, in bytes, whoever fills it."""
+    """What a tier lies on, in bytes, whoever fills it; and its slab."""
 
-    place: str  # a directory, or a server's address
+    place: str  # a directory, a server's address, or the slab's file
     used: int
     limit: int | None  # None: no bound is set
+    is_own: bool = False  # a slab: nothing else fills it
 
 
 class LowerTierStatus(StatusPart):

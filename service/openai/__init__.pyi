@@ -8,7 +8,7 @@ from .bodies import (
     parse,
 )
 from .chat_turns import chat_of, template_variables
-from .errors import OpenAIError, busy, error_handlers, too_long, unknown_model
+from .errors import OpenAIError, busy, error_handlers, refusal, too_long, unknown_model
 from .explain_body import ExplainBody
 from .overlap import overlap
 from .pieces import TokenizedPrompt
@@ -46,6 +46,7 @@ __all__ = [
     "json_object",
     "overlap",
     "parse",
+    "refusal",
     "schema_of",
     "template_variables",
     "too_long",

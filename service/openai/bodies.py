@@ -66,10 +66,9 @@ class CompletionPrompt(RequestBody):
         return self.prompt
 
 
-class ChatPrompt(RequestBody):
-    """A chat, and what else its template is given; all but `messages` and `tools` are vLLM's fields."""
+class TemplateFields(BaseModel):
+    """What a chat's template is given beside its messages; all but `tools` are vLLM's fields."""
 
-    messages: Messages
     tools: Tools | None = None
     documents: list[Any] | None = None
     reasoning_effort: Text | None = None
@@ -78,11 +77,21 @@ class ChatPrompt(RequestBody):
     continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
 
-    @property
-    def chat(self) -> Chat:
+    def chat_with(self, messages: Messages) -> Chat:
         """Raises OpenAIError if the template cannot be given this."""
         given = {name: getattr(self, name) for name in _FOR_TEMPLATES}
-        return chat_of({**given, "messages": [message.sent for message in self.messages]})
+        return chat_of({**given, "messages": [message.sent for message in messages]})
+
+
+class ChatPrompt(RequestBody, TemplateFields):
+    """A chat, and what else its template is given."""
+
+    messages: Messages
+
+    @property
+    def chat(self) -> Chat:
+        """As `chat_with`."""
+        return self.chat_with(self.messages)
 
 
 class CompletionBody(CompletionPrompt, Sampling):

@@ -74,6 +74,11 @@ def _as_openai(request: Request, error: Exception) -> OpenAIError:
     return OpenAIError(500, "an error in the server; see its log")
 
 
+def refusal(status: int, message: str) -> JSONResponse:
+    """What the HTTP server itself refuses a request with, in this form, too."""
+    return OpenAIError(status, message, code="overloaded" if status == 503 else None).response
+
+
 def busy(message: str) -> OpenAIError:
     """There is no room now; the client may try again after a second."""
     return OpenAIError(429, message, code="rate_limit_exceeded", headers={"retry-after": "1"})

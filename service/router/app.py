@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from kvtier.service import Json
 from kvtier.service.observe import EXPOSITION, LivePage
-from kvtier.service.openai import OpenAIError, error_handlers, unknown_model
+from kvtier.service.openai import error_handlers, refusal, unknown_model
 from kvtier.service.router import summary
 from kvtier.service.router.metrics import exposition
 from kvtier.service.router.reply import ClientReply
@@ -39,9 +39,8 @@ def serve(config: RouterConfig, *, strict: bool = False) -> HttpServer:
     """The router's server, not started yet. `strict` is passed to `Router`. Raises ConfigError."""
     router, stopping = Router(config, strict=strict), Event()
     app = make_app(router, config.token, stopping)
-    crowded = OpenAIError(503, "too many requests at once; try again later", code="crowded").response
     listening = HttpSocket(config.http, "router", config.allowed_hosts)
-    return HttpServer(app, listening, max_requests=_MAX_REQUESTS, crowded=crowded, grace=_GRACE, stopping=stopping)
+    return HttpServer(app, listening, max_requests=_MAX_REQUESTS, refusal=refusal, grace=_GRACE, stopping=stopping)
 
 
 def make_app(router: Router, token: SecretStr | None, stopping: Event) -> Starlette:

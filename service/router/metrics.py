@@ -1,11 +1,11 @@
 """The router's Prometheus metrics, `kvtier_route_*`."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from prometheus_client.metrics_core import Metric
 
-from kvtier.service.observe import counter, gauge, text_of
+from kvtier.service.observe import counter, gauge, statuses, text_of
 from kvtier.service.router.replicas import ReplicaState
 from kvtier.service.router.router import Router
 
@@ -54,6 +54,19 @@ def _replicas(router: Router) -> Iterator[Metric]:
     yield gauge("kvtier_route_in_flight", "Requests from the router under way there", running, "replica")
     failures = {(replica.name, reason): count for replica in replicas for reason, count in replica.errors.items()}
     yield counter("kvtier_route_replica_failures", "Requests it failed, by reason", failures, "replica", "reason")
+    yield from _waits({replica.name: replica.latencies.figures() for replica in replicas})
+
+
+def _waits(figures: Mapping[str, Mapping[str, statuses.LatencyFigures]]) -> Iterator[Metric]:
+    """How long the last minute's requests waited there, by replica, as its own metrics say."""
+    kinds = (("ttft", "Time to the first token"), ("itl", "Time between two tokens"))
+    for what, text in kinds:
+        waits = {}
+        for name, each in figures.items():
+            if what in each:
+                waits |= {(name, "0.5"): each[what].p50_s, (name, "0.95"): each[what].p95_s}
+        help_text = f"{text} in the last minute, by the share of waits that were no longer"
+        yield gauge(f"kvtier_route_{what}_seconds", help_text, waits, "replica", "quantile")
 
 
 def _held(router: Router) -> Iterator[Metric]:

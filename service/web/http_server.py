@@ -3,7 +3,7 @@
 import asyncio
 import socket
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 import h11
@@ -25,10 +25,16 @@ _HEAD: Final = 5.0  # seconds until the head of a connection's first request mus
 _IDLE: Final = 10.0  # seconds from one request to the end of the next one's head
 _GRACE: Final = 2  # seconds that requests may take to end at a stop
 _STOPPED: Final = 3.0  # seconds that the thread may take beyond that
-_CLOSE: Final = {"connection": "close"}
-_CROWDED: Final = JSONResponse({"error": "too many requests at once; try again later"}, 503, _CLOSE)
-_ONE_LENGTH: Final = "content-length, transfer-encoding: a body has only one of them; send one"
-_TWO_LENGTHS: Final = JSONResponse({"error": _ONE_LENGTH}, 400, _CLOSE)
+_MANY: Final = "too many requests at once; try again later"
+_TWO_LENGTHS: Final = "content-length, transfer-encoding: a body has only one of them; send one"
+_NO_HTTP: Final = "request: not HTTP/1.1; see what the client sends before the body"
+
+Refusal = Callable[[int, str], Response]
+"""Makes the answer that refuses a request: from the status, and what is wrong."""
+
+
+def _plain(status: int, message: str) -> Response:
+    return JSONResponse({"error": message}, status)
 
 
 class HttpSocket:
@@ -70,9 +76,10 @@ class HttpSocket:
 class HttpServer:
     """Serves an application from `start` until `stop`, on its own thread.
 
-    A request past `max_requests` at once is answered `crowded`; health checks have room of their own. Connections
-    without a whole request head do not count. If there are more than `max_requests` of them, the one that waits longest
-    is closed. `grace` is seconds for requests at a stop. `stopping` is set then, for streams that would go on.
+    A request past `max_requests` at once is refused; health checks have room of their own. `refusal` makes refusals in
+    the form of the application's errors. Connections without a whole request head do not count. If there are more than
+    `max_requests` of them, the one that waits longest is closed. `grace` is seconds for requests at a stop. `stopping`
+    is set then, for streams that would go on.
     """
 
     def __init__(
@@ -81,21 +88,21 @@ class HttpServer:
         listening: HttpSocket,
         *,
         max_requests: int = _MAX_REQUESTS,
-        crowded: Response = _CROWDED,
+        refusal: Refusal = _plain,
         grace: int = _GRACE,
         stopping: threading.Event | None = None,
     ) -> None:
         """The server owns the socket from now on."""
         self.address = listening.address
         self._app, self._listening, self._grace = app, listening, grace
-        self._max_requests, self._crowded = max_requests, crowded
+        self._max_requests, self._refuse = max_requests, refusal
         self._num_requests = self._num_health = 0
         self._stopping = stopping or threading.Event()
         config = uvicorn.Config(
             self._admit,
             interface="asgi3",
             loop="asyncio",
-            http=type("_DeadlineProtocolOf", (_DeadlineProtocol,), {"max_waiting": max_requests}),
+            http=type("_ProtocolOf", (_Protocol,), {"max_waiting": max_requests, "no_http": self._last(400, _NO_HTTP)}),
             ws="none",
             lifespan="on",
             log_config=None,
@@ -156,14 +163,21 @@ class HttpServer:
         headers: dict[bytes, bytes] = dict(scope["headers"])
         path, host = scope["path"], headers.get(b"host")
         if b"content-length" in headers and b"transfer-encoding" in headers:
-            return _TWO_LENGTHS  # a proxy in between may use the other length, and see a second request in the body
+            # A proxy in between may use the other length, and see a second request in the body.
+            return self._last(400, _TWO_LENGTHS)
         if self._num_health >= _RESERVED if path in _HEALTH else self._num_requests >= self._max_requests:
-            return self._crowded
+            return self._last(503, _MANY)
         if not self._listening.hosts.admits(path, host):
             name = name_in((host or b"").decode("latin-1"))[:100]
             why = f'host "{name}": not a name of this server; add it to [{self._listening.section}] allowed_hosts'
-            return JSONResponse({"error": why}, 421)
+            return self._refuse(421, why)
         return None
+
+    def _last(self, status: int, message: str) -> Response:
+        """A refusal after which the connection closes: the rest of the request is not read."""
+        answer = self._refuse(status, message)
+        answer.headers["connection"] = "close"
+        return answer
 
 
 def _named(scope: Scope, receive: Receive, send: Send) -> tuple[Scope, Receive, Send]:
@@ -181,13 +195,15 @@ def _named(scope: Scope, receive: Receive, send: Send) -> tuple[Scope, Receive, 
     return {**scope, "headers": [*passed, header]}, receive, answer
 
 
-class _DeadlineProtocol(H11Protocol):
+class _Protocol(H11Protocol):
     """Closes connections whose request head is late, or whose client reads nothing: uvicorn would wait for ever.
 
+    What is no HTTP is refused as any other request is, not with uvicorn's text.
     A request's `state` has `pass_chunks`, which writes ready-made chunks of an answer.
     """
 
     max_waiting = _MAX_REQUESTS
+    no_http: Response
     waits_since = 0.0  # on the loop's clock, while it waits
     _timer: asyncio.TimerHandle | None = None
     _requests_seen: Any = None
@@ -204,7 +220,7 @@ class _DeadlineProtocol(H11Protocol):
         self.app_state = {**self.app_state, "pass_chunks": self._pass_chunks}
         self.waits_since = self.loop.time()
         self._timer = self.loop.call_later(_HEAD, self._look)
-        waiting = [each for each in self.connections if isinstance(each, _DeadlineProtocol) and each.waits]
+        waiting = [each for each in self.connections if isinstance(each, _Protocol) and each.waits]
         if len(waiting) > self.max_waiting:
             min(waiting, key=lambda each: each.waits_since).transport.abort()
 
@@ -212,6 +228,18 @@ class _DeadlineProtocol(H11Protocol):
         if self._timer is not None:
             self._timer.cancel()
         super().connection_lost(error)
+
+    def send_400_response(self, msg: str) -> None:
+        """`msg` is uvicorn's: it says no more."""
+        del msg
+        answer = (
+            h11.Response(status_code=400, headers=self.no_http.raw_headers, reason=b"Bad Request"),
+            h11.Data(data=bytes(self.no_http.body)),
+            h11.EndOfMessage(),
+        )
+        for event in answer:
+            self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
 
     def on_response_complete(self) -> None:
         self.waits_since = self.loop.time()

@@ -33,7 +33,7 @@ without_promtool = pytest.mark.skipif(MISSING, reason="no promtool here: `make t
 
 
 def promtool(*arguments: str) -> str:
-    ended = subprocess.run(["promtool", *arguments], cwd=PROMETHEUS, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(["promtool", *arguments], cwd=PROMETHEUS, capture_output=True, text=True, timeout=110)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return ended.stdout
 

@@ -18,11 +18,14 @@ from kvtier.tiers.room import StoragePlace, TellsRoom
 def test_a_slab_tells_how_full_its_disk_is(disk_dir: Path) -> None:
     store = FileStore.open(disk_dir, bytes(32), slot_bytes=SLOT, block_size=4, size=60 * 4400, mode="buffered")
     assert isinstance(store, TellsRoom)
-    [(place, used, limit)] = store.room()
+    [(place, used, limit, _), slab] = store.room()
     disk = os.statvfs(disk_dir)
     assert place == str(disk_dir)
     assert limit is not None
     assert 0 < used <= limit <= disk.f_blocks * disk.f_frsize
+    # And how much of it the slab takes, of what it may take.
+    assert slab == (str(store.path), os.stat(store.path).st_blocks * 512, store.superblock.file_bytes, True)
+    assert 0 < slab.used
     store.close()
 
 
@@ -32,7 +35,7 @@ def test_a_server_tells_its_memory_in_the_background(monkeypatch: pytest.MonkeyP
     with standalone() as server, opened(server.url) as store:
         assert store.room() == ()  # nobody waits: it has only been asked
         wait_until(lambda: len(store.room()) == 1)
-        [(place, used, limit)] = store.room()
+        [(place, used, limit, _)] = store.room()
         assert (place in server.url, used > 0, limit) == (True, True, None)
         server.cli("CONFIG", "SET", "maxmemory", "64mb")
         wait_until(lambda: [each.limit for each in store.room()] == [64 << 20])
@@ -53,3 +56,9 @@ def test_figures_follow_it() -> None:
     metrics.room("redis", [StoragePlace("b:6379", 8, 9)])
     told = {name: value for name, value in metrics.snapshot().items() if name.startswith("kvtier_storage")}
     assert told == {used % "b:6379": 8, limit % "b:6379": 9}
+    # A slab has series of its own: a disk that is full is something else than a slab that has grown.
+    metrics.room("file", [StoragePlace("/d", 8, 9), StoragePlace("/d/a.slab", 3, 4, is_own=True)])
+    metrics.room("file", [StoragePlace("/d", 8, 9), StoragePlace("/d/b.slab", 4, 4, is_own=True)])
+    told = {name: value for name, value in metrics.snapshot().items() if "_slab_" in name}
+    labels = '{tier="file",place="/d/b.slab"}'
+    assert told == {f"kvtier_slab_taken_bytes{labels}": 4, f"kvtier_slab_limit_bytes{labels}": 4}

@@ -46,6 +46,7 @@ from kvtier.tiers.returns import ToldEnd
 _log = logging.getLogger(__name__)
 _FIRST_LOOK: Final = 4  # names of a lookup found at once; twice as many while all are held
 _MOST_LOOKED: Final = 2048
+_SECTOR: Final = 512  # bytes; what `stat` counts a file's blocks in
 _PIECE: Final = 1 << 16  # slots whose blocks are listed under the lock at a time
 
 
@@ -234,11 +235,14 @@ class FileStore:
         return {**counts, "slots": self.superblock.num_slots}
 
     def room(self) -> list[StoragePlace]:
-        """As `TellsRoom`: the slab's file system, as `df` counts it."""
+        """As `TellsRoom`: the slab's file system, as `df` counts it, and what the slab takes of it."""
         with suppress(OSError):
-            disk = os.statvfs(self.path.parent)
+            disk, taken = os.statvfs(self.path.parent), os.stat(self.path).st_blocks * _SECTOR
             used = (disk.f_blocks - disk.f_bfree) * disk.f_frsize
-            return [StoragePlace(str(self.path.parent), used, used + disk.f_bavail * disk.f_frsize)]
+            return [
+                StoragePlace(str(self.path.parent), used, used + disk.f_bavail * disk.f_frsize),
+                StoragePlace(str(self.path), taken, self.superblock.file_bytes, is_own=True),
+            ]
         return []
 
     def check(self) -> None:

@@ -83,7 +83,11 @@ def test_tokens_and_back_as_vllm_tells_them(server: ServerThread) -> None:
     ("path", "body", "param"),
     [
         ("tokenize", {"prompt": "a", "messages": CHAT["messages"]}, "prompt"),
-        ("tokenize", {"messages": [{"content": "a"}]}, "messages"),
+        # A chat is read as `/v1/chat/completions` reads it.
+        ("tokenize", {"messages": [{"content": "a"}]}, "messages.0.role"),
+        ("tokenize", {"messages": [{"role": "robot", "content": "a"}]}, "messages.0.role"),
+        ("tokenize", {"messages": [{"role": "user"}]}, "messages.0"),
+        ("tokenize", {"messages": CHAT["messages"], "tools": [{"type": "x"}]}, "tools.0.type"),
         ("tokenize", {"prompt": "a", "chat_template": "x"}, "chat_template"),
         ("detokenize", {"tokens": [1, 258]}, "tokens"),
         ("detokenize", {"tokens": ["a"]}, "tokens.0"),

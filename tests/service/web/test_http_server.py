@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import socket as sockets
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from doubles import wait_until
 from http_rig import ServedDaemon, talk
 from hypothesis import given
 from hypothesis import strategies as st
+from router_rig import replicas, routed
 from starlette.responses import PlainTextResponse
 from starlette.types import Message, Scope
 
@@ -169,6 +171,32 @@ def test_a_body_with_two_lengths_is_refused(served: ServedDaemon, length: bytes)
         assert answer.startswith(b"HTTP/1.1 400")
         assert b"a body has only one of them" in answer
         assert answer.count(b"HTTP/1.1") == 1  # what follows is not read as another request
+
+
+# what is refused before the application sees it
+
+
+def test_every_refusal_has_the_form_of_the_applications_errors(served: ServedDaemon) -> None:
+    answer = talk(served.http, b"NOT A REQUEST\r\n\r\n")
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 Bad Request")
+    assert b"connection: close" in head
+    assert json.loads(body) == {"error": "request: not HTTP/1.1; see what the client sends before the body"}
+    # In the router and the engine that is OpenAI's form.
+    with replicas(1) as (one,), routed(one.url) as router:
+        address = router.client.base_url.netloc.decode()
+        told = [
+            talk(address, b"NOT A REQUEST\r\n\r\n"),
+            talk(address, b"GET /status HTTP/1.1\r\nHost: evil.example\r\nConnection: close\r\n\r\n"),
+            talk(address, HEAD + b"Content-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n"),
+        ]
+    for status, answer in zip((400, 421, 400), told, strict=True):
+        head, _, body = answer.partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 %d " % status), answer
+        assert b"connection: close" in head.lower()
+        error = json.loads(body)["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        assert error["type"] == "invalid_request_error"
 
 
 # names of others
