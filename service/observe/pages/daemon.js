@@ -175,8 +175,8 @@ function tiersOf(model) {
 /** What a tier lies on: a disk or a server's memory, whoever fills it. And its own file, which grows as it is filled. */
 function roomOf(name, { place, used, limit, is_own: isOwn }) {
   if (isOwn) {
-    const taken = `takes ${memory(used)} of at most ${memory(limit)}`;
-    return h("div", { class: "meter room" }, h("p", {}, h("code", { title: place }, place.split("/").at(-1)), h("span", {}, taken)));
+    const taken = `${memory(used)} taken, ${memory(limit)} at most`;
+    return h("div", { class: "meter room" }, h("p", { title: place }, h("span", {}, "its slab"), h("span", {}, taken)));
   }
   const nearlyFull = limit && used / limit > FULL && "▲ ";
   const full = limit ? `${percent(used / limit)} of ${memory(limit)} in use` : `${memory(used)} in use, no bound is set`;
