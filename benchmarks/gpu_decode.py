@@ -48,7 +48,7 @@ class DecodeLoad:
         """A GPU's, or this CPU's."""
         if device.type == "cpu":
             return cls(device, _gpu.SMALL, 64, 128, 4, 1 << 16, 32, 8, 2, 4)
-        rounds, steps = (3, 20) if quick else (7, 60)
+        rounds, steps = (3, 20) if quick else (5, 30)
         return cls(device, Geometry8B(), 4096, 14336, 64, 4 << 30, 1024, 64, rounds, steps)
 
 
@@ -107,18 +107,35 @@ class Beside:
     num_ops: int = 0
     num_blocks: int = 0
     loads_under_way: int = 0
+    _to_load: StepPlan | None = None
 
-    def before(self, kind: str) -> None:
-        """What a worker is told at a step's begin."""
-        if "loads" in kind and not self.loads_under_way:
+    def plans(self, kind: str, count: int) -> list[tuple[StepPlan | None, StepPlan | None]]:
+        """So many steps' loads and stores, made before they are timed: planning is the scheduler's."""
+        loads = [(self._op(self.load.num_loaded, upper=True),) for _ in range(count)] if "loads" in kind else []
+        stores = [
+            [self._op(1, upper=False) for _ in range(NUM_STORED)] for _ in range(count if "stores" in kind else 0)
+        ]
+        return list(
+            zip(
+                [StepPlan(0, 0, ops) for ops in loads] or [None] * count,
+                [StepPlan(0, 0, (), tuple(ops)) for ops in stores] or [None] * count,
+                strict=True,
+            )
+        )
+
+    def before(self, loads: StepPlan | None) -> None:
+        """What a worker is told at a step's begin: as vLLM's, it only notes where a load may start."""
+        self._to_load = None if self.loads_under_way else loads
+        if self._to_load is not None:
             self.loads_under_way = 1
-            self.worker.start_load(StepPlan(0, 0, (self._op(self.load.num_loaded, upper=True),)))
+            self.worker.begin(self._to_load, early=True)
 
-    def behind(self, kind: str) -> None:
-        """What it is told once the step's compute is issued."""
-        if "stores" in kind:
-            ops = tuple(self._op(1, upper=False) for _ in range(NUM_STORED))
-            self.worker.start_store(StepPlan(0, 0, (), ops))
+    def behind(self, stores: StepPlan | None) -> None:
+        """What it is told once the step's compute is issued: the calls for copies cost the device no time then."""
+        for plan, start in ((self._to_load, self.worker.start_load), (stores, self.worker.start_store)):
+            if plan is not None:
+                start(plan)
+                self.num_blocks += sum(len(op.device_blocks) for op in (*plan.loads, *plan.stores))
 
     def collect(self) -> None:
         """Take in what has ended; SystemExit for a copy that failed."""
@@ -138,7 +155,6 @@ class Beside:
         """Ops of loads have odd numbers."""
         half = self.load.num_blocks // 2
         self.num_ops += 1
-        self.num_blocks += count
         blocks, slots = (self.rng.permutation(half)[:count] + upper * half for _ in range(2))
         return CopyOp(2 * self.num_ops + upper, "r", tuple(blocks.tolist()), tuple(slots.tolist()), (0,) * count)
 
@@ -146,13 +162,13 @@ class Beside:
 def steps(decode: DecodeStep, beside: Beside, kind: str, count: int) -> tuple[list[float], list[float]]:
     """Milliseconds of each step, and of this thread's CPU for the worker's part of it."""
     took, cpu = [], []
-    for _ in range(count):
+    for loads, stores in beside.plans(kind, count):
         started, spent = time.perf_counter(), time.thread_time()
-        beside.before(kind)
+        beside.before(loads)
         cpu.append(time.thread_time() - spent)
         decode.run()
         spent = time.thread_time()
-        beside.behind(kind)
+        beside.behind(stores)
         cpu[-1] += time.thread_time() - spent
         _gpu.synchronize(decode.device)
         spent = time.thread_time()

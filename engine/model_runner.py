@@ -55,7 +55,7 @@ class TiledAttention(PackedAttention):
                 out = scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scoring.scaling)
             else:
                 out = scoring.attend(grouped, keys, values, mask, TILE)
-            out = out.view(queries.shape)
+            out = out.reshape(queries.shape)  # a device's attention lays it out in its own way
             outs.append(out.transpose(1, 2).flatten(0, 1))
         return torch.cat(outs)[offset : offset + query.shape[1]].transpose(0, 1)
 

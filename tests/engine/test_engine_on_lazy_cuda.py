@@ -104,7 +104,7 @@ def test_answers_are_a_cold_engines_and_nothing_races(
     def stream(tensor: torch.Tensor, region: HostRegion) -> CudaCopyStream:
         cuda.own(tensor)
         pin(region, cuda, piece_bytes=64 << 10)
-        return CudaCopyStream(tensor, region, cupy=LazyCupy(tmp_path, cuda), driver=driver, ways=ways)
+        return CudaCopyStream(tensor, region, cupy=LazyCupy(cuda), driver=driver, ways=ways)
 
     monkeypatch.setattr(local, "HostCopyStream", stream)
     cache = {"block_size": 16, "load_or_recompute": "load", "prefetch_deadline": "30s"}

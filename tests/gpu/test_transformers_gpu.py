@@ -136,7 +136,8 @@ def test_a_gather_takes_no_memory_beside_its_staging(disk_dir: Path) -> None:
 def test_segments_are_stored_from_the_device_and_blended_on_it(disk_dir: Path) -> None:
     model: Any = plain("qwen3").to("cuda")
     file = {"path": str(disk_dir), "size": "64MiB", "deadline": "60s"}
-    cache = {"segments": "on", "segment_min_tokens": 16, "load_or_recompute": "load", "prefetch_deadline": "60s"}
+    cache = {"segments": "on", "segment_min_tokens": 16, "block_size": 16}
+    cache |= {"load_or_recompute": "load", "prefetch_deadline": "60s"}
     config = Config.load(host={"size": "8MiB"}, file=file, cache=cache)
     tokens = torch.tensor([PROMPT], device="cuda")
     full = plain_logits(plain("qwen3"), PROMPT)[-1]

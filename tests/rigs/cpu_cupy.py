@@ -4,9 +4,13 @@ A prelude turns CUDA's built-ins into loops, so the kernels' index arithmetic an
 """
 
 import ctypes
+import itertools
+import math
 import subprocess
+import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
@@ -41,6 +45,17 @@ extern "C" void run_NAME(unsigned columns, unsigned rows, unsigned threads, void
 """
 
 
+@cache
+def _library(source: str, name: str, options: tuple[str, ...]) -> ctypes.CDLL:
+    """Compiled once in a process: it takes a second."""
+    code = PRELUDE + source.replace('extern "C" __global__', "__global__") + MAIN.replace("NAME", name)
+    compiler = ["g++", "-O1", "-fwrapv", "-fno-strict-aliasing", "-shared", "-fPIC", "-x", "c++", "-"]
+    with tempfile.TemporaryDirectory() as folder:
+        library = Path(folder) / f"{name}.so"
+        subprocess.run([*compiler, *options, "-o", str(library)], input=code, text=True, check=True)
+        return ctypes.CDLL(str(library))
+
+
 class CompileError(Exception):
     """CuPy's CompileException: no RuntimeError."""
 
@@ -66,8 +81,7 @@ class CpuKernel:
 class FakeCupy:
     """The names of CuPy that `LayoutKernels` uses, with kernels compiled for and run on this CPU."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self) -> None:
         self.streams: list[int] = []
         self.options: list[tuple[str, ...]] = []
         self.compiled: dict[tuple[str, tuple[str, ...]], CpuKernel] = {}
@@ -92,18 +106,14 @@ class FakeCupy:
         return kernel
 
     def _compile(self, source: str, name: str, options: tuple[str, ...]) -> CpuKernel:
-        library = self.folder / f"{name}{len(self.options)}.so"
-        code = PRELUDE + source.replace('extern "C" __global__', "__global__") + MAIN.replace("NAME", name)
-        compiler = ["g++", "-O1", "-fwrapv", "-fno-strict-aliasing", "-shared", "-fPIC", "-x", "c++", "-"]
-        subprocess.run([*compiler, *options, "-o", str(library)], input=code, text=True, check=True)
-        return CpuKernel(getattr(ctypes.CDLL(str(library)), f"run_{name}"))
+        return CpuKernel(getattr(_library(source, name, options), f"run_{name}"))
 
 
 class LazyCupy(FakeCupy):
     """The same below an adversary's device: a launch is an op of the stream that it names."""
 
-    def __init__(self, folder: Path, cuda: "LazyCuda") -> None:
-        super().__init__(folder)
+    def __init__(self, cuda: "LazyCuda") -> None:
+        super().__init__()
         self.cuda_device = cuda
 
     def RawKernel(self, source: str, name: str, options: tuple[str, ...]) -> CpuKernel:
@@ -111,7 +121,7 @@ class LazyCupy(FakeCupy):
 
 
 class _LazyKernel(CpuKernel):
-    """Knows which bytes a launch over our own L1 touches: a layer of a block is one run there."""
+    """Knows which bytes a launch touches: in L1 the runs of each layer of a block, in a slot the layers one by one."""
 
     def __init__(self, kernel: CpuKernel, name: str, cupy: LazyCupy) -> None:
         super().__init__(kernel.run)
@@ -126,19 +136,28 @@ class _LazyKernel(CpuKernel):
             cuda.complaints.append(f"{self.name} was launched on stream {pointer}, which waits for nothing of ours")
         numbers = [int(argument) for argument in arguments]
         bases, blocks, slots, canonical, slot_stride, block_stride = numbers[:6]
-        first, num_layers, *runs, run_units, count = numbers[9:]
-        assert runs == [1, 1, 1], "a layout whose layers are several runs"
-        layer_bytes = run_units * self.unit_bytes
+        first, num_layers, *counts, run_units, count = numbers[9:]
+        run = run_units * self.unit_bytes
+        layer_bytes = math.prod(counts) * run
         layers = list((ctypes.c_uint64 * (first + num_layers)).from_address(bases))[first:]
-        own = [layer + each * block_stride for each in _numbers_at(blocks, count) for layer in layers]
+        steps = [
+            range(0, each * stride, stride) if stride else [0]
+            for each, stride in zip(counts, numbers[6:9], strict=True)
+        ]
+        inner = [sum(step) for step in itertools.product(*steps)]
+        starts = [layer + each * block_stride for each in _numbers_at(blocks, count) for layer in layers]
+        own = [start + step for start in starts for step in inner]
         kept = [canonical + first * layer_bytes + each * slot_stride for each in _numbers_at(slots, count)]
-        sides = [[(at, at + layer_bytes) for at in own], [(at, at + num_layers * layer_bytes) for at in kept]]
+        sides = [[(at, at + run) for at in own], [(at, at + num_layers * layer_bytes) for at in kept]]
         reads, writes = sides if self.name == "kv_gather" else reversed(sides)
         index = [(address, address + 8 * count) for address in (blocks, slots)]
-        launch, held = super().__call__, list(arguments)
+        # torch's allocator gives the numbers' memory to later ops of the stream alone; here nobody would keep it
+        numbers_held = [np.array(_numbers_at(address, count), np.int64) for address in (blocks, slots)]
+        held = [arguments[0], *(np.uint64(each.ctypes.data) for each in numbers_held), *arguments[3:]]
+        launch = super().__call__
         stream = streams[0] if streams else cuda.elsewhere
         what = f"{self.name} by {grid[0] * grid[1]} blocks"
-        cuda.issue(stream, what, [*reads, *index], writes, lambda: launch(grid, block, held))
+        cuda.issue(stream, what, [*reads, *index], writes, lambda: (launch(grid, block, held), numbers_held))
 
 
 def _numbers_at(address: int, count: int) -> list[int]:

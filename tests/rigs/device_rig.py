@@ -146,7 +146,7 @@ class LazyRig:
         self.device = torch.device("cpu")
         self.cuda = cuda
         self.driver = LazyDriver(cuda)
-        self.cupy = LazyCupy(folder, cuda)
+        self.cupy = LazyCupy(cuda)
         self._is_broken = False
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -199,7 +199,7 @@ class LazyRig:
     def launcher(self, folder: Path) -> tuple[Any, int]:
         if shutil.which("g++") is None:
             pytest.skip("no g++ to run the kernel's source on this CPU")
-        return FakeCupy(folder), self.cuda.compute.cuda_stream
+        return FakeCupy(), self.cuda.compute.cuda_stream
 
     def synchronize(self) -> None:
         if not self._is_broken:

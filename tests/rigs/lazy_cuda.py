@@ -73,6 +73,12 @@ class LazyStream:
         if self is self.cuda.compute:  # compute runs at once, so what it needs has to be there
             self.cuda.run_to(event.stream, event.number)
 
+    def wait_stream(self, other: "LazyStream") -> None:
+        """Nothing issued from now on begins before what the other stream was given by now is over."""
+        event = self.cuda.event()
+        event.record(other)
+        self.wait_event(event)
+
     def synchronize(self) -> None:
         self.cuda.run_to(self, self.num_issued)
         _join(self.cuda.host, self.clock)
@@ -106,6 +112,8 @@ class LazyEvent:
     def record(self, stream: LazyStream | None = None) -> None:
         self.cuda.require_alive()
         self.stream = stream or self.cuda.current_stream()
+        if self.stream.num_issued + 1 in self.stream.waits:  # the event, too, is behind what the stream waits for
+            self.cuda.issue(self.stream, "event", [], [], lambda: None)
         self.number = self.stream.num_issued
         self.clock = dict(self.stream.clock)
         _join(self.clock, self.cuda.host)
@@ -165,6 +173,12 @@ class LazyCuda:
         self._owned: list[
             tuple[tuple[int, int], set[str]]
         ] = []  # memory of the compute stream; who else has recorded it
+
+    def event(self) -> LazyEvent:
+        """One of this device's."""
+        made = LazyEvent()
+        made.cuda = self
+        return made
 
     # What the driver is asked.
 

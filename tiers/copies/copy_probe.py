@@ -16,8 +16,8 @@ from kvtier.tiers.host import CudaDriver, HostRegion
 _REPEATS: Final = 3  # the fastest counts: what else the device does only adds
 _PATIENCE: Final = 1.0  # seconds that copies of some MiB may take
 _POLL: Final = 50e-6
-_MAX_PIECES: Final = 512  # copied at a time, and of their bytes:
-_MAX_BYTES: Final = 8 << 20
+_MAX_PIECES: Final = 2048  # copied at a time, and of their bytes:
+_MAX_BYTES: Final = 64 << 20  # takes the device a millisecond: with less the calls themselves would be compared
 _PARTS: Final = 8  # of an engine's block
 _FORCED: Final[dict[CopyWay, CopyChoice]] = {
     "batch": CopyChoice(batch_from=0),
@@ -58,6 +58,7 @@ class CopyProbe:
         self._forced = CopyWays()
         with torch.cuda.device(device):
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._other = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     @classmethod
     @contextmanager
@@ -74,7 +75,10 @@ class CopyProbe:
                 probe.close()
 
     def rate(self, way: CopyWay, piece_bytes: int, grid: int) -> float:
-        """Bytes per second of scattered pieces, loads and stores together. RuntimeError if the device refuses."""
+        """Bytes per second of scattered pieces. RuntimeError if the device refuses.
+
+        Loads alone, stores alone and both at once together: a kernel shares the link badly, copy engines do not.
+        """
         if self._bench is None or self._bench.piece_bytes != piece_bytes:
             self.close()
             with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
@@ -82,8 +86,10 @@ class CopyProbe:
                 self._copier = self._make_copier(self._bench.memory, self._bench.region, self._forced)
         bench, forced = self._bench, _FORCED[way]
         self._forced.choice = CopyChoice(forced.batch_from, forced.torch_from, grid)
-        seconds = self._seconds("load", bench.copies) + self._seconds("store", bench.copies)
-        return 2 * len(bench.copies) * bench.region.slot_bytes / max(seconds, 1e-9)
+        kinds: Sequence[Sequence[CopyDirection]] = (("load",), ("store",), ("load", "store"))
+        seconds = sum(self._seconds(bench, kind) for kind in kinds)
+        num_copies = sum(len(bench.copies[direction]) for kind in kinds for direction in kind)
+        return num_copies * bench.region.slot_bytes / max(seconds, 1e-9)
 
     def close(self) -> None:
         """Let go of all memory; what was enqueued has ended. Idempotent."""
@@ -91,15 +97,20 @@ class CopyProbe:
             self._bench.region.close()
             self._bench = None
 
-    def _seconds(self, direction: CopyDirection, copies: BlockCopies) -> float:
+    def _seconds(self, bench: "_ProbeMemory", directions: Sequence[CopyDirection]) -> float:
         took = float("inf")
         for _ in range(_REPEATS):
-            with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            with torch.cuda.device(self._device):
                 begun, ended = _timed_event(), _timed_event()
                 begun.record(self._stream)
                 try:
-                    self._copier.copy(direction, copies, is_chained=False)
+                    for direction, stream in zip(directions, (self._stream, self._other), strict=False):
+                        if stream is self._other:
+                            stream.wait_event(begun)
+                        with torch.cuda.stream(stream):
+                            self._copier.copy(direction, bench.copies[direction], is_chained=False)
                 finally:  # what was enqueued before a failure uses memory that goes next
+                    self._stream.wait_stream(self._other)
                     ended.record(self._stream)
                     self._wait(ended)
             took = min(took, begun.elapsed_time(ended) / 1e3)
@@ -117,7 +128,7 @@ class CopyProbe:
 
 
 class _ProbeMemory:
-    """Memory of both sides for pieces of one size: every other slot, blocks in descending order, so nothing merges."""
+    """Memory of both sides for pieces of one size, half of it for each direction: blocks descend, so nothing merges."""
 
     def __init__(self, device: torch.device, driver: CudaDriver, piece_bytes: int, *, is_engine: bool) -> None:
         self.piece_bytes = piece_bytes
@@ -126,12 +137,12 @@ class _ProbeMemory:
         self.memory: torch.Tensor | EngineBlocks
         if is_engine:
             slot_bytes = _PARTS * piece_bytes
-            tensors = [torch.empty((count, piece_bytes), dtype=torch.uint8, device=device) for _ in range(_PARTS)]
+            tensors = [torch.empty((2 * count, piece_bytes), dtype=torch.uint8, device=device) for _ in range(_PARTS)]
             parts = [BlockPart(tensor, number, number * piece_bytes) for number, tensor in enumerate(tensors)]
             self.memory = EngineBlocks(parts, slot_bytes)
         else:
             slot_bytes = piece_bytes
-            self.memory = torch.empty((count, 1, piece_bytes), dtype=torch.uint8, device=device)
+            self.memory = torch.empty((2 * count, 1, piece_bytes), dtype=torch.uint8, device=device)
         self.region = HostRegion.allocate(2 * count, slot_bytes)
         self.region.pin(device.index, driver)
         pinning = self.region.pinning
@@ -140,7 +151,10 @@ class _ProbeMemory:
             self.region.close()
             raise RuntimeError(f"memory to measure with is not pinned: {why}")
         blocks = np.arange(count, dtype=np.int64)
-        self.copies = BlockCopies(blocks[::-1].copy(), 2 * blocks)
+        self.copies: dict[CopyDirection, BlockCopies] = {
+            "load": BlockCopies(blocks[::-1].copy(), blocks),
+            "store": BlockCopies(count + blocks[::-1], count + blocks),
+        }
 
 
 def _timed_event() -> torch.cuda.Event:

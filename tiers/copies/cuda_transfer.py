@@ -25,6 +25,7 @@ from kvtier.tiers.copies.engine_blocks import EngineBlocks
 from kvtier.tiers.copies.kept_choices import ChoiceKey
 from kvtier.tiers.copies.kernels import Canonical, Geometry, LayoutKernels
 from kvtier.tiers.copies.packer import Packer, ends_of_runs
+from kvtier.tiers.copies.part_kernels import PartKernels
 from kvtier.tiers.copies.transfer import MAX_QUEUED, CopyEvent
 from kvtier.tiers.host import CudaDriver, HostRegion, cuda_driver
 
@@ -33,6 +34,7 @@ logger = logging.getLogger(__name__)
 # Of a CuPy that is missing, broken, or for another driver.
 _NO_CUPY: Final = (ImportError, AttributeError, TypeError, ValueError, OSError, *DEVICE_ERRORS)
 _PINNED: Final = 5.0  # seconds for the slots of a copy to be pinned; then it goes through pageable memory
+_SORTED: Final = 2048  # blocks of a copy, at most, among which neighbours are looked for out of order, too
 _GRACE: Final = 0.5  # seconds at least for the thread to end what it is just at
 _CAPTURING: Final = "a CUDA graph is being captured on the calling stream"
 
@@ -73,7 +75,7 @@ class CudaCopyStream:
         ) -> TensorCopier | Packer:
             direct = DirectCopies(driver, region) if driver is not None and driver.copies_in_batches else None
             if isinstance(memory, EngineBlocks):
-                return Packer(memory, region, direct, ways)
+                return Packer(memory, region, direct, ways, _part_kernels(memory, region, cupy))
             return TensorCopier(memory, region, cupy, direct, ways)
 
         self._copier = make_copier(device, region, self.ways)
@@ -285,8 +287,10 @@ class TensorCopier:
         `is_chained`: what is read may still be on its way there, on a stream that this one waits for.
         """
         first, last = copies.layers or (0, self.num_layers)
-        order = np.argsort(copies.host_slots)
-        blocks, slots = copies.device_blocks[order], copies.host_slots[order]
+        blocks, slots = copies.device_blocks, copies.host_slots
+        if len(slots) <= _SORTED:
+            order = np.argsort(slots)
+            blocks, slots = blocks[order], slots[order]
         starts = self._runs(blocks, slots, last - first)
         if not len(starts):
             return
@@ -332,7 +336,7 @@ class TensorCopier:
                 kernels = LayoutKernels(geometry, cupy)
                 kernels.compile(self._canonical())
         except _NO_CUPY as failure:
-            _say_what_is_lost(f"{type(failure).__name__}: {str(failure).strip().partition(chr(10))[0]}")
+            _say_what_is_lost(_first_line(failure))
             return None
         return kernels
 
@@ -345,12 +349,29 @@ class TensorCopier:
         return np.flatnonzero(np.concatenate(([True], breaks)))
 
 
+def _part_kernels(blocks: EngineBlocks, region: HostRegion, cupy: Any) -> dict[int, PartKernels]:
+    """By group, compiled now; none where CuPy or its compiler is not there."""
+    made: dict[int, PartKernels] = {}
+    try:
+        for group in range(blocks.num_groups) if region.pinning is not None else ():
+            if (kernels := PartKernels.of(blocks.select(group, None), cupy)) is not None:
+                made[group] = kernels
+    except _NO_CUPY as failure:
+        _say_what_is_lost(_first_line(failure))
+        return {}
+    return made
+
+
+def _first_line(failure: Exception) -> str:
+    return f"{type(failure).__name__}: {str(failure).strip().partition(chr(10))[0]}"
+
+
 @cache
 def _say_what_is_lost(reason: str) -> None:
     """Once in a process: every stream finds the same."""
     extra = f"cuda{(torch.version.cuda or '13').partition('.')[0]}"
     logger.warning(
-        "no copy kernel, so small blocks are copied one by one, more slowly: CuPy does not work here (%s);"
+        "no copy kernels, so small or scattered blocks are copied more slowly: CuPy does not work here (%s);"
         " pip install 'kvtier[%s]', or the one for this driver",
         reason,
         extra,

@@ -71,3 +71,13 @@ def pieces_of(
         array.astype(np.uint64) for array in (device[starts], host[starts], np.add.reduceat(sizes, starts))
     )
     return (device, host, sizes) if direction == "load" else (host, device, sizes)
+
+
+def rows_of(
+    direction: CopyDirection, run: Run, slots: NDArray[np.int64], region: HostRegion
+) -> tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint64]]:
+    """`pieces_of` blocks 0, 1, … whose only run is this one, a piece each: a fifth of the numpy calls."""
+    device = (run.address + run.stride * np.arange(len(slots))).astype(np.uint64)
+    host = (region.address + run.offset + region.slot_stride * slots).astype(np.uint64)
+    sizes = np.full(len(slots), run.num_bytes, np.uint64)
+    return (device, host, sizes) if direction == "load" else (host, device, sizes)

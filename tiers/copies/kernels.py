@@ -14,10 +14,11 @@ import numpy as np
 from kvtier.tiers.copies.copy_ways import DEFAULT
 from kvtier.tiers.naming import DTYPE_BYTES, KVLayout, KVShape
 
-# The work is cut into pieces, of as many units as a block of threads has threads; no piece is of two (block, slot)
-# pairs. Each block of threads takes neighbouring pieces, as many as any other, or one more. Consecutive threads take
-# consecutive units, so canonical accesses always coalesce and layout accesses do within a run.
+# The units of all (block, slot) pairs are one row. Each block of threads has a share of it, as long as any other's but
+# for one unit; consecutive threads take consecutive units, so canonical accesses always coalesce and layout accesses do
+# within a run. A thread reads several units before it writes the first: over PCIe a read takes more than a microsecond.
 SOURCE: Final = r"""
+#define KV_AHEAD 4
 #define KV_KERNEL(NAME, COPY)                                                                                  \
 extern "C" __global__ void NAME(                                                                               \
     const unsigned long long* bases, const long long* blocks, const long long* slots, unsigned char* canonical, \
@@ -27,33 +28,46 @@ extern "C" __global__ void NAME(                                                
 {                                                                                                              \
     const unsigned layer_units = num_kv * num_tokens * num_heads * run_units;                                  \
     const unsigned units = num_layers * layer_units;                                                           \
-    const unsigned pieces = (units + blockDim.x - 1) / blockDim.x;                                             \
-    const unsigned long long all = (unsigned long long)pieces * num_pairs;                                     \
-    const unsigned long long start = all * blockIdx.x / gridDim.x, end = all * (blockIdx.x + 1) / gridDim.x;   \
-    unsigned pair = (unsigned)(start / pieces), piece = (unsigned)(start % pieces);                            \
-    for (unsigned long long left = end - start; left > 0; left--) {                                            \
-        const unsigned u = piece * blockDim.x + threadIdx.x;                                                   \
-        if (u < units) {                                                                                       \
-            UNIT* slot = (UNIT*)(canonical + slots[pair] * slot_stride) + (long long)first_layer * layer_units; \
-            unsigned rest = u / run_units;                                                                     \
-            const unsigned head = rest % num_heads; rest /= num_heads;                                         \
-            const unsigned token = rest % num_tokens; rest /= num_tokens;                                      \
-            const unsigned kv = rest % num_kv;                                                                 \
-            const unsigned layer = rest / num_kv;                                                              \
-            UNIT* run = (UNIT*)(bases[first_layer + layer] + blocks[pair] * block_stride + kv * kv_stride      \
-                                + token * token_stride + head * head_stride);                                  \
-            COPY(slot[u], run[u % run_units]);                                                                 \
+    const unsigned long long all = (unsigned long long)units * num_pairs;                                      \
+    const unsigned start = (unsigned)(all * blockIdx.x / gridDim.x);                                           \
+    const unsigned end = (unsigned)(all * (blockIdx.x + 1) / gridDim.x);                                       \
+    for (unsigned first = start + threadIdx.x; first < end; first += KV_AHEAD * blockDim.x) {                  \
+        UNIT held[KV_AHEAD];                                                                                   \
+        UNIT* targets[KV_AHEAD];                                                                               \
+        KV_UNROLL                                                                                              \
+        for (unsigned k = 0; k < KV_AHEAD; k++) {                                                              \
+            const unsigned i = first + k * blockDim.x;                                                         \
+            if (i < end) {                                                                                     \
+                const unsigned pair = i / units, u = i % units;                                                \
+                UNIT* slot = (UNIT*)(canonical + slots[pair] * slot_stride) + (long long)first_layer * layer_units; \
+                unsigned rest = u / run_units;                                                                 \
+                const unsigned head = rest % num_heads; rest /= num_heads;                                     \
+                const unsigned token = rest % num_tokens; rest /= num_tokens;                                  \
+                const unsigned kv = rest % num_kv;                                                             \
+                const unsigned layer = rest / num_kv;                                                          \
+                UNIT* run = (UNIT*)(bases[first_layer + layer] + blocks[pair] * block_stride + kv * kv_stride  \
+                                    + token * token_stride + head * head_stride);                              \
+                COPY(slot[u], run[u % run_units]);                                                             \
+            }                                                                                                  \
         }                                                                                                      \
-        if (++piece == pieces) { piece = 0; pair++; }                                                          \
+        KV_UNROLL                                                                                              \
+        for (unsigned k = 0; k < KV_AHEAD; k++)                                                                \
+            if (first + k * blockDim.x < end) *targets[k] = held[k];                                           \
     }                                                                                                          \
 }
-#define KV_TAKE(canonical, own) canonical = own
-#define KV_GIVE(canonical, own) own = canonical
+#ifdef __CUDACC__
+#define KV_UNROLL _Pragma("unroll")
+#else
+#define KV_UNROLL
+#endif
+#define KV_TAKE(canonical, own) held[k] = own, targets[k] = &(canonical)
+#define KV_GIVE(canonical, own) held[k] = canonical, targets[k] = &(own)
 KV_KERNEL(kv_gather, KV_TAKE)
 KV_KERNEL(kv_scatter, KV_GIVE)
 """
 UNIT_TYPES: Final = {16: "uint4", 8: "uint2", 4: "unsigned int", 2: "unsigned short", 1: "unsigned char"}
 THREADS: Final = 512
+_MOST_UNITS: Final = 1 << 31  # of a launch: the kernel counts in 32 bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +132,7 @@ class LayoutKernels:
         # blocking: CuPy's stream is another than the launches', which would not wait for the upload
         self._bases = self._cupy.asarray(np.array(geometry.bases, np.uint64), blocking=True)
         self._kernels: dict[tuple[str, int], Any] = {}
+        self._known: dict[tuple[int, int, tuple[int, int] | None], tuple[int, int, tuple[np.generic, ...]]] = {}
 
     def compile(self, canonical: "Canonical") -> None:
         """Compile both kernels for such slots, on the current device; launches do so at first use otherwise.
@@ -140,24 +155,38 @@ class LayoutKernels:
         self._launch("kv_scatter", blocks, slots, count, canonical, stream)
 
     def _launch(self, name: str, blocks: int, slots: int, count: int, canonical: "Canonical", stream: int) -> None:
+        unit, units, of_geometry = self._counts(canonical)
+        per_launch = max(1, (_MOST_UNITS - 1) // units)
+        for start in range(0, count, per_launch):
+            pairs = min(per_launch, count - start)
+            grid = min(self.grid, -(-pairs * units // THREADS))
+            index = np.uint64(blocks + 8 * start), np.uint64(slots + 8 * start)  # int64 each
+            addresses = np.uint64(self._bases.data.ptr), *index, np.uint64(canonical.address)
+            with self._cupy.cuda.Stream.from_external(_StreamPointer(stream)):
+                self._kernel(name, unit)((grid, 1), (THREADS,), (*addresses, *of_geometry, np.uint32(pairs)))
+
+    def _counts(self, canonical: "Canonical") -> tuple[int, int, tuple[np.generic, ...]]:
+        """Bytes of a unit, units of a block, and the arguments of a launch that depend on neither blocks nor address.
+
+        Kept: a step has one launch, and making these takes as long as launching.
+        """
+        kind = (canonical.address % 16, canonical.slot_stride, canonical.layers)
+        if (known := self._known.get(kind)) is not None:
+            return known
         geometry = self.geometry
         unit = geometry.unit_bytes(canonical.address, canonical.slot_stride)
         first, last = canonical.layers or (0, len(geometry.bases))
         units = (last - first) * geometry.layer_bytes // unit
-        if units >= 1 << 31:
+        if units >= _MOST_UNITS:
             raise ValueError(f"{units} units of {unit} bytes per block: the kernel counts in 32 bits")
-        if count < 1:
-            return
-        grid = min(self.grid, count * -(-units // THREADS))
         arguments = (
-            *(np.uint64(self._bases.data.ptr), np.uint64(blocks), np.uint64(slots), np.uint64(canonical.address)),
             *(np.int64(canonical.slot_stride), np.int64(geometry.block_stride), np.int64(geometry.kv_stride)),
             *(np.int64(geometry.token_stride), np.int64(geometry.head_stride), np.uint32(first)),
             *(np.uint32(last - first), np.uint32(geometry.num_kv), np.uint32(geometry.num_tokens)),
-            *(np.uint32(geometry.num_heads), np.uint32(geometry.run_bytes // unit), np.uint32(count)),
+            *(np.uint32(geometry.num_heads), np.uint32(geometry.run_bytes // unit)),
         )
-        with self._cupy.cuda.Stream.from_external(_StreamPointer(stream)):
-            self._kernel(name, unit)((grid, 1), (THREADS,), arguments)
+        self._known[kind] = unit, units, arguments
+        return self._known[kind]
 
     def _kernel(self, name: str, unit: int) -> Any:
         if (name, unit) not in self._kernels:

@@ -1,9 +1,10 @@
 """Copies between an engine's blocks and slots on the current stream, through a staging tensor laid out like slots."""
 
+import itertools
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final
 
 import numpy as np
@@ -13,25 +14,30 @@ from numpy.typing import NDArray
 from kvtier.tiers.copies.block_copier import BlockCopies, CopyDirection
 from kvtier.tiers.copies.copy_ways import CopyWay, CopyWays
 from kvtier.tiers.copies.device_errors import DEVICE_ERRORS, is_out_of_memory
-from kvtier.tiers.copies.direct_copies import DirectCopies, Run, pieces_of
+from kvtier.tiers.copies.direct_copies import DirectCopies, Run, pieces_of, rows_of
 from kvtier.tiers.copies.engine_blocks import BlockPart, EngineBlocks
+from kvtier.tiers.copies.part_kernels import PartKernels
 from kvtier.tiers.host import HostRegion
 
 logger = logging.getLogger(__name__)
 
 STAGING_BYTES: Final = 64 << 20  # for each direction; what is more goes in batches of this size
 _UNITS: Final = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
-_ALIGNMENT: Final = 8  # bytes: the largest unit
+_ALIGNMENT: Final = 8  # bytes: the largest unit of a torch call
+_ROW_ALIGNMENT: Final = 16  # bytes: the largest of a kernel
 
 ByteRange = tuple[int, int]  # of bytes in a slot, half-open
+_Repack = Callable[[CopyDirection, int, torch.Tensor, int], None]
+"""Between blocks, from that number of all on, and staging, whose rows hold a slot's bytes from that one on."""
 
 
 class Packer:
     """Gathers the parts of many blocks into staging on their device, and copies from there to slots; or the other way.
 
-    Parts of any strides take one call each, and slots few large copies. Bytes of a slot that belong to no part asked
-    for (another rank's, other layers') are neither written nor read. Nothing here waits: the current stream alone
-    orders what uses the staging, so the calls of one direction belong on one stream.
+    Parts that are alike take one kernel for all of them, others of any strides one call each, and slots few large
+    copies. Bytes of a slot that belong to no part asked for (another rank's, other layers') are neither written nor
+    read. Nothing here waits: the current stream alone orders what uses the staging, so the calls of one direction
+    belong on one stream.
     """
 
     def __init__(
@@ -40,8 +46,11 @@ class Packer:
         region: HostRegion,
         direct: DirectCopies | None = None,
         ways: CopyWays | None = None,
+        kernels: Mapping[int, PartKernels] | None = None,
     ) -> None:
         """With `direct`, parts that are one run in L1 are copied without staging, if `ways` says that this is faster.
+
+        `kernels`, by group: what gathers and scatters the parts of that group at once.
 
         ValueError if the blocks are not as large as the region's slots, or a part's elements lie askew in a slot."""
         if blocks.slot_bytes != region.slot_bytes:
@@ -54,8 +63,10 @@ class Packer:
         self._parts = {id(part): _IntegerPart(part) for part in blocks.parts}
         self._direct = direct
         self._ways = ways or CopyWays()
+        self._kernels = kernels or {}
         self.ways: tuple[CopyWay, ...] = ("staging",) if direct is None else ("batch", "staging")
         self._runs = {id(part): run for part in blocks.parts if (run := _run_of(part)) is not None}
+        self._mean_runs: dict[tuple[int, tuple[int, int] | None], float] = {}
         self._staging: dict[CopyDirection, torch.Tensor] = {}
         # bytes to ask for: never more than all slots at once take
         most = min(STAGING_BYTES, region.num_slots * self._least_staging)
@@ -87,19 +98,32 @@ class Packer:
             return set()
         made, batches = set[int](), []
         for group, blocks, slots in self._blocks.by_group(copies):
-            parts = [part for part in self._blocks.select(group, copies.layers) if id(part) in self._runs]
-            if not parts:
+            if not self._ways.choice.is_batched(self._mean_run(group, copies.layers)):
                 continue
-            pieces = pieces_of(direction, [self._runs[id(part)] for part in parts], blocks, slots, self._region)
-            if self._ways.choice.is_batched(float(pieces[2].mean())):
-                made |= {id(part) for part in parts}
-                batches.append(pieces)
+            parts = [part for part in self._blocks.select(group, copies.layers) if id(part) in self._runs]
+            made |= {id(part) for part in parts}
+            runs = [self._runs[id(part)] for part in parts]
+            batches.append(pieces_of(direction, runs, blocks, slots, self._region))
         if batches:
             targets, sources, sizes = (np.concatenate(columns) for columns in zip(*batches, strict=True))
             stream = torch.cuda.current_stream(self.device).cuda_stream
             self._direct.copy(direction, (targets, sources, sizes), stream, is_chained=is_chained)
             self._ways.count("batch", int(sizes.sum()))
         return made
+
+    def _mean_run(self, group: int, layers: tuple[int, int] | None) -> float:
+        """Mean bytes of the pieces of a block: its parts that are one run, those that go on on both sides joined."""
+        if (known := self._mean_runs.get((group, layers))) is not None:
+            return known
+        parts = [part for part in self._blocks.select(group, layers) if id(part) in self._runs]
+        runs = sorted((self._runs[id(part)] for part in parts), key=lambda run: run.offset)
+        joined = sum(
+            last.address + last.num_bytes == run.address and last.offset + last.num_bytes == run.offset
+            for last, run in itertools.pairwise(runs)
+        )
+        mean = sum(run.num_bytes for run in runs) / (len(runs) - joined) if runs else -1.0
+        self._mean_runs[group, layers] = mean
+        return mean
 
     def _copy(
         self,
@@ -112,25 +136,57 @@ class Packer:
     ) -> None:
         """Slots of which the same parts are asked for, each part with its group; `blocks` are the groups' blocks."""
         spans = _spans([part for part, _ in parts])
-        first = spans[0][0] // _ALIGNMENT * _ALIGNMENT
-        width = -(-(spans[-1][1] - first) // _ALIGNMENT) * _ALIGNMENT
+        first = spans[0][0] // _ROW_ALIGNMENT * _ROW_ALIGNMENT
+        width = -(-(spans[-1][1] - first) // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
         room = self._room(direction)
         if not room:
             return self._copy_unstaged(direction, slots, parts, blocks)
-        index = {group: self._on_device(blocks[group]) for group in dict.fromkeys(group for _, group in parts)}
         per_batch = max(1, room // width)
+        between = self._by_kernel(parts, blocks, per_batch) or self._by_part(parts, blocks)
         for start in range(0, len(slots), per_batch):
             batch = slice(start, start + per_batch)
             staging = self._rows(direction, len(slots[batch]), width)
             if direction == "load":
                 self._between(direction, staging, first, slots[batch], spans, is_chained)
-                for part, group in parts:
-                    part.tensor.index_copy_(0, index[group][batch], part.within(staging, first))
+                between(direction, start, staging, first)
             else:
-                for part, group in parts:
-                    torch.index_select(part.tensor, 0, index[group][batch], out=part.within(staging, first))
+                between(direction, start, staging, first)
                 self._between(direction, staging, first, slots[batch], spans, is_chained)
         return None
+
+    def _by_kernel(
+        self, parts: "Sequence[tuple[_IntegerPart, int]]", blocks: Mapping[int, NDArray[np.int64]], per_batch: int
+    ) -> "_Repack | None":
+        """One launch a batch; None where the parts are of several groups, or not alike."""
+        groups = {group for _, group in parts}
+        kernels = self._kernels.get(min(groups)) if len(groups) == 1 else None
+        chosen = [part.part for part, _ in parts]
+        if kernels is None or not kernels.covers(chosen):
+            return None
+        numbers = blocks[min(groups)]
+        index = self._on_device(np.stack((numbers, np.arange(len(numbers)) % per_batch)))
+
+        def repack(direction: CopyDirection, start: int, staging: torch.Tensor, first: int) -> None:
+            kernels.launch(direction, chosen, index, start, staging, first)
+
+        return repack
+
+    def _by_part(
+        self, parts: "Sequence[tuple[_IntegerPart, int]]", blocks: Mapping[int, NDArray[np.int64]]
+    ) -> "_Repack":
+        """One torch call for each part."""
+        index = {group: self._on_device(blocks[group]) for group in dict.fromkeys(group for _, group in parts)}
+
+        def repack(direction: CopyDirection, start: int, staging: torch.Tensor, first: int) -> None:
+            batch = slice(start, start + len(staging))
+            for part, group in parts:
+                rows = part.within(staging, first)
+                if direction == "load":
+                    part.tensor.index_copy_(0, index[group][batch], rows)
+                else:
+                    torch.index_select(part.tensor, 0, index[group][batch], out=rows)
+
+        return repack
 
     def _copy_unstaged(
         self,
@@ -167,7 +223,10 @@ class Packer:
         if self._direct is not None and self._region.is_pinned(slots):
             width = staging.stride(0)
             runs = [Run(staging.data_ptr() + low - first, width, low, high - low) for low, high in spans]
-            pieces = pieces_of(direction, runs, np.arange(len(slots)), slots, self._region)
+            if len(runs) == 1:
+                pieces = rows_of(direction, runs[0], slots, self._region)
+            else:
+                pieces = pieces_of(direction, runs, np.arange(len(slots)), slots, self._region)
             stream = torch.cuda.current_stream(self.device).cuda_stream
             return self._direct.copy(direction, pieces, stream, is_chained=is_chained)
         whole = list(spans) == [(0, self._slots.shape[1])]
@@ -184,7 +243,7 @@ class Packer:
     @property
     def _least_staging(self) -> int:
         """Bytes with which every block can be staged."""
-        return self._blocks.slot_bytes + 2 * _ALIGNMENT
+        return self._blocks.slot_bytes + 2 * _ROW_ALIGNMENT
 
     def _room(self, direction: CopyDirection) -> int:
         """Bytes of staging. Made at the first copy, as large as the device has memory for; 0: not even for a block."""
@@ -235,6 +294,7 @@ class _IntegerPart:
     """A part as integers, the largest that its runs are made of: fewer elements to move, and no arithmetic on them."""
 
     def __init__(self, part: BlockPart) -> None:
+        self.part = part
         tensor, unit = part.tensor, part.tensor.itemsize
         if tensor.ndim > 1 and tensor.stride(-1) == 1:
             sides = (tensor.shape[-1], tensor.storage_offset(), *tensor.stride()[:-1])
@@ -267,6 +327,12 @@ def _by_slot(
     """
     if not len(copies):
         return
+    if blocks.num_groups == 1:
+        order = np.argsort(copies.host_slots)
+        slots = copies.host_slots[order]
+        if (np.diff(slots) != 0).all():
+            yield slots, {0: copies.device_blocks[order]}
+            return
     groups, numbers = np.divmod(copies.device_blocks, blocks.blocks_per_group)
     order = np.lexsort((groups, copies.host_slots))
     groups, numbers, slots = groups[order], numbers[order], copies.host_slots[order]

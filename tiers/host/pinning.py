@@ -14,10 +14,10 @@ from kvtier.tiers.config import show_size
 
 logger = logging.getLogger(__name__)
 
-# Bytes registered by one call, at most. The device stands still meanwhile, some 0.1 s a GiB, and one call for more than
-# 512 GiB always fails.
-PIECE_BYTES: Final = 1 << 30
-_PAUSE: Final = 0.01  # seconds between two pieces: what the device was given meanwhile gets its turn
+# Bytes registered by one call, at most. The device stands still meanwhile, 0.1 to 0.25 s a GiB, and a call for over
+# 512 GiB always fails. A step beside it may wait for one piece at each of its calls, so pieces are small.
+PIECE_BYTES: Final = 32 << 20
+_PAUSE: Final = 0.01  # seconds between two pieces, or as long as the last one took: the device gets its turn
 _POLL: Final = 1e-3  # seconds between looks at what a copy waits for
 
 
@@ -130,9 +130,10 @@ class PinnedPieces:
                 if self._closing.is_set():
                     return
                 if (piece := self._next()) is not None:
+                    began = time.monotonic()
                     self._driver.register(*self._span(piece))
                     self._pinned[piece] = True
-                    self._closing.wait(_PAUSE)
+                    self._closing.wait(max(_PAUSE, time.monotonic() - began))
         except RuntimeError as error:
             self.error = str(error)
             total = self._num_slots * self._slot_stride

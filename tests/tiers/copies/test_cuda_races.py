@@ -57,7 +57,7 @@ class Client:
             parts = _own_parts(l1)
             self.twins = _own_parts(l1.clone())
             cuda.own(l1)
-            cupy = LazyCupy(folder, cuda)
+            cupy = LazyCupy(cuda)
             self.stream = CudaCopyStream(l1, self.region, cupy=cupy, driver=driver, ways=CopyWays(choice))
         else:
             self.tensors = [torch.zeros(shape, dtype=torch.bfloat16) for _ in range(LAYERS)]
@@ -66,7 +66,9 @@ class Client:
             self.twins = _parts([tensor.clone() for tensor in self.tensors], kind)
             for tensor in self.tensors:
                 cuda.own(tensor)
-            self.stream = CudaCopyStream(EngineBlocks(parts, SLOT), self.region, driver=driver, ways=CopyWays(choice))
+            cupy = LazyCupy(cuda) if by_batches else None  # alike parts by kernel, or all of them by torch
+            blocks = EngineBlocks(parts, SLOT)
+            self.stream = CudaCopyStream(blocks, self.region, cupy=cupy, driver=driver, ways=CopyWays(choice))
         self.parts = parts
         self.num_ids = BLOCKS * (1 + max(part.group for part in parts))
         self.users: dict[int, tuple[CudaEvent, CopyDirection]] = {}  # block → the copy that uses it

@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from kvtier.tiers.copies.kernels import SOURCE, THREADS, Canonical, Geometry, LayoutKernels
 from kvtier.tiers.naming.shape import KVLayout, KVShape
 
-TALLY = "#define KV_TAKE(canonical, own) per_block[blockIdx.x + gridDim.x * blockIdx.y]++, canonical = own"
+TAKE = "#define KV_TAKE(canonical, own) "
+TALLY = f"{TAKE}per_block[blockIdx.x + gridDim.x * blockIdx.y]++, "
 TALLY_HEAD = "static long long* per_block;\n"
 SHAPE = KVShape(num_layers=3, num_kv_heads=2, head_dim=12, block_size=4, dtype="bfloat16")
 NUM_BLOCKS = 6
@@ -30,7 +31,7 @@ HEAD_BYTES = 24
 def cupy(tmp_path: Path) -> FakeCupy:
     if shutil.which("g++") is None:
         pytest.skip("no g++ to run the kernel's source on this CPU")
-    return FakeCupy(tmp_path)
+    return FakeCupy()
 
 
 class Memory:
@@ -146,10 +147,10 @@ extern "C" void count_NAME(unsigned columns, unsigned rows, unsigned threads, lo
 @pytest.mark.parametrize("grid", [8, 16, 24, 32])
 @pytest.mark.parametrize("count", [1, 7, 33, 65])
 def test_the_last_round_is_balanced(tmp_path: Path, grid: int, count: int) -> None:
-    """No block of threads copies more than one piece more than another, whatever the numbers of blocks and threads."""
+    """No block of threads copies more than one unit more than another, whatever the numbers of blocks and threads."""
     if shutil.which("g++") is None:
         pytest.skip("no g++ to run the kernel's source on this CPU")
-    counted = SOURCE.replace("#define KV_TAKE(canonical, own) canonical = own", TALLY)
+    counted = SOURCE.replace(TAKE, TALLY)
     code = TALLY_HEAD + PRELUDE + counted.replace('extern "C" __global__', "__global__")
     code += (MAIN + COUNTING).replace("NAME", "kv_gather")
     library = tmp_path / "counting.so"
@@ -162,19 +163,20 @@ def test_the_last_round_is_balanced(tmp_path: Path, grid: int, count: int) -> No
         launched.append((columns, rows))
         run(columns, rows, threads, ctypes.c_void_p(counts.ctypes.data), arguments)
 
-    cupy = FakeCupy(tmp_path)
+    cupy = FakeCupy()
     cupy.compiled["kv_gather", ("-DUNIT=uint4",)] = CpuKernel(counting)
-    layer_bytes = 16 * THREADS * 5  # five pieces
+    units = THREADS // 2 + 3  # fewer than a block of threads has threads
+    layer_bytes = 16 * units
     l1, canonical = np.zeros((count, layer_bytes), np.uint8), np.zeros((count, layer_bytes), np.uint8)
     kernels = LayoutKernels(Geometry.block_first(l1.ctypes.data, 1, layer_bytes), cupy)
     kernels.grid = grid
     index = np.arange(count)
     kernels.gather(index.ctypes.data, index.ctypes.data, count, Canonical(canonical.ctypes.data, layer_bytes), 0)
     [(columns, rows)] = launched
-    assert columns * rows == min(grid, 5 * count)
-    pieces = counts[: columns * rows] / THREADS
-    assert pieces.sum() == 5 * count
-    assert pieces.max() - pieces.min() <= 1
+    assert columns * rows == min(grid, -(-units * count // THREADS))
+    shares = counts[: columns * rows]
+    assert shares.sum() == units * count
+    assert shares.max() - shares.min() <= 1
 
 
 def test_kernels_are_compiled_once_and_empty_batches_not_launched(cupy: FakeCupy) -> None:

@@ -200,7 +200,7 @@ def test_staging_holds_no_more_than_all_slots(regions: tuple[HostRegion, HostReg
     region = regions[0]
     copier = Packer(EngineBlocks(two_groups(kv()), region.slot_bytes), region)
     copier.copy("store", pairs([1, 2], [4, 5]))
-    assert len(copier._staging["store"]) <= SLOTS * (region.slot_bytes + 16) < packer.STAGING_BYTES
+    assert len(copier._staging["store"]) <= SLOTS * (region.slot_bytes + 32) < packer.STAGING_BYTES
 
 
 def test_elements_move_as_large_integers() -> None:
