@@ -227,6 +227,7 @@ UNHELD: Final[Mapping[str, Sequence[Unheld]]] = {
     "file_bandwidth": (Unheld("GB/s", "", "held in `ratio`, beside fio; a warm read has no disk below it"),),
     "gpu_bandwidth": (Unheld("", "", "the least of each kind is held"),),
     "gpu_decode": (Unheld("", "", "the slowest place for blocks is held"),),
+    "gpu_ttft": (Unheld("cold ÷ L1", "", "what is on the GPU is no offload's merit"),),
     "lookup_latency": (Unheld("of_limit", "", "steps of the whole way, and hashes that are not the limit's"),),
     "pool_throughput": (Unheld("us/block", r"batch=(1|4|16|64|128)\b", "held in `of vLLM`"),),
     "recovery": (Unheld("cpu s", "plainly", "the reference"),),

@@ -6,7 +6,7 @@ from typing import Final
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvtier.connector.segments.paged_attention import PagedKV
+from kvtier.connector.segments.paged_attention import PagedKV, for_each_head
 from kvtier.connector.segments.scoring import Scoring
 
 _ROWS: Final = 256  # of one call: a group of rows needs no key behind its last
@@ -58,7 +58,7 @@ class BlendAttention:
         for number, mask in enumerate(self._masks(span, window)):
             rows = slice(number * _ROWS, (number + 1) * _ROWS)
             end = mask.shape[1]
-            key, value = (states[:, None, :end].expand(-1, grouped.shape[1], -1, -1) for states in (keys, values))
+            key, value = (for_each_head(states[:, :end], grouped.shape[1]) for states in (keys, values))
             out = scaled_dot_product_attention(grouped[:, :, rows], key, value, attn_mask=mask, scale=scaling)
             outs.append(out)
             if span.attended is not None:

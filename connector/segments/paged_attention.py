@@ -185,11 +185,21 @@ class PackedAttention:
             sees = _mask(span, scoring, lowest, query.device).repeat(grouped.shape[2] // query.shape[1], 1)
             return scoring.attend(grouped, key[None], value[None], sees, query.shape[1]).reshape(shape)
         grouped = query.view(num_kv_heads, -1, *query.shape[1:])
-        key, value = (states[:, None].expand(-1, grouped.shape[1], -1, -1) for states in (key, value))
+        key, value = (for_each_head(states, grouped.shape[1]) for states in (key, value))
         causal = not span.start and not scoring.lowest(span.end - 1)
         mask = None if causal else _mask(span, scoring, lowest, query.device)
         out = scaled_dot_product_attention(grouped, key, value, attn_mask=mask, is_causal=causal, scale=scoring.scaling)
         return out.flatten(0, 1)
+
+
+def for_each_head(states: torch.Tensor, group: int) -> torch.Tensor:
+    """K or V, `[kv heads, T, head dim]`, for each head of a group: `[kv heads, group, T, head dim]`.
+
+    On a GPU it is a copy. Of strided ones torch's memory-efficient kernel (2.11, on an H200) makes wrong rows where
+    there are 64 n + 1 queries and a mask: what follows is another text.
+    """
+    expanded = states[:, None].expand(-1, group, -1, -1)
+    return expanded.contiguous() if states.is_cuda else expanded
 
 
 def _mask(span: AttentionSpan, scoring: Scoring, lowest: int, device: torch.device) -> torch.Tensor:
