@@ -78,7 +78,7 @@ def test_the_bytes_are_those_of_a_call_for_each_part(
     assert np.array_equal(regions[0].array, regions[1].array)  # and no byte beside them
     assert all(torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in zip(ours, theirs, strict=True))
     assert set(cupy.streams) == {7}
-    assert len(cupy.streams) in (2, 3)  # a launch a batch, of three or more blocks
+    assert 0 < len(cupy.streams) <= 3  # a launch a batch, and not one for each of seven blocks
     for region in regions:
         region.close()
 
