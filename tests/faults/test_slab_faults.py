@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-import numpy as np
 import pytest
 import slab_rig
 from fault_rig import FaultyIO
@@ -22,7 +21,6 @@ from kvtier.tiers.errors import FingerprintMismatch, FormatError, TierUnavailabl
 from kvtier.tiers.file.file_io import FileIO
 from kvtier.tiers.file.payload_io import Mode
 from kvtier.tiers.file.store import FileStore
-from kvtier.tiers.pool import to_words
 from kvtier.tiers.tier import BlockRecord, Outcome
 
 FINGERPRINT = b"fault-tests".ljust(32, b".")
@@ -138,7 +136,7 @@ def test_ten_thousand_bit_flips_are_detected_or_harmless(slab_path: Path) -> Non
         flip(position, bit)
         # The block is stored anew elsewhere; start over once the slab is used up.
         os.pwrite(fd, rows[number], store.superblock.row_offset(number))
-        store._blocks.index.add(to_words([hash_of(number)]), np.array([number]))
+        store._blocks.index.add([hash_of(number)], [number])
         store._blocks._live[number // store.superblock.slots_per_extent] += 1
     assert get(store, KEYS) == [Outcome.OK] * len(KEYS)  # or later flips would have shown nothing
     store.close()

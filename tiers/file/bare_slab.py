@@ -35,13 +35,13 @@ class BareSlab:
         """How many leading blocks it holds."""
         if self._blocks is None:
             return 0
-        found = self._blocks.index.find(hashes).tolist()
+        found = self._blocks.index.find_each(hashes)
         return next((i for i, slot in enumerate(found) if slot < 0), len(found))
 
     def read(self, hashes: Sequence[ChainHash]) -> None:
         """Count a use of each of these blocks."""
         if self._blocks is not None:
-            for slot in self._blocks.index.find(hashes).tolist():
+            for slot in self._blocks.index.find_each(hashes):
                 if slot >= 0:
                     self._blocks.touch(slot)
 
@@ -64,24 +64,24 @@ class BareSlab:
         blocks = self._blocks
         if blocks is None:
             return
-        slots = blocks.index.find(hashes).tolist()
-        entered = {slot // blocks.per_extent for slot in slots if slot >= 0}
+        slots = blocks.index.find_each(hashes)
+        held = [slot for slot in slots if slot >= 0]
+        entered = {slot // blocks.per_extent for slot in held}
         for extent in entered:
             blocks.enter(extent)
-        for slot in slots:
-            if slot >= 0:
-                blocks.touch(slot)
+        for slot in held:
+            blocks.touch(slot)
         todo = [position for position, slot in enumerate(slots) if slot < 0]
         names, done, filled = [hashes[position] for position in todo], 0, list[tuple[SlotRun, Sequence[ChainHash]]]()
         while done < len(todo):
             before = hashes[todo[done] - 1] if todo[done] else parent
-            if (runs := self._reserve(names[done:], before)) is None:
+            if (runs := self._reserve(names[done:] if done else names, before)) is None:
                 break
             filled += runs
-            done += runs[-1][0].count
+            done += runs[-1][0].size
         for run, stored in filled:
             blocks.publish(run, stored)
-            self.num_written += run.count
+            self.num_written += run.size
         for extent in [*entered, *(run.extent for run, _ in filled)]:
             blocks.leave(extent)
 
@@ -97,7 +97,7 @@ class BareSlab:
             again = blocks.take_in(claim.extent, claim.keep_hashes) if claim.keep else None
             run = blocks.take_in(claim.extent, hashes)
             if again is not None:
-                return [(again, claim.keep_hashes), (run, hashes[: run.count])]
+                return [(again, claim.keep_hashes), (run, hashes[: run.size])]
         elif run is None:
             run = blocks.take(hashes, None)
-        return None if run is None else [(run, hashes[: run.count])]
+        return None if run is None else [(run, hashes[: run.size])]

@@ -3,9 +3,8 @@
 import heapq
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from enum import Enum
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,12 +12,13 @@ from numpy.typing import NDArray
 from kvtier.tiers import ChainHash
 from kvtier.tiers.file.slab_index import SlabIndex
 from kvtier.tiers.file.slab_room import SlabRoom
-from kvtier.tiers.pool import EVICTED, REMOVED, RESET, ChangeLog, Departures, Slots, to_words
+from kvtier.tiers.pool import EVICTED, REMOVED, RESET, ChangeLog, Departures, Slots
 from kvtier.tiers.returns import ToldEnd
 
 MAX_OPEN: Final = 4  # extents being filled at once: as many chains stay adjacent while they are stored together
 _MAX_CHANCES: Final = 64  # extents passed over per eviction, as most of them was hit: bounds the time under the lock
 _KEEP_SHARE: Final = 4  # of an evicted extent at most a quarter is stored again
+_U32: Final = (1 << 32) - 1
 
 
 class _ExtentState(Enum):
@@ -29,26 +29,24 @@ class _ExtentState(Enum):
     RETIRED = 4  # its end of the slab is being given up
 
 
-@dataclass(frozen=True, slots=True)
-class SlotRun:
+class SlotRun(NamedTuple):
     """Adjacent slots of one extent that one writer fills and, published or not, gives back by `leave`."""
 
     extent: int
     first: int
-    count: int
+    size: int
     epoch: int
     slots: range  # the same, one by one
 
 
-@dataclass(frozen=True, slots=True)
-class ClaimedExtent:
+class ClaimedExtent(NamedTuple):
     """An extent taken to be filled anew; given back by `opened` or `unclaim`. Its rows on disk go first."""
 
     extent: int
     dirty: bool  # its rows on disk may name blocks
     epoch: int
-    keep: list[int] = field(default_factory=list)  # slots hit since they were stored, to be stored again
-    keep_hashes: list[ChainHash] = field(default_factory=list)
+    keep: list[int]  # slots hit since they were stored, to be stored again
+    keep_hashes: list[ChainHash]
 
 
 class ExtentMap:
@@ -106,7 +104,7 @@ class ExtentMap:
 
     def find_each(self, hashes: Sequence[ChainHash]) -> tuple[list[int], list[int]]:
         """The slot of each block, -1 for none, and the slot's generation: it tells the block from any that follows."""
-        slots: list[int] = self.index.find(hashes).tolist()
+        slots = self.index.find_each(hashes)
         return slots, [self._generation[slot] for slot in slots]
 
     def still_hold(self, slots: Sequence[int], generations: Sequence[int]) -> list[bool]:
@@ -150,7 +148,9 @@ class ExtentMap:
         fill = self._fill[extent]
         count = min(len(hashes), self.per_extent - fill)
         first = extent * self.per_extent + fill
-        self.generations[first : first + count] += np.uint32(1)  # wraps round
+        slots, generation = range(first, first + count), self._generation
+        for slot in slots:
+            generation[slot] = generation[slot] + 1 & _U32  # wraps round
         self._fill[extent] = fill + count
         self._busy[extent] += 1
         self._dirty[extent] = 1
@@ -158,7 +158,7 @@ class ExtentMap:
         self._open.move_to_end(extent)
         if fill + count == self.per_extent:
             self._close(extent)
-        return SlotRun(extent, first, count, self.epoch, range(first, first + count))
+        return SlotRun(extent, first, count, self.epoch, slots)
 
     def claim(self) -> ClaimedExtent | None:
         """An extent to fill: a free one, else the next victim, whose blocks are gone at once. None: all are busy."""
@@ -174,8 +174,8 @@ class ExtentMap:
         self._state[extent] = _ExtentState.CLAIMED
         self._busy[extent] += 1
         self.num_evicted += self._live[extent] - len(keep)
-        slots = self._slots(extent)
-        self._unlink(self.index.named(slots.start, slots.stop), EVICTED, keep)
+        is_named = self.index.is_named
+        self._unlink([slot for slot in self._slots(extent) if is_named[slot]], EVICTED, keep)
         self._fill[extent] = 0
         hashes = self.index.names(np.array(keep, np.int64)) if keep else []
         return ClaimedExtent(extent, bool(self._dirty[extent]), self.epoch, keep, hashes)
@@ -265,18 +265,18 @@ class ExtentMap:
 
         The caller blanks those rows. It gives the run back with `leave`, as it does one it could not fill.
         """
-        stored = np.arange(run.first, run.first + run.count)
-        twins: list[int] = []
-        is_new = self.index.find(hashes) < 0
-        if not is_new.all():
-            twins, stored = stored[~is_new].tolist(), stored[is_new]
-            hashes = [name for name, new in zip(hashes, is_new.tolist(), strict=True) if new]
-        self.index.add(to_words(hashes), stored)
-        self._hits[run.first : run.first + run.count] = bytes(run.count)
+        stored, twins = list(run.slots), list[int]()
+        held = self.index.find_each(hashes)
+        if max(held) >= 0:
+            twins = [slot for slot, other in zip(stored, held, strict=True) if other >= 0]
+            stored = [slot for slot, other in zip(stored, held, strict=True) if other < 0]
+            hashes = [name for name, other in zip(hashes, held, strict=True) if other < 0]
+        self.index.add(hashes, stored)
+        self._hits[run.first : run.first + run.size] = bytes(run.size)
         self._live[run.extent] += len(stored)
         self.room.stored(hashes, stored, self._live)
         if self.changes is not None:
-            self.changes.stored(stored)
+            self.changes.stored(np.array(stored, np.int64))
         return twins
 
     def leave(self, extent: int) -> None:
@@ -289,7 +289,7 @@ class ExtentMap:
         if slot < 0:
             return None
         self._busy[slot // self.per_extent] += 1
-        self._unlink(np.array([slot]), cause)
+        self._unlink([slot], cause)
         return slot
 
     def clear(self) -> None:
@@ -312,7 +312,7 @@ class ExtentMap:
 
     def retire(self, first: int) -> int:
         """Forget the blocks of extent `first` and all behind it, and fill them no more; returns how many those were."""
-        slots = self.index.named(first * self.per_extent)
+        slots = self.index.named(first * self.per_extent).tolist()
         self.num_evicted += len(slots)
         self._unlink(slots, EVICTED)
         for extent in range(first, self.num_extents):
@@ -348,19 +348,21 @@ class ExtentMap:
     def _slots(self, extent: int) -> range:
         return range(extent * self.per_extent, (extent + 1) * self.per_extent)
 
-    def _unlink(self, slots: Slots, cause: str, kept: Sequence[int] = ()) -> None:
+    def _unlink(self, slots: Sequence[int], cause: str, kept: Sequence[int] = ()) -> None:
         """Slots that hold blocks, ascending, hold none any more; those `kept` are stored again."""
         if self.departures is not None:
-            going = np.setdiff1d(slots, kept) if kept else slots
+            going = np.array(slots, np.int64)
+            going = np.setdiff1d(going, kept) if kept else going
             if cause == EVICTED:
                 self.departures.evicted(going // self.per_extent, self.index.words(going))
             else:
                 self.departures.left(self.index.words(going), cause)
         if self.changes is not None:
-            self.changes.removed(slots, self.index.words(slots))
+            at = np.array(slots, np.int64)
+            self.changes.removed(at, self.index.words(at))
         self.index.remove(slots)
         self.room.left(slots)
-        for slot in slots.tolist():
+        for slot in slots:
             self._live[slot // self.per_extent] -= 1
             self._hits[slot] = 0
 

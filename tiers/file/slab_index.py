@@ -18,7 +18,8 @@ from kvtier.tiers.pool import Slots, Words, to_words
 
 _WAYS: Final = 8  # entries of a bucket, half a cache line
 _SLOTS_PER_BUCKET: Final = 2  # one name in some thousands finds its bucket full
-_FEW: Final = 6  # names that are found one by one faster than all at once
+_FEW: Final = 6  # names that are found, added or removed one by one faster than all at once,
+_FEW_COMPILED: Final = 2  # and found so faster than by the compiled twin
 _PIECE: Final = 1 << 14  # names that a check looks for at once
 _EMPTY: Final = np.uint32(0)
 _HALF: Final = np.uint64(32)
@@ -61,7 +62,7 @@ class SlabIndex:
         if self._compiled is not None:
             return self._find_compiled(hashes, self._compiled)
         if len(hashes) <= _FEW:
-            return np.array([self.find_one(name) for name in hashes], np.int64)
+            return np.array(list(map(self.find_one, hashes)), np.int64)
         words = to_words(hashes)
         buckets, tags = self._places(words)
         rows = self._buckets.take(buckets, 0)
@@ -89,6 +90,13 @@ class SlabIndex:
         if self._stash:
             for i in np.flatnonzero(found < 0).tolist():
                 found[i] = self._stash.get(names[i], -1)
+        return found
+
+    def find_each(self, hashes: Sequence[ChainHash]) -> list[int]:
+        """As `find`, as a list: a few cost little."""
+        if len(hashes) <= (_FEW if self._compiled is None else _FEW_COMPILED):
+            return list(map(self.find_one, hashes))
+        found: list[int] = self.find(hashes).tolist()
         return found
 
     def find_one(self, name: ChainHash) -> int:
@@ -139,8 +147,13 @@ class SlabIndex:
         left = slots[~has_room]
         self._stash = dict(zip(self.names(left), left.tolist(), strict=True))
 
-    def add(self, words: Words, slots: Slots) -> None:
+    def add(self, hashes: Sequence[ChainHash], places: Sequence[int]) -> None:
         """Name slots that have no name. No name comes twice, and none is in the index."""
+        if len(hashes) <= _FEW:
+            for name, slot in zip(hashes, places, strict=True):
+                self._add_one(name, slot)
+            return
+        words, slots = to_words(hashes), np.array(places, np.int64)
         self.write(slots, words)
         self._named[slots] = True
         self.num_names += len(slots)
@@ -157,8 +170,13 @@ class SlabIndex:
             self._entries[places] = entries[left]
             left = left[self._entries.take(places) != entries[left]]  # of names that chose one entry all but one lost
 
-    def remove(self, slots: Slots) -> None:
+    def remove(self, places: Sequence[int]) -> None:
         """Take the slots' names away; each has one. `names` still tells it until the slot is named again."""
+        if len(places) <= _FEW:
+            for slot in places:
+                self._remove_one(slot)
+            return
+        slots = np.array(places, np.int64)
         self._named[slots] = False
         self.num_names -= len(slots)
         buckets, _ = self._places(self._words.take(slots, 0))
@@ -169,6 +187,29 @@ class SlabIndex:
         if not has_entry.all():
             for name in self.names(slots[~has_entry]):
                 del self._stash[name]
+
+    def _add_one(self, name: ChainHash, slot: int) -> None:
+        first, tag = self._place(name)
+        self._name[slot << 5 : slot + 1 << 5] = name
+        self.is_named[slot] = True
+        self.num_names += 1
+        for place in range(first, first + _WAYS):
+            if not self._entry[place]:
+                self._entry[place] = tag << self._slot_bits | slot + 1
+                return
+        self._stash[name] = slot
+
+    def _remove_one(self, slot: int) -> None:
+        name = self._name[slot << 5 : slot + 1 << 5].tobytes()
+        self.is_named[slot] = False
+        self.num_names -= 1
+        first, tag = self._place(name)
+        own = tag << self._slot_bits | slot + 1
+        for place in range(first, first + _WAYS):
+            if self._entry[place] == own:
+                self._entry[place] = 0
+                return
+        del self._stash[name]
 
     def holds(self, slots: Slots) -> NDArray[np.bool_]:
         """Whether each of the slots (-1: none; it may lie behind the last one) has a name."""

@@ -167,9 +167,9 @@ class SlabWriter:
                     parts.append(kept)
                 if run is None:
                     break
-                part = slice(done, done + run.count)
+                part = slice(done, done + run.size)
                 parts.append(_FilledRun(run, records[part], payloads[part], is_new=True))
-                done += run.count
+                done += run.size
         except OSError as error:
             _log.debug("[file] %s: %s while emptying an extent", self.file.path, error)
             return parts, _outcome_of(error)
@@ -247,7 +247,7 @@ class SlabWriter:
         failure: Outcome | None = None
         try:
             for group in self._adjacent(runs):
-                part = slice(len(stamps), len(stamps) + sum(run.count for run in group))
+                part = slice(len(stamps), len(stamps) + sum(run.size for run in group))
                 hidden, part_stamps = self.codec.hide(records[part], payloads[part])
                 self.payload.write(self._superblock.payload_offset(group[0].first), hidden)
                 done, stamps = [*done, *group], [*stamps, *part_stamps]
@@ -281,7 +281,7 @@ class SlabWriter:
         done = 0
         try:
             for group in self._adjacent(runs):
-                size = sum(run.count for run in group)
+                size = sum(run.size for run in group)
                 self._write_rows(group[0].first, on_disk[done : done + size])
                 done += size
             if self.sync:
@@ -299,19 +299,19 @@ class SlabWriter:
         with self.lock:
             done = 0
             for run in runs:
-                part = slice(done, done + run.count)
-                done += run.count
+                part = slice(done, done + run.size)
+                done += run.size
                 if run.epoch != self.blocks.epoch:
-                    outcomes += [Outcome.EPOCH] * run.count
+                    outcomes += [Outcome.EPOCH] * run.size
                     continue
                 if self.blocks.is_retired(run.extent):
-                    outcomes += [Outcome.EVICTED] * run.count
+                    outcomes += [Outcome.EVICTED] * run.size
                     twins += run.slots
                     continue
                 self.rows.store(run.first, rows[part])
                 twins += self.blocks.publish(run, [record.chain_hash for record in records[part]])
                 stored += run.slots
-                outcomes += [Outcome.OK] * run.count
+                outcomes += [Outcome.OK] * run.size
             self.children.stored(np.array(stored, np.int64))
         if twins:
             blank_slots(self.io, self.file.fd, self._superblock, twins)
@@ -323,11 +323,11 @@ class SlabWriter:
         group: list[SlotRun] = []
         for run in runs:
             last = group[-1] if group else None
-            size = sum(member.count for member in group) + run.count
+            size = sum(member.size for member in group) + run.size
             if last and (
-                superblock.payload_offset(last.first) + last.count * superblock.stride
+                superblock.payload_offset(last.first) + last.size * superblock.stride
                 != superblock.payload_offset(run.first)
-                or last.first + last.count != run.first
+                or last.first + last.size != run.first
                 or size * superblock.stride > CALL_BYTES
             ):
                 yield group

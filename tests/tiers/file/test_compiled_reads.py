@@ -265,7 +265,7 @@ def test_a_slot_holds_its_block_until_it_is_dropped_or_filled_anew() -> None:
                 if (claim := blocks.claim()) is not None:
                     blocks.opened(claim)
                 continue
-            blocks.publish(run, new[: run.count])
+            blocks.publish(run, new[: run.size])
             blocks.leave(run.extent)
         now = zip(slots, generations, *blocks.find_each(asked), strict=True)
         same = [then == slot and time == new_time and slot >= 0 for then, time, slot, new_time in now]

@@ -309,10 +309,10 @@ def fill(extents: ExtentMap, *names: str, after: str = "-") -> list[int]:
             if kept:
                 extents.publish(kept, claim.keep_hashes)
                 extents.leave(kept.extent)
-        assert extents.publish(run, hashes[: run.count]) == []
+        assert extents.publish(run, hashes[: run.size]) == []
         extents.leave(run.extent)
         slots += run.slots
-        hashes, after = hashes[run.count :], hashes[run.count - 1].decode()[0]
+        hashes, after = hashes[run.size :], hashes[run.size - 1].decode()[0]
         extents.check()
     return slots
 
