@@ -1,6 +1,7 @@
 """Replays a trace through live tiers, a hierarchy's or a daemon's: what a simulation of it is held against."""
 
 import time
+from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from kvtier.service.simulation import Capacity, SimulatedTiers, TraceReplay
@@ -14,20 +15,31 @@ FINGERPRINT: Final = bytes(range(32))
 _LOOK: Final = 0.1  # seconds between looks at a claim that is under way
 
 
+@dataclass(eq=False, slots=True)
+class ReplayClock:
+    """A clock that stands still until it is moved. A policy that reads it orders blocks by the trace's own times."""
+
+    now: float = 0.0  # seconds
+
+    def __call__(self) -> float:
+        return self.now
+
+
 class LiveRun(NamedTuple):
-    """What each prompt found, in blocks from L2 and from below, and when it came and ended (seconds, monotonic)."""
+    """What each prompt found, in blocks from L2 and from below, and when it came and ended (seconds, of one clock)."""
 
     found: list[tuple[int, int]]
     begun: list[float]
     ended: list[float]
 
 
-def replay_live(tiers: CacheTiers, trace: RequestTrace, deadline: float) -> LiveRun:
+def replay_live(tiers: CacheTiers, trace: RequestTrace, deadline: float, clock: ReplayClock | None = None) -> LiveRun:
     """Ask for a trace's blocks and store what is missing, request by request, as an engine does.
 
     The next request comes when all that was stored has reached every tier, as in a simulation: a burst would fill the
     queue to the tiers below, which holds a quarter of L2, and be dropped in part. KVTierError: `deadline` seconds were
-    not enough for one request.
+    not enough for one request. `clock`: that of L2's policy, moved to the trace's times; None: it has its own, the
+    monotonic one.
     """
     found, begun, ended = [], [], []
     for request in range(len(trace)):
@@ -35,8 +47,10 @@ def replay_live(tiers: CacheTiers, trace: RequestTrace, deadline: float) -> Live
         for block in trace.chain(request).tolist():
             chain.extend([block] * trace.block_size)
         names, num_prompt = list(chain.hashes), int(trace.num_prompt[request])
-        begun.append(time.monotonic())
-        until = begun[-1] + deadline
+        if clock is not None:
+            clock.now = float(trace.begun[request])
+        begun.append(time.monotonic() if clock is None else clock.now)
+        until = time.monotonic() + deadline
         claim = tiers.ask(names[:num_prompt], chain.root, block_size=trace.block_size)
         while isinstance(promised := tiers.poll(claim), Pending):
             if time.monotonic() > until:
@@ -44,10 +58,11 @@ def replay_live(tiers: CacheTiers, trace: RequestTrace, deadline: float) -> Live
             tiers.wait_news(_LOOK)
         from_l2 = 0 if claim.found is None else min(promised, claim.found.by_tier.get(L2, 0))
         found.append((from_l2, promised - from_l2))
-        tiers.take(claim).release()  # an engine has copied them to L1 by the time it stores
+        lease = tiers.take(claim)
         _store(tiers, chain, promised)
-        ended.append(time.monotonic())
+        ended.append(time.monotonic() if clock is None else clock.now)
         tiers.ended(RequestEnd(names, num_prompt, int(trace.num_output[request])))
+        lease.release()  # as in a simulation: until then nothing of the request makes room for its own stores
         if not tiers.drain(max(0.0, until - time.monotonic())):
             raise KVTierError(f"request {request}: its blocks did not reach every tier within {deadline:g} s")
     return LiveRun(found, begun, ended)

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 from _eviction_traces import BLOCK_SIZE, PRODUCTION, made_up, production_trace, spoiled, without_hints
-from _live_replay import FINGERPRINT, replay_live, simulated_beside
+from _live_replay import FINGERPRINT, ReplayClock, replay_live, simulated_beside
 from _report import RESULTS, Target, parser, progress, report
 from _synthetic_traces import TRACES
 
@@ -25,6 +25,7 @@ from kvtier.service.traces import RequestTrace
 from kvtier.tiers.config import Config
 from kvtier.tiers.hierarchy import open_hierarchy
 from kvtier.tiers.naming import KVShape
+from kvtier.tiers.pool.tail_index import TailIndex
 
 BLOCK_BYTES: Final = 64 << 20  # 512 tokens of a Llama 8B
 SIZES: Final = (360, 1600)  # blocks of L2, of made-up traces
@@ -88,9 +89,11 @@ def through_a_hierarchy(num_requests: int) -> Iterator[EvictionRow]:
                     "cache": {"policy": policy, "load_or_recompute": "load", "prefetch_deadline": _DEADLINE},
                 }
             )
-            hierarchy = open_hierarchy(config, FINGERPRINT, KVShape(1, 1, 4, BLOCK_SIZE, "float16", 1))
+            hierarchy, clock = open_hierarchy(config, FINGERPRINT, KVShape(1, 1, 4, BLOCK_SIZE, "float16", 1)), None
+            if isinstance(tail := hierarchy.host.pool._table.policy, TailIndex):
+                tail.clock = clock = ReplayClock()
             try:
-                live = replay_live(hierarchy, trace, _DEADLINE)
+                live = replay_live(hierarchy, trace, _DEADLINE, clock)
             finally:
                 hierarchy.close()
         simulated = simulated_beside(live, trace, Capacity(slots * _LIVE_BYTES, disk, policy=policy), _LIVE_BYTES)

@@ -1,0 +1,163 @@
+"""How fast `kvtier simulate` is: CPU time of its steps on one trace, by policy, without a slab and with one.
+
+The trace is read from a file, the optimum is told, and all requests are replayed at one size and valued. Cases take
+turns. The requests of a round are taken piece by piece, and of each piece the fastest round counts: every round does
+exactly the same, so what a piece takes more is another program's. Steps are in microseconds a request. `a second` and
+`seconds_100k` are of all steps together, in one process.
+"""
+
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final, NamedTuple, ParamSpec, TypeVar
+
+import numpy as np
+from _eviction_traces import PRODUCTION, made_up, production_trace
+from _report import Target, parser, progress, report
+
+from kvtier.service.simulation import (
+    Capacity,
+    LoadRates,
+    SimulatedRun,
+    SimulatedTiers,
+    TraceReplay,
+    optimum_of,
+    value_of,
+)
+from kvtier.service.traces import RequestTrace, load_trace
+
+MIB: Final = 1 << 20
+MADE_UP: Final = "chats"
+REQUESTS: Final = 2000
+PIECE: Final = 20  # requests
+ROUNDS: Final = 2
+SLAB: Final = 4  # times L2
+SECONDS: Final = 60.0  # for 100,000 requests
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Case(NamedTuple):
+    """What is replayed."""
+
+    policy: str
+    through: str
+    block_mib: int  # 64 as by default; at 2, several blocks share an extent
+
+
+CASES: Final = (
+    Case("lru", "L2", 64),
+    Case("tail", "L2", 64),
+    Case("lru", "L2 and slab", 64),
+    Case("tail", "L2 and slab", 64),
+    Case("tail", "L2 and slab", 2),
+)
+
+
+def write_lines(trace: RequestTrace, path: Path) -> None:
+    """The trace's prompts in Mooncake's form, lengths of answers beside them."""
+    with path.open("w") as file:
+        for request in range(len(trace)):
+            line = {
+                "timestamp": int(1000 * trace.begun[request]),
+                "input_length": int(trace.num_tokens[request]),
+                "output_length": int(trace.num_output[request]),
+                "hash_ids": trace.chain(request)[: trace.num_prompt[request]].tolist(),
+                "block_size": trace.block_size,
+            }
+            file.write(json.dumps(line) + "\n")
+
+
+def timed(action: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> tuple[T, float]:
+    """What it returns, and the CPU seconds it took."""
+    began = time.process_time()
+    result = action(*arguments, **options)
+    return result, time.process_time() - began
+
+
+def replay(trace: RequestTrace, case: Case, size: int) -> tuple[SimulatedRun, list[float]]:
+    """As `TraceReplay.run`, and the CPU seconds of each piece, the first with what is made before."""
+    block_bytes, began = case.block_mib * MIB, time.process_time()
+    slab = SLAB * size * block_bytes if "slab" in case.through else 0
+    capacity = Capacity(size * block_bytes, slab, policy=case.policy)
+    run, tiers = TraceReplay(trace, block_bytes), SimulatedTiers(capacity, block_bytes, trace.block_size)
+    found, pieces = np.zeros((len(trace), 3), np.int32), list[float]()
+    for request, begun in enumerate(trace.begun.tolist()):
+        found[request] = tiers.request(run.end(request), begun)
+        if request % PIECE == PIECE - 1 or request == len(trace) - 1:
+            now = time.process_time()
+            pieces.append(now - began)
+            began = now
+    tiers.check()
+    written = tiers.slab.num_written if tiers.slab is not None else 0
+    return SimulatedRun(capacity, found, tiers.pool.num_evicted, written), pieces
+
+
+def measure(path: Path, size: int, rounds: int) -> list[dict[str, object]]:
+    """A row for each case; `size` is of L2, in blocks."""
+    load_trace(path, limit=100)  # what is imported once
+    reading, bound = list[float](), list[float]()
+    pieces: dict[Case, list[list[float]]] = {case: [] for case in CASES}
+    valued: dict[Case, float] = {}
+    for turn in range(rounds):
+        trace, seconds = timed(load_trace, path)
+        reading.append(seconds)
+        optimum, seconds = timed(optimum_of, trace)
+        bound.append(seconds)
+        for case in CASES:
+            run, seconds_each = replay(trace, case, size)
+            pieces[case].append(seconds_each)
+            value = timed(value_of, run, trace, optimum, case.block_mib * MIB, LoadRates(), None)[1]
+            valued[case] = min(value, valued.get(case, value))
+            progress(f"round {turn + 1} of {rounds}: {case.policy}, {case.through}: {sum(seconds_each):.1f} CPU s")
+    rows: list[dict[str, object]] = []
+    each = 1e6 / len(trace)
+    for case, of_rounds in pieces.items():
+        took = sum(map(min, zip(*of_rounds, strict=True))) + valued[case]
+        whole = min(reading) + min(bound) + took
+        rows.append(
+            {
+                "policy": case.policy,
+                "through": case.through,
+                "block MiB": case.block_mib,
+                "read": round(each * min(reading)),
+                "optimum": round(each * min(bound)),
+                "replay": round(each * took),
+                "a second": round(len(trace) / whole),
+                "seconds_100k": round(1e5 * whole / len(trace), 1),
+            }
+        )
+    return rows
+
+
+def main() -> int:
+    options = parser(__doc__)
+    options.add_argument("--requests", type=int, help=f"of the trace, instead of {REQUESTS}")
+    options.add_argument("--rounds", type=int, default=ROUNDS)
+    chosen = options.parse_args()
+    limit = chosen.requests or (300 if chosen.quick else REQUESTS)
+    trace, size = production_trace(limit), 64 if chosen.quick else 1024
+    name = PRODUCTION if trace is not None else MADE_UP
+    rounds = 1 if chosen.quick else chosen.rounds
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory, "trace.jsonl")
+        write_lines(made_up(MADE_UP, limit=limit) if trace is None else trace, path)
+        rows = measure(path, size, rounds)
+    targets = [
+        Target(
+            f"simulate, {row['policy']}, {row['through']}, blocks of {row['block MiB']} MiB: CPU s of 100,000 requests",
+            SECONDS,
+            float(str(row["seconds_100k"])),
+        )
+        for row in rows
+    ]
+    setup = {"trace": name, "requests": limit, "L2, blocks": size, "slab, times L2": SLAB, "rounds": rounds}
+    return report("simulate_speed", rows, targets, chosen.json, chosen.save, setup)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
