@@ -369,10 +369,24 @@ CLAIMS: Final = (
     ),
     PageRow("the same, GB/s", "gpu_bandwidth", "^both ways.*GB/s"),
     PageRow("GPU ↔ L2, pieces of 4 to 256 KiB, GB/s", "gpu_bandwidth", "^pieces", "Small pieces of a GPU"),
-    PageRow("a worker's step with 64 stores, CPU ms to enqueue them", "gpu_bandwidth", "^a step", "Calls for a GPU's copies"),
-    PageRow("first use of L2: longest step of the GPU beside it, ms", "gpu_bandwidth", "^first use", "A GPU beside pinning"),
-    PageRow("a decode step beside stores, loads, and both: ÷ alone", "gpu_decode", "^a decode step", "Decoding beside a GPU's loads"),
-    PageRow("a Llama-8B's geometry on a GPU, to 32,768 tokens: time to first token, cold ÷ L2", "gpu_ttft", "L2$", "The engine's own step on a GPU"),
+    PageRow(
+        "a worker's step with 64 stores, CPU ms to enqueue them", "gpu_bandwidth", "^a step", "Calls for a GPU's copies"
+    ),
+    PageRow(
+        "first use of L2: longest step of the GPU beside it, ms", "gpu_bandwidth", "^first use", "A GPU beside pinning"
+    ),
+    PageRow(
+        "a decode step beside stores, loads, and both: ÷ alone",
+        "gpu_decode",
+        "^a decode step",
+        "Decoding beside a GPU's loads",
+    ),
+    PageRow(
+        "a Llama-8B's geometry on a GPU, to 32,768 tokens: time to first token, cold ÷ L2",
+        "gpu_ttft",
+        "L2$",
+        "The engine's own step on a GPU",
+    ),
     PageRow("the same: cold ÷ slab", "gpu_ttft", "slab$", "A virtual disk below a GPU"),
 )
 
