@@ -95,6 +95,11 @@ CLAIMS: Final = (
         "Live and simulated with tail",
     ),
     PageRow(
+        "`kvtier simulate`, 100,000 requests, LRU and `tail`, with a slab and without: CPU s",
+        "simulate_speed",
+        "^simulate",
+    ),
+    PageRow(
         "a step that stores a block of 1 to 64 sequences, L2 and slab, ways to admit and write: CPU ms",
         "step_stores",
         "stores$",
@@ -303,6 +308,9 @@ CLAIMS: Final = (
     PageRow("L2's books of a block: bytes besides its tokens", "memory", "tokens apart"),
     PageRow("the same with its tokens", "memory", "with its tokens", "Tokens in memory"),
     PageRow("what a full L2 adds to a pass of Python's garbage collector, ms", "memory", "gc pass"),
+    PageRow("what left L2 is remembered: bytes for each slot", "order_memory", "departures.*bytes"),
+    PageRow("the tail index, more than LRU: bytes for each slot", "order_memory", "^tail.*bytes"),
+    PageRow("the same: MiB whatever the slots", "order_memory", "MiB"),
     PageRow("a dead Redis adds to a lookup of 128 blocks, CPU and wall µs", "dead_redis", "dead Redis"),
     PageRow(
         "4 replicas, simulated: cached share, prefix-aware routing ÷ round robin", "routing", "^cached.*round robin"
