@@ -1,5 +1,6 @@
 """The `kvtier` command: finds the verb, and turns errors into one line and an exit status."""
 
+import os
 import sys
 from typing import Annotated
 
@@ -37,10 +38,36 @@ def kvtier(
 
 
 def main() -> None:
-    """Run the command line. What its user can fix is one line on stderr and status 2, another failure status 1."""
+    """Run the command line. What its user can fix is one line on stderr and status 2, another failure status 1.
+
+    So is output that cannot be written: nothing is said if nobody reads it any more, as behind `| head`.
+    """
     try:
         app()
     except KVTierError as error:
         print(f"kvtier: {harmless(str(error))}", file=sys.stderr)
         can_fix = isinstance(error, ConfigError | MissingPackages)
         sys.exit(Exit.USAGE if can_fix else Exit.FAILED)
+    except OSError:
+        if not _output_fails():
+            raise
+        sys.exit(Exit.FAILED)
+    finally:
+        if _output_fails():
+            sys.exit(Exit.FAILED)
+
+
+def _output_fails() -> bool:
+    """Whether what was printed cannot be written. Then it goes nowhere, or Python would say so once more at its end."""
+    if sys.stdout is None:  # closed from the beginning on
+        return False
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        if not isinstance(error, BrokenPipeError):
+            print(f"kvtier: standard output: {error.strerror}; write it to another place", file=sys.stderr)
+        nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+        return True
+    return False

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -115,6 +116,23 @@ def test_other_failures_are_one_line_and_status_1(
     monkeypatch.setattr("kvtier.cli.program.app", locked)
     assert run(monkeypatch) == Exit.FAILED
     assert capsys.readouterr().err == 'kvtier: [file] path "/kv": pid 7 has it open; stop it or choose another path\n'
+
+
+@pytest.mark.parametrize("verb", [("--version",), ("config", "--json")])
+def test_output_that_cannot_be_written_is_status_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], verb: tuple[str, ...]
+) -> None:
+    # A full disk is said; a reader that has gone, as behind `| head`, is no mistake of anybody's.
+    read, write = os.pipe()
+    os.close(read)
+    for place, said in (
+        ("/dev/full", "kvtier: standard output: No space left on device; write it to another place\n"),
+        (write, ""),
+    ):
+        with open(place, "w") as output:
+            monkeypatch.setattr(sys, "stdout", output)
+            assert run(monkeypatch, *verb) == Exit.FAILED
+        assert capsys.readouterr().err == said
 
 
 @pytest.mark.parametrize("arguments", [["bogus"], ["config", "--bogus"], ["demo", "--bogus"]])
