@@ -308,8 +308,8 @@ CLAIMS: Final = (
     PageRow("L2's books of a block: bytes besides its tokens", "memory", "tokens apart"),
     PageRow("the same with its tokens", "memory", "with its tokens", "Tokens in memory"),
     PageRow("what a full L2 adds to a pass of Python's garbage collector, ms", "memory", "gc pass"),
-    PageRow("what left L2 is remembered: bytes for each slot", "order_memory", "departures.*bytes"),
-    PageRow("the tail index, more than LRU: bytes for each slot", "order_memory", "^tail.*bytes"),
+    PageRow("what left L2 is remembered: bytes for each slot", "order_memory", "departures.*bytes", "Memory of orders"),
+    PageRow("the tail index, more than LRU: bytes for each slot", "order_memory", "^tail.*bytes", "Memory of orders"),
     PageRow("the same: MiB whatever the slots", "order_memory", "MiB"),
     PageRow("a dead Redis adds to a lookup of 128 blocks, CPU and wall µs", "dead_redis", "dead Redis"),
     PageRow(
