@@ -209,8 +209,9 @@ def first_use(scale: Scale) -> Iterator[BenchRow]:
     block_bytes = scale.geometry.block_bytes
     num_slots = scale.first_use_bytes // block_bytes
     loop = StepLoop(scale, num_slots)
-    gc.collect()
-    gc.freeze()  # as engines do: a collection of all that was imported takes 100 ms, and would look like a long step
+    if scale.device.type == "cuda":
+        gc.collect()
+        gc.freeze()  # as engines do: a pass over all that was imported takes 100 ms, and would look like a long step
     loop.run(lambda n: n >= 20)  # warms up
     phases = {"before": loop.run(lambda n: n >= 200)}
     began = time.perf_counter()
