@@ -67,7 +67,14 @@ class Unheld(NamedTuple):
 class _Named(dict[str, object]):
     """A row for a target's name: a column that it lacks is a question mark, in a result from before the column."""
 
-    def __missing__(self, column: str) -> str:
+    def __missing__(self, column: str) -> object:
+        return _QuestionMark()
+
+
+class _QuestionMark:
+    """However a name would have a number shown."""
+
+    def __format__(self, how: str) -> str:
         return "?"
 
 
