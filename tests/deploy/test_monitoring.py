@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import yaml
@@ -20,6 +21,8 @@ from server_rig import MODEL, save_checkpoint, serving
 from service_rig import attach, load, store
 
 from kvtier.service.events.publisher import Publisher
+from kvtier.service.observe.statuses import LatencyFigures
+from kvtier.service.router.latencies import Latencies
 from kvtier.tiers.config.sections import EventsConfig
 from kvtier.tiers.returns import RequestEnd
 
@@ -110,7 +113,9 @@ def _router_page() -> str:
                 until(lambda: router.complete().status_code == 200 and router.status()["retries"])
                 assert router.client.post("/v1/completions", json={"model": "another"}).status_code == 404
                 until(lambda: router.status()["replicas"][1]["state"] == "down")
-                return router.client.get("/metrics").text
+                waits = LatencyFigures(num=3, p50_s=0.25, p95_s=1.5)  # told after seconds only
+                with patch.object(Latencies, "figures", lambda _: {"ttft": waits, "itl": waits}):
+                    return router.client.get("/metrics").text
     finally:
         publisher.close()
 
