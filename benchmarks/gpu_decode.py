@@ -111,17 +111,12 @@ class Beside:
 
     def plans(self, kind: str, count: int) -> list[tuple[StepPlan | None, StepPlan | None]]:
         """So many steps' loads and stores, made before they are timed: planning is the scheduler's."""
-        loads = [(self._op(self.load.num_loaded, upper=True),) for _ in range(count)] if "loads" in kind else []
-        stores = [
-            [self._op(1, upper=False) for _ in range(NUM_STORED)] for _ in range(count if "stores" in kind else 0)
-        ]
-        return list(
-            zip(
-                [StepPlan(0, 0, ops) for ops in loads] or [None] * count,
-                [StepPlan(0, 0, (), tuple(ops)) for ops in stores] or [None] * count,
-                strict=True,
-            )
-        )
+        plans: list[tuple[StepPlan | None, StepPlan | None]] = []
+        for _ in range(count):
+            loads = StepPlan(0, 0, (self._op(self.load.num_loaded, upper=True),)) if "loads" in kind else None
+            stored = tuple(self._op(1, upper=False) for _ in range(NUM_STORED if "stores" in kind else 0))
+            plans.append((loads, StepPlan(0, 0, (), stored) if stored else None))
+        return plans
 
     def before(self, loads: StepPlan | None) -> None:
         """What a worker is told at a step's begin: as vLLM's, it only notes where a load may start."""

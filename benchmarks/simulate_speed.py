@@ -100,12 +100,12 @@ def replay(trace: RequestTrace, case: Case, size: int) -> tuple[SimulatedRun, li
 def measure(path: Path, size: int, rounds: int) -> list[dict[str, object]]:
     """A row for each case; `size` is of L2, in blocks."""
     load_trace(path, limit=100)  # what is imported once
+    trace = load_trace(path)
     reading, bound = list[float](), list[float]()
     pieces: dict[Case, list[list[float]]] = {case: [] for case in CASES}
     valued: dict[Case, float] = {}
     for turn in range(rounds):
-        trace, seconds = timed(load_trace, path)
-        reading.append(seconds)
+        reading.append(timed(load_trace, path)[1])
         optimum, seconds = timed(optimum_of, trace)
         bound.append(seconds)
         for case in CASES:

@@ -61,7 +61,7 @@ def _waits(figures: Mapping[str, Mapping[str, statuses.LatencyFigures]]) -> Iter
     """How long the last minute's requests waited there, by replica, as its own metrics say."""
     kinds = (("ttft", "Time to the first token"), ("itl", "Time between two tokens"))
     for what, text in kinds:
-        waits = {}
+        waits: dict[tuple[str, str], float] = {}
         for name, each in figures.items():
             if what in each:
                 waits |= {(name, "0.5"): each[what].p50_s, (name, "0.95"): each[what].p95_s}

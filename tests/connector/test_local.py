@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from kvtier.connector import local
 from kvtier.connector.local import LocalConnector
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.copies.copy_ways import CopyWays
@@ -27,7 +26,7 @@ def test_copies_are_measured_unless_they_are_configured(
         def close(self, timeout: float) -> None:
             pass
 
-    monkeypatch.setattr(local, "CudaCopyStream", Stream)
+    monkeypatch.setattr("kvtier.tiers.copies.CudaCopyStream", Stream)
     given = {} if batch_from is None else {"batch_copies_from": batch_from, "copy_grid": 8}
     config = Config.load(host={"size": "1MiB", "pin": False, **given})
     tensor: Any = SimpleNamespace(is_cuda=True, device=SimpleNamespace(index=0))

@@ -7,7 +7,6 @@ import pytest
 import torch
 from service_rig import FINGERPRINT
 
-from kvtier.connector import local
 from kvtier.connector.local import LocalConnector
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.copies.copy_ways import CopyWays
@@ -29,7 +28,7 @@ def done(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
         def close(self, timeout: float) -> None:
             done.append(("closed", timeout > 0))
 
-    monkeypatch.setattr(local, "CudaCopyStream", Stream)
+    monkeypatch.setattr("kvtier.tiers.copies.CudaCopyStream", Stream)
     monkeypatch.setattr(HostRegion, "pin", lambda self, device: done.append(("pins", (self.region_id, device))))
     return done
 

@@ -12,7 +12,6 @@ from cpu_cupy import LazyCupy
 from lazy_cuda import LazyCuda, LazyDriver, pin, ranges_of, rows_of
 from tiny_models import config_of, prompt
 
-from kvtier.connector import local
 from kvtier.connector.local import LocalConnector
 from kvtier.connector.segments.paged_attention import PagedKV
 from kvtier.connector.worker import WorkerSide
@@ -106,7 +105,7 @@ def test_answers_are_a_cold_engines_and_nothing_races(
         pin(region, cuda, piece_bytes=64 << 10)
         return CudaCopyStream(tensor, region, cupy=LazyCupy(cuda), driver=driver, ways=ways)
 
-    monkeypatch.setattr(local, "HostCopyStream", stream)
+    monkeypatch.setattr("kvtier.tiers.copies.HostCopyStream", stream)
     cache = {"block_size": 16, "load_or_recompute": "load", "prefetch_deadline": "30s"}
     file = {"path": str(tmp_path / "slab"), "size": "16MiB", "deadline": "30s"} if cuda.seed % 2 else {}
     config = Config.load(host={"size": ["64MiB", "2MiB"][cuda.seed % 2]}, file=file, cache=cache)
@@ -152,7 +151,7 @@ def test_an_engine_whose_copies_are_lost_goes_on_without_them(
         pin(region, cuda, piece_bytes=64 << 10)
         return CudaCopyStream(tensor, region, driver=driver, ways=CopyWays(CopyChoice(None, torch_from=0)))
 
-    monkeypatch.setattr(local, "HostCopyStream", stream)
+    monkeypatch.setattr("kvtier.tiers.copies.HostCopyStream", stream)
     kept = len(host._KEPT)
     cache = {"block_size": 16, "load_or_recompute": "load"}
     config = Config.load(host={"size": "64MiB"}, file={}, cache=cache)

@@ -468,7 +468,7 @@ class LazyDriver:
 
 def pin(region: HostRegion, cuda: LazyCuda | None = None, *, piece_bytes: int = PIECE_BYTES) -> None:
     """All of the region is pinned now, in pieces of that size; `cuda` knows them."""
-    region.pinning = PinnedPieces(region, LazyDriver(cuda or LazyCuda()), 0, piece_bytes=piece_bytes)
+    region.pinning = PinnedPieces(region, LazyDriver(cuda or LazyCuda()), 0, piece_bytes=piece_bytes, pause=0)
     assert region.pinning.wait(60)
 
 

@@ -55,8 +55,10 @@ class PinnedPieces:
     A copy may be asynchronous only if all of its slots are pinned, and no single piece of it reaches over a border.
     """
 
-    def __init__(self, region: Pinnable, driver: PinDriver, device: int, *, piece_bytes: int = PIECE_BYTES) -> None:
-        """Start pinning; `device` is the number of the one that copies."""
+    def __init__(
+        self, region: Pinnable, driver: PinDriver, device: int, *, piece_bytes: int = PIECE_BYTES, pause: float = _PAUSE
+    ) -> None:
+        """Start pinning; `device` is the number of the one that copies, `pause` the least seconds between pieces."""
         self.slots_per_piece = max(1, piece_bytes // region.slot_stride)
         self.error: str | None = None  # why the rest stays pageable
         self._address = region.address
@@ -65,6 +67,7 @@ class PinnedPieces:
         self._wait_prefaulted = region.wait_prefaulted
         self._driver = driver
         self._device = device
+        self._pause = pause
         self._pinned = np.zeros(-(-region.num_slots // self.slots_per_piece), bool)
         self._wanted: deque[int] = deque()  # pieces that copies wait for
         self._closing = threading.Event()
@@ -133,7 +136,7 @@ class PinnedPieces:
                     began = time.monotonic()
                     self._driver.register(*self._span(piece))
                     self._pinned[piece] = True
-                    self._closing.wait(max(_PAUSE, time.monotonic() - began))
+                    self._closing.wait(max(self._pause, time.monotonic() - began))
         except RuntimeError as error:
             self.error = str(error)
             total = self._num_slots * self._slot_stride
