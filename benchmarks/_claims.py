@@ -98,6 +98,7 @@ CLAIMS: Final = (
         "`kvtier simulate`, 100,000 requests, LRU and `tail`, with a slab and without: CPU s",
         "simulate_speed",
         "^simulate",
+        "A simulated slab",
     ),
     PageRow(
         "a step that stores a block of 1 to 64 sequences, L2 and slab, ways to admit and write: CPU ms",

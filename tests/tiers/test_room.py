@@ -18,13 +18,14 @@ from kvtier.tiers.room import StoragePlace, TellsRoom
 def test_a_slab_tells_how_full_its_disk_is(disk_dir: Path) -> None:
     store = FileStore.open(disk_dir, bytes(32), slot_bytes=SLOT, block_size=4, size=60 * 4400, mode="buffered")
     assert isinstance(store, TellsRoom)
-    [(place, used, limit, _), slab] = store.room()
+    on_disk, slab = store.room()
+    place, used, limit, _ = on_disk
     disk = os.statvfs(disk_dir)
     assert place == str(disk_dir)
     assert limit is not None
     assert 0 < used <= limit <= disk.f_blocks * disk.f_frsize
     # And how much of it the slab takes, of what it may take.
-    assert slab == (str(store.path), os.stat(store.path).st_blocks * 512, store.superblock.file_bytes, True)
+    assert tuple(slab) == (str(store.path), os.stat(store.path).st_blocks * 512, store.superblock.file_bytes, True)
     assert 0 < slab.used
     store.close()
 

@@ -68,12 +68,7 @@ def _geometry_of(parts: Sequence[BlockPart]) -> Geometry | None:
     """The parts of a block as a kernel's layers; None if they are no such thing."""
     first, num_bytes = parts[0], parts[0].num_bytes
     for number, part in enumerate(parts):
-        shape, strides = part.tensor.shape[1:], part.tensor.stride()
-        if (shape, strides, part.tensor.itemsize) != (
-            first.tensor.shape[1:],
-            first.tensor.stride(),
-            first.tensor.itemsize,
-        ):
+        if _form_of(part) != _form_of(first):
             return None
         if part.offset != first.offset + number * num_bytes:
             return None
@@ -89,3 +84,7 @@ def _geometry_of(parts: Sequence[BlockPart]) -> Geometry | None:
     bases = tuple(part.tensor.data_ptr() for part in parts)
     block_stride = first.tensor.stride(0) * item
     return Geometry(bases, block_stride, kv_stride, token_stride, head_stride, kv, tokens, heads, run)
+
+
+def _form_of(part: BlockPart) -> tuple[object, ...]:
+    return part.tensor.shape[1:], part.tensor.stride(), part.tensor.itemsize

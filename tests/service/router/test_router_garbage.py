@@ -88,15 +88,15 @@ def event(text: object) -> bytes:
 def passed(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     """What went to a client past everything that a server does for an answer."""
     found: list[bytes] = []
-    real = http_server._DeadlineProtocol._pass_chunks
+    real = http_server._Protocol._pass_chunks
 
-    def noting(self: http_server._DeadlineProtocol, chunks: bytes) -> bool:
+    def noting(self: http_server._Protocol, chunks: bytes) -> bool:
         has_passed = real(self, chunks)
         if has_passed:
             found.append(chunks)
         return has_passed
 
-    monkeypatch.setattr(http_server._DeadlineProtocol, "_pass_chunks", noting)
+    monkeypatch.setattr(http_server._Protocol, "_pass_chunks", noting)
     return found
 
 

@@ -57,8 +57,7 @@ class Client:
             parts = _own_parts(l1)
             self.twins = _own_parts(l1.clone())
             cuda.own(l1)
-            cupy = LazyCupy(cuda)
-            self.stream = CudaCopyStream(l1, self.region, cupy=cupy, driver=driver, ways=CopyWays(choice))
+            self.stream = CudaCopyStream(l1, self.region, cupy=LazyCupy(cuda), driver=driver, ways=CopyWays(choice))
         else:
             self.tensors = [torch.zeros(shape, dtype=torch.bfloat16) for _ in range(LAYERS)]
             kind = layout.partition(",")[0]
