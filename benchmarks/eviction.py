@@ -25,7 +25,7 @@ from kvtier.service.traces import RequestTrace
 from kvtier.tiers.config import Config
 from kvtier.tiers.hierarchy import open_hierarchy
 from kvtier.tiers.naming import KVShape
-from kvtier.tiers.pool.tail_index import TailIndex
+from kvtier.tiers.pool import TailIndex
 
 BLOCK_BYTES: Final = 64 << 20  # 512 tokens of a Llama 8B
 SIZES: Final = (360, 1600)  # blocks of L2, of made-up traces

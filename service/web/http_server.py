@@ -29,7 +29,7 @@ _MANY: Final = "too many requests at once; try again later"
 _TWO_LENGTHS: Final = "content-length, transfer-encoding: a body has only one of them; send one"
 _NO_HTTP: Final = "request: not HTTP/1.1; see what the client sends before the body"
 
-Refusal = Callable[[int, str], Response]
+RefusalForm = Callable[[int, str], Response]
 """Makes the answer that refuses a request: from the status, and what is wrong."""
 
 
@@ -88,7 +88,7 @@ class HttpServer:
         listening: HttpSocket,
         *,
         max_requests: int = _MAX_REQUESTS,
-        refusal: Refusal = _plain,
+        refusal: RefusalForm = _plain,
         grace: int = _GRACE,
         stopping: threading.Event | None = None,
     ) -> None:

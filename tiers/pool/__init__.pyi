@@ -18,6 +18,7 @@ from .index import Slots, Words, to_words
 from .lease import Lease, Places, Reservation
 from .pool import SlotPool
 from .states import FILLING, READY, AnySlots, listed
+from .tail_index import TailIndex
 
 __all__ = [
     "EVICTED",
@@ -41,6 +42,7 @@ __all__ = [
     "Reservation",
     "SlotPool",
     "Slots",
+    "TailIndex",
     "Words",
     "causes_of",
     "listed",

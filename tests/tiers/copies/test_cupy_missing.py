@@ -10,7 +10,7 @@ import pytest
 import torch
 from lazy_cuda import LazyCuda, pin
 
-from kvtier.tiers.copies import cuda_transfer
+from kvtier.tiers.copies import tensor_copier
 from kvtier.tiers.copies.block_copier import BlockCopies
 from kvtier.tiers.copies.cuda_transfer import CudaCopyStream
 from kvtier.tiers.host.host import HostRegion
@@ -46,9 +46,9 @@ class RawKernel:
 
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    cuda_transfer._say_what_is_lost.cache_clear()
+    tensor_copier._say_once.cache_clear()
     yield
-    cuda_transfer._say_what_is_lost.cache_clear()
+    tensor_copier._say_once.cache_clear()
 
 
 @pytest.mark.parametrize("case", CUPIES)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from lazy_cuda import LazyCuda, LazyDriver, LazyEvent, LazyStream, pin
 
-from kvtier.tiers.copies import cuda_transfer
+from kvtier.tiers.copies import tensor_copier
 from kvtier.tiers.copies.block_copier import BlockCopies
 from kvtier.tiers.copies.copy_ways import CopyChoice, CopyWays
 from kvtier.tiers.copies.cuda_transfer import CudaCopyStream
@@ -85,7 +85,7 @@ def pairs(*numbers: int) -> BlockCopies:
 
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    monkeypatch.setattr(cuda_transfer.TensorCopier, "_compiled", lambda *_: None)
+    monkeypatch.setattr(tensor_copier.TensorCopier, "_compiled", lambda *_: None)
     kept = len(host._KEPT)
     world = World(monkeypatch)
     yield world
@@ -157,7 +157,7 @@ def test_whatever_a_copy_raises_becomes_its_error(
         raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr(cuda_transfer.TensorCopier, "copy", refuse)
+        patch.setattr(tensor_copier.TensorCopier, "copy", refuse)
         failed = world.stream.store(pairs(1))
     world.cuda.finish()
     assert failed.done()
@@ -201,7 +201,7 @@ def test_a_copy_that_hangs_in_the_thread_does_not_hold_up_a_close(
         begun.set()
         assert may_end.wait(60)
 
-    monkeypatch.setattr(cuda_transfer.TensorCopier, "copy", hanging)
+    monkeypatch.setattr(tensor_copier.TensorCopier, "copy", hanging)
     monkeypatch.setattr(world.region, "pinning", None)
     hung, behind = world.stream.store(pairs(1)), world.stream.store(pairs(2))
     assert begun.wait(60)
@@ -218,13 +218,13 @@ def test_a_copy_that_hangs_in_the_thread_does_not_hold_up_a_close(
 def test_a_copy_waits_for_one_that_the_thread_has_yet_to_give_the_device(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    may_go_on, copy = threading.Event(), cuda_transfer.TensorCopier.copy
+    may_go_on, copy = threading.Event(), tensor_copier.TensorCopier.copy
 
     def late(self: Any, direction: Any, *copies: Any, **options: Any) -> None:
         assert direction == "load" or may_go_on.wait(60)
         copy(self, direction, *copies, **options)
 
-    monkeypatch.setattr(cuda_transfer.TensorCopier, "copy", late)
+    monkeypatch.setattr(tensor_copier.TensorCopier, "copy", late)
     with monkeypatch.context() as patch:
         patch.setattr(world.region, "is_pinned", lambda slots: False)
         stored = world.stream.store(pairs(1))
