@@ -128,6 +128,7 @@ EXPLAINED: Final = {
     "tiers/pool/pool.py": "the verbs under one lock; each is a few lines",
     "tiers/pool/pool.py:SlotPool": "one lock, one law: the verbs of a slot's life belong together",
     "tiers/pool/slots.py:SlotTable": "all that happens to a slot, over one set of arrays; pools are verbs over it",
+    "tiers/file/slab_index.py:SlabIndex": "one table, whose verbs are for one block and for many",
     "tiers/pool/tail_index.py:TailIndex": "a policy's verbs, for one block and for many, and those of ends",
     "tiers/returns/returns.py:heard": "what is known of one end, by what was looked up before",
     "tiers/hierarchy/io_queue.py:_work:except": "top of the worker loop: a failed end is logged, the thread lives on",
