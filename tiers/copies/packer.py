@@ -67,6 +67,7 @@ class Packer:
         self.ways: tuple[CopyWay, ...] = ("staging",) if direct is None else ("batch", "staging")
         self._runs = {id(part): run for part in blocks.parts if (run := _run_of(part)) is not None}
         self._mean_runs: dict[tuple[int, tuple[int, int] | None], float] = {}
+        self._selections: dict[tuple[tuple[int, ...], tuple[int, int] | None, frozenset[int]], _Selection] = {}
         self._staging: dict[CopyDirection, torch.Tensor] = {}
         # bytes to ask for: never more than all slots at once take
         most = min(STAGING_BYTES, region.num_slots * self._least_staging)
@@ -78,30 +79,44 @@ class Packer:
 
         `is_chained`: what is read may still be on its way there, on a stream that this one waits for.
         """
-        made = self._copy_runs(direction, copies, is_chained) if self._direct is not None else set[int]()
+        made = self._copy_runs(direction, copies, is_chained) if self._direct is not None else frozenset[int]()
         with torch.inference_mode():  # an engine's tensors may have been made in it; then only it may write to them
             for slots, blocks in _by_slot(self._blocks, copies):
-                parts = [
-                    (self._parts[id(part)], group)
-                    for group in blocks
-                    for part in self._blocks.select(group, copies.layers)
-                    if id(part) not in made
-                ]
-                if parts:
-                    self._copy(direction, slots, parts, blocks, is_chained=is_chained)
-                    self._ways.count("staging", len(slots) * sum(part.span[1] - part.span[0] for part, _ in parts))
+                selection = self._select(tuple(blocks), copies.layers, made)
+                if selection.parts:
+                    self._copy(direction, slots, selection, blocks, is_chained=is_chained)
+                    self._ways.count("staging", len(slots) * selection.num_bytes)
 
-    def _copy_runs(self, direction: CopyDirection, copies: BlockCopies, is_chained: bool) -> set[int]:
-        """Copy the parts that are one run each by one call of the driver, if that is fast. Returns which these are."""
+    def _select(
+        self, groups: tuple[int, ...], layers: tuple[int, int] | None, made: frozenset[int]
+    ) -> "_Selection":
+        """The parts of these groups and layers, but for the runs of the groups in `made`.
+
+        Kept: a decode step stores the same parts each time, and picking them took as long as their copy's launches.
+        """
+        if (known := self._selections.get((groups, layers, made))) is not None:
+            return known
+        parts = [
+            (self._parts[id(part)], group)
+            for group in groups
+            for part in self._blocks.select(group, layers)
+            if group not in made or id(part) not in self._runs
+        ]
+        kernels = self._kernels.get(groups[0]) if len(groups) == 1 else None
+        self._selections[groups, layers, made] = _Selection(parts, kernels)
+        return self._selections[groups, layers, made]
+
+    def _copy_runs(self, direction: CopyDirection, copies: BlockCopies, is_chained: bool) -> frozenset[int]:
+        """Copy the parts that are one run each by one call of the driver, if that is fast. Returns of which groups."""
         assert self._direct is not None
         if not len(copies) or not self._region.is_pinned(copies.host_slots):
-            return set()
+            return frozenset()
         made, batches = set[int](), []
         for group, blocks, slots in self._blocks.by_group(copies):
             if not self._ways.choice.is_batched(self._mean_run(group, copies.layers)):
                 continue
             parts = [part for part in self._blocks.select(group, copies.layers) if id(part) in self._runs]
-            made |= {id(part) for part in parts}
+            made.add(group)
             runs = [self._runs[id(part)] for part in parts]
             batches.append(pieces_of(direction, runs, blocks, slots, self._region))
         if batches:
@@ -109,7 +124,7 @@ class Packer:
             stream = torch.cuda.current_stream(self.device).cuda_stream
             self._direct.copy(direction, (targets, sources, sizes), stream, is_chained=is_chained)
             self._ways.count("batch", int(sizes.sum()))
-        return made
+        return frozenset(made)
 
     def _mean_run(self, group: int, layers: tuple[int, int] | None) -> float:
         """Mean bytes of the pieces of a block: its parts that are one run, those that go on on both sides joined."""
@@ -129,20 +144,18 @@ class Packer:
         self,
         direction: CopyDirection,
         slots: NDArray[np.int64],
-        parts: "Sequence[tuple[_IntegerPart, int]]",
+        selection: "_Selection",
         blocks: Mapping[int, NDArray[np.int64]],
         *,
         is_chained: bool,
     ) -> None:
-        """Slots of which the same parts are asked for, each part with its group; `blocks` are the groups' blocks."""
-        spans = _spans([part for part, _ in parts])
-        first = spans[0][0] // _ROW_ALIGNMENT * _ROW_ALIGNMENT
-        width = -(-(spans[-1][1] - first) // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
+        """Slots of which the same parts are asked for; `blocks` are the groups' blocks."""
+        spans, first, width = selection.spans, selection.first, selection.width
         room = self._room(direction)
         if not room:
-            return self._copy_unstaged(direction, slots, parts, blocks)
+            return self._copy_unstaged(direction, slots, selection.parts, blocks)
         per_batch = max(1, room // width)
-        between = self._by_kernel(parts, blocks, per_batch) or self._by_part(parts, blocks)
+        between = self._by_kernel(selection, blocks, per_batch) or self._by_part(selection.parts, blocks)
         for start in range(0, len(slots), per_batch):
             batch = slice(start, start + per_batch)
             staging = self._rows(direction, len(slots[batch]), width)
@@ -155,19 +168,17 @@ class Packer:
         return None
 
     def _by_kernel(
-        self, parts: "Sequence[tuple[_IntegerPart, int]]", blocks: Mapping[int, NDArray[np.int64]], per_batch: int
+        self, selection: "_Selection", blocks: Mapping[int, NDArray[np.int64]], per_batch: int
     ) -> "_Repack | None":
         """One launch a batch; None where the parts are of several groups, or not alike."""
-        groups = {group for _, group in parts}
-        kernels = self._kernels.get(min(groups)) if len(groups) == 1 else None
-        chosen = [part.part for part, _ in parts]
-        if kernels is None or not kernels.covers(chosen):
+        kernels, alike = selection.kernels, selection.alike
+        if kernels is None or alike is None:
             return None
-        numbers = blocks[min(groups)]
-        index = self._on_device(np.stack((numbers, np.arange(len(numbers)) % per_batch)))
+        [numbers] = blocks.values()
+        index = self._on_device(np.array((numbers, np.arange(len(numbers)) % per_batch)))
 
         def repack(direction: CopyDirection, start: int, staging: torch.Tensor, first: int) -> None:
-            kernels.launch(direction, chosen, index, start, staging, first)
+            kernels.launch(direction, alike, index, start, staging, first)
 
         return repack
 
@@ -316,6 +327,20 @@ class _IntegerPart:
         low, high = self.span
         columns = staging[:, low - first : high - first].view(self.tensor.dtype)
         return columns.view(len(staging), *self.tensor.shape[1:])
+
+
+class _Selection:
+    """Parts that are copied together, each with its group, and what a copy of them needs to know."""
+
+    def __init__(self, parts: "Sequence[tuple[_IntegerPart, int]]", kernels: PartKernels | None) -> None:
+        self.parts = parts
+        self.kernels = kernels
+        self.alike = kernels.range_of([part.part for part, _ in parts]) if kernels is not None else None
+        self.spans = _spans([part for part, _ in parts])
+        self.num_bytes = sum(high - low for low, high in self.spans)
+        low, high = (self.spans[0][0], self.spans[-1][1]) if parts else (0, 0)
+        self.first = low // _ROW_ALIGNMENT * _ROW_ALIGNMENT  # byte of a slot that a row of the staging starts with
+        self.width = -(-(high - self.first) // _ROW_ALIGNMENT) * _ROW_ALIGNMENT  # bytes of a row
 
 
 def _by_slot(

@@ -42,22 +42,22 @@ class PartKernels:
             made._kernels.compile(Canonical(made._offset, geometry.unit_bytes(made._offset, 0)))
         return made
 
-    def covers(self, parts: Sequence[BlockPart]) -> bool:
-        """Whether these are parts of this group that follow each other in a slot."""
+    def range_of(self, parts: Sequence[BlockPart]) -> "tuple[int, int] | None":
+        """The half-open range of this group's parts that these are; None if they do not follow each other in a slot."""
         numbers = sorted(self._numbers.get(id(part), -1) for part in parts)
-        return bool(numbers) and numbers[0] >= 0 and numbers[-1] - numbers[0] == len(numbers) - 1
+        if not numbers or numbers[0] < 0 or numbers[-1] - numbers[0] != len(numbers) - 1:
+            return None
+        return numbers[0], numbers[-1] + 1
 
     def launch(
-        self, direction: CopyDirection, parts: Sequence[BlockPart], index: torch.Tensor, start: int,
+        self, direction: CopyDirection, parts: tuple[int, int], index: torch.Tensor, start: int,
         staging: torch.Tensor, first: int,
     ) -> None:  # fmt: skip
         """Between blocks `index[0, start:]` and rows `index[1, start:]` of the staging, on the current stream.
 
-        A row holds a slot's bytes from `first` on. The parts must be covered.
+        A row holds a slot's bytes from `first` on; `parts` is a range of this group's.
         """
-        numbers = [self._numbers[id(part)] for part in parts]
-        address = staging.data_ptr() + self._offset - first
-        rows = Canonical(address, staging.stride(0), (min(numbers), max(numbers) + 1))
+        rows = Canonical(staging.data_ptr() + self._offset - first, staging.stride(0), parts)
         launch = self._kernels.scatter if direction == "load" else self._kernels.gather
         blocks, targets = (row[start:].data_ptr() for row in index)
         count = min(len(staging), index.shape[1] - start)

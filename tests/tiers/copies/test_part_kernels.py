@@ -100,8 +100,8 @@ def test_parts_that_differ_have_no_kernel(cupy: FakeCupy) -> None:
 def test_only_parts_that_follow_each_other_are_covered(cupy: FakeCupy) -> None:
     parts = parts_of("one run", kv())
     kernels: Any = PartKernels.of(parts, cupy)
-    assert kernels.covers(parts[1:3])
-    assert kernels.covers(parts[2:0:-1])
-    assert not kernels.covers([parts[0], parts[2]])
-    assert not kernels.covers([])
-    assert not kernels.covers([BlockPart(parts[0].tensor, 0, 0)])  # another's
+    assert kernels.range_of(parts[1:3]) == (1, 3)
+    assert kernels.range_of(parts[2:0:-1]) == (1, 3)
+    assert kernels.range_of([parts[0], parts[2]]) is None
+    assert kernels.range_of([]) is None
+    assert kernels.range_of([BlockPart(parts[0].tensor, 0, 0)]) is None  # another's
