@@ -87,9 +87,7 @@ class Packer:
                     self._copy(direction, slots, selection, blocks, is_chained=is_chained)
                     self._ways.count("staging", len(slots) * selection.num_bytes)
 
-    def _select(
-        self, groups: tuple[int, ...], layers: tuple[int, int] | None, made: frozenset[int]
-    ) -> "_Selection":
+    def _select(self, groups: tuple[int, ...], layers: tuple[int, int] | None, made: frozenset[int]) -> "_Selection":
         """The parts of these groups and layers, but for the runs of the groups in `made`.
 
         Kept: a decode step stores the same parts each time, and picking them took as long as their copy's launches.
