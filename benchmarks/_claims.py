@@ -378,12 +378,8 @@ CLAIMS: Final = (
     ),
     PageRow("the same, GB/s", "gpu_bandwidth", "^both ways.*GB/s"),
     PageRow("GPU ↔ L2, pieces of 4 to 256 KiB, GB/s", "gpu_bandwidth", "^pieces", "Small pieces of a GPU"),
-    PageRow(
-        "a worker's step with 64 stores, CPU ms to enqueue them", "gpu_bandwidth", "^a step", "Calls for a GPU's copies"
-    ),
-    PageRow(
-        "first use of L2: longest step of the GPU beside it, ms", "gpu_bandwidth", "^first use", "A GPU beside pinning"
-    ),
+    PageRow("a worker's step with 64 stores, CPU ms to enqueue them", "gpu_bandwidth", "^a step"),
+    PageRow("first use of L2: longest step of the GPU beside it, ms", "gpu_bandwidth", "^first use"),
     PageRow(
         "a decode step beside stores, loads, and both: ÷ alone",
         "gpu_decode",
