@@ -22,7 +22,7 @@ from kvtier.tiers import ConfigError, FormatError, KVTierError, StoreLocked
 
 Print = Callable[[str], None]
 
-_DEADLINE: Final = 180.0  # seconds for one service to get ready: an engine imports torch, on a busy machine
+_DEADLINE: Final = 600.0  # seconds for one service to get ready: an engine imports torch, on a busy machine
 GRACE: Final = 40.0  # seconds from SIGTERM to SIGKILL, as in the compose file: more than any service takes
 _WAIT: Final = 2.0  # seconds for the keeper, which needs the state for a moment
 _PAUSE: Final = 0.1  # seconds between two polls of starting services
