@@ -203,10 +203,10 @@ function decisionsOf({ decisions, replicas }) {
   if (!decisions.length) return howToAsk();
   const names = replicas.map(({ name }) => name);
   return table(
-    [["time"], ["prompt", "number"], ["goes to"], ["why"], ...names.map((name) => [name, "score"])],
+    [["time"], ["prompt", "number"], ["goes to"], ["why", "why"], ...names.map((name) => [name, "score"])],
     decisions.slice(0, MAX_DECISIONS).map((decision) => [
       new Date(decision.time * 1000).toLocaleTimeString([], { hourCycle: "h23" }),
-      `${count(decision.prompt_blocks)} blocks`,
+      `${count(decision.prompt_blocks)} ${decision.prompt_blocks === 1 ? "block" : "blocks"}`,
       decision.chosen ?? "nobody",
       [h("b", {}, decision.reason), h("small", {}, ` ${REASONS[decision.reason] ?? ""}`)],
       ...names.map((name) => scoreOf(decision, decision.scores.find((score) => score.name === name))),
