@@ -38,7 +38,7 @@ B = TypeVar("B", bound=BaseModel)
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What the API needs. `events` are the endpoints at which KV events are published, if they are."""
+    """What the API needs. `events`: where KV events are published, if they are; `node`: where its daemon's are."""
 
     loop: EngineLoop
     prompts: Prompts
@@ -46,6 +46,7 @@ class Served:
     config: ServerConfig
     guides: JsonGuides
     events: Mapping[str, str | None] | None = None
+    node: Mapping[str, str | None] | None = None
     call_form: CallForm | None = None  # how its answers call tools
 
 

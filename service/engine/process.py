@@ -22,7 +22,7 @@ from kvtier.service.openai import Prompts, refusal
 from kvtier.service.web import HttpServer, HttpSocket
 from kvtier.service.why import RequestLog
 from kvtier.tiers import L1
-from kvtier.tiers.config import Config
+from kvtier.tiers.config import Config, EventsConfig
 from kvtier.tiers.hierarchy import EventSource, Hierarchy, TierEvents, check_tiers
 
 _log = logging.getLogger(__name__)
@@ -66,7 +66,8 @@ class EngineServer:
         self.name = settings.name or name_of(model)
         guides = JsonGuides(prompts.tokenizer_json, self.engine.model.vocab_size, self.engine.model.eos_token_ids)
         form = form_of(settings.tool_parser, prompts)
-        app = make_app(Served(self.loop, prompts, self.name, settings, guides, _events(self.publisher), form))
+        events, node = _events(self.publisher), _node(config.events)
+        app = make_app(Served(self.loop, prompts, self.name, settings, guides, events, node, form))
         room = self.loop.capacity + _SPARE
         self._http = HttpServer(app, listening, max_requests=room, refusal=refusal, grace=_GRACE)
         self.address = self._http.address
@@ -104,3 +105,7 @@ def _feed(publisher: Publisher, engine: Engine) -> TierFeed:
 
 def _events(publisher: Publisher | None) -> Mapping[str, str | None] | None:
     return None if publisher is None else {"publish": publisher.endpoint, "replay": publisher.replay_endpoint}
+
+
+def _node(config: EventsConfig) -> Mapping[str, str | None] | None:
+    return None if config.node is None else {"publish": config.node, "replay": config.node_replay}

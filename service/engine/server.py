@@ -41,7 +41,7 @@ def make_app(served: Served) -> Starlette:
     reading = asyncio.Semaphore(_READING)
 
     def entry() -> Json:
-        return model_entry(served.loop, served.name, served.events)
+        return model_entry(served.loop, served.name, served.events, served.node)
 
     async def model(request: Request) -> Response:
         guard.admit(request)

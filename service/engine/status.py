@@ -30,8 +30,13 @@ _STATES: Final = ("waiting", "loading", "running")
 _TOKENS: Final = ("prompt_tokens", "computed_tokens", "generated_tokens")
 
 
-def model_entry(loop: EngineLoop, name: str, events: Mapping[str, str | None] | None) -> Json:
-    """The model's entry in `/v1/models`. A router reads `kvtier`; `events` are the endpoints of KV events."""
+def model_entry(
+    loop: EngineLoop,
+    name: str,
+    events: Mapping[str, str | None] | None,
+    node: Mapping[str, str | None] | None = None,
+) -> Json:
+    """The model's entry in `/v1/models`. A router reads `kvtier`; endpoints of KV events: its own, its daemon's."""
     engine = loop.engine
     salt, fingerprint = engine.config.cache_salt, bytes.fromhex(loop.fingerprint)
     return {
@@ -45,6 +50,7 @@ def model_entry(loop: EngineLoop, name: str, events: Mapping[str, str | None] | 
             "fingerprint": loop.fingerprint,
             "max_model_len": loop.room,
             "events": events,
+            "node": node,
             # as in events, for requests without a salt; the engine's own salt cannot be computed from it
             "namespace": None if salt is None else namespace_of(root_hash(fingerprint, cache_salt=salt)),
         },

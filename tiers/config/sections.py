@@ -226,6 +226,10 @@ class EventsConfig(Section):
         None, "the publisher's CURVE key pair, for tcp:// addresses; none = subscribers need no key"
     )
     curve_reader_file: FileName | None = option(None, "the public key of those who may subscribe")
+    node: ZmqEndpoint | None = option(
+        None, "an engine's: where its daemon publishes, as routers reach it; the engine tells them"
+    )
+    node_replay: ZmqEndpoint | None = option(None, "likewise, where its daemon repeats what was missed")
     buffer: WholeNumber = option(10_000, "batches kept to be told again", ge=1, le=1_000_000)
     topic: Topic | None = option(None, "topic of every event; none = one for each model, kv@ and its fingerprint")
     strict: bool = option(False, "log events that contradict earlier ones as errors, not as warnings")
@@ -234,6 +238,8 @@ class EventsConfig(Section):
     def _whole(self) -> Self:
         if self.replay is not None and self.publish is None:
             raise ValueError(f'replay "{self.replay}": nothing is published; set publish too')
+        if self.node_replay is not None and self.node is None:
+            raise ValueError(f'node_replay "{self.node_replay}": no node is named; set node too')
         for name, value in (("publish", self.publish), ("replay", self.replay)):
             if value is not None and value.startswith("tcp://") and not self.allow_remote:
                 require_local(name, value)

@@ -311,9 +311,12 @@ def test_events_tell_what_the_engine_holds(model: Path, disk_dir: Path) -> None:
     events = {name: f"tcp://127.0.0.1:{free_port()}" for name in ("publish", "replay")}
     tiers: dict[str, Any] = {"file": {"path": str(disk_dir), "size": "16MiB"}, "l1": {"num_blocks": 40}}
     ids, room = tokenizer().encode(LONG).ids, len(LONG) // BLOCK
-    with serving(model, events=events, **tiers) as server:
+    node = {"node": "tcp://10.0.0.5:5557", "node_replay": "tcp://10.0.0.5:5558"}
+    with serving(model, events=events | node, **tiers) as server:
         (listed,) = server.client.models.list().data
-        assert listed.model_dump()["kvtier"]["events"] == events
+        told = listed.model_dump()["kvtier"]
+        assert told["events"] == events
+        assert told["node"] == {"publish": node["node"], "replay": node["node_replay"]}  # for a router
         fingerprint = server.engine.identity.fingerprint()
         consumer = EventConsumer("engine", index, events["publish"], events["replay"], topic=topic_of(fingerprint))
 
