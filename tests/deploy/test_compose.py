@@ -16,6 +16,7 @@ from typing import Any, Final
 import pytest
 import yaml
 from command_rig import kvtier
+from compose_rig import FILE, SECRETS, VARIABLE, command_of, processes, raw, services, variables
 from node_rig import ROOT
 
 from kvtier.cli import servers_cli
@@ -27,54 +28,16 @@ from kvtier.service.web import http_server
 from kvtier.service.web.http_hosts import HostNames
 from kvtier.tiers.config.config import Config
 
-FILE: Final = ROOT / "docker-compose.yml"
 GPU: Final = ROOT / "deploy" / "gpu.yml"
 EXAMPLE: Final = ROOT / "deploy" / "example.env"
 PROFILES: Final = ("core", "cluster", "observability", "bench")
-SECRETS: Final = {  # what example.env leaves empty
-    **{f"KVTIER_{section}__TOKEN": section.lower() * 8 for section in ("ROUTER", "SERVER", "SERVICE")},
-    "GRAFANA_PASSWORD": "g" * 32,
-}
 OTHER_NAMES: Final = {"valkey-server": "redis-server", "valkey-cli": "redis-cli"}
 ONLY_CONTAINERS: Final = {"pod-a", "pod-b"}  # of no use to processes that share a pid namespace anyway
 
 _REMOTE: Final = re.compile(
     r"KVTIER_\w+__(ALLOW_REMOTE|ALLOWED_HOSTS|TOKEN|REPLICA_TOKEN)"
 )  # a container's address is not loopback
-_VARIABLE: Final = re.compile(r"\$\{(\w+)(?::([-?])([^}]*))?\}")
 _OUR_ADDRESS: Final = re.compile(r"127\.0\.0\.1:\{port:(\d+)\}|^\{port:(\d+)\}$")
-
-
-@cache
-def raw() -> dict[str, Any]:
-    parsed: dict[str, Any] = yaml.safe_load(FILE.read_text())
-    return parsed
-
-
-@cache
-def services() -> dict[str, dict[str, Any]]:
-    """Every service, variables at their defaults."""
-
-    def fill(value: Any) -> Any:
-        if isinstance(value, str):
-            return _VARIABLE.sub(lambda found: found[3] if found[2] == "-" else SECRETS[found[1]], value)
-        if isinstance(value, dict):
-            return {key: fill(each) for key, each in value.items()}
-        return [fill(each) for each in value] if isinstance(value, list) else value
-
-    found: dict[str, dict[str, Any]] = fill(raw()["services"])
-    return found
-
-
-def processes() -> dict[str, dict[str, Any]]:
-    """The `x-kvtier` of every service that has one."""
-    return {name: each["x-kvtier"] for name, each in services().items() if "x-kvtier" in each}
-
-
-def command_of(service: Mapping[str, Any]) -> list[str]:
-    """What runs in the container: `kvtier` is our image's entry point."""
-    entrypoint = service.get("entrypoint", ["kvtier"] if service["image"].startswith("kvtier:") else [])
-    return [*entrypoint, *service.get("command", [])]
 
 
 def hosts() -> dict[str, str]:
@@ -126,10 +89,6 @@ class Twins:
                 yield "{deploy}/" + source.removeprefix("./deploy/"), target
             else:
                 yield "{model}" if source == "model" else f"{{state}}/{source}", target
-
-
-def variables(service: Mapping[str, Any]) -> dict[str, str]:
-    return {name: value for name, value in service.get("environment", {}).items() if name.startswith("KVTIER_")}
 
 
 @cache
@@ -222,7 +181,7 @@ def test_no_secret_stands_in_it() -> None:
     for each in raw()["services"].values():
         for name, value in each.get("environment", {}).items():
             if re.search("token|password|secret", name, re.IGNORECASE):
-                assert _VARIABLE.fullmatch(value), name
+                assert VARIABLE.fullmatch(value), name
                 assert ":?" in value, f"{name}: without it nothing may start"
     given = dict(line.split("=", 1) for line in EXAMPLE.read_text().splitlines() if re.match(r"\w", line))
     assert {name for name, value in given.items() if not value} == SECRETS.keys()

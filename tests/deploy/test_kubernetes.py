@@ -1,0 +1,333 @@
+"""deploy/kubernetes without a cluster: valid, careful, and the same services as docker-compose.yml.
+
+What nothing here can show is that pods made of it run; docs/kubernetes.md says so.
+"""
+
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import yaml
+from compose_rig import command_of, services, variables
+from node_rig import ROOT
+
+from kvtier.cli.verbs import load
+from kvtier.service.cluster.cluster import GRACE
+from kvtier.service.router.spec import ReplicaSpec
+from kvtier.tiers.config.config import Config
+
+FOLDER: Final = ROOT / "deploy" / "kubernetes"
+OVERLAYS: Final = ("gpu", "model-claim", "monitoring", "vllm")
+PAGE: Final = ROOT / "docs" / "kubernetes.md"
+COMPONENT: Final = "app.kubernetes.io/component"
+VERSIONS: Final = ("1.30", "1.34")  # of the API
+OURS: Final = {"node": "node-a", "engine": "engine-a", "router": "router"}  # → its service of compose
+# A socket in a directory cannot be shared by nodes: events go over TCP, with keys; and addresses are pods', not names.
+ONLY_HERE: Final = {"EVENTS__ALLOW_REMOTE", "EVENTS__CURVE_KEY_FILE", "EVENTS__CURVE_READER_FILE", "EVENTS__NODE",
+                    "EVENTS__NODE_REPLAY", "ROUTER__CURVE_KEY_FILE", "ROUTER__CURVE_PUBLISHER_FILE"}  # fmt: skip
+ONLY_THERE: Final = {"SERVICE__ALLOWED_HOSTS", "SERVER__ALLOWED_HOSTS"}  # Prometheus goes by addresses here
+
+needs_kubectl = pytest.mark.skipif(not shutil.which("kubectl"), reason="kubectl is not installed; it brings kustomize")
+
+
+@cache
+def base() -> list[dict[str, Any]]:
+    """Every object of the base, as it stands in the files."""
+    listed = yaml.safe_load((FOLDER / "base" / "kustomization.yaml").read_text())["resources"]
+    assert {path.name for path in (FOLDER / "base").iterdir()} == {*listed, "kustomization.yaml"}
+    return [each for name in listed for each in yaml.safe_load_all((FOLDER / "base" / name).read_text())]
+
+
+@cache
+def built(overlay: str) -> list[dict[str, Any]]:
+    """Every object as kustomize makes it."""
+    folder = FOLDER / "base" if overlay == "base" else FOLDER / "overlays" / overlay
+    done = subprocess.run(["kubectl", "kustomize", str(folder)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return list(yaml.safe_load_all(done.stdout))
+
+
+def found(kind: str, name: str, objects: list[dict[str, Any]] | None = None) -> dict[str, Any]:
+    (only,) = (each for each in objects or base() if (each["kind"], each["metadata"]["name"]) == (kind, name))
+    return dict(only)
+
+
+def pods(objects: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every pod's specification, under its component's name."""
+    for each in objects:
+        template = each.get("spec", {}).get("template")
+        if template is not None:
+            yield template["metadata"]["labels"][COMPONENT], template["spec"]
+
+
+def containers(pod: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [*pod.get("initContainers", []), *pod["containers"]]
+
+
+def environment(pod: Mapping[str, Any]) -> dict[str, str]:
+    """A pod's own options; what comes from a secret is its name, and a node has an address."""
+    (own,) = pod["containers"]
+    told = {each["name"]: each.get("value") or f"{'s' * 24}" for each in own.get("env", [])}
+    return {name: value.replace("$(NODE_IP)", "10.0.0.7") for name, value in told.items()}
+
+
+# valid
+
+
+@needs_kubectl
+@pytest.mark.parametrize("overlay", ["base", *OVERLAYS])
+def test_the_api_allows_it(overlay: str) -> None:
+    validate = pytest.importorskip("kubernetes_validate")
+    objects = [each for each in built(overlay) if "coreos" not in each["apiVersion"]]
+    assert len(objects) >= 15
+    for version in VERSIONS:
+        for each in objects:
+            validate.validate(each, version, strict=True)
+    wrong = found("DaemonSet", "node", objects)
+    wrong["spec"] = {**wrong["spec"], "imagine": "there is none"}  # and it would say so
+    with pytest.raises(validate.ValidationError, match="imagine"):
+        validate.validate(wrong, VERSIONS[0], strict=True)
+
+
+def test_every_overlay_is_tried() -> None:
+    assert {path.name for path in (FOLDER / "overlays").iterdir()} == set(OVERLAYS)
+
+
+@needs_kubectl
+def test_an_overlay_changes_what_it_says() -> None:
+    (engine,) = found("Deployment", "engine", built("gpu"))["spec"]["template"]["spec"]["containers"]
+    assert (engine["image"], engine["resources"]["limits"]["nvidia.com/gpu"]) == ("kvtier:cuda", 1)
+    pod = found("Deployment", "engine", built("model-claim"))["spec"]["template"]["spec"]
+    assert [each["name"] for each in pod["initContainers"]] == ["keys"]
+    (model,) = (each for each in pod["volumes"] if each["name"] == "model")
+    assert model["persistentVolumeClaim"] == {"claimName": "model", "readOnly": True}
+
+
+@needs_kubectl
+def test_vllm_is_heard_by_routers_that_expect_no_keys() -> None:
+    for name, pod in pods(built("vllm")):
+        if name == "engine":
+            (vllm,) = pod["containers"]
+            mounted = {each["name"] for each in vllm["volumeMounts"]}
+            assert mounted <= {each["name"] for each in pod["volumes"]}
+            assert '"socket":"/data/run/kv.sock"' in " ".join(vllm["args"])
+            assert '"endpoint":"tcp://*:5557","replay_endpoint":"tcp://*:5558"' in " ".join(vllm["args"])
+        if name == "router":
+            assert not any("CURVE" in option for option in environment(pod))
+            (spec,) = (each for each in pod["containers"][0]["args"] if each.startswith("--replica="))
+            there = ReplicaSpec.parse(spec.removeprefix("--replica=")).at("10.1.0.4").publishers
+            assert (there.events, there.replay) == ("tcp://10.1.0.4:5557", "tcp://10.1.0.4:5558")
+
+
+# careful
+
+
+def test_every_pod_is_restrained() -> None:
+    for name, pod in pods(base()):
+        own = pod["securityContext"]
+        assert own["runAsNonRoot"], name
+        assert own["runAsUser"] == (10001 if name in OURS else 999), name
+        assert own["seccompProfile"] == {"type": "RuntimeDefault"}, name
+        assert not pod["automountServiceAccountToken"], name
+        assert not any(pod.get(field) for field in ("hostPID", "hostIPC", "hostNetwork")), name
+        for each in containers(pod):
+            context = each["securityContext"]
+            assert context["readOnlyRootFilesystem"], each["name"]
+            assert not context["allowPrivilegeEscalation"], each["name"]
+            assert context["capabilities"]["drop"] == ["ALL"], each["name"]
+            assert each["resources"]["limits"]["memory"], each["name"]
+            # only who makes the node's directories is root, and may do that alone
+            is_root = context.get("runAsUser") == 0
+            assert is_root == (each["name"] == "directories")
+            assert context["capabilities"].get("add", []) == (["CHOWN", "FOWNER", "DAC_OVERRIDE"] if is_root else [])
+
+
+def test_only_directories_of_the_node_are_shared() -> None:
+    mounted = {
+        (name, volume["hostPath"]["path"])
+        for name, pod in pods(base())
+        for volume in pod.get("volumes", [])
+        if "hostPath" in volume
+    }
+    assert mounted == {("node", "/run/kvtier"), ("node", "/var/lib/kvtier/slabs"), ("engine", "/run/kvtier")}
+
+
+def test_everything_mounted_is_there_and_everything_there_is_mounted() -> None:
+    for name, pod in pods(base()):
+        there = {each["name"] for each in pod.get("volumes", [])}
+        there |= {"data"} if name == "valkey" else set()  # of its claim
+        used = {mount["name"] for each in containers(pod) for mount in each.get("volumeMounts", [])}
+        assert used == there, name
+
+
+def test_whoever_is_stopped_has_the_time_it_takes() -> None:
+    for name, pod in pods(base()):
+        if name in OURS:
+            assert pod["terminationGracePeriodSeconds"] == GRACE, name
+
+
+def test_who_may_reach_whom() -> None:
+    """As policies add up: what none of them names is closed."""
+    known = {name: pod for name, pod in pods(base())}
+    ports = {
+        (name, port["name"]): port["containerPort"]
+        for name, pod in known.items()
+        for port in pod["containers"][0].get("ports", [])
+    }
+    policies = [each["spec"] for each in base() if each["kind"] == "NetworkPolicy"]
+    assert {"podSelector": {}, "policyTypes": ["Ingress"]} in policies
+    may: set[tuple[str, str, str]] = set()
+    for policy in policies:
+        for rule in policy.get("ingress", []):
+            (target,) = _chosen(policy["podSelector"], known)
+            senders = {"anybody"}
+            if "from" in rule:
+                ((kind, selector),) = rule["from"][0].items()
+                senders = {"any pod"} if kind == "namespaceSelector" else _chosen(selector, known)
+            for port in rule["ports"]:
+                assert (target, port["port"]) in ports
+                may |= {(sender, target, port["port"]) for sender in senders}
+    stores = {(name, "valkey", port) for name in ("node", "valkey", "valkey-join") for port in ("valkey", "bus")}
+    engines = {("router", "engine", port) for port in ("http", "events", "replay")}
+    assert may == stores | engines | {
+        ("any pod", "router", "http"),
+        *(("anybody", "node", p) for p in ("events", "replay")),
+    }
+
+
+def _chosen(selector: Mapping[str, Any], known: Mapping[str, object]) -> set[str]:
+    names = {selector["matchLabels"][COMPONENT]} if "matchLabels" in selector else set()
+    for expression in selector.get("matchExpressions", []):
+        assert (expression["key"], expression["operator"]) == (COMPONENT, "In")
+        names |= set(expression["values"])
+    assert names <= known.keys()
+    return names
+
+
+def test_every_secret_is_one_that_the_page_makes() -> None:
+    page = PAGE.read_text()
+    for _, pod in pods(base()):
+        for each in containers(pod):
+            for variable in each.get("env", []):
+                if (wanted := variable.get("valueFrom", {}).get("secretKeyRef")) is not None:
+                    assert re.search(rf"secret generic {wanted['name']} .*--from-literal={wanted['key']}=", page)
+            if each["name"] == "keys":
+                for path in each["command"][3:-1]:
+                    assert f"--from-file={path.removeprefix('/secret/')}" in page
+    assert "secret generic kvtier-event-keys" in page
+
+
+# the same services
+
+
+@pytest.mark.parametrize(("name", "other"), OURS.items())
+def test_pods_and_containers_have_the_same_options(name: str, other: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = environment(dict(pods(base()))[name])
+    here = {option.removeprefix("KVTIER_"): value for option, value in told.items() if option.startswith("KVTIER_")}
+    there = {option.removeprefix("KVTIER_"): value for option, value in variables(services()[other]).items()}
+    assert here.keys() - ONLY_HERE == there.keys() - ONLY_THERE
+    addresses = re.compile(r".*(TOKEN|URL|PUBLISH|REPLAY|ALLOWED_HOSTS)")
+    for option in here.keys() & there.keys():
+        assert here[option] == there[option] or addresses.fullmatch(option), option
+    for option, value in told.items():
+        monkeypatch.setenv(option, value)
+    Config.load()  # every one known, every value possible
+
+
+@pytest.mark.parametrize(("name", "other"), OURS.items())
+def test_pods_and_containers_run_the_same_verbs(name: str, other: str) -> None:
+    (own,) = dict(pods(base()))[name]["containers"]
+    there = services()[other]
+    verb, *arguments = own["args"]
+    parsed = load(verb).make_context(verb, list(arguments)).params
+    theirs_verb, *theirs = command_of(there)[1:]
+    parsed_there = load(theirs_verb).make_context(theirs_verb, theirs).params
+    different = {option for option in parsed if parsed[option] != parsed_there[option]}
+    assert verb == theirs_verb
+    assert different <= {
+        "replica",
+        "replicas",
+        "model",
+    }  # found by the name; the router asks them for a prompt's tokens
+    assert own["image"] == there["image"]
+    assert own["ports"][0]["containerPort"] == int(parsed["http"].rpartition(":")[2])
+
+
+def test_valkey_is_the_one_of_compose() -> None:
+    (master,) = dict(pods(base()))["valkey"]["containers"]
+    there = services()["valkey-1"]
+    assert master["image"] == there["image"] == dict(pods(base()))["valkey-join"]["containers"][0]["image"]
+    assert [*master["command"], *master["args"]][: len(there["command"])] == there["command"]
+    files = found("ConfigMap", "valkey")["data"]
+    assert {name: (ROOT / "deploy" / "valkey" / name).read_text() for name in files} == files
+    assert files.keys() == {path.name for path in (ROOT / "deploy" / "valkey").iterdir()}
+    redis = environment(dict(pods(base()))["node"])["KVTIER_REDIS__URL"]
+    joined = dict(pods(base()))["valkey-join"]["containers"][0]["args"]
+    assert redis == ",".join(f"redis://{name}:6379" for name in joined)
+    assert len(joined) == found("StatefulSet", "valkey")["spec"]["replicas"]
+
+
+def test_masters_are_joined_by_their_addresses_once_they_are_known(tmp_path: Path) -> None:
+    (join,) = dict(pods(base()))["valkey-join"]["containers"]
+    script = join["command"][2].replace("/etc/kvtier/valkey/join.sh", "join.sh").replace("sleep 1", "sleep 0.01")
+    (tmp_path / "join.sh").write_text("echo joined $@\n")
+    # a name server that knows a name from the second question on
+    asked = (
+        f'echo "$2" >>{tmp_path}/asked; [ $(grep -c "$2" {tmp_path}/asked) -gt 1 ] && echo "10.0.0.${{2#valkey-}} $2"'
+    )
+    (tmp_path / "getent").write_text(f"#!/bin/sh\n{asked.replace('${2#valkey-}', '$(echo $2 | tr -dc 0-9)')}\n")
+    (tmp_path / "getent").chmod(0o755)
+    command = [*join["command"][:2], script, join["command"][3], *join["args"]]
+    path = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    done = subprocess.run(command, cwd=tmp_path, env=path, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "joined 10.0.0.0:6379 10.0.0.1:6379 10.0.0.2:6379\n", done.stderr
+
+
+def test_routers_hear_of_an_engine_and_of_its_nodes_daemon() -> None:
+    known = dict(pods(base()))
+    node, engine = environment(known["node"]), environment(known["engine"])
+    ports = {each["name"]: each for each in known["node"]["containers"][0]["ports"]}
+    for port, published, told in (("events", "PUBLISH", "NODE"), ("replay", "REPLAY", "NODE_REPLAY")):
+        assert node[f"KVTIER_EVENTS__{published}"] == f"tcp://*:{ports[port]['containerPort']}"
+        assert engine[f"KVTIER_EVENTS__{told}"] == f"tcp://10.0.0.7:{ports[port]['hostPort']}"
+    spec = ReplicaSpec.parse(known["router"]["containers"][0]["args"][-1].removeprefix("--replica="))
+    service = found("Service", spec.host)["spec"]
+    assert spec.has_addresses
+    assert (service["clusterIP"], service["ports"][0]["port"]) == ("None", spec.port)
+
+
+def test_every_service_finds_its_pods() -> None:
+    known = dict(pods(base()))
+    for each in base():
+        if each["kind"] in ("Service", "PodDisruptionBudget"):
+            spec = each["spec"]
+            chosen = spec["selector"].get("matchLabels", spec["selector"])[COMPONENT]
+            names = {port["name"] for port in known[chosen]["containers"][0]["ports"]}
+            assert {port["targetPort"] for port in spec.get("ports", [])} <= names
+
+
+@needs_kubectl
+def test_what_is_watched_is_there_and_the_rules_are_those_of_compose() -> None:
+    objects = built("monitoring")
+    rules = yaml.safe_load((ROOT / "deploy" / "prometheus" / "rules.yml").read_text())
+    assert found("PrometheusRule", "kvtier", objects)["spec"] == rules
+    watched = set()
+    for each in objects:
+        if each["kind"] in ("ServiceMonitor", "PodMonitor"):
+            selector, spec = each["spec"]["selector"], each["spec"]
+            chosen = {selector["matchLabels"].get(COMPONENT)} - {None}
+            for expression in selector.get("matchExpressions", []):
+                chosen |= set(expression["values"])
+            watched |= chosen
+            assert spec["jobLabel"] == COMPONENT
+            (endpoint,) = spec.get("endpoints") or spec["podMetricsEndpoints"]
+            assert endpoint["port"] == "http"
+            if each["kind"] == "ServiceMonitor":
+                assert all(found("Service", name)["metadata"]["labels"][COMPONENT] == name for name in chosen)
+    scraped = yaml.safe_load((ROOT / "deploy" / "prometheus" / "prometheus.yml").read_text())["scrape_configs"]
+    assert watched == {job["job_name"] for job in scraped} == OURS.keys()

@@ -1,0 +1,42 @@
+"""deploy/systemd without a system: systemd takes the unit, and the daemon its command."""
+
+import configparser
+import shutil
+import subprocess
+from typing import Final
+
+import pytest
+from node_rig import ROOT
+
+from kvtier.cli.verbs import load
+from kvtier.service.cluster.cluster import GRACE
+
+UNIT: Final = ROOT / "deploy" / "systemd" / "kvtier.service"
+
+
+@pytest.fixture(scope="module")
+def service() -> dict[str, str]:
+    parsed = configparser.ConfigParser(interpolation=None)
+    parsed.optionxform = str  # type: ignore[assignment, method-assign]
+    parsed.read_string(UNIT.read_text())
+    return dict(parsed["Service"])
+
+
+@pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="systemd is not installed")
+def test_systemd_takes_it() -> None:
+    done = subprocess.run(["systemd-analyze", "verify", str(UNIT)], capture_output=True, text=True, timeout=60)
+    complaints = [line for line in done.stderr.splitlines() if "kvtier" in line]
+    assert complaints == ["kvtier.service: Command /opt/kvtier/bin/kvtier is not executable: No such file or directory"]
+
+
+def test_the_daemon_takes_its_command(service: dict[str, str]) -> None:
+    program, verb, *arguments = service["ExecStart"].split()
+    parsed = load(verb).make_context(verb, arguments).params
+    assert (program, verb) == ("/opt/kvtier/bin/kvtier", "serve")
+    # where it writes, systemd has made a directory for it alone
+    assert str(parsed["socket"]) == f"/run/{service['RuntimeDirectory']}/kv.sock"
+    assert service["Environment"] == f"KVTIER_FILE__PATH=/var/lib/{service['StateDirectory']}/slabs"
+    assert service["RuntimeDirectoryMode"] == service["StateDirectoryMode"] == "0700"
+    assert int(service["TimeoutStopSec"]) == GRACE
+    # wrong options stay wrong: it is not started again for them
+    assert service["RestartPreventExitStatus"] == "2"
