@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 
-_MAX_INPUT: Final = 64 << 20  # bytes of a file of tokens
+_MAX_INPUT: Final = 64 << 20  # characters of a file of tokens or of text
 _STATUS_FIELDS: Final = ("clients", "replicas", "steps")  # of a daemon's status, a router's, an engine's
 _SIZES: Final = ("bytes", "size", "used")  # columns of tables
 
@@ -355,13 +355,18 @@ def _cut(text: str, words: str, cutter: "Tokenizer | None") -> list[int]:
 def _read(file: str, option: str) -> str:
     try:
         if file == "-":
-            return sys.stdin.read(_MAX_INPUT)
-        with Path(file).open(encoding="utf-8") as opened:
-            return opened.read(_MAX_INPUT)
+            text = sys.stdin.read(_MAX_INPUT + 1)
+            text.encode()  # without a locale, bytes that are no text come this far
+        else:
+            with Path(file).open(encoding="utf-8") as opened:
+                text = opened.read(_MAX_INPUT + 1)
     except OSError as error:
         raise ConfigError(f'{option} "{file}": {error.strerror}; name a file that can be read') from None
-    except UnicodeDecodeError:
+    except UnicodeError:
         raise ConfigError(f'{option} "{file}": not UTF-8 text; name a file of text') from None
+    if len(text) > _MAX_INPUT:
+        raise ConfigError(f'{option} "{file}": longer than {_MAX_INPUT:,} characters; name one prompt')
+    return text
 
 
 def _read_list(file: str) -> list[Any]:

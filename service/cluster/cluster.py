@@ -124,7 +124,7 @@ class Cluster:
         """The status of every started service; each is probed now. Raises ConfigError if there is no cluster."""
         record = self.read()
         if not record.members:
-            raise ConfigError(f'--state "{self.state}": no cluster is up there; start one with `kvtier cluster up`')
+            raise self._none
         with ThreadPoolExecutor(len(record.members)) as threads:
             return list(threads.map(_status_of, record.members, record.members.values()))
 
@@ -167,6 +167,10 @@ class Cluster:
         draft.write_text(record.model_dump_json(indent=1), encoding="utf-8")
         draft.replace(self._file)
 
+    @property
+    def _none(self) -> ConfigError:
+        return ConfigError(f'--state "{self.state}": no cluster is up there; start one with `kvtier cluster up`')
+
     def _clear(self, record: ClusterRecord) -> None:
         """Forget services, none of which runs, end their keeper, and remove their directories that are not kept."""
         if record.keeper is not None:
@@ -191,13 +195,19 @@ class Cluster:
 
     @contextmanager
     def locked(self, *, make: bool = False, wait: float | None = None) -> Iterator[None]:
-        """Alone with the state. StoreLocked if somebody else still is after `wait` seconds."""
+        """Alone with the state. StoreLocked if somebody else still is after `wait` seconds.
+
+        ConfigError if no cluster has been there, or with `make` if the directory holds what is somebody else's.
+        """
         lock = self.state / "lock"
         try:
             if make:
                 self.state.mkdir(mode=0o700, parents=True, exist_ok=True)
-                if not self._file.exists() and any(path != lock for path in self.state.iterdir()):
+                inside = self.state.iterdir()  # a lock of ours is empty
+                if not self._file.exists() and any(path != lock or path.lstat().st_size for path in inside):
                     raise ConfigError(f'--state "{self.state}": it holds other files; name an empty directory')
+            elif not self._file.exists():  # a file called `lock` there is not ours, and stays
+                raise self._none
             fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise ConfigError(f'--state "{self.state}": {error.strerror}; name another directory') from None

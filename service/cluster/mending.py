@@ -27,12 +27,12 @@ def stop_service(cluster: Cluster, name: str, tell: Print) -> None:
     with cluster.locked():
         record = cluster.read()
         member = _member(cluster, record, name)
+        member.stopped = True
+        cluster.write(record)  # before it ends: who interrupts this would have it started again
         if member.process is None or not member.process.runs:
             tell(f"{name} does not run")
         else:
             _end(name, member.process, tell)
-        member.stopped = True
-        cluster.write(record)
 
 
 def restart_service(cluster: Cluster, name: str, tell: Print, stopping: Event) -> None:

@@ -53,8 +53,6 @@ class Prompts:
         if not (directory / "tokenizer.json").is_file():
             raise ConfigError(f'--model "{directory}": no tokenizer.json there; save the tokenizer with the model')
         tokenizer = load_tokenizer(directory)
-        tokenizer.no_truncation()  # a prompt that is too long is refused, never cut
-        tokenizer.no_padding()
         settings = _settings(directory)
         special = {name: text for name in _SPECIAL if (text := _content(settings.get(name))) is not None}
         extra = settings.get("extra_special_tokens")

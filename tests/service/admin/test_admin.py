@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
+from kvtier.cli import admin_cli
 from kvtier.connector.daemon.remote import RemoteTiers
 from kvtier.service.observe import DaemonStatus, statuses
 from kvtier.service.observe.summary import hit_share
@@ -126,6 +127,8 @@ def test_an_evicted_prompt_is_gone_from_every_tier_and_its_neighbour_is_not(
 def test_a_prompt_is_named_by_its_text_as_well(daemon: DaemonProcess, tiers: RemoteTiers, home: Path) -> None:
     words = Tokenizer(WordLevel({f"t{number}": number for number in range(16)}, unk_token="t0"))
     words.pre_tokenizer = Whitespace()
+    words.enable_truncation(8)  # as some checkpoints have it
+    words.enable_padding(length=24)
     (home / "model").mkdir()
     words.save(str(home / "model" / "tokenizer.json"))
     text, named = home / "prompt.txt", ["--tokenizer", str(home / "model"), "--cache-salt", "alice"]
@@ -435,3 +438,12 @@ def test_mistakes_on_the_command_line(arguments: list[str], mistake: str) -> Non
     assert ended.returncode == 2
     assert ended.stderr.startswith(f"kvtier: {mistake}")
     assert ended.stderr.count("\n") == 1
+
+
+def test_what_is_no_text_or_too_long_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = ("explain", "--text", "-", "--url", "http://127.0.0.1:9")
+    ended = kvtier(*asked, stdin="\udcff")  # the byte ff, as it comes in without a locale
+    assert (ended.returncode, ended.stderr) == (2, 'kvtier: --text "-": not UTF-8 text; name a file of text\n')
+    monkeypatch.setattr(admin_cli, "_MAX_INPUT", 3)
+    ended = kvtier(*asked, stdin="long")
+    assert (ended.returncode, ended.stderr) == (2, 'kvtier: --text "-": longer than 3 characters; name one prompt\n')

@@ -407,6 +407,19 @@ def test_a_directory_with_other_things_is_left_alone(home: Path) -> None:
     assert [path.name for path in home.iterdir()] == ["letter"]
 
 
+def test_a_lock_of_another_program_is_left_alone(home: Path) -> None:
+    (home / "lock").write_text("to keep")
+    for verb in ("stop", "restart"):
+        refused = kvtier("cluster", verb, "router", "--state", home)
+        assert (refused.returncode, refused.stderr) == (
+            Exit.USAGE,
+            f'kvtier: --state "{home}": no cluster is up there; start one with `kvtier cluster up`\n',
+        )
+    with pytest.raises(ConfigError, match="it holds other files; name an empty directory"):
+        cluster.Cluster(home).up(Topology({}), 7400, print, Event())
+    assert (home / "lock").read_text() == "to keep"
+
+
 @pytest.mark.parametrize(
     ("text", "why"),
     [

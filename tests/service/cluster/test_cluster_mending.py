@@ -13,6 +13,7 @@ import yaml
 from cluster_rig import Running, wait_for
 
 from kvtier.service.cluster import cluster as cluster_module
+from kvtier.service.cluster import mending
 from kvtier.service.cluster.cluster import Cluster
 from kvtier.service.cluster.logs import show_logs
 from kvtier.service.cluster.mending import mend
@@ -111,6 +112,15 @@ def test_one_that_goes_on_ending_waits_longer_each_time(home: Path, file: str, m
     failed = running.verb("restart", "two")
     assert (failed.returncode, "two ended with status 1 before it was ready" in failed.stderr) == (Exit.FAILED, True)
     assert running.states() == {"one": "running", "two": "dead"}
+
+    # Who interrupts `stop` has said that it is to stay ended: the keeper does not start it again.
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(mending, "_end", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        mending.stop_service(made, "one", print)
+    assert made.read().members["one"].stopped
     running.close()
 
 
