@@ -67,6 +67,7 @@ class Metrics:
         )
         self._store = self._counter("kvtier_store_blocks", "Blocks stored", "tier")
         self._drop = self._counter("kvtier_store_dropped", "Blocks not stored, by reason", "tier", "reason")
+        self._hints = self._counter("kvtier_hints_ignored", "Hints of requests that counted as none", "reason")
         self._bytes = self._counter("kvtier_bytes", "Payload bytes moved", "tier", "direction")
         self._corruption = self._counter("kvtier_corruption", "Blocks that failed verification", "tier")
         self._evict = self._counter("kvtier_evicted", "Blocks evicted", "tier")
@@ -131,6 +132,10 @@ class Metrics:
         """Of each tier the evicted blocks by age: below 1 s, 2 s, 4 s and so on, at last all that were older."""
         self._refreshed()
         return {tier: [*counts[:-1]] for tier, counts in self._ages.items()}
+
+    def hint_ignored(self, reason: str) -> None:
+        """A request said a hint that counts as none."""
+        self._hints.labels(reason).inc()
 
     def stored(self, tier: str, num_blocks: int) -> None:
         """Blocks that became findable in a tier."""

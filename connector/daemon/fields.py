@@ -30,7 +30,7 @@ def decoded(decode: Callable[P, T]) -> Callable[P, T]:
         except FormatError:
             raise
         except (ValueError, TypeError, LookupError, AssertionError) as error:
-            raise FormatError(f"not a message of this version: {error}") from None
+            raise FormatError(f"not a message of this version: {str(error)[:200]}") from None
 
     return checked
 

@@ -20,17 +20,21 @@ HINT_KEY: Final = "kvtier_hint"  # in `kv_transfer_params`
 _STOPPED: Final = "FINISHED_STOPPED"  # vLLM's status of an answer that ended by itself
 
 
-def answered_of(request: Any, calls_tool: Callable[[Sequence[int]], bool]) -> Answered | None:
+def answered_of(
+    request: Any, calls_tool: Callable[[Sequence[int]], bool], ignored: Callable[[str], None]
+) -> Answered | None:
     """What a request of vLLM's came to; None for one without an answer, or whose answer another node makes.
 
-    What is said goes before what the answer shows. A word that is no hint is passed over: vLLM has taken the request in
-    by then.
+    What is said goes before what the answer shows. A word that is no hint counts as none, and `ignored` is called with
+    the reason: vLLM has taken the request in by then.
     """
     given = request.kv_transfer_params
     given = given if isinstance(given, Mapping) else {}
     if not request.num_output_tokens or given.get("do_remote_decode"):
         return None
     word = given.get(HINT_KEY)
+    if word is not None and word not in list(Hint):
+        ignored("unknown_word")
     hint, is_derived = Hint(word) if word in list(Hint) else None, False
     if hint is None and request.status.name == _STOPPED and calls_tool(request.output_token_ids):
         hint, is_derived = Hint.TOOL, True

@@ -234,7 +234,7 @@ class SchedulerHalf:
             ops = self._store(row, request.num_computed_tokens - request.num_in_flight_tokens, tables)
             self._tails.update(dict.fromkeys(ops, row.tables))
         del self._rows[request.request_id]
-        answered = answered_of(request, self.reads_answers)
+        answered = answered_of(request, self.reads_answers, self.side.tiers.metrics.hint_ignored)
         for known in (row, row.closed, row.states):
             if known is not None:
                 self.side.finished(known.request_id, answered if known is row else None)

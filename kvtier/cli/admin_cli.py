@@ -157,21 +157,24 @@ def explain(
     if sum(each is not None for each in (blocks, text, request)) != 1:
         raise ConfigError("explain: say which prompt by one of --blocks FILE, --text FILE and --request ID")
     cutter = _tokenizer(tokenizer)
+    if text is not None and url is None:
+        _require_cutter(text, cutter)
     words = None if text is None else _read(text, "--text")
-    cut = None if text is None or (url is not None and cutter is None) else _cut(text, str(words), cutter)
+    cut = None if cutter is None or words is None else list(cutter.encode(words).ids)
     if url is not None:
         prompt = words if blocks is None else _read_list(blocks)
         if blocks is not None and not all(isinstance(token, int) for token in prompt or ()):
             raise ConfigError(f'--blocks "{blocks}": not token ids, which is what --url takes; write a list of numbers')
         body = given(prompt=prompt, request=request, cache_salt=cache_salt, model=model, tokens=cut)
-        answer = _asked(context, url).post("/explain", body)
-        context.show(answer, "\n".join(answer["lines"]))
+        answer = _asked(context, url).post("/explain", body, "lines")
+        context.show(answer, "\n".join(observe.ExplainedLines.parse(answer).lines))
         return
     asked: dict[str, Any] = _which_blocks(blocks, None, None, cache_salt, model) | given(tokens=cut, request=request)
-    answer = context.client.post("/admin/explain", asked)
+    answer = context.client.post("/admin/explain", asked, "runs", "cause")
+    told = observe.Explanation.parse(answer).as_json()
     decode = None if cutter is None else partial(cutter.decode, skip_special_tokens=False)
     special = () if cutter is None else [at for at, each in cutter.get_added_tokens_decoder().items() if each.special]
-    context.show(answer, "\n".join(observe.explained(answer, decode, asked.get("tokens", ()), special)))
+    context.show(answer, "\n".join(observe.explained(told, decode, asked.get("tokens", ()), special)))
 
 
 @command("pin")
@@ -185,11 +188,11 @@ def pin(
     ttl: Annotated[str, typer.Option(metavar="TIME", help='How long they stay, as in "1h".')] = "1h",
 ) -> None:
     if blocks is None and text is None:
-        pins = context.client.get("/admin/pins")
+        pins = context.client.get("/admin/pins", "pins")
         _show_table(context, pins, pins["pins"], ("pin", "model", "blocks", "bytes", "seconds_left"))
         return
     body = _which_blocks(blocks, text, tokenizer, cache_salt, model) | {"ttl": _parsed("--ttl", ttl, parse_duration)}
-    answer = context.client.post("/admin/pin", body)
+    answer = context.client.post("/admin/pin", body, "pin", "blocks", "seconds_left")
     context.show(answer, f"pin {answer['pin']}: {answer['blocks']} blocks stay for {answer['seconds_left']:g} s")
 
 
@@ -206,7 +209,7 @@ def quota(
     remove: Annotated[bool, typer.Option("--remove", help="Take its quota away.")] = False,
 ) -> None:
     if cache_salt is None:
-        quotas = context.client.get("/admin/quotas")
+        quotas = context.client.get("/admin/quotas", "quotas")
         rows = [{**each, "used": sum(each["used"].values())} for each in quotas["quotas"]]
         _show_table(context, quotas, rows, ("cache_salt", "size", "used"))
         return
@@ -231,7 +234,8 @@ def purge(
     everything: Annotated[bool, typer.Option("--all", help="All blocks of all models.")] = False,
 ) -> None:
     if blocks is not None or text is not None:
-        answer = context.client.post("/admin/evict", _which_blocks(blocks, text, tokenizer, cache_salt, model))
+        which = _which_blocks(blocks, text, tokenizer, cache_salt, model)
+        answer = context.client.post("/admin/evict", which, "evicted", "unpinned")
         gone = ", ".join(f"{count} from {tier}" for tier, count in answer["evicted"].items())
         context.show(answer, f"evicted {gone}; {answer['unpinned']} pins let go")
         return
@@ -239,7 +243,7 @@ def purge(
         raise ConfigError(
             "purge: say what is to be forgotten, by --blocks FILE, --text FILE, --model FINGERPRINT or --all"
         )
-    answer = context.client.post("/admin/reset", {"all": True} if everything else {"model": model})
+    answer = context.client.post("/admin/reset", {"all": True} if everything else {"model": model}, "reset")
     context.show(answer, f"forgot everything of {', '.join(answer['reset']) or 'no model: none is open'}")
 
 
@@ -333,7 +337,8 @@ def _which_blocks(
         values = _read_list(file)
         body["hashes" if values and isinstance(values[0], str) else "tokens"] = values
     if text is not None:
-        body["tokens"] = _cut(text, _read(text, "--text"), _tokenizer(tokenizer))
+        cutter = _require_cutter(text, _tokenizer(tokenizer))
+        body["tokens"] = list(cutter.encode(_read(text, "--text")).ids)
     return body
 
 
@@ -345,11 +350,11 @@ def _tokenizer(directory: Path | None) -> "Tokenizer | None":
     return load_tokenizer(directory, "--tokenizer")
 
 
-def _cut(text: str, words: str, cutter: "Tokenizer | None") -> list[int]:
-    """The token ids of what --text names, as the model's tokenizer has them."""
+def _require_cutter(text: str, cutter: "Tokenizer | None") -> "Tokenizer":
+    """The model's tokenizer, which cuts what --text names into token ids."""
     if cutter is None:
         raise ConfigError(f'--text "{text}": it takes the model\'s tokenizer; name its folder by --tokenizer')
-    return list(cutter.encode(words).ids)
+    return cutter
 
 
 def _read(file: str, option: str) -> str:

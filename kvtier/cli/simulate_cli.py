@@ -56,7 +56,7 @@ def simulate(
         int | None, typer.Option(metavar="NUMBER", min=1, help="Tokens of a block, if the trace tells none.")
     ] = None,
     token_bytes: Annotated[
-        int, typer.Option(metavar="NUMBER", min=1, help="KV of a token; the default is a Llama 3.1 8B's.")
+        int, typer.Option(metavar="NUMBER", min=1, max=1 << 30, help="KV of a token; the default is a Llama 3.1 8B's.")
     ] = 131072,
     limit: Annotated[int | None, typer.Option(metavar="NUMBER", min=1, help="Read so many requests.")] = None,
     prefill: Annotated[float, typer.Option(metavar="NUMBER", help="Tokens computed a second.")] = 10_000.0,
@@ -94,7 +94,8 @@ def simulate(
     names = _policies(policy)
     requests = _load(trace, block_size, limit)
     block_bytes = token_bytes * requests.block_size
-    memories = sizes["--memory"] or [max(1, requests.num_names // part) * block_bytes for part in _SWEEP]
+    swept = dict.fromkeys(max(1, requests.num_names // part) * block_bytes for part in _SWEEP)
+    memories = sizes["--memory"] or [*swept]
     if min(memories) < block_bytes:
         raise ConfigError(f"--memory {min(memories)}: a block has {block_bytes} bytes; give room for one")
     each = product(sizes["--disk"] or [0], sizes["--redis"] or [0], memories, names)
@@ -174,8 +175,9 @@ def _policies(text: str) -> list[str]:
 
 
 def _sizes(option: str, text: str | None) -> list[int]:
-    """Sizes separated by commas; none of them is no size."""
-    return [size_given(option, part) for part in text.split(",")] if text not in (None, _NONE) and text else []
+    """Sizes separated by commas, each once; none of them is no size."""
+    given = [] if text is None or text == _NONE else text.split(",")
+    return [*dict.fromkeys(size_given(option, part) for part in given)]
 
 
 def _duration(option: str, text: str) -> float:

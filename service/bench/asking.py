@@ -4,7 +4,7 @@ import asyncio
 import json
 import ssl
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
@@ -15,7 +15,9 @@ from kvtier.tiers import ConfigError
 Api = Literal["chat", "completions"]
 
 _CONNECT: Final = 5.0  # seconds
+_MOST_ANSWER: Final = 16 << 20  # bytes of one answer, so that a stream without an end is no memory without one
 _NO_USAGE: Final = (400, 422)  # what servers answer that know no `stream_options`
+_MALFORMED: Final = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
 
 
 @dataclass(slots=True)
@@ -51,7 +53,7 @@ class Server:
         plain = self.url.startswith("http://")
         self._client = httpx2.AsyncClient(
             base_url=self.url,
-            headers={} if token is None else {"authorization": f"Bearer {token}"},
+            headers={} if token is None else {b"authorization": b"Bearer " + token.encode(errors="surrogateescape")},
             timeout=httpx2.Timeout(deadline, connect=min(_CONNECT, deadline)),
             limits=httpx2.Limits(max_connections=None),
             trust_env=False,
@@ -63,14 +65,19 @@ class Server:
         if self.model:
             return
         try:
-            answer = await self._client.get("/v1/models")
-            names = [each["id"] for each in answer.raise_for_status().json()["data"]]
-        except (httpx2.HTTPError, httpx2.InvalidURL) as error:
+            async with asyncio.timeout(self._deadline), self._client.stream("GET", "/v1/models") as answer:
+                lines = [line async for line in _lines(answer.raise_for_status())]
+            names = [each["id"] for each in json.loads("\n".join(lines))["data"]]
+        except TimeoutError:
+            raise ConfigError(f"{self.url}: no answer within {self._deadline:g} s; is the server up?") from None
+        except (httpx2.HTTPError, httpx2.InvalidURL, OverflowError) as error:
             raise ConfigError(f"{self.url}: {str(error) or type(error).__name__}; is the server up?") from None
-        except (ValueError, LookupError, TypeError):
-            raise ConfigError(f"{self.url}/v1/models: not an OpenAI server's answer; check the URL") from None
+        except _MALFORMED:
+            names = [None]
         if not names:
             raise ConfigError(f"{self.url}: it has no model; start one, or name it with --model")
+        if not isinstance(names[0], str):
+            raise ConfigError(f"{self.url}/v1/models: not an OpenAI server's answer; check the URL")
         self.model = names[0]
 
     async def ask(self, system: str, said: Sequence[str], max_tokens: int) -> Answer:
@@ -87,7 +94,7 @@ class Server:
             answer.error = "no answer in time"
         except (httpx2.HTTPError, httpx2.StreamError):
             answer.error = "connection broken"
-        except (ValueError, LookupError, TypeError, AttributeError):
+        except _MALFORMED:
             answer.error = "malformed answer"
         answer.seconds = time.perf_counter() - began
         return answer
@@ -121,7 +128,7 @@ class Server:
 
     async def _read(self, response: httpx2.Response, answer: Answer, began: float) -> None:
         last, ended = began, False
-        async for line in response.aiter_lines():
+        async for line in _lines(response):
             data = line.removeprefix("data:").strip()
             if not line.startswith("data:") or not data:
                 continue
@@ -129,7 +136,7 @@ class Server:
                 ended = True
                 break
             event = json.loads(data)
-            if "error" in event:
+            if event.get("error") is not None:
                 answer.error = "error in the stream"
                 return
             _note_usage(answer, event.get("usage"))
@@ -149,10 +156,30 @@ class Server:
             answer.error = "stream cut off"
 
 
+async def _lines(response: httpx2.Response) -> AsyncIterator[str]:
+    """Lines as JSON has them: other separators of lines may stand within one. ValueError past _MOST_ANSWER bytes."""
+    begun: list[bytes] = []  # pieces of a line that has no end yet
+    num_bytes = 0
+    async for piece in response.aiter_bytes():
+        num_bytes += len(piece)
+        if num_bytes > _MOST_ANSWER:
+            raise ValueError(f"more than {_MOST_ANSWER} bytes")
+        *ends, rest = piece.split(b"\n")
+        for end in ends:
+            yield b"".join([*begun, end]).decode()
+            begun = []
+        begun.append(rest)
+    yield b"".join(begun).decode()
+
+
 def _note_usage(answer: Answer, usage: Any) -> None:
     if not isinstance(usage, Mapping):
         return
-    answer.num_prompt, answer.num_output = usage["prompt_tokens"], usage["completion_tokens"]
+    answer.num_prompt, answer.num_output = _count(usage.get("prompt_tokens")), _count(usage.get("completion_tokens"))
     details = usage.get("prompt_tokens_details")
-    cached = details.get("cached_tokens") if isinstance(details, Mapping) else None
-    answer.num_cached = cached if isinstance(cached, int) else None
+    answer.num_cached = _count(details.get("cached_tokens")) if isinstance(details, Mapping) else None
+
+
+def _count(value: object) -> int | None:
+    """A number of tokens; None if the server says none."""
+    return value if type(value) is int and 0 <= value < 1 << 53 else None

@@ -1,22 +1,25 @@
 """Sessions of a trace: what equal blocks were equal there is equal here, at the trace's own times."""
 
 import random
-from itertools import islice
 from pathlib import Path
 from typing import Final
 
 from kvtier.service.bench.patterns import ScriptedSession, ScriptedTurn, words
-from kvtier.service.traces import TraceLine, read_trace
+from kvtier.service.traces import TraceLine, load_lines
 from kvtier.tiers import ConfigError
 
 _BLOCK: Final = 512  # tokens of a block where the trace does not say
+_MOST: Final = 1 << 28  # tokens of all requests: their texts are made before anybody is asked
 
 
 def sessions_of_trace(path: Path, num_requests: int, answer_tokens: int, speed: float) -> list[ScriptedSession]:
-    """One session for each of the first requests; times are divided by `speed`. Errors as `read_trace`."""
+    """One session for each of the first requests; times are divided by `speed`. ConfigError as `load_lines`."""
     if not speed > 0:
         raise ConfigError(f"speed {speed}: use a number above 0; 2 is twice as fast as the trace")
-    lines = islice(read_trace(path), num_requests)
+    lines = load_lines(path, num_requests)
+    if (num_tokens := sum(line.input_length for line in lines)) > _MOST:
+        fix = f"ask for at most {_MOST}, by fewer --requests"
+        raise ConfigError(f"{path}: input_length: {num_tokens} tokens in {len(lines)} requests; {fix}")
     return [_session(number, line, answer_tokens, speed) for number, line in enumerate(lines)]
 
 

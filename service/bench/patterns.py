@@ -4,7 +4,7 @@ import random
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import cycle, islice
+from itertools import cycle
 from typing import Final, Literal
 
 from kvtier.tiers import ConfigError
@@ -27,6 +27,9 @@ _WORDS: Final = tuple(  # short English words
 _PREFIXES: Final = 8  # different shared beginnings, or documents for each that a prompt takes
 _DOCUMENTS: Final = 3  # in a prompt of the pattern "rag"
 _KEPT: Final = 0.75  # share of a first prompt that others share
+_MOST: Final = 1 << 20  # of each figure of a shape
+_MOST_WORDS: Final = 1 << 28  # of all that is made up before anybody is asked
+_TOOL: Final = 4  # times a turn's tokens: what a tool answers
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,21 +65,22 @@ class Shape:
 
     def __post_init__(self) -> None:
         for name in ("num_requests", "prompt_tokens", "turn_tokens", "answer_tokens", "num_turns"):
-            if (value := getattr(self, name)) < 1:
-                raise ConfigError(f"{name.replace('_', ' ')} {value}: use a whole number from 1 on")
+            if not 1 <= (value := getattr(self, name)) <= _MOST:
+                raise ConfigError(f"{name.replace('_', ' ')} {value}: use a whole number from 1 to {_MOST}")
+        if (num_words := self.num_requests * max(self.prompt_tokens, _TOOL * self.turn_tokens)) > _MOST_WORDS:
+            raise ConfigError(f"num requests {self.num_requests}: {num_words} tokens in all; at most {_MOST_WORDS}")
 
 
 def sessions_of(shape: Shape) -> list[ScriptedSession]:
     """So many sessions that they have `num_requests` requests in all; the last one may be cut short."""
     dice = random.Random(shape.seed)
-    made = list(islice(_sessions(shape, dice), shape.num_requests))
     found, left = list[ScriptedSession](), shape.num_requests
-    for session in made:
-        if left <= 0:
-            break
+    for session in _sessions(shape, dice):
         turns = session.turns[:left]
         found.append(ScriptedSession(session.number, session.system, turns))
         left -= len(turns)
+        if not left:
+            break
     return found
 
 
@@ -92,13 +96,13 @@ def _sessions(shape: Shape, dice: random.Random) -> Iterator[ScriptedSession]:
         first = ScriptedTurn(words(dice, own), shape.answer_tokens)
         turns = [first]
         if shape.pattern in ("turns", "agents"):
-            turns += [_further(shape, dice) for _ in range(shape.num_turns - 1)]
+            turns += [_further(shape, dice) for _ in range(min(shape.num_turns, shape.num_requests) - 1)]
         yield ScriptedSession(number, system, turns)
 
 
 def _further(shape: Shape, dice: random.Random) -> ScriptedTurn:
     """A person says little; a tool answers at length."""
-    size = shape.turn_tokens * (4 if shape.pattern == "agents" and dice.random() < 0.5 else 1)
+    size = shape.turn_tokens * (_TOOL if shape.pattern == "agents" and dice.random() < 0.5 else 1)
     text = words(dice, size)
     return ScriptedTurn(f"Tool result:\n{text}" if shape.pattern == "agents" else text, shape.answer_tokens)
 

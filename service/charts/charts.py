@@ -2,6 +2,7 @@
 
 import html
 import io
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -83,7 +84,9 @@ def _drawn(charts: Sequence[Chart], form: str) -> bytes:
             pane.legend()
         pane.grid(visible=True, alpha=0.3)
     written = io.BytesIO()
-    figure.savefig(written, format=form, dpi=120)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Creating legend")  # said where the machine is busy; it is done then
+        figure.savefig(written, format=form, dpi=120)
     return written.getvalue()
 
 

@@ -1,6 +1,7 @@
 from . import engine_summary, statuses, summary
 from .dashboard import LivePage
 from .explained import explained
+from .explanation import ExplainedLines, Explanation
 from .figures import MetricValues, figures, version
 from .prometheus import EXPOSITION, counter, gauge, histogram, labelled, text_of
 from .statuses import DaemonStatus, EngineStatus, ReplicaScore, RouterStatus
@@ -11,6 +12,8 @@ __all__ = [
     "EXPOSITION",
     "DaemonStatus",
     "EngineStatus",
+    "ExplainedLines",
+    "Explanation",
     "LivePage",
     "MetricValues",
     "ReplicaScore",

@@ -9,20 +9,43 @@ Decode = Callable[[Sequence[int]], str]
 _MONTHS: Final = "(Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]*"
 _UUID: Final = r"[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}"
 _DATES: Final = (
-    r"\d{4}-\d{2}-\d{2}([T ]\d{2}:\d{2}(:\d{2})?)?",
-    r"\d{1,2}:\d{2}(:\d{2})?",
+    r"\d{4}-\d{2}-\d{2}([T ]\d{2}:\d{2}(:\d{2}([.,]\d+)?)?(Z|[+-]\d{2}:?\d{2})?)?",
+    r"\d{1,2}:\d{2}(:\d{2}([.,]\d+)?)?",
+    r"\d{4}[./]\d{1,2}[./]\d{1,2}",
     r"\d{1,2}[./]\d{1,2}[./]\d{2,4}",
     rf"\d{{1,2}}\.? {_MONTHS} \d{{4}}",
     rf"{_MONTHS} \d{{1,2}}(, \d{{4}})?",
+    r"(Mon|Tues|Wednes|Thurs|Fri|Satur|Sun)day",
+    r"\d{4}年\d{1,2}月\d{1,2}日",
+    r"\b20\d{2}(0[1-9]|1[0-2])(0[1-9]|[12]\d|3[01])(T?\d{4,6}Z?)?\b",
+    r"\b1[5-9]\d{8}(\d{3}|\.\d+)?\b",  # seconds since 1970, or milliseconds
 )
-_KINDS: Final = (
-    ("a request id", re.compile(_UUID)),
-    *(("a date or time", re.compile(each)) for each in _DATES),
-    ("a request id", re.compile(r"\b(?=[0-9a-fA-F]*\d)[0-9a-fA-F]{12,}\b")),
-    ("a user name", re.compile(r"(?i)(user|name|customer|account)[ _a-z]*[:=]? ?[\"']?[\w.@-]+")),
+_IDS: Final = (
+    r"\b(?=[0-9a-fA-F]*\d)[0-9a-fA-F]{12,}\b",
+    r"\b[0-9A-HJKMNP-TV-Z]{26}\b",
+    r"\b(req|chatcmpl|cmpl|resp|msg|call|run|sess|thread|trace)[-_](?=\w*\d)[\w-]+",
+    r"(?i:\b(request|session|trace|run|conversation|correlation)[ _-]?(id|number)?[\"']?\s*[:=#])\s*[\"']?[\w.-]+",
+)
+_NAME: Final = "a user name"
+_WHO: Final = r"(?i:\b(user|customer|account|client|member|name)([ _-]?(name|id|number))?)[\"']?"
+_NAMES: Final = (
+    rf"{_WHO} *[:=] *[\"']?[\w.@-]+( [A-Z][\w.-]*){{0,2}}",
+    rf"{_WHO} +((is|named|called) +)?([A-Z][\w.@-]*( [A-Z][\w.-]*)?|[\w.@-]*\d[\w.@-]*)",
+    r"\b[\w.+-]+@[\w-]+\.[\w.-]+",
+)
+_KINDS: Final = tuple(
+    (kind, re.compile(pattern))
+    for kind, patterns in (
+        ("a request id", (_UUID,)),
+        ("a date or time", _DATES),
+        ("a request id", _IDS),
+        (_NAME, _NAMES),
+    )
+    for pattern in patterns
 )
 _SHOWN: Final = 4  # tokens of each that are shown where nothing is known of them
 _SAME: Final = 8  # characters that have to be the same behind a difference of tokens: the text is one, cut in two ways
+_GOES_ON: Final = 3  # characters behind what changes that are the same
 _MANY: Final = 3  # tokens that have to be the same, one place further on
 
 
@@ -82,7 +105,10 @@ def changing_part(mine: str, theirs: str) -> tuple[str, str, str] | None:
     for kind, pattern in _KINDS:
         ours = next((m for m in pattern.finditer(mine) if m.start() <= same < m.end()), None)
         held = next((m for m in pattern.finditer(theirs) if m.start() <= same < m.end()), None)
-        if ours is not None and held is not None and ours.start() == held.start():
+        if ours is None or held is None or ours.start() != held.start():
+            continue
+        rests = zip(mine[ours.end() :][:_GOES_ON], theirs[held.end() :][:_GOES_ON], strict=False)
+        if kind != _NAME or all(one == other for one, other in rests):  # else another sentence, as behind `User: `
             return kind, ours.group(), held.group()
     return None
 

@@ -24,14 +24,14 @@ class StatusPart(BaseModel):
 
     @classmethod
     def parse(cls, page: Mapping[str, Any]) -> Self:
-        """The status that a page of JSON holds. FormatError names the first field that is missing or wrong."""
+        """What a page of JSON holds. FormatError names the first field that is missing or wrong."""
         try:
             return cls.model_validate(page)
         except ValidationError as error:
             field, why, kind, value = first_error(error)
             what = "missing" if kind == "missing" else f"{shown(value)}: {why}"
             who = f"kvtier {shown(page['version'])}" if "version" in page else "another kvtier"
-            raise FormatError(f"status of {who}: {field}: {what}; run one kvtier on both sides") from None
+            raise FormatError(f"answer of {who}: {field}: {what}; run one kvtier on both sides") from None
 
     def as_json(self) -> Json:
         """The JSON object, without the fields that were never given."""

@@ -4,7 +4,7 @@ import multiprocessing
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
@@ -13,11 +13,12 @@ from numpy.typing import NDArray
 
 from kvtier.service.simulation.simulated_tiers import Capacity, SimulatedTiers
 from kvtier.service.traces import HINTS, RequestTrace
-from kvtier.tiers import L2, ChainHash
+from kvtier.tiers import BATCH_BYTES, L2, ChainHash
 from kvtier.tiers.returns import Hint, RequestEnd
 
 _HINTS: Final = (None, *map(Hint, HINTS))
 TIERS: Final = (L2, "file", "redis")
+_MOST_DISK: Final = 4  # times all blocks: extents are not filled to the last slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +51,14 @@ class TraceReplay:
         return RequestEnd(names, int(trace.num_prompt[request]), int(trace.num_output[request]), hint, tenant)
 
     def run(self, capacity: Capacity) -> SimulatedRun:
-        """All requests, one after another. ValueError if memory has no room for a block."""
-        tiers = SimulatedTiers(capacity, self.block_bytes, self.trace.block_size)
+        """All requests, one after another. ValueError if memory has no room for a block.
+
+        Room for far more than the trace's blocks finds what room for them all finds, and takes no memory here.
+        """
+        most = max(1, self.trace.num_names) * self.block_bytes
+        disk = min(capacity.disk, _MOST_DISK * (most + BATCH_BYTES))
+        room = replace(capacity, memory=min(capacity.memory, most), disk=disk)
+        tiers = SimulatedTiers(room, self.block_bytes, self.trace.block_size)
         found = np.zeros((len(self.trace), len(TIERS)), np.int32)
         for request, begun in enumerate(self.trace.begun.tolist()):
             found[request] = tiers.request(self.end(request), begun)

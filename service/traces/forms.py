@@ -39,6 +39,8 @@ def fields_of(line: bytes) -> Fields:
     """The JSON object of a line. FormatError says why it is none."""
     if len(line) > MAX_LINE:
         raise FormatError(f"longer than {MAX_LINE} bytes")
+    if line.startswith(b"\x1f\x8b"):
+        raise ForeignTrace("compressed by gzip; give the file a name that ends in .gz")
     try:
         value = json.loads(line)
     except (ValueError, RecursionError):
@@ -46,7 +48,7 @@ def fields_of(line: bytes) -> Fields:
             raise ForeignTrace(f"comma-separated values, not JSON lines; {_KNOWN}") from None
         raise FormatError("not a JSON object; was the file cut short?") from None
     if not isinstance(value, dict):
-        raise FormatError("not a JSON object")
+        raise FormatError("not a JSON object; write one a line" if isinstance(value, list) else "not a JSON object")
     return value
 
 

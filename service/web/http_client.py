@@ -2,8 +2,9 @@
 
 import json
 import ssl
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from time import monotonic
 from typing import Any, Final
 
 import httpx2
@@ -13,7 +14,9 @@ from kvtier.service import Json
 from kvtier.tiers import ConfigError, FormatError, KVTierError, TierUnavailable
 
 _CONNECT: Final = 2.0  # seconds
-_ANSWER: Final = 60.0  # seconds between two pieces of an answer; some verbs wait for lower tiers
+_ANSWER: Final = 60.0  # seconds for an answer, or between two lines of a long verb; some wait for lower tiers
+_MOST_ANSWER: Final = 64 << 20  # bytes
+_MOST_LINE: Final = 2000  # characters of an error that is passed on
 
 
 class HttpClient:
@@ -23,37 +26,41 @@ class HttpClient:
     """
 
     def __init__(self, address: str, token: SecretStr | None, url: str | None = None) -> None:
-        """`url`: where an engine or a router answers instead, as http://HOST:PORT or https://."""
+        """`url`: where an engine or a router answers instead, as in http://HOST:PORT. ConfigError if it is none."""
         self._where = f'[service] http "{address}"' if url is None else f'--url "{url}"'
         self._is_daemon = url is None
-        headers = {} if token is None else {b"authorization": b"Bearer " + token.get_secret_value().encode()}
+        headers = (
+            {}
+            if token is None
+            else {b"authorization": b"Bearer " + token.get_secret_value().encode(errors="surrogateescape")}
+        )
         timeout = httpx2.Timeout(_ANSWER, connect=_CONNECT)
         # mostly all is plain HTTP; the default context reads 20 ms of certificates
         is_plain = url is None or not url.startswith("https://")
         trusted = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT) if is_plain else ssl.create_default_context()
+        try:
+            base = httpx2.URL(f"http://{address}" if url is None else url)
+        except httpx2.InvalidURL as error:
+            fix = "HOST:PORT, as in 127.0.0.1:9400" if url is None else "it as in http://127.0.0.1:8000"
+            raise ConfigError(f"{self._where}: {error}; write {fix}") from None
         self._client = httpx2.Client(
-            base_url=f"http://{address}" if url is None else url,
-            headers=headers,
-            timeout=timeout,
-            trust_env=False,
-            verify=trusted,
-            follow_redirects=False,
+            base_url=base, headers=headers, timeout=timeout, trust_env=False, verify=trusted, follow_redirects=False
         )
 
-    def get(self, path: str) -> Json:
+    def get(self, path: str, *fields: str) -> Json:
+        """The answer. Raises FormatError unless it has all of these fields: another program answers there."""
         with self._answer("GET", path, None) as answer:
-            return self._object(answer.read())
+            return self._with(fields, self._object(self._whole(answer)))
 
     def status(self, *fields: str) -> Json:
         """Get /status. Raises FormatError if it has none of these fields: another program answers there."""
         status = self.get("/status")
-        if not any(field in status for field in fields):
-            raise self._not_a_daemon
-        return status
+        return self._with([next((field for field in fields if field in status), fields[0])], status)
 
-    def post(self, path: str, body: Mapping[str, Any]) -> Json:
+    def post(self, path: str, body: Mapping[str, Any], *fields: str) -> Json:
+        """The answer, as `get`."""
         with self._answer("POST", path, body) as answer:
-            return self._object(answer.read())
+            return self._with(fields, self._object(self._whole(answer)))
 
     def lines(self, path: str, body: Mapping[str, Any]) -> Iterator[Json]:
         """Run a long verb, and yield its JSON lines as they come. The last one says how it ended."""
@@ -75,7 +82,7 @@ class HttpClient:
             fix = "start `kvtier serve`, or give its --http HOST:PORT" if self._is_daemon else "is it running there?"
             raise self._unavailable(f"no answer; {fix}") from None
         except httpx2.TimeoutException:
-            raise self._unavailable(f"no answer within {_ANSWER:g} s; see its log") from None
+            raise self._late from None
         except (httpx2.HTTPError, httpx2.InvalidURL, httpx2.StreamError) as error:
             raise self._unavailable(str(error) or type(error).__name__) from None
 
@@ -85,15 +92,32 @@ class HttpClient:
             if not self._is_daemon:
                 return ConfigError(f"{self._where}: the token is not taken; give its own, by --token")
             return ConfigError(f"[service] token: the daemon does not take it; {fix}")
-        why = self._object(answer.read()).get("error")
+        why = self._object(self._whole(answer)).get("error")
         if not self._is_daemon and isinstance(why, dict):
             why = why.get("message")
         if not isinstance(why, str):  # an engine's or a router's error
             return self._not_a_daemon
-        line = " ".join(why.split())
+        line = " ".join(why.split())[:_MOST_LINE]
         if answer.status_code >= 500:
             return TierUnavailable(line)
         return KVTierError(line) if answer.status_code == 404 else ConfigError(line)
+
+    def _whole(self, answer: httpx2.Response) -> bytes:
+        """The answer's body. Raises TierUnavailable if it goes on for too long, also in pieces, or is too large."""
+        until = monotonic() + _ANSWER
+        data = bytearray()
+        for piece in answer.iter_bytes():
+            data += piece
+            if len(data) > _MOST_ANSWER:
+                raise self._unavailable(f"its answer has more than {_MOST_ANSWER} bytes; is it kvtier?")
+            if monotonic() > until:
+                raise self._late
+        return bytes(data)
+
+    def _with(self, fields: Iterable[str], answer: Json) -> Json:
+        if not all(field in answer for field in fields):
+            raise self._not_a_daemon
+        return answer
 
     def _object(self, data: bytes) -> Json:
         try:
@@ -106,6 +130,10 @@ class HttpClient:
 
     def _unavailable(self, why: str) -> TierUnavailable:
         return TierUnavailable(f"{self._where}: {why}")
+
+    @property
+    def _late(self) -> TierUnavailable:
+        return self._unavailable(f"no answer within {_ANSWER:g} s; see its log")
 
     @property
     def _not_a_daemon(self) -> FormatError:

@@ -110,13 +110,15 @@ def test_the_daemon_hears_it_and_notes_itself_whose_it_is(home: Path, told: list
     ],
 )
 def test_vllms_requests_bring_their_hint_among_the_transfers_parameters(params: Any, hint: Hint | None) -> None:
-    request = vllms_request(params)
-    answered = answered_of(request, lambda _: False)
+    request, ignored = vllms_request(params), list[str]()
+    answered = answered_of(request, lambda _: False, ignored.append)
     assert answered is not None
     assert answered._replace(seconds=0.0) == Answered(40, 5, hint)
     assert 3.0 <= answered.seconds < 60.0
+    is_word = isinstance(params, dict) and hint is None
+    assert ignored == ["unknown_word"] * is_word  # counted by its reason
     request.num_output_tokens = 0
-    assert answered_of(request, lambda _: False) is None
+    assert answered_of(request, lambda _: False, ignored.append) is None
 
 
 def vllms_request(params: Any, status: str = "FINISHED_STOPPED") -> SimpleNamespace:
@@ -142,7 +144,7 @@ def vllms_request(params: Any, status: str = "FINISHED_STOPPED") -> SimpleNamesp
     ],
 )
 def test_vllms_answer_that_calls_a_tool_says_so_itself(params: Any, status: str, told: Any) -> None:
-    answered = answered_of(vllms_request(params, status), lambda tokens: tokens == [1, 2, 3, 4, 5])
+    answered = answered_of(vllms_request(params, status), lambda tokens: tokens == [1, 2, 3, 4, 5], lambda _: None)
     assert (answered and (answered.hint, answered.is_derived)) == told
 
 

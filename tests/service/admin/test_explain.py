@@ -2,6 +2,7 @@
 
 import json
 import signal
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 from command_rig import kvtier
 from doubles import SLOT_BYTES, hierarchy_of
 from doubles import store as store_here
+from router_rig import RawReplica
 from service_rig import FINGERPRINT, DaemonProcess, attach, store, where
 
 from kvtier.service.node.closed_models import note_model
@@ -18,6 +20,7 @@ from kvtier.service.node.selection import BlockSelection
 from kvtier.service.node.served_tiers import ServedTiers
 from kvtier.service.observe.differing import changing_part
 from kvtier.service.observe.explained import explained
+from kvtier.service.web import http_client
 from kvtier.tiers.hierarchy.cache_tiers import Attribution
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy
 from kvtier.tiers.naming.chain import TokenChain, root_hash
@@ -205,7 +208,27 @@ def test_the_classic_findings_are_named() -> None:
     ids = "123e4567-e89b-12d3-a456-426614174000", "123e4567-e89b-12d3-a456-4266141740ff"
     assert changing_part(f"Request {ids[0]} of", f"Request {ids[1]} of") == ("a request id", *ids)
     assert changing_part("User: anna.", "User: bert.") == ("a user name", "User: anna.", "User: bert.")
-    assert changing_part("a cat", "a dog") is None
+    for kind, mine, theirs in (
+        ("a date or time", "Monday, 23 November 2026", "Tuesday, 24 November 2026"),
+        ("a date or time", "2026-11-22T10:00:00.123Z", "2026-11-22T10:00:00.999Z"),
+        ("a date or time", "2026/11/22", "2026/11/23"),
+        ("a date or time", "2026年11月22日", "2026年11月23日"),
+        ("a date or time", "20261122", "20261123"),
+        ("a date or time", "1732320000123", "1732320000999"),
+        ("a request id", "Session-ID: abc", "Session-ID: xyz"),
+        ("a request id", "chatcmpl-abc123def", "chatcmpl-abc123deg"),
+        ("a request id", "01J9ZK8Q2V5N3X7Y1ABCDEFGHJ", "01J9ZK8Q2V5N3X7Y1ABCDEFGHK"),
+        ("a user name", "The customer is Anna", "The customer is Bert"),
+        ("a user name", "User ID 5", "User ID 6"),
+        ("a user name", '{"name": "Anna Schmidt"}', '{"name": "Anna Mueller"}'),
+        ("a user name", "Write to anna@example.org", "Write to bert@example.org"),
+    ):
+        assert (changing_part(mine, theirs) or (None,))[0] == kind, mine
+    # what a user wants is not who it is
+    for one in ("a cat", "The user wants 3 of them", "The user is hungry", "run tests"):
+        assert changing_part(f"{one}.", f"{one[:-3]}dog.") is None
+    for head in ("<|im_start|>user\n", "User: "):
+        assert changing_part(f"{head}What is this?", f"{head}How are you?") is None
     assert changing_part("equal", "equal") is None
     # tokens are characters here: the date began before the block
     text, held = "Today is 2026-11-22", "Today is 2026-11-21"
@@ -219,3 +242,42 @@ def test_the_classic_findings_are_named() -> None:
     lines = list(explained(answer, lambda tokens: "".join(map(chr, tokens)), [*map(ord, text)]))
     assert lines[-2] == "differs at token 18: `2026-11-22` for `2026-11-21`"
     assert lines[-1].startswith("A date or time changes there")
+
+
+def test_what_answers_there_is_no_daemon_or_no_end_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = json.dumps(list(range(8)))
+
+    def never_ends(path: str, headers: dict[str, str]) -> Iterator[bytes]:
+        yield b"HTTP/1.1 200 OK\r\n\r\n{"
+        while True:
+            time.sleep(0.01)
+            yield b" " * (1 if "slow" in path else 10_000)
+
+    other = RawReplica(never_ends)
+
+    def asked(*arguments: str) -> str:
+        """The one line of the error."""
+        ended = kvtier("explain", "--blocks", "-", *arguments, stdin=prompt)
+        assert (ended.returncode, ended.stdout) in ((1, ""), (2, "")), ended
+        (line,) = ended.stderr.splitlines()
+        return line
+
+    try:
+        for at in (("--http", other.name), ("--url", f"http://{other.name}")):
+            # an object that is another program's
+            assert "no kvtier daemon answers" in (line := asked(*at)) or "no engine and no router of kvtier" in line
+        # of another build
+        whole = {"block_size": 4, "tokens": 8, "runs": [], "cause": None, "differs": None, "elsewhere": []}
+        other.pages["/admin/explain"] = {**whole, "runs": [{"first": "a"}]}
+        other.pages["/explain"] = {"lines": [1]}
+        assert "answer of another kvtier: runs.0.first: " in asked("--http", other.name)
+        assert "answer of another kvtier: lines.0: " in asked("--url", f"http://{other.name}")
+        # an answer that comes in pieces, and never ends: each piece in time
+        monkeypatch.setattr(http_client, "_MOST_ANSWER", 100_000)
+        assert "more than 100000 bytes; is it kvtier?" in asked("--url", f"http://{other.name}/v1/large")
+        monkeypatch.setattr(http_client, "_ANSWER", 0.5)
+        assert "no answer within 0.5 s" in asked("--url", f"http://{other.name}/v1/slow")
+    finally:
+        other.close()
+    # what is no address
+    assert asked("--url", "http://[::1").startswith('kvtier: --url "http://[::1": Invalid port')

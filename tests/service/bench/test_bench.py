@@ -13,10 +13,14 @@ from typing import Any
 import pytest
 from command_rig import kvtier
 
+from kvtier.service.bench import asking
 from kvtier.service.bench.bench import BenchOptions, BenchResult, run_bench
+from kvtier.service.bench.from_trace import sessions_of_trace
 from kvtier.service.bench.load import LoadPace
 from kvtier.service.bench.patterns import PATTERNS, Shape, sessions_of
 from kvtier.tiers.errors import ConfigError
+
+ODD = {"prompt_tokens": "many", "completion_tokens": 1.5, "prompt_tokens_details": {"cached_tokens": -1}}
 
 
 class Plain(BaseHTTPRequestHandler):
@@ -25,12 +29,13 @@ class Plain(BaseHTTPRequestHandler):
     bodies: list[dict[str, Any]]
     ways: dict[int, str]
     held: threading.Event
+    models: object = {"data": [{"id": "plain"}]}
 
     def log_message(self, *_: object) -> None:
         return
 
     def do_GET(self) -> None:
-        self._send(200, json.dumps({"data": [{"id": "plain"}]}))
+        self._send(200, self.models if isinstance(self.models, str) else json.dumps(self.models))
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
@@ -40,18 +45,22 @@ class Plain(BaseHTTPRequestHandler):
             return self._send(400, "{}")
         if way == "busy":
             return self._send(503, "{}")
+        word = "word\u2028" if way == "lines" else "word "
         if way == "hangs":
             self.held.wait(30)
-        delta = {"choices": [{"index": 0, "delta": {"content": "word "}, "finish_reason": None}]}
+        delta = {"choices": [{"index": 0, "delta": {"content": word}, "finish_reason": None}]}
         last = {"choices": [{"index": 0, "delta": {"content": "end"}, "finish_reason": "stop"}]}
         ways: dict[str, list[Any]] = {"cut": [delta], "garbled": ["{"], "fails": [delta, {"error": {}}]}
+        ways |= {"deep": ["[" * 50_000], "endless": ["x" * 200_000], "odd": [{**last, "error": None, "usage": ODD}]}
         events = ways.get(way, [delta, last])
-        text = "".join(f"data: {one if isinstance(one, str) else json.dumps(one)}\n\n" for one in events)
+        text = "".join(
+            f"data: {one if isinstance(one, str) else json.dumps(one, ensure_ascii=False)}\n\n" for one in events
+        )
         return self._send(200, text + ("data: [DONE]\n\n" if way in ("well", "old") else ""))
 
     def _send(self, status: int, text: str) -> None:
         self.send_response(status)
-        self.send_header("content-length", str(len(text)))
+        self.send_header("content-length", str(len(text.encode())))
         self.end_headers()
         self.wfile.write(text.encode())
 
@@ -108,6 +117,32 @@ def test_whatever_goes_wrong_is_counted_by_kind(plain: tuple[str, type[Plain]]) 
         measured("127.0.0.1:9")
 
 
+def test_rubbish_is_an_error_of_one_request_and_no_more(
+    plain: tuple[str, type[Plain]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(asking, "_MOST_ANSWER", 100_000)
+    url, handler = plain
+    handler.ways = {1: "deep", 2: "endless", 3: "odd", 4: "lines"}
+    outcome = measured(url, num_requests=5, pace=LoadPace(1))
+    [figures] = outcome.figures
+    assert figures.errors == {"malformed answer": 2}
+    # A usage that is no number is none; a separator of lines may stand in a text.
+    assert (figures.prompt_tokens, figures.cached_tokens, figures.output_tokens) == (None, None, 1 + 2 + 2)
+    assert outcome.measured.answers[0][3].text == "word\u2028end"
+    for models in ("[" * 50_000, {"data": [{"id": 5}]}, {"data": "x"}, [], " " * 200_000):
+        handler.models = models
+        with pytest.raises(ConfigError, match="/v1/models: not an OpenAI server's answer"):
+            measured(url)
+    # A trace that cannot be read is told line by line, with status 2; so is one of more text than there is memory for.
+    (tmp_path / "a").write_text('{"hash_ids": 1}\n{"input_length": 268435457, "hash_ids": [1]}\n\n')
+    ended = kvtier("bench", url, "--trace", tmp_path / "a")
+    assert (ended.returncode, ended.stderr.count("\n")) == (2, 2)
+    assert f"{tmp_path}/a:1: input_length: missing\n{tmp_path}/a:3: not a JSON" in ended.stderr
+    (tmp_path / "a").write_text('{"input_length": 268435457, "hash_ids": [1]}\n')
+    with pytest.raises(ConfigError, match="input_length: 268435457 tokens in 1 requests; ask for at most"):
+        sessions_of_trace(tmp_path / "a", 1, 1, 1.0)
+
+
 def test_an_old_server_is_asked_again_without_the_option_it_does_not_know(plain: tuple[str, type[Plain]]) -> None:
     url, handler = plain
     handler.ways = {1: "old"}
@@ -161,8 +196,14 @@ def test_every_pattern_asks_what_it_was_told_to(tmp_path: Path) -> None:
         assert sessions == sessions_of(shape)  # by the seed
         pieces = [piece for session in sessions for piece in session.system.split("\n\n")]
         assert len(set(pieces)) < len(pieces)  # some have them in common
-    with pytest.raises(ConfigError, match="num turns 0: use a whole number from 1 on"):
-        Shape(num_turns=0)
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"num_turns": 0}, "num turns 0: use a whole number from 1 to"),
+        ({"num_requests": 10**9}, "num requests 1000000000: use a whole number from 1 to"),
+        ({"num_requests": 10**6, "prompt_tokens": 10**6}, "num requests 1000000: 1000000000000 tokens in all"),
+    ]
+    for wrong, complaint in cases:
+        with pytest.raises(ConfigError, match=complaint):
+            Shape(**wrong)
     with pytest.raises(ConfigError, match=r"rate 0\.0"):
         LoadPace(rate=0.0)
 

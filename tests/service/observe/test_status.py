@@ -117,9 +117,9 @@ def test_a_routers() -> None:
 @pytest.mark.parametrize(
     ("kind", "page", "why"),
     [
-        (DaemonStatus, {"version": "0.0.9", "clients": []}, 'status of kvtier "0.0.9": pid: missing; run one'),
-        (RouterStatus, {"replicas": [{"state": 3}]}, "status of another kvtier: uptime_s: missing; run one"),
-        (DaemonStatus, {"version": {"a": "b\n" * 99}, "clients": None}, "status of kvtier "),
+        (DaemonStatus, {"version": "0.0.9", "clients": []}, 'answer of kvtier "0.0.9": pid: missing; run one'),
+        (RouterStatus, {"replicas": [{"state": 3}]}, "answer of another kvtier: uptime_s: missing; run one"),
+        (DaemonStatus, {"version": {"a": "b\n" * 99}, "clients": None}, "answer of kvtier "),
     ],
 )
 def test_another_builds_is_one_line(kind: type[StatusPart], page: Any, why: str) -> None:
@@ -138,4 +138,4 @@ def test_a_command_that_meets_another_build() -> None:
     finally:
         other.close()
     assert (ended.returncode, ended.stdout) == (1, "")
-    assert ended.stderr == 'kvtier: status of kvtier "0.0.9": pid: missing; run one kvtier on both sides\n'
+    assert ended.stderr == 'kvtier: answer of kvtier "0.0.9": pid: missing; run one kvtier on both sides\n'

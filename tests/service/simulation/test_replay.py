@@ -85,6 +85,9 @@ def test_a_slab_and_redis_find_what_memory_has_lost() -> None:
     assert disk.num_written > 0
     assert redis.found[:, 2].sum() > 0
     assert late.found.sum() < redis.found.sum()  # what nobody reads for a second is gone
+    # A pebibyte is as good as room for all, and takes no more memory here.
+    enough, most = (replay.run(Capacity(memory=size, disk=size)) for size in (8 << 20, 1 << 50))
+    assert np.array_equal(enough.found, most.found)
     tiers = SimulatedTiers(Capacity(SLOTS * SLOT_BYTES, 64 << 10), SLOT_BYTES, BLOCK_SIZE)
     for request in range(len(trace)):
         tiers.request(replay.end(request), float(request))
@@ -102,7 +105,7 @@ def written(path: Path, lines: Sequence[TraceLine]) -> Path:
 def test_the_command_says_what_sizes_are_worth(tmp_path: Path) -> None:
     path = written(tmp_path / "trace", chats(100))
     (tmp_path / "worth").write_text(json.dumps({"kvtier_worth": 1, "prefill_tokens_per_second": 50}))
-    arguments = [path, "--memory", "2KiB,1MiB", "--token-bytes", 16, "--processes", 1, "--gpu-hour", 3600]
+    arguments = [path, "--memory", "2KiB,1MiB,2048", "--token-bytes", 16, "--processes", 1, "--gpu-hour", 3600]
     ended = kvtier("simulate", *arguments, "--from", tmp_path / "worth", "--json")
     assert ended.returncode == 0, ended.stderr
     told = json.loads(ended.stdout)
@@ -131,6 +134,7 @@ def test_the_command_says_what_sizes_are_worth(tmp_path: Path) -> None:
     ("options", "complaint"),
     [
         (["--memory", "lots"], "--memory 'lots': not a size"),
+        (["--memory", ""], "--memory '': not a size"),
         (["--memory", "1"], "--memory 1: a block has 64 bytes; give room for one"),
         (["--policy", "best"], "--policy 'best': use tail, lru, s3fifo"),
         (["--redis-ttl", "soon"], "--redis-ttl 'soon': not a time"),
