@@ -6,6 +6,7 @@
 #   make quick        tiers, connectors, state machines and the architecture: what one runs after every change
 #   make coverage     the whole suite, and which lines of the product it ran, by folder
 #   make test-vllm    a real vLLM over kvtier's tiers; its packages are kept in your cache directory
+#   make test-dynamo  NVIDIA Dynamo's KV indexer reads our events
 #   make test-sglang  a real SGLang, likewise; test-vllm-0.33: vLLM's next release on this one's CPU kernels
 #   make compiled     build the compiled twins of innermost loops, for whatever runs on this machine as you
 #   make check        ruff, ruff format, strict mypy, the architecture test, whether the site builds
@@ -38,7 +39,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # The stamp's name changes with what was asked for and with where it stands: a virtual environment can't be moved.
 STAMP := $(VENV)/.kvtier-$(firstword $(shell (cat pyproject.toml .ci/setup .ci/constraints.txt .ci/venv-with-torch; echo "$(CURDIR) $(VENV) $(TORCH) $(EXTRAS)") | sha256sum))
 
-.PHONY: help setup demo demo-rag beside compiled test quick coverage test-vllm test-vllm-0.33 test-sglang check docs format bench gpu gpu-bundle \
+.PHONY: help setup demo demo-rag beside compiled test quick coverage test-vllm test-vllm-0.33 test-sglang test-dynamo check docs format bench gpu gpu-bundle \
 	soak kills crash-images fuzz clean
 
 help:
@@ -92,6 +93,11 @@ test-vllm test-vllm-0.33 test-sglang: test-%:
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 .venv-$*/bin/python -m pytest -W default \
 		tests/interop/test_pins.py $(wildcard tests/interop/test_$(firstword $(subst -, ,$*))*.py) $(ENGINE_ARGS)
 
+test-dynamo: setup
+	test -x .venv-dynamo/bin/python || $(VENV)/bin/python -m venv --clear .venv-dynamo
+	.venv-dynamo/bin/pip install -qq --requirement tests/interop/requirements-dynamo.txt
+	$(VENV)/bin/python -m pytest tests/interop/test_dynamo.py -n 0
+
 check: setup
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
@@ -133,5 +139,5 @@ soak kills crash-images fuzz: setup
 		$(if $(COUNT),--count $(COUNT)) $(if $(SEED),--seed $(SEED)) $(if $(JSON),--json $(JSON))
 
 clean:
-	rm -rf $(VENV) .venv-vllm .venv-vllm-0.33 .venv-sglang dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-vllm .venv-vllm-0.33 .venv-sglang .venv-dynamo dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

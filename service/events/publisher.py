@@ -69,7 +69,7 @@ class Publisher:
         """Bind. Raises ConfigError if an address cannot be bound."""
         assert config.publish is not None
         self._dp_rank = dp_rank
-        self._topic = config.topic
+        self._topic, self._form = config.topic, config.form
         self._keys = CurveKeys.load("events", config.curve_key_file, "curve_reader_file", config.curve_reader_file)
         for option, address in (("publish", config.publish), ("replay", config.replay)):
             if address is not None:
@@ -241,7 +241,8 @@ class Publisher:
 
     def _batch(self, seq: int, fingerprint: bytes, events: Sequence[KVEvent]) -> NumberedBatch:
         topic = topic_of(fingerprint) if self._topic is None else self._topic
-        return NumberedBatch(seq, topic.encode(), encode_batch(EventBatch(time.time(), events, self._dp_rank)))
+        batch = EventBatch(time.time(), events, self._dp_rank)
+        return NumberedBatch(seq, topic.encode(), encode_batch(batch, self._form))
 
     def _accept(self, socket: "zmq.Socket[bytes]") -> None:
         """Take in requests: `[client, "", first wanted]`."""

@@ -4,7 +4,7 @@ import hashlib
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 import msgpack
 
@@ -22,6 +22,7 @@ _NAMESPACE_TAG: Final = b"kvtier-namespace-v1"
 ExternalHash: TypeAlias = int | bytes
 """How an engine names a block: 64 bits, signed or not, or the digest they were cut from."""
 
+EventForm: TypeAlias = Literal["maps", "arrays"]
 ExtraKeys: TypeAlias = tuple[Any, ...]
 """What besides tokens shapes one block's KV, untagged: LoRA name, (image, offset) pairs, cache salt, embeddings."""
 
@@ -119,9 +120,10 @@ def pieces(event: KVEvent, most: int) -> Iterator[KVEvent]:
         )
 
 
-def encode_batch(batch: EventBatch) -> bytes:
-    """The batch as a msgpack array of tagged maps, byte for byte as vLLM packs it."""
-    packed: bytes = msgpack.packb([batch.ts, [_as_map(event) for event in batch.events], batch.dp_rank])
+def encode_batch(batch: EventBatch, form: EventForm = "maps") -> bytes:
+    """The batch as a msgpack array of tagged maps, byte for byte as vLLM packs it; or of arrays, as it did before."""
+    as_form = _as_map if form == "maps" else _as_array
+    packed: bytes = msgpack.packb([batch.ts, [as_form(event) for event in batch.events], batch.dp_rank])
     return packed
 
 
@@ -156,6 +158,17 @@ def _counted() -> Callable[[Any], Any]:
         return made
 
     return counted
+
+
+def _as_array(event: KVEvent) -> list[Any]:
+    """Its type and all its fields, in their order, without those at the end that say nothing."""
+    placed: list[Any] = [type(event).__name__]
+    for field in fields(event):
+        value = getattr(event, field.name)
+        placed.append(value.tolist() if isinstance(value, array) else value)
+    while placed[-1] is None:
+        placed.pop()
+    return placed
 
 
 def _as_map(event: KVEvent) -> dict[str, Any]:

@@ -232,6 +232,9 @@ class EventsConfig(Section):
     node_replay: ZmqEndpoint | None = option(None, "likewise, where its daemon repeats what was missed")
     buffer: WholeNumber = option(10_000, "batches kept to be told again", ge=1, le=1_000_000)
     topic: Topic | None = option(None, "topic of every event; none = one for each model, kv@ and its fingerprint")
+    form: Literal["maps", "arrays"] = option(
+        "maps", "maps, as vLLM publishes them; or arrays, as it did before, for llm-d"
+    )
     strict: bool = option(False, "log events that contradict earlier ones as errors, not as warnings")
 
     @model_validator(mode="after")

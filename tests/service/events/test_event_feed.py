@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 
+import msgpack
 import pytest
 import zmq
 from event_rig import until
@@ -480,6 +481,17 @@ def test_who_does_not_read_its_replay_is_hung_up_on(monkeypatch: pytest.MonkeyPa
         index = PrefixIndex(SIZE)
         with reader(config, index):
             until(lambda: index.num_blocks == 40 * 1000)
+
+
+def test_a_publisher_tells_in_the_form_its_reader_knows() -> None:
+    config = addresses(form="arrays", topic="kv@pod-1@my-model")  # both as llm-d wants them
+    with Publisher(config) as publisher, reader(config, index := PrefixIndex(SIZE), topic="kv@pod-1@my-model"):
+        publisher.announce(MODEL, [stored(chain_of(1))])
+        assert publisher.flush(DEADLINE)
+        *told, _ = replayed(config, 0)
+        _, [event], _ = msgpack.unpackb(told[-1][3])
+        assert event[0] == "BlockStored"
+        until(lambda: found(index, chain_of(1)) == {"CPU": 4})
 
 
 def removed(chain: TokenChain) -> Removed:

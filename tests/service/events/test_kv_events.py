@@ -57,6 +57,24 @@ def test_positional_arrays_say_the_same() -> None:
     assert [event.medium for event in old.events if not isinstance(event, AllBlocksCleared)] == [None, None]
 
 
+def test_who_reads_arrays_alone_gets_them() -> None:
+    """llm-d's adapter for vLLM does: positions as of vLLM before mid-2026, what says nothing left out at the end."""
+    payload = encode_batch(BATCH, "arrays")
+    assert msgpack.unpackb(payload) == [
+        1.5,
+        [
+            ["BlockStored", [7], None, [1, 2, 3, 4], 4, None, "GPU", None, None, 0],
+            ["BlockRemoved", [7], "CPU"],
+            ["AllBlocksCleared"],
+        ],
+        0,
+    ]
+    assert same(decode_batch(payload), BATCH)
+    tenants = BlockStored([7], None, [1, 2, 3, 4], 4, None, "GPU", None, (("9f" * 16,),))
+    [[_, *told]] = msgpack.unpackb(encode_batch(EventBatch(1.5, [tenants]), "arrays"))[1]
+    assert told == [[7], None, [1, 2, 3, 4], 4, None, "GPU", None, [["9f" * 16]]]
+
+
 def test_unknown_fields_are_skipped() -> None:
     told = {"type": "BlockRemoved", "block_hashes": [7], "medium": "CPU", "locality": "LOCAL", "later": [1, {"a": 2}]}
     assert decode_batch(msgpack.packb([1.5, [told], None])).events == [BlockRemoved((7,), "CPU")]
