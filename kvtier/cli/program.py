@@ -49,7 +49,7 @@ def main() -> None:
         can_fix = isinstance(error, ConfigError | MissingPackages)
         sys.exit(Exit.USAGE if can_fix else Exit.FAILED)
     except OSError:
-        if not _output_fails():
+        if not _output_fails("\n"):
             raise
         sys.exit(Exit.FAILED)
     finally:
@@ -57,11 +57,15 @@ def main() -> None:
             sys.exit(Exit.FAILED)
 
 
-def _output_fails() -> bool:
-    """Whether what was printed cannot be written. Then it goes nowhere, or Python would say so once more at its end."""
+def _output_fails(more: str = "") -> bool:
+    """Whether what was printed cannot be written. Then it goes nowhere, or Python would say so once more at its end.
+
+    Of a large text that could not be written nothing is left to try again: `more` is tried then.
+    """
     if sys.stdout is None:  # closed from the beginning on
         return False
     try:
+        sys.stdout.write(more)
         sys.stdout.flush()
     except OSError as error:
         if not isinstance(error, BrokenPipeError):

@@ -42,7 +42,8 @@ class Server:
         """`url` is http://HOST:PORT, or with a path up to /v1; `deadline` is in seconds for each request."""
         self.url = url.rstrip("/").removesuffix("/v1")
         try:
-            is_url = httpx2.URL(self.url).scheme in ("http", "https")
+            given = httpx2.URL(self.url)
+            is_url = given.scheme in ("http", "https") and bool(given.host) and (given.port or 0) < 1 << 16
         except httpx2.InvalidURL:
             is_url = False
         if not is_url:
@@ -66,7 +67,10 @@ class Server:
             return
         try:
             async with asyncio.timeout(self._deadline), self._client.stream("GET", "/v1/models") as answer:
-                lines = [line async for line in _lines(answer.raise_for_status())]
+                if answer.status_code != 200:
+                    fix = "check the URL, and --token if it wants one"
+                    raise ConfigError(f"{self.url}/v1/models: status {answer.status_code}; {fix}")
+                lines = [line async for line in _lines(answer)]
             names = [each["id"] for each in json.loads("\n".join(lines))["data"]]
         except TimeoutError:
             raise ConfigError(f"{self.url}: no answer within {self._deadline:g} s; is the server up?") from None

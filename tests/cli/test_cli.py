@@ -118,11 +118,13 @@ def test_other_failures_are_one_line_and_status_1(
     assert capsys.readouterr().err == 'kvtier: [file] path "/kv": pid 7 has it open; stop it or choose another path\n'
 
 
-@pytest.mark.parametrize("verb", [("--version",), ("config", "--json")])
+@pytest.mark.parametrize("verb", [("--version",), ("config", "--json"), ()])
 def test_output_that_cannot_be_written_is_status_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], verb: tuple[str, ...]
 ) -> None:
     # A full disk is said; a reader that has gone, as behind `| head`, is no mistake of anybody's.
+    if not verb:  # more than is kept to be written later
+        monkeypatch.setattr("kvtier.cli.program.app", lambda: print("x" * 20_000))
     read, write = os.pipe()
     os.close(read)
     for place, said in (

@@ -35,7 +35,8 @@ class Plain(BaseHTTPRequestHandler):
         return
 
     def do_GET(self) -> None:
-        self._send(200, self.models if isinstance(self.models, str) else json.dumps(self.models))
+        status = self.models if isinstance(self.models, int) else 200
+        self._send(status, self.models if isinstance(self.models, str) else json.dumps(self.models))
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
@@ -113,8 +114,9 @@ def test_whatever_goes_wrong_is_counted_by_kind(plain: tuple[str, type[Plain]]) 
     assert figures.requests == 7
     with pytest.raises(ConfigError, match="is the server up"):
         measured("http://127.0.0.1:9")
-    with pytest.raises(ConfigError, match="write it as in"):
-        measured("127.0.0.1:9")
+    for wrong in ("127.0.0.1:9", "http://", "http://127.0.0.1:99999"):
+        with pytest.raises(ConfigError, match="write it as in"):
+            measured(wrong)
 
 
 def test_rubbish_is_an_error_of_one_request_and_no_more(
@@ -133,6 +135,9 @@ def test_rubbish_is_an_error_of_one_request_and_no_more(
         handler.models = models
         with pytest.raises(ConfigError, match="/v1/models: not an OpenAI server's answer"):
             measured(url)
+    handler.models = 503
+    with pytest.raises(ConfigError, match=r"/v1/models: status 503; check the URL, and --token if it wants one$"):
+        measured(url)
     # A trace that cannot be read is told line by line, with status 2; so is one of more text than there is memory for.
     (tmp_path / "a").write_text('{"hash_ids": 1}\n{"input_length": 268435457, "hash_ids": [1]}\n\n')
     ended = kvtier("bench", url, "--trace", tmp_path / "a")
