@@ -17,6 +17,7 @@ _CONNECT: Final = 2.0  # seconds
 _ANSWER: Final = 60.0  # seconds for an answer, or between two lines of a long verb; some wait for lower tiers
 _MOST_ANSWER: Final = 64 << 20  # bytes
 _MOST_LINE: Final = 2000  # characters of an error that is passed on
+_JSON: Final = {"content-type": "application/json"}
 
 
 class HttpClient:
@@ -73,8 +74,9 @@ class HttpClient:
 
     @contextmanager
     def _answer(self, method: str, path: str, body: Mapping[str, Any] | None) -> Iterator[httpx2.Response]:
+        content = None if body is None else _encoded(body)
         try:
-            with self._client.stream(method, path, json=body) as answer:
+            with self._client.stream(method, path, content=content, headers=_JSON) as answer:
                 if answer.is_error:
                     raise self._refusal(answer)
                 yield answer
@@ -140,3 +142,14 @@ class HttpClient:
         if not self._is_daemon:
             return FormatError(f"{self._where}: no engine and no router of kvtier answers there; give one's address")
         return FormatError(f"{self._where}: no kvtier daemon answers there; give the daemon's --http HOST:PORT")
+
+
+def _encoded(body: Mapping[str, Any]) -> bytes:
+    """A body as JSON. ConfigError names the field that JSON has no way to say: bytes of a command line, NaN."""
+    for name, value in body.items():
+        try:
+            json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+        except ValueError:
+            shown = f"{json.dumps(value):.60}"
+            raise ConfigError(f"{name} {shown}: neither UTF-8 text nor a number; give another") from None
+    return json.dumps(body, ensure_ascii=False).encode()

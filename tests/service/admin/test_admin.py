@@ -444,6 +444,10 @@ def test_what_is_no_text_or_too_long_is_one_line(monkeypatch: pytest.MonkeyPatch
     asked = ("explain", "--text", "-", "--url", "http://127.0.0.1:9")
     ended = kvtier(*asked, stdin="\udcff")  # the byte ff, as it comes in without a locale
     assert (ended.returncode, ended.stderr) == (2, 'kvtier: --text "-": not UTF-8 text; name a file of text\n')
+    for arguments, field in ((("pin",), "tokens [NaN]"), (("purge", "--cache-salt", "\udcff"), 'cache_salt "\\udcff"')):
+        ended = kvtier(*arguments, "--blocks", "-", stdin="[NaN]" if "pin" in arguments else "[1]")
+        told = f"kvtier: {field}: neither UTF-8 text nor a number; give another\n"
+        assert (ended.returncode, ended.stderr) == (2, told)
     monkeypatch.setattr(admin_cli, "_MAX_INPUT", 3)
     ended = kvtier(*asked, stdin="long")
     assert (ended.returncode, ended.stderr) == (2, 'kvtier: --text "-": longer than 3 characters; name one prompt\n')
