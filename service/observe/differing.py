@@ -15,7 +15,7 @@ _DATES: Final = (
     r"\d{1,2}[./]\d{1,2}[./]\d{2,4}",
     rf"\d{{1,2}}\.? {_MONTHS} \d{{4}}",
     rf"{_MONTHS} \d{{1,2}}(, \d{{4}})?",
-    r"(Mon|Tues|Wednes|Thurs|Fri|Satur|Sun)day",
+    r"\b(Mon|Tues|Wednes|Thurs|Fri|Satur|Sun)(day|da?$|$)",  # perhaps cut at the end of the block
     r"\d{4}年\d{1,2}月\d{1,2}日",
     r"\b20\d{2}(0[1-9]|1[0-2])(0[1-9]|[12]\d|3[01])(T?\d{4,6}Z?)?\b",
     r"\b1[5-9]\d{8}(\d{3}|\.\d+)?\b",  # seconds since 1970, or milliseconds

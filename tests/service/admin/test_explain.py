@@ -210,6 +210,7 @@ def test_the_classic_findings_are_named() -> None:
     assert changing_part("User: anna.", "User: bert.") == ("a user name", "User: anna.", "User: bert.")
     for kind, mine, theirs in (
         ("a date or time", "Monday, 23 November 2026", "Tuesday, 24 November 2026"),
+        ("a date or time", "It is Monday,", "It is Tuesda"),  # the block ends there
         ("a date or time", "2026-11-22T10:00:00.123Z", "2026-11-22T10:00:00.999Z"),
         ("a date or time", "2026/11/22", "2026/11/23"),
         ("a date or time", "2026年11月22日", "2026年11月23日"),
