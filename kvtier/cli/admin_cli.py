@@ -39,7 +39,6 @@ SaltOption = Annotated[
 ModelOption = Annotated[
     str | None, typer.Option(metavar="FINGERPRINT", help="The first digits of its fingerprint, if several are open.")
 ]
-
 TextOption = Annotated[
     str | None, typer.Option("--text", metavar="FILE", help="The prompt's text instead; - is stdin.")
 ]
@@ -337,8 +336,7 @@ def _which_blocks(
         values = _read_list(file)
         body["hashes" if values and isinstance(values[0], str) else "tokens"] = values
     if text is not None:
-        cutter = _require_cutter(text, _tokenizer(tokenizer))
-        body["tokens"] = list(cutter.encode(_read(text, "--text")).ids)
+        body["tokens"] = list(_require_cutter(text, _tokenizer(tokenizer)).encode(_read(text, "--text")).ids)
     return body
 
 
@@ -351,7 +349,6 @@ def _tokenizer(directory: Path | None) -> "Tokenizer | None":
 
 
 def _require_cutter(text: str, cutter: "Tokenizer | None") -> "Tokenizer":
-    """The model's tokenizer, which cuts what --text names into token ids."""
     if cutter is None:
         raise ConfigError(f'--text "{text}": it takes the model\'s tokenizer; name its folder by --tokenizer')
     return cutter
@@ -376,13 +373,13 @@ def _read(file: str, option: str) -> str:
 
 def _read_list(file: str) -> list[Any]:
     text = _read(file, "--blocks")
+    wanted = "write a list of token ids or of block names"
     try:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:
-        why = f"not JSON ({error}); write a list of token ids or of block names"
-        raise ConfigError(f'--blocks "{file}": {why}') from None
+        raise ConfigError(f'--blocks "{file}": not JSON ({error}); {wanted}') from None
     if not isinstance(values, list):
-        raise ConfigError(f'--blocks "{file}": not a list; write one of token ids or of block names')
+        raise ConfigError(f'--blocks "{file}": not a list; {wanted}')
     return values
 
 
@@ -399,6 +396,5 @@ def _show_table(context: CommandContext, answer: Json, rows: list[Json], columns
 
     table = Table(*(name.replace("_", " ") for name in columns))
     for row in rows:
-        cells = (show_size(row[name]) if name in _SIZES else str(row[name]) for name in columns)
-        table.add_row(*(escape(harmless(cell)) for cell in cells))
+        table.add_row(*(escape(harmless(show_size(row[c]) if c in _SIZES else str(row[c]))) for c in columns))
     show(answer, table, as_json=context.as_json)
