@@ -71,6 +71,7 @@ def followed() -> Iterator[tuple[Publisher, Indexer]]:
     """A publisher whose events the indexer gets: a first one is told until it is known."""
     config = EventsConfig.model_validate({"publish": f"tcp://127.0.0.1:{free_port()}"})
     with Publisher(config) as publisher:
+        assert publisher.endpoint is not None
         indexer = Indexer(publisher.endpoint)
         try:
             until(indexer.is_up, 120)
