@@ -131,7 +131,8 @@ def test_rubbish_is_an_error_of_one_request_and_no_more(
     # A usage that is no number is none; a separator of lines may stand in a text.
     assert (figures.prompt_tokens, figures.cached_tokens, figures.output_tokens) == (None, None, 1 + 2 + 2)
     assert outcome.measured.answers[0][3].text == "word\u2028end"
-    for models in ("[" * 50_000, {"data": [{"id": 5}]}, {"data": "x"}, [], " " * 200_000):
+    wrong: list[object] = ["[" * 50_000, {"data": [{"id": 5}]}, {"data": "x"}, [], " " * 200_000]
+    for models in wrong:
         handler.models = models
         with pytest.raises(ConfigError, match="/v1/models: not an OpenAI server's answer"):
             measured(url)

@@ -17,7 +17,7 @@ import torch
 from cpu_cupy import LazyCupy
 from lazy_cuda import LazyCuda, LazyDriver, LazyStream, pin, ranges_of
 
-from kvtier.tiers.copies import cuda_event, cuda_transfer, direct_copies, packer
+from kvtier.tiers.copies import cuda_event, cuda_transfer, direct_copies, packer, tensor_copier
 from kvtier.tiers.copies.block_copier import CopyDirection
 from kvtier.tiers.copies.copy_ways import CopyChoice, CopyWays
 from kvtier.tiers.copies.cuda_event import CudaEvent
@@ -351,11 +351,11 @@ def _kernel_on_stream_0(patch: pytest.MonkeyPatch) -> None:
 
 
 def _neighbours_joined_wrongly(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(cuda_transfer, "ends_of_runs", lambda slots, region: np.zeros(len(slots) - 1, bool))
+    patch.setattr(tensor_copier, "ends_of_runs", lambda slots, region: np.zeros(len(slots) - 1, bool))
 
 
 def _joined_across_pinned_pieces(patch: pytest.MonkeyPatch) -> None:
-    for module in (cuda_transfer, packer):
+    for module in (tensor_copier, packer):
         patch.setattr(module, "ends_of_runs", lambda slots, region: np.diff(slots) != 1)
 
 
@@ -369,7 +369,7 @@ def _batches_joined_across_pinned_pieces(patch: pytest.MonkeyPatch) -> None:
         finally:
             region.pinning = pinning
 
-    patch.setattr(cuda_transfer, "pieces_of", pieces_of)
+    patch.setattr(tensor_copier, "pieces_of", pieces_of)
 
 
 def _batches_read_before_the_store_they_follow(patch: pytest.MonkeyPatch) -> None:

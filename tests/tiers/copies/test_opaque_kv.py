@@ -7,7 +7,7 @@ import pytest
 import torch
 from lazy_cuda import LazyCuda, LazyDriver, pin
 
-from kvtier.tiers.copies import cuda_transfer
+from kvtier.tiers.copies import tensor_copier
 from kvtier.tiers.copies.block_copier import BlockCopies
 from kvtier.tiers.copies.cuda_transfer import CudaCopyStream
 from kvtier.tiers.copies.engine_blocks import BlockPart, EngineBlocks
@@ -37,7 +37,7 @@ def make(
     if on_gpu:
         cuda.patch(monkeypatch)
         pin(region, cuda)
-        monkeypatch.setattr(cuda_transfer, "LayoutKernels", lambda *_: (_ for _ in ()).throw(ImportError("no cupy")))
+        monkeypatch.setattr(tensor_copier, "LayoutKernels", lambda *_: (_ for _ in ()).throw(ImportError("no cupy")))
 
     def made(tensor: torch.Tensor) -> CopyStream:
         l1: torch.Tensor | EngineBlocks = tensor
