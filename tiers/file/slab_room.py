@@ -1,7 +1,8 @@
 """SlabRoom: which extent of a slab is freed next: the one whose blocks are needed least, as requests' ends tell.
 
 An extent counts as the last request that had blocks in it. Before the first end, and so after every start, there is no
-opinion, nor while the extents' own order would have kept more (`LruRival`).
+opinion. While LRU would have kept more (`LruRival`), the order is by when that request ended: memory above answers
+requests, too, which the slab's own reads do not tell.
 """
 
 from collections import OrderedDict
@@ -50,7 +51,7 @@ class SlabRoom:
     @property
     def decides(self) -> bool:
         """Whether `take` has an opinion."""
-        return self._last is not None and not self.rival.leads
+        return self._last is not None
 
     def is_told(self, extent: int) -> bool:
         """Whether an end told of a block in the extent since it was opened."""
@@ -119,7 +120,9 @@ class SlabRoom:
     def _make_plan(self, extents: Extents) -> None:
         assert self._last is not None
         now = self._last.clock()
-        places = self._last.order.places(self._kind[extents], now - self._since[extents])
+        places = np.zeros(len(extents))  # all alike: the oldest goes first
+        if not self.rival.leads:
+            places = self._last.order.places(self._kind[extents], now - self._since[extents])
         count = max(len(extents) // _SHARE, 1)
         if count < len(extents):
             is_low = places <= np.partition(places, count)[count]
