@@ -7,6 +7,7 @@
 #   make coverage     the whole suite, and which lines of the product it ran, by folder
 #   make test-vllm    a real vLLM over kvtier's tiers; its packages are kept in your cache directory
 #   make test-dynamo  NVIDIA Dynamo's KV indexer reads our events
+#   make test-ray     our application on a real Ray cluster of several nodes' processes
 #   make test-sglang  a real SGLang, likewise; test-vllm-0.33: vLLM's next release on this one's CPU kernels
 #   make compiled     build the compiled twins of innermost loops, for whatever runs on this machine as you
 #   make check        ruff, ruff format, strict mypy, the architecture test, whether the site builds
@@ -39,11 +40,11 @@ unexport PYTHONDONTWRITEBYTECODE
 # The stamp's name changes with what was asked for and with where it stands: a virtual environment can't be moved.
 STAMP := $(VENV)/.kvtier-$(firstword $(shell (cat pyproject.toml .ci/setup .ci/constraints.txt .ci/venv-with-torch; echo "$(CURDIR) $(VENV) $(TORCH) $(EXTRAS)") | sha256sum))
 
-.PHONY: help setup demo demo-rag beside compiled test quick coverage test-vllm test-vllm-0.33 test-sglang test-dynamo check docs format bench gpu gpu-bundle \
+.PHONY: help setup demo demo-rag beside compiled test quick coverage test-vllm test-vllm-0.33 test-sglang test-dynamo test-ray check docs format bench gpu gpu-bundle \
 	soak kills crash-images fuzz clean
 
 help:
-	sed -n '3,17s/^# *//p' Makefile
+	sed -n '3,18s/^# *//p' Makefile
 
 setup: $(STAMP)
 
@@ -88,7 +89,7 @@ coverage: beside
 
 # Their libraries warn of much: here a warning is no error. vLLM's stories take a core each, SGLang's want the machine.
 test-vllm test-vllm-0.33: ENGINE_ARGS = -n 2 --dist worksteal
-test-vllm test-vllm-0.33 test-sglang: test-%:
+test-vllm test-vllm-0.33 test-sglang test-ray: test-%:
 	.ci/beside-engine $*
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 .venv-$*/bin/python -m pytest -W default \
 		tests/interop/test_pins.py $(wildcard tests/interop/test_$(firstword $(subst -, ,$*))*.py) $(ENGINE_ARGS)

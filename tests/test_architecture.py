@@ -43,6 +43,7 @@ ROWS: Final = (
     ("service/node", "service/cluster", "service/doctor", "service/openai"),
     ("service/bench", "service/worth", "service/sizing"),
     ("service/admin", "service/router", "service/engine"),
+    ("service/ray",),
     ("kvtier/cli",),
     ("kvtier",),
 )

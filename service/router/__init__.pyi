@@ -1,15 +1,39 @@
 from . import summary
 from .app import serve
-from .policy import CROWD, LOAD_WEIGHT, Candidate, Choice, Reason, choose, sticky
+from .client import Deadlines, Headers, ReplicaClient, ReplicaFailed
+from .holdings import FleetHoldings, Held
+from .policy import CROWD, LOAD_WEIGHT, WEIGHTS, Candidate, Choice, Reason, choose, choose_or_stick, sticky
+from .prompts import READ, KnownPrompt, read_prompt
+from .proxy import NOT_ANSWERED, NOT_ASKED, passed
+from .replicas import ReplicaProfile
+from .sessions import session_of
+from .spec import Publishers
 
 __all__ = [
     "CROWD",
     "LOAD_WEIGHT",
+    "NOT_ANSWERED",
+    "NOT_ASKED",
+    "READ",
+    "WEIGHTS",
     "Candidate",
     "Choice",
+    "Deadlines",
+    "FleetHoldings",
+    "Headers",
+    "Held",
+    "KnownPrompt",
+    "Publishers",
     "Reason",
+    "ReplicaClient",
+    "ReplicaFailed",
+    "ReplicaProfile",
     "choose",
+    "choose_or_stick",
+    "passed",
+    "read_prompt",
     "serve",
+    "session_of",
     "sticky",
     "summary",
 ]

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Final
+from typing import Final, cast
 
 import h11
 
@@ -278,8 +278,7 @@ class _ReplicaConnection(asyncio.Protocol):
     # --- what the network does ---------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's derives from no class of asyncio
         self._client.opened(self)
 
     def connection_lost(self, error: Exception | None) -> None:

@@ -124,6 +124,20 @@ def sticky(replicas: Sequence[Candidate], session: bytes, *, spread: float = flo
     return Choice(chosen, Reason.SESSION if chosen == ranked[0] else Reason.LOAD, scores)
 
 
+def choose_or_stick(
+    replicas: Sequence[Candidate],
+    num_blocks: int,
+    session: bytes | None,
+    *,
+    weights: Mapping[str, float] = WEIGHTS,
+    turn: int = 0,
+) -> Choice:
+    """`choose`, or `sticky` for a session if it is not known what any replica holds that can take it."""
+    if session is None or any(each.is_sure and each.can_take for each in replicas):
+        return choose(replicas, num_blocks, weights=weights, turn=turn)
+    return sticky(replicas, session, spread=SPREAD)
+
+
 def _believed(replica: Candidate) -> Mapping[str, int]:
     return replica.prefix if replica.is_sure else {}
 

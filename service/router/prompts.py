@@ -22,7 +22,7 @@ class KnownPrompt:
     unknown: str | None = None  # why there are no tokens: `unreadable`, or `no_tokenizer`
 
 
-async def read(path: str, value: Mapping[str, Any], num_bytes: int, prompts: Prompts | None) -> KnownPrompt:
+async def read_prompt(path: str, value: Mapping[str, Any], num_bytes: int, prompts: Prompts | None) -> KnownPrompt:
     """The first prompt of a request's JSON. Raises nothing: another engine may accept what this code cannot read."""
     if num_bytes > _LONG or "chat_template_kwargs" in value:  # chat_template_kwargs can make a template slow
         return await asyncio.to_thread(_read, path, value, prompts)

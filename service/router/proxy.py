@@ -11,7 +11,7 @@ from kvtier.service.router.client import Deadlines, Failure, Headers, ReplicaAns
 from kvtier.service.router.fleet import Fleet
 from kvtier.service.router.holdings import Held
 from kvtier.service.router.ledger import Ledger
-from kvtier.service.router.policy import SPREAD, Candidate, Choice, Reason, choose, sticky
+from kvtier.service.router.policy import Candidate, Choice, Reason, choose_or_stick
 from kvtier.service.router.replicas import AssignedWork, Replica, ReplicaState
 from kvtier.service.router.reply import ClientReply, Relayed
 
@@ -135,10 +135,8 @@ class Proxy:
             )
             for replica in self._fleet.replicas
         ]
-        if request.session is None or any(each.is_sure and each.can_take for each in candidates):
-            choice = choose(candidates, request.held.num_blocks, weights=self._weights, turn=self._turn)
-        else:
-            choice = sticky(candidates, request.session, spread=SPREAD)
+        num_blocks, session = request.held.num_blocks, request.session
+        choice = choose_or_stick(candidates, num_blocks, session, weights=self._weights, turn=self._turn)
         self._ledger.seconds["score"] += time.perf_counter() - begun
         self._ledger.decided(choice, request.held.num_blocks)
         return choice

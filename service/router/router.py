@@ -21,7 +21,7 @@ from kvtier.service.router.fleet import Fleet
 from kvtier.service.router.holdings import FleetHoldings, Held
 from kvtier.service.router.ledger import Ledger
 from kvtier.service.router.lists import ReplicaList
-from kvtier.service.router.prompts import CHAT, COMPLETION, READ, KnownPrompt, read
+from kvtier.service.router.prompts import CHAT, COMPLETION, READ, KnownPrompt, read_prompt
 from kvtier.service.router.proxy import NOT_ASKED, Proxy, RoutedRequest, passed
 from kvtier.service.router.replica_tokenizer import ReplicaTokenizer
 from kvtier.service.router.replicas import ProbeSettings, Replica
@@ -170,7 +170,7 @@ class Router:
 
     async def _known(self, path: str, fields: Mapping[str, Any], body: bytes) -> KnownPrompt:
         """The prompt, tokenized by the router's own tokenizer, or by a replica if it has none."""
-        known = await read(path, fields, len(body), self._prompts)
+        known = await read_prompt(path, fields, len(body), self._prompts)
         if known.unknown != "no_tokenizer" or self._tokens is None:
             return known
         tokens = await self._tokens.of(self.fleet.replicas, path, body, fields)

@@ -62,7 +62,7 @@ def prompts(directory: Path) -> Target:
         messages = [{"role": roles[i % 4], "content": made.value(2), **made.mapping(1)} for i in range(1 + data[0] % 4)]
         chat = {**made.mapping(2), "model": "m", "messages": messages}
         for path, body in ((router_prompts.CHAT, chat), ("/v1/completions", {"model": "m", "prompt": made.value(2)})):
-            known = asyncio.run(router_prompts.read(path, body, len(data), prepared))
+            known = asyncio.run(router_prompts.read_prompt(path, body, len(data), prepared))
             assert all(type(token) is int for token in known.tokens)
 
     return lambda data: target(data or b"\0")

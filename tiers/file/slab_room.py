@@ -120,7 +120,7 @@ class SlabRoom:
     def _make_plan(self, extents: Extents) -> None:
         assert self._last is not None
         now = self._last.clock()
-        places = np.zeros(len(extents))  # all alike: the oldest goes first
+        places: Extents = np.zeros(len(extents), np.int64)  # all alike: the oldest goes first
         if not self.rival.leads:
             places = self._last.order.places(self._kind[extents], now - self._since[extents])
         count = max(len(extents) // _SHARE, 1)

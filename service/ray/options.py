@@ -1,0 +1,109 @@
+"""What an application for Ray Serve is made of: the engine, how many of them, and how the ingress behaves."""
+
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from kvtier.tiers import ConfigError
+from kvtier.tiers.config import MAX_BLOCKS
+
+Seconds = Annotated[float, Field(gt=0, le=86400)]
+
+_VLLM_BLOCK: Final = 16  # tokens, of vLLM's cache on most devices
+_ENDPOINTS: Final = ("tcp://{node}:{events}", "tcp://{node}:{replay}")
+
+
+class RayOptions(BaseModel):
+    """Arguments of `build`, which Ray Serve checks before anything starts. All replicas are of one model."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model: str  # the checkpoint's folder, at the same path on every node; for vLLM also a name of the hub
+    engine: Literal["kvtier", "vllm"] = "kvtier"
+    program: tuple[str, ...] = ()  # what starts the engine, if it is not beside this Python
+    options: tuple[str, ...] = ()  # more words for its command line; {node}, {http}, {events}, {replay} are filled in
+    env: Mapping[str, str] = {}  # of the engine, likewise filled in: `KVTIER_REDIS__URL` and others
+    block_size: Annotated[int, Field(ge=1, le=4096)] | None = None  # tokens, if the engine does not tell
+    max_batched_tokens: Annotated[int, Field(ge=1)] = 2048  # of one step: for Ray's own router, which wants to know it
+    router: str = "kvtier.service.ray.request_router.KVTierRequestRouter"  # or another class of Ray Serve's
+    router_options: Mapping[str, Any] | None = None  # of its `initialize_state`; None: what ours needs
+    replicas: Annotated[int, Field(ge=1, le=10_000)] = 1
+    autoscaling: Mapping[str, Any] | None = None  # Ray Serve's `AutoscalingConfig`, in place of `replicas`
+    resources: Mapping[str, Any] = {"num_cpus": 1}  # of a replica: Ray's `ray_actor_options`
+    max_requests: Annotated[int, Field(ge=1, le=100_000)] = 256  # at one replica at a time
+    max_queued: Annotated[int, Field(ge=-1)] = 1024  # that wait for a replica, at each ingress; -1: no bound
+    ingresses: Annotated[int, Field(ge=1, le=1000)] = 1
+    max_blocks: Annotated[int, Field(ge=1)] = MAX_BLOCKS  # that each ingress knows of
+    start_timeout: Seconds = 900.0  # for an engine to be ready
+    connect_timeout: Seconds = 5.0
+    first_byte_timeout: Seconds = 600.0
+    stall_timeout: Seconds = 120.0
+    request_timeout: Seconds = 1800.0
+    stop_timeout: Seconds = 40.0  # for an engine to end what it answers, before it is killed
+
+    def command(self, ports: Mapping[str, str]) -> list[str]:
+        """How a replica's engine is started. `ports` fills in {node}, {http}, {events} and {replay}."""
+        words = [*self._program, *self._words, *self.options]
+        return [_filled(word, ports) for word in words]
+
+    def environment(self, ports: Mapping[str, str]) -> dict[str, str]:
+        """What is added to a replica's environment for its engine."""
+        own = {} if self.engine == "vllm" else _kvtier_events()
+        return {name: _filled(value, ports) for name, value in {**own, **self.env}.items()}
+
+    def endpoints(self, ports: Mapping[str, str]) -> tuple[str, str] | None:
+        """Where an engine that does not tell it publishes KV events, and repeats them; None: it tells."""
+        if self.engine == "kvtier":
+            return None
+        publish, replay = (_filled(each, ports) for each in _ENDPOINTS)
+        return publish, replay
+
+    @property
+    def told_block_size(self) -> int | None:
+        """Tokens in a block of an engine that does not tell; None: it tells."""
+        return self.block_size or (_VLLM_BLOCK if self.engine == "vllm" else None)
+
+    @property
+    def _program(self) -> Sequence[str]:
+        if self.program:
+            return self.program
+        if self.engine == "kvtier":
+            return [sys.executable, "-m", "kvtier.cli"]
+        beside = Path(sys.executable).with_name(self.engine)  # a worker of Ray's may have another PATH
+        found = str(beside) if beside.exists() else shutil.which(self.engine)
+        if found is None:
+            raise ConfigError(f'engine "{self.engine}": no such program beside {sys.executable}; set program')
+        return [found, "serve"]
+
+    @property
+    def _words(self) -> Sequence[str]:
+        if self.engine == "kvtier":
+            first = [] if self.program else ["engine"]
+            return [*first, "--model", self.model, "--http", "127.0.0.1:{http}"]
+        events = (
+            '{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://*:{events}", '
+            '"replay_endpoint": "tcp://*:{replay}"}'
+        )
+        block = ["--block-size", str(self.told_block_size)] if "--block-size" not in self.options else []
+        address = ["--host", "127.0.0.1", "--port", "{http}"]
+        return [self.model, *address, *block, "--kv-events-config", events]
+
+
+def _kvtier_events() -> dict[str, str]:
+    publish, replay = _ENDPOINTS
+    return {
+        "KVTIER_EVENTS__PUBLISH": publish,
+        "KVTIER_EVENTS__REPLAY": replay,
+        "KVTIER_EVENTS__ALLOW_REMOTE": "true",
+    }
+
+
+def _filled(text: str, ports: Mapping[str, str]) -> str:
+    """The text with its {names} filled in. Other braces stay as they are: JSON has them."""
+    for name, value in ports.items():
+        text = text.replace("{" + name + "}", value)
+    return text

@@ -1,0 +1,246 @@
+"""ReplicaRanking: which replicas to ask first for a request, by who holds its prompt and by what each has to do.
+
+It is what `kvtier route` does, the same index and the same policy, for a router that is not ours.
+"""
+
+import asyncio
+from collections import Counter, OrderedDict
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+from weakref import WeakSet
+
+from kvtier.service.openai import OpenAIError, Prompts, json_object
+from kvtier.service.ray.asked import EngineRequest
+from kvtier.service.router import (
+    READ,
+    WEIGHTS,
+    Candidate,
+    FleetHoldings,
+    Held,
+    KnownPrompt,
+    Publishers,
+    ReplicaFailed,
+    ReplicaProfile,
+    choose_or_stick,
+    read_prompt,
+    session_of,
+)
+from kvtier.tiers import KVTierError
+from kvtier.tiers.config import MAX_BLOCKS
+
+_MAX_ITEMS: Final = 1 << 18  # values in a body that is parsed: more block the event loop for over 20 ms
+_BYTES: Final = 64  # bytes of a body that count as a block if the prompt is not known
+_LONG: Final = 1 << 15  # tokens; the blocks of longer prompts are named on a thread
+_KEPT: Final = 8192  # requests that are known until they end
+_RUNNING: Final = 1.0  # blocks of work in an answer that has begun
+_USUAL: Final = 8.0  # blocks of work in a request of another process
+
+
+class Queue(NamedTuple):
+    """A replica that may be asked, and how many requests it has."""
+
+    name: str
+    num_requests: int  # of all who ask it, as far as is known
+    most: int
+
+
+class _Model(NamedTuple):
+    """What replicas must agree on so that one index serves them; a new version of the deployment may differ."""
+
+    block_size: int | None
+    fingerprint: str | None
+    namespace: str | None
+
+
+@dataclass(slots=True)
+class _Asked:
+    """A request under way: what is known of its prompt, and who computes it."""
+
+    num_tokens: int
+    held: Mapping[_Model, Held]
+    num_blocks: int  # of the prompt, or an estimate
+    session: bytes | None
+    key: str
+    replica: str | None = None  # who has it, once that is decided
+    work: float = 0.0  # blocks
+    reason: str = ""
+
+
+class ReplicaRanking:
+    """Belongs to one event loop, but for `begun` and `figures`, which any thread may call."""
+
+    def __init__(
+        self, model: str | None = None, max_blocks: int = MAX_BLOCKS, weights: Mapping[str, float] = WEIGHTS
+    ) -> None:
+        """`model`: the folder whose tokenizer reads prompts. Without one, conversations stay at their replica."""
+        self._prompts: Prompts | None = None
+        if model is not None:
+            with suppress(KVTierError):
+                self._prompts = Prompts.open(Path(model))
+        self._max_blocks, self._weights = max_blocks, weights
+        self._holdings: dict[_Model, FleetHoldings] = {}
+        self._models: dict[str, _Model] = {}  # by replica
+        self._asked: OrderedDict[str, _Asked] = OrderedDict()  # by the id that the caller gives a request
+        self._turn = 0
+        self._reasons: Counter[str] = Counter()
+        self._unknown: Counter[str] = Counter()
+        self._prompt_tokens = self._promised_tokens = 0
+        _RANKINGS.add(self)
+
+    def change(self, told: Mapping[str, Mapping[str, Any]]) -> None:
+        """The replicas that there are now, by name, and what each tells of itself (`EngineReplica`)."""
+        for name in self._models.keys() - told.keys():
+            self._holdings[self._models.pop(name)].leave(name)
+        for name in told.keys() - self._models.keys():
+            self._follow(name, told[name])
+        for model in self._holdings.keys() - set(self._models.values()):
+            holdings = self._holdings.pop(model)
+            asyncio.get_running_loop().run_in_executor(None, holdings.close)
+
+    async def rank(self, request_id: str, request: EngineRequest | None, queues: Sequence[Queue]) -> list[str] | None:
+        """The names of replicas, the best first, without those that failed the request. None: all are full.
+
+        Asked again for one request, it reads the prompt no more.
+        """
+        tried = frozenset[str]() if request is None else request.tried
+        left = [each for each in queues if each.name not in tried] or queues
+        if (asked := self._asked.get(request_id)) is None:
+            self._turn += 1
+            asked = self._asked[request_id] = await self._read(request)
+            while len(self._asked) > _KEPT:
+                self._asked.popitem(last=False)
+        candidates = [self._candidate(each, asked) for each in left]
+        choice = choose_or_stick(candidates, asked.num_blocks, asked.session, weights=self._weights, turn=self._turn)
+        if choice.name is None:
+            return None
+        asked.reason = choice.reason
+        work = {score.name: float("inf") if score.work is None else score.work for score in choice.scores}
+        return sorted(work, key=lambda name: (name != choice.name, work[name]))
+
+    def routed(self, request_id: str, name: str) -> None:
+        """A replica has taken the request."""
+        if (asked := self._asked.get(request_id)) is None:
+            return
+        asked.replica, cached = name, sum(self._prefix(name, asked).values())
+        asked.work = max(_RUNNING, asked.num_blocks - cached)
+        self._reasons[asked.reason] += 1
+        self._prompt_tokens += asked.num_tokens
+        if (model := self._models.get(name)) is not None:
+            self._promised_tokens += cached * (model.block_size or 0)
+
+    def completed(self, request_id: str) -> None:
+        """It has ended in whatever way; or a replica refused it, and another is asked."""
+        asked = self._asked.get(request_id)
+        if asked is not None and asked.replica is not None:
+            self._asked.pop(request_id, None)
+
+    def begun(self, key: str) -> None:
+        """The answer to the request of this key has begun, so its prompt is computed."""
+        for asked in list(self._asked.values()):
+            if asked.key == key:
+                asked.work = _RUNNING
+
+    def figures(self) -> dict[str, Any]:
+        """What was decided so far and why, and what each replica is known to hold, for people."""
+        replicas = {}
+        for name, model in list(self._models.items()):
+            state = self._holdings[model].state(name)
+            feeds = {"events": state.events, "node": state.node_events}
+            replicas[name] = {
+                "blocks": dict(state.blocks),
+                **{which: feed.model_dump(exclude_none=True) for which, feed in feeds.items() if feed is not None},
+            }
+        return {
+            "requests": dict(self._reasons),
+            "unknown_prompts": dict(self._unknown),
+            "tokens": {"prompt": self._prompt_tokens, "promised": self._promised_tokens},
+            "under_way": len(self._asked),
+            "replicas": replicas,
+        }
+
+    def close(self) -> None:
+        """Stop following events. Returns within seconds."""
+        for holdings in self._holdings.values():
+            holdings.close()
+        self._holdings.clear()
+        self._models.clear()
+
+    def _follow(self, name: str, told: Mapping[str, Any]) -> None:
+        try:
+            profile = ReplicaProfile.of(told.get("models"))
+        except ReplicaFailed:
+            profile = ReplicaProfile((), None, None, Publishers())
+        model = _Model(profile.block_size or told.get("block_size"), profile.fingerprint, profile.namespace)
+        publishers = profile.publishers.reached_at(str(told.get("node", "127.0.0.1")))
+        if publishers.events is None and told.get("endpoints"):
+            publish, replay = told["endpoints"]
+            publishers = Publishers(publish, replay, publishers.node, publishers.node_replay)
+        self._models[name] = model
+        holdings = self._holdings.setdefault(model, FleetHoldings(strict=False, max_blocks=self._max_blocks))
+        fingerprint = None if model.fingerprint is None else bytes.fromhex(model.fingerprint)
+        holdings.follow(name, publishers, model.block_size, fingerprint)
+
+    async def _read(self, request: EngineRequest | None) -> _Asked:
+        if request is None:
+            return self._not_read("no_request", None)
+        path = request.path.partition("?")[0]
+        if path not in READ:
+            return self._not_read("passed_on", request)
+        if request.body.count(b",") >= _MAX_ITEMS:
+            return self._not_read("too_long", request)
+        try:
+            fields = json_object(request.body)
+        except OpenAIError:  # the engine reports what is wrong
+            return self._not_read("unreadable", request)
+        session = session_of(path, fields)
+        known = await read_prompt(path, fields, len(request.body), self._prompts)
+        if known.unknown is not None:
+            return self._not_read(known.unknown, request, session)
+        held = {model: await _held(holdings, known, model) for model, holdings in list(self._holdings.items())}
+        num_blocks = max((each.num_blocks for each in held.values()), default=-(-len(request.body) // _BYTES))
+        return _Asked(len(known.tokens), held, num_blocks, session, request.key)
+
+    def _not_read(self, why: str, request: EngineRequest | None, session: bytes | None = None) -> _Asked:
+        self._unknown[why] += 1
+        if request is None:
+            return _Asked(0, {}, 1, None, "")
+        return _Asked(0, {}, -(-len(request.body) // _BYTES), session, request.key)
+
+    def _candidate(self, queue: Queue, asked: _Asked) -> Candidate:
+        own = [each.work for each in list(self._asked.values()) if each.replica == queue.name]
+        num_requests = max(len(own), queue.num_requests)
+        usual = sum(own) / len(own) if own else _USUAL
+        held = self._held_of(queue.name, asked)
+        return Candidate(
+            queue.name,
+            self._prefix(queue.name, asked),
+            sum(own) + usual * (num_requests - len(own)),
+            limit=0.0 if num_requests >= queue.most else float("inf"),
+            num_requests=num_requests,
+            is_sure=held is not None and queue.name in held.sure,
+        )
+
+    def _prefix(self, name: str, asked: _Asked) -> Mapping[str, int]:
+        held = self._held_of(name, asked)
+        return {} if held is None else held.prefixes.get(name, {})
+
+    def _held_of(self, name: str, asked: _Asked) -> Held | None:
+        return asked.held.get(self._models[name]) if name in self._models else None
+
+
+_RANKINGS: Final[WeakSet[ReplicaRanking]] = WeakSet()
+
+
+def rankings() -> Sequence[ReplicaRanking]:
+    """The rankings of this process."""
+    return list(_RANKINGS)
+
+
+async def _held(holdings: FleetHoldings, known: KnownPrompt, model: _Model) -> Held:
+    what = known.tokens, known.cache_salt, model.namespace, None
+    is_long = len(known.tokens) > _LONG
+    names = await asyncio.to_thread(holdings.names, *what) if is_long else holdings.names(*what)
+    return holdings.of(len(known.tokens), names)

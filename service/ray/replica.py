@@ -1,0 +1,88 @@
+"""EngineReplica: a deployment of Ray Serve of which each replica has one engine, and passes requests on to it."""
+
+import asyncio
+import contextlib
+import http.client
+import json
+from collections.abc import AsyncIterator
+from typing import Any, Final
+
+import ray
+from ray import serve
+
+from kvtier.service.openai import OpenAIError
+from kvtier.service.ray.asked import METADATA, AnswerHead, EngineRequest
+from kvtier.service.ray.child import EngineProcess, free_ports
+from kvtier.service.ray.options import RayOptions
+from kvtier.service.router import Deadlines, ReplicaClient, ReplicaFailed, ReplicaProfile
+from kvtier.tiers import KVTierError
+
+_PORTS: Final = ("http", "events", "replay")
+
+
+class EngineReplica:
+    """Deployed by `build`; Ray Serve calls every method. The engine is ready once the constructor has ended."""
+
+    def __init__(self, options: RayOptions) -> None:
+        numbers = free_ports(len(_PORTS))
+        self._options, self._port = options, numbers[0]
+        ports = {name: str(number) for name, number in zip(_PORTS, numbers, strict=True)}
+        ports["node"] = self._node = ray.util.get_node_ip_address()
+        self._endpoints = options.endpoints(ports)
+        self._name = serve.get_replica_context().replica_id.unique_id
+        self._client: ReplicaClient | None = None
+        self._engine = EngineProcess(options.command(ports), options.environment(ports), self._port)
+        self._models = self._engine.wait_ready(options.start_timeout)
+
+    def record_replica_metadata(self) -> dict[str, Any]:
+        """What request routers read of it, once."""
+        told = {"models": self._models, "node": self._node, "block_size": self._options.told_block_size}
+        return {METADATA: {**told, "endpoints": self._endpoints}}
+
+    def record_routing_stats(self) -> dict[str, Any]:
+        """The same in the words of Ray Serve's own `KVAwareRouter`, where the engine publishes KV events."""
+        profile = ReplicaProfile.of(self._models)
+        events = profile.publishers.reached_at(self._node)
+        publish, replay = self._endpoints or (events.events, events.replay)
+        if publish is None:
+            return {}
+        size = profile.block_size or self._options.told_block_size
+        told = {"endpoint": publish, "replay_endpoint": replay, "block_size": size, "dp_rank": 0}
+        return {"kv_event_metadata": {**told, "max_num_batched_tokens": self._options.max_batched_tokens}}
+
+    async def check_health(self) -> None:
+        """Raise if the engine does not answer: Ray Serve then starts another replica."""
+        if not await asyncio.to_thread(self._engine.is_healthy):
+            raise KVTierError("the engine does not answer, or has ended")
+
+    async def answer(self, request: EngineRequest) -> AsyncIterator[AnswerHead | bytes]:
+        """Ask the engine: the head of its answer first, then its bytes as they come.
+
+        An engine that cannot answer is a head with status 502, so that the ingress knows whom not to ask again. Raises
+        ReplicaFailed if it ends in the middle.
+        """
+        options = self._options
+        deadlines = Deadlines(options.connect_timeout, options.first_byte_timeout, options.stall_timeout)
+        if self._client is None:  # it belongs to the event loop that answers
+            self._client = ReplicaClient("127.0.0.1", self._port, lambda: None)
+        asked = request.method, request.path, request.headers, request.body
+        try:
+            answer = await self._client.ask(*asked, deadlines)
+        except ReplicaFailed as error:
+            yield AnswerHead(http.client.BAD_GATEWAY, [(b"content-type", b"application/json")], self._name)
+            why = f"the engine of replica {self._name} could not answer; try again"
+            yield json.dumps(OpenAIError(http.client.BAD_GATEWAY, why, code=error.failure).content).encode()
+            return
+        try:
+            yield AnswerHead(answer.status, [(bytes(name), bytes(value)) for name, value in answer.headers], self._name)
+            piece = await answer.first()
+            while piece:
+                yield piece
+                piece = await answer.piece()
+        finally:
+            answer.close()
+
+    def __del__(self) -> None:
+        """Ray Serve's last call, after requests under way have ended."""
+        with contextlib.suppress(AttributeError):  # a constructor that failed
+            self._engine.stop(self._options.stop_timeout)

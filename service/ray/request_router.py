@@ -1,0 +1,51 @@
+"""KVTierRequestRouter: a request router of Ray Serve's that knows who holds which prompt, from KV events.
+
+Ray Serve makes one in each process that sends requests to the deployment. It sends the class by value, so what is kept
+for the process is in `ranking.py`.
+"""
+
+from typing import Any
+
+from ray.serve.request_router import PendingRequest, ReplicaID, ReplicaResult, RequestRouter, RunningReplica
+
+from kvtier.service.ray.asked import METADATA, EngineRequest
+from kvtier.service.ray.ranking import Queue, ReplicaRanking
+
+
+class KVTierRequestRouter(RequestRouter):
+    """Ray Serve calls every method, on the event loop that it routes on."""
+
+    def initialize_state(self, **options: Any) -> None:
+        """`options`: as `ReplicaRanking` takes them."""
+        self._ranking = ReplicaRanking(**options)
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        """Follow the events of who is new, and forget who has left."""
+        super().update_replicas(replicas)
+        told = {each.replica_id.unique_id: each.replica_metadata.get(METADATA, {}) for each in replicas}
+        self._ranking.change(told)
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """Each replica by itself, the best first: if one is full, Ray Serve asks the next. All at once if all are."""
+        if pending_request is None:
+            return [candidate_replicas]
+        pending_request.routing_context.should_backoff = True  # or a full deployment is asked without a pause
+        by_name = {each.replica_id.unique_id: each for each in candidate_replicas}
+        queues = [self._queue(name, replica) for name, replica in by_name.items()]
+        request = next((each for each in pending_request.args if isinstance(each, EngineRequest)), None)
+        names = await self._ranking.rank(pending_request.metadata.internal_request_id, request, queues)
+        return [candidate_replicas] if names is None else [[by_name[name]] for name in names]
+
+    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult) -> None:
+        """A replica has taken the request."""
+        self._ranking.routed(pending_request.metadata.internal_request_id, replica_id.unique_id)
+
+    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
+        """It has ended, or the replica refused it."""
+        self._ranking.completed(internal_request_id)
+
+    def _queue(self, name: str, replica: RunningReplica) -> Queue:
+        length = self.replica_queue_len_cache.get(replica.replica_id) or 0
+        return Queue(name, length, replica.max_ongoing_requests)

@@ -1,0 +1,198 @@
+"""A real Ray cluster of several nodes' processes on this machine, with an application of ours and its clients."""
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import httpx2
+import openai
+import ray
+from node_rig import free_port
+from ray import serve
+from ray.cluster_utils import Cluster
+
+from kvtier.service.ray import RayOptions, build
+
+MODEL: Final = "tiny"
+_STORE: Final = 100 << 20  # bytes of Ray's own object store, at each node
+_START: Final = 240.0  # seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    text: str
+    replica: str
+    num_prompt: int  # tokens
+    cached: dict[str, int]  # tokens by tier
+
+    @property
+    def num_cached(self) -> int:
+        return sum(self.cached.values())
+
+
+class RayApp:
+    """An application on its cluster. Every node but the first has room for one replica."""
+
+    def __init__(self, cluster: Cluster, port: int) -> None:
+        self.cluster, self.url = cluster, f"http://127.0.0.1:{port}"
+        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120)
+
+    def ask(self, turns: Sequence[str], *, stream: bool = False) -> Answer:
+        """One turn of a conversation: user and assistant by turns, the user first."""
+        roles = ("user", "assistant")
+        messages: Any = [{"role": roles[at % 2], "content": text} for at, text in enumerate(turns)]
+        asked = {"model": MODEL, "messages": messages, "max_tokens": 8, "temperature": 0.0, "logit_bias": {"257": -100}}
+        if not stream:
+            raw = self.client.chat.completions.with_raw_response.create(**asked)
+            told = raw.parse()
+            return _answer(told.choices[0].message.content or "", raw.headers, told.usage)
+        pieces, usage = [], None
+        with self.client.chat.completions.with_streaming_response.create(
+            **asked, stream=True, stream_options={"include_usage": True}
+        ) as raw:
+            for chunk in raw.parse():
+                usage = chunk.usage or usage
+                pieces += [choice.delta.content or "" for choice in chunk.choices]
+            return _answer("".join(pieces), raw.headers, usage)
+
+    def status(self) -> dict[str, Any]:
+        """What the ingress tells of its request router."""
+        (figures,) = httpx2.get(f"{self.url}/status", timeout=30).raise_for_status().json()["routers"]
+        found: dict[str, Any] = figures
+        return found
+
+    def num_known(self, medium: str) -> int:
+        """Blocks that the request router knows of there, at all replicas."""
+        return sum(each["blocks"].get(medium, 0) for each in self.status()["replicas"].values())
+
+    def running(self) -> list[str]:
+        """The replicas of which Ray Serve says that they run."""
+        deployment = serve.status().applications["default"].deployments["engines"]
+        count = deployment.replica_states.get("RUNNING", 0)
+        names = [name for name, told in self.status()["replicas"].items() if told.get("events", {}).get("state")]
+        return names if len(names) == count else []
+
+    def require_right(self, answers: "Sequence[tuple[Sequence[str], Answer]]") -> None:
+        """The same questions, asked alone, have the same answers: the engine is exact. Of many, some are asked."""
+        assert answers
+        for turns, answer in answers[:: max(1, len(answers) // 40)]:
+            assert self.ask(turns).text == answer.text
+
+    def engines(self) -> list[int]:
+        """The pids of the engines' processes."""
+        return _pids(lambda words: "kvtier.cli" in words and "engine" in words and "--model" in words)
+
+
+def _answer(text: str, headers: Any, usage: Any) -> Answer:
+    cached = usage.prompt_tokens_details.kvtier
+    return Answer(text, headers["x-kvtier-replica"], usage.prompt_tokens, {k: v for k, v in cached.items() if v})
+
+
+def _pids(wanted: Callable[[Sequence[str]], bool]) -> list[int]:
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if wanted(entry.read_bytes().decode("utf-8", "replace").split("\0")):
+                found.append(int(entry.parent.name))
+    return found
+
+
+@contextlib.contextmanager
+def ray_cluster(num_nodes: int) -> Iterator[Cluster]:
+    """A head without room for replicas, and so many nodes with room for one."""
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    own = {"include_dashboard": False, "object_store_memory": _STORE}
+    cluster = Cluster(initialize_head=True, head_node_args={**own, "num_cpus": 0})
+    try:
+        for _ in range(num_nodes):
+            add_node(cluster)
+        ray.init(address=cluster.address, log_to_driver=False)
+        yield cluster
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+        until(lambda: not _pids(lambda words: "raylet" in words[0]), 60)
+
+
+def add_node(cluster: Cluster) -> Any:
+    """One more node, with room for one replica."""
+    return cluster.add_node(num_cpus=1, object_store_memory=_STORE)
+
+
+@contextlib.contextmanager
+def application(cluster: Cluster, model: Path, **options: Any) -> Iterator[RayApp]:
+    """Our application, running; exact answers, so that they are the same whoever gives them."""
+    serve.start(http_options={"host": "127.0.0.1", "port": (port := free_port())})
+    env = {"KVTIER_HOST__SIZE": "8MiB", "OMP_NUM_THREADS": "1", **options.pop("env", {})}
+    try:
+        serve.run(build(RayOptions(model=str(model), options=("--exact",), env=env, **options)))
+        app = RayApp(cluster, port)
+        until(app.running, _START)
+        yield app
+    finally:
+        serve.shutdown()
+        until(lambda: not RayApp(cluster, port).engines(), 60)
+
+
+def until(condition: Callable[[], object], timeout: float) -> None:
+    """Wait until the condition holds; what the asked cannot answer meanwhile counts as no."""
+    end = time.monotonic() + timeout
+    while True:
+        with contextlib.suppress(httpx2.HTTPError, KeyError, ValueError):
+            if condition():
+                return
+        assert time.monotonic() < end, f"not within {timeout:g} s"
+        time.sleep(0.25)
+
+
+@dataclass
+class Crowd:
+    """Clients that converse until told to stop, each with conversations of its own; what they got is kept."""
+
+    app: RayApp
+    size: int
+    answers: list[tuple[tuple[str, ...], Answer]] = field(default_factory=list)
+    failures: Counter[str] = field(default_factory=Counter)
+    _is_over: threading.Event = field(default_factory=threading.Event)
+
+    def __enter__(self) -> "Crowd":
+        self._threads = [threading.Thread(target=self._converse, args=(number,)) for number in range(self.size)]
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        for thread in self._threads:
+            thread.join(150)
+        assert not any(thread.is_alive() for thread in self._threads), "a client waits for ever"
+
+    def _converse(self, number: int) -> None:
+        for talk in range(10_000):
+            turns: list[str] = []
+            for turn in range(3):
+                if self._is_over.is_set():
+                    return
+                turns.append(f"client {number}, talk {talk}, turn {turn}: " + "what do you remember of it? " * 4)
+                try:
+                    answer = self.app.ask(turns, stream=bool(number % 2))
+                except openai.APIStatusError as error:
+                    self.failures[str(error.status_code)] += 1
+                    break
+                except (openai.APIError, httpx2.HTTPError) as error:
+                    self.failures[type(error).__name__] += 1
+                    break
+                self.answers.append((tuple(turns), answer))
+                turns.append(answer.text)
+
+
+def kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
