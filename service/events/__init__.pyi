@@ -3,11 +3,12 @@ from .consumer import EventConsumer
 from .guard import CurveKeys
 from .prefix_index import PrefixIndex, prompt_hashes
 from .publisher import Publisher, Source, TierFeed
-from .wire import MAX_BLOCK_SIZE, BlockStored, KVEvent, namespace_of, topic_of
+from .wire import MAX_BLOCK_SIZE, BlockRemoved, BlockStored, KVEvent, namespace_of, topic_of
 
 __all__ = [
     "MAX_BLOCK_SIZE",
     "AnnouncedBlocks",
+    "BlockRemoved",
     "BlockStored",
     "CurveKeys",
     "EventConsumer",

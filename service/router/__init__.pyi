@@ -1,7 +1,7 @@
 from . import summary
 from .app import serve
 from .client import Deadlines, Headers, ReplicaClient, ReplicaFailed
-from .holdings import FleetHoldings, Held
+from .holdings import FleetHoldings, Held, joined
 from .policy import CROWD, LOAD_WEIGHT, WEIGHTS, Candidate, Choice, Reason, choose, choose_or_stick, sticky
 from .prompts import READ, KnownPrompt, read_prompt
 from .proxy import NOT_ANSWERED, NOT_ASKED, passed
@@ -30,6 +30,7 @@ __all__ = [
     "ReplicaProfile",
     "choose",
     "choose_or_stick",
+    "joined",
     "passed",
     "read_prompt",
     "serve",

@@ -122,6 +122,7 @@ class Proxy:
         """Choose among the replicas that are up; if none is, among those that seem down, which may yet answer."""
         left = [replica for replica in self._fleet.replicas if replica.name not in tried]
         usable = [r for r in left if r.state is ReplicaState.UP] or [r for r in left if r.state is ReplicaState.DOWN]
+        alive = {replica.name for replica in usable}
         begun = time.perf_counter()
         candidates = [
             Candidate(
@@ -129,7 +130,7 @@ class Proxy:
                 request.held.prefixes.get(replica.name, {}),
                 replica.load,
                 num_requests=replica.in_flight,
-                is_alive=replica in usable,
+                is_alive=replica.name in alive,
                 is_sure=replica.name in request.held.sure,
                 limit=replica.limit,
             )

@@ -1,0 +1,278 @@
+"""What the pieces of a fleet cost, measured: KV events, the router's index, a decision, a publisher that is followed.
+
+Each runs the product's own code, in a process of its own. Times are CPU time.
+"""
+
+import gc
+import os
+import resource
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Final, ParamSpec, TypeVar
+
+import numpy as np
+import zmq
+
+from kvtier.service.events import (
+    BlockRemoved,
+    BlockStored,
+    EventConsumer,
+    PrefixIndex,
+    Publisher,
+    prompt_hashes,
+    topic_of,
+)
+from kvtier.service.router import Candidate, choose, joined
+from kvtier.tiers import TIERS, BlockRecord, ChainHash
+from kvtier.tiers.config import EventsConfig
+from kvtier.tiers.hierarchy import Event, Removed, Stored
+from kvtier.tiers.naming import TokenChain, root_hash
+
+BLOCK_SIZE: Final = 16  # tokens
+CHAIN: Final = 512  # blocks of a prompt whose blocks are stored and removed: 8,192 tokens
+FINGERPRINT: Final = b"scale".ljust(32, b".")
+DEADLINE: Final = 600.0  # seconds, of one measurement
+GPU, CPU, SHARED = (kind.medium for kind in (TIERS["l1"], TIERS["l2"], TIERS["redis"]))
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def alone(action: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
+    """What it returns in a fresh process: its memory and its threads are its own."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as process:
+        return process.submit(action, *arguments, **options).result(timeout=DEADLINE)
+
+
+@dataclass(frozen=True, slots=True)
+class EventCost:
+    """Of one change: one block that came to a tier, or left it."""
+
+    publisher_us: float
+    consumer_us: float
+    wire_bytes: float
+
+
+def events_of_chains(num_chains: int) -> list[list[Event]]:
+    """For each chain: its blocks come to L2 in one run, and later leave it."""
+    draw, changes = np.random.default_rng(7), list[list[Event]]()
+    for _ in range(num_chains):
+        tokens = draw.integers(0, 100_000, CHAIN * BLOCK_SIZE)
+        chain = TokenChain(root_hash(FINGERPRINT), BLOCK_SIZE)
+        chain.extend(tokens)
+        names: Sequence[ChainHash] = chain.hashes
+        records = tuple(BlockRecord(name, chain.parent(i), chain.block_tokens(i), 0) for i, name in enumerate(names))
+        changes.append([Stored("l2", records), Removed("l2", tuple(names))])
+    return changes
+
+
+def consume(address: str, pipe: Connection) -> None:
+    """Follow a publisher until the parent has said which number is its last; then send the CPU seconds it took."""
+    index = PrefixIndex(BLOCK_SIZE)
+    consumer = EventConsumer("node", index, address, f"{address}-replay", topic=topic_of(FINGERPRINT))
+    _wait(lambda: consumer.is_live)
+    began = time.process_time()
+    pipe.send("live")
+    last = int(pipe.recv())
+    _wait(lambda: (consumer.state.seq or 0) >= last)
+    took = time.process_time() - began
+    consumer.close()
+    index.check()
+    pipe.send((took, index.num_blocks, dict(index.counts)))
+
+
+def measure_events(num_chains: int) -> EventCost:
+    """A real publisher and, in another process, a real consumer with its index. The bytes are those of the frames."""
+    changes, context = events_of_chains(num_chains), zmq.Context()
+    with ExitStack() as stack:
+        home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kv-")))
+        address = f"ipc://{home}/events"
+        publisher = stack.enter_context(
+            Publisher(EventsConfig(publish=address, replay=f"{address}-replay", buffer=100_000))
+        )
+        ours, theirs = get_context("spawn").Pipe()
+        reader = get_context("spawn").Process(target=consume, args=(address, theirs))
+        reader.start()
+        stack.callback(reader.join, 10.0)
+        stack.callback(reader.terminate)
+        counter: zmq.Socket[bytes] = context.socket(zmq.SUB)
+        stack.callback(context.destroy, 0)
+        counter.setsockopt(zmq.RCVHWM, 0)
+        counter.subscribe(b"")
+        counter.connect(address)
+        assert ours.poll(DEADLINE), "the consumer does not connect"
+        assert ours.recv() == "live"
+        took, num_bytes, num_batches = 0.0, 0, 0
+        for events in changes:
+            began = time.process_time()
+            for event in events:
+                publisher.announce(FINGERPRINT, [event])
+            assert publisher.flush(DEADLINE), "the publisher does not publish"
+            took += time.process_time() - began
+            while counter.poll(0 if num_batches else 1000):
+                num_bytes += sum(map(len, counter.recv_multipart()))
+                num_batches += 1
+        while num_batches < publisher.seq and counter.poll(5000):
+            num_bytes += sum(map(len, counter.recv_multipart()))
+            num_batches += 1
+        assert num_batches == publisher.seq, f"{num_batches} batches of {publisher.seq} were counted"
+        ours.send(publisher.seq - 1)
+        assert ours.poll(DEADLINE), "the consumer does not end"
+        consumed, num_left, counts = ours.recv()
+        assert (num_left, counts) == (0, {}), (num_left, counts)
+    num_changes = 2 * CHAIN * num_chains
+    return EventCost(took / num_changes * 1e6, consumed / num_changes * 1e6, num_bytes / num_changes)
+
+
+@dataclass(frozen=True, slots=True)
+class IndexCost:
+    """Of a router that knows so many replicas, each with an engine's publisher and a daemon's."""
+
+    replicas: int
+    bytes_a_block: float  # of the process, for each name that a publisher has
+    change_us: float  # a store or a removal, applied
+    names_us: float  # of a decision: hashing the prompt
+    index_us: float  # who holds how much of it
+    join_us: float  # each replica's part and its node's
+    choice_us: float
+
+    @property
+    def decision_us(self) -> float:
+        return self.names_us + self.index_us + self.join_us + self.choice_us
+
+
+def measure_index(replicas: int, num_blocks: int, prompt_tokens: int, rounds: int) -> IndexCost:
+    """Fill an index, route prompts by it, and remove as much again. Run it `alone`: memory is the process's.
+
+    A prompt begins with 64 blocks that all replicas hold. One replica and its node hold the rest but its last tenth.
+    """
+    engines, nodes = ([f"{kind}-{i}" for i in range(replicas)] for kind in ("engine", "node"))
+    index, draw = PrefixIndex(BLOCK_SIZE, max_blocks=1 << 60), np.random.default_rng(3)
+    system = draw.integers(0, 100_000, 64 * BLOCK_SIZE).tolist()
+    names_of_system = list(range(1 << 62, (1 << 62) + 64))
+    for worker, medium in [(engine, GPU) for engine in engines] + [(node, CPU) for node in nodes]:
+        index.apply(worker, BlockStored(names_of_system, None, system, BLOCK_SIZE, None, medium, None))
+    gc.collect()
+    before, took, changes = _resident(), 0.0, 0
+    for number in range(-(-num_blocks // CHAIN)):
+        tokens = draw.integers(0, 100_000, CHAIN * BLOCK_SIZE).tolist()
+        names = draw.integers(0, 1 << 62, CHAIN).tolist()
+        stored = BlockStored(names, None, tokens, BLOCK_SIZE, None, CPU, None)
+        began = time.thread_time()
+        index.apply(nodes[number % replicas], stored)
+        took += time.thread_time() - began
+        changes += CHAIN
+        if number % 8 == 0:  # and one that leaves again
+            began = time.thread_time()
+            index.apply(nodes[number % replicas], BlockRemoved(names, CPU))
+            index.apply(nodes[number % replicas], stored)
+            took += time.thread_time() - began
+            changes += 2 * CHAIN
+    gc.collect()
+    each = (_resident() - before) / (CHAIN * -(-num_blocks // CHAIN))
+    parts = _route(index, engines, nodes, [*system], prompt_tokens, rounds)
+    index.check()
+    return IndexCost(replicas, each, took / changes * 1e6, *parts)
+
+
+def _route(
+    index: PrefixIndex, engines: list[str], nodes: list[str], system: list[int], prompt_tokens: int, rounds: int
+) -> list[float]:
+    """Microseconds of each part of a decision: medians."""
+    draw = np.random.default_rng(5)
+    tokens = system + draw.integers(0, 100_000, max(0, prompt_tokens - len(system))).tolist()
+    num_held = len(tokens) // BLOCK_SIZE * 9 // 10
+    names = [1 << 63 | i for i in range(num_held)]
+    for worker, medium in ((engines[-1], GPU), (nodes[-1], CPU)):
+        held = tokens[: num_held * BLOCK_SIZE]
+        index.apply(worker, BlockStored(names, None, held, BLOCK_SIZE, None, medium, None))
+    times: list[list[float]] = [[], [], [], []]
+    for turn in range(rounds):
+        marks = [time.thread_time()]
+        sequence = prompt_hashes(tokens, BLOCK_SIZE)
+        marks.append(time.thread_time())
+        found, shared = index.matches(sequence), index.shared(sequence, SHARED)
+        marks.append(time.thread_time())
+        prefixes = {}
+        for engine, node in zip(engines, nodes, strict=True):
+            seen = {SHARED: shared} if SHARED in index.holdings(node) else {}
+            prefixes[engine] = joined(found.get(engine, {}), found.get(node, {}), seen)
+        marks.append(time.thread_time())
+        candidates = [Candidate(engine, prefixes[engine], 100.0, num_requests=4) for engine in engines]
+        choice = choose(candidates, len(sequence), turn=turn)
+        marks.append(time.thread_time())
+        assert choice.name == engines[-1], choice
+        for part, begun, ended in zip(times, marks, marks[1:], strict=False):
+            part.append((ended - begun) * 1e6)
+    return [statistics.median(part) for part in times]
+
+
+@dataclass(frozen=True, slots=True)
+class FollowCost:
+    """Of one publisher that a router follows and that says nothing."""
+
+    threads: float
+    descriptors: float
+    kib: float
+    idle_us_a_second: float  # CPU
+
+
+def follow(address: str, number: int, seconds: float) -> FollowCost:
+    """Follow one publisher so many times, each with sockets and a thread of its own. Run it `alone`."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
+    index = PrefixIndex(BLOCK_SIZE)
+    warm = EventConsumer("warm", index, address, f"{address}-replay")
+    _wait(lambda: warm.is_live)
+    before = _threads(), _descriptors(), _resident()
+    consumers = [EventConsumer(f"node-{i}", index, address, f"{address}-replay") for i in range(number)]
+    for each in consumers:
+        _wait(lambda each=each: each.is_live)  # type: ignore[misc]
+    time.sleep(1.0)  # the replays end
+    after = _threads(), _descriptors(), _resident()
+    began = time.process_time()
+    time.sleep(seconds)
+    idle = (time.process_time() - began) / seconds / (number + 1)
+    for consumer in (warm, *consumers):
+        consumer.stop()
+    for consumer in (warm, *consumers):
+        consumer.close()
+    threads, descriptors, memory = ((now - then) / number for now, then in zip(after, before, strict=True))
+    return FollowCost(threads, descriptors, memory / 1024, idle * 1e6)
+
+
+def measure_follow(number: int, seconds: float) -> FollowCost:
+    with tempfile.TemporaryDirectory(prefix="kv-") as home:
+        address = f"ipc://{home}/events"
+        with Publisher(EventsConfig(publish=address, replay=f"{address}-replay")) as publisher:
+            publisher.announce(FINGERPRINT, events_of_chains(1)[0][:1])
+            assert publisher.flush(DEADLINE)
+            return alone(follow, address, number, seconds)
+
+
+def _wait(until: Callable[[], bool]) -> None:
+    end = time.monotonic() + DEADLINE
+    while not until():
+        if time.monotonic() > end:
+            raise RuntimeError(f"nothing came of {threading.current_thread().name} in {DEADLINE:g} s")
+        time.sleep(0.01)
+
+
+def _resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def _descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))

@@ -1,0 +1,148 @@
+"""Stories of benchmarks/scale.py: its arithmetic by hand, its limits, and its short form."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import scale
+from _scale_model import GIB, MONTH, NODES, Assumptions, Limit, PaperFleet, PieceCosts, RequestMoves
+
+ASSUMED = Assumptions(rate=2.0, token_bytes=1 << 20, block_tokens=16, l1_gib=1, l2_gib=2, slab_gib=4)
+MEASURED = PieceCosts(
+    publisher_us=10,
+    consumer_us=4,
+    wire_bytes=40,
+    index_bytes=200,
+    decision_us={1: 100, 11: 200},
+    follower_descriptors=10,
+    follower_threads=3,
+    follower_kib=1024,
+    follower_idle_us=100,
+    forward_us=1000,
+    piece_us=50,
+    redis_set_gb=2.0,
+    redis_get_gb=4.0,
+)
+MOVED = RequestMoves(1, 1600, 100, l1_stored=1600, l2_stored=1600, slab_stored=800, slab_read=80, cold_read=16,
+              redis_stored=1000, redis_read=100)  # fmt: skip
+SIZES = {"a block": float(16 << 20), "large": float(160 << 20)}
+
+
+@pytest.fixture
+def fleet() -> PaperFleet:
+    return PaperFleet(ASSUMED, MEASURED, [MOVED, replace(MOVED, admit_after=2, slab_stored=80, redis_stored=100)])
+
+
+def test_events_are_what_comes_and_what_it_drives_out(fleet: PaperFleet) -> None:
+    # 4,000 tokens come and 4,000 go: 500 blocks of 16 a request, 1,000 a second at two requests
+    assert fleet.changes(1) == 1000
+    assert fleet.changes(3, 64) == 750
+    one = fleet.events()[0]
+    assert one["changes/s"] == 1000
+    assert one["MB/s on the wire"] == 0.04
+    assert one["cores of a publisher"] == 0.01
+    assert one["cores of a reader"] == pytest.approx(0.004 + 2 * 100e-6)  # and its two publishers, when silent
+    assert (one["descriptors"], one["threads"]) == (20, 6)
+
+
+def test_the_index_has_a_name_for_each_block_of_an_engine_and_of_its_daemon(fleet: PaperFleet) -> None:
+    # 1 GiB of L1, and 4 GiB of a slab that has what the 2 GiB of L2 have, in blocks of 16 MiB
+    assert ASSUMED.names_a_node == 5 * GIB / (16 << 20) == 320
+    assert fleet.index_gib(10) * GIB == pytest.approx(10 * 320 * 200 + 20 * (1 << 20))
+    assert fleet.index_gib(10, 64) * GIB == pytest.approx(10 * 80 * 200 + 20 * (1 << 20))
+
+
+def test_a_decision_costs_what_was_measured_at_so_many_replicas(fleet: PaperFleet) -> None:
+    assert [MEASURED.decision(n) for n in (1, 6, 11, 21)] == [100, 150, 200, 300]
+    # forwarded, decided on, and a hundred pieces
+    assert fleet.request_cores(1) == pytest.approx(2 * (1000 + 100 + 100 * 50) / 1e6)
+    assert fleet.routers(1) == 1
+    # 100 nodes: 200 requests of 1,000 + 1,090 + 5,000 us, by routers that each read events for 0.42 of a core
+    assert fleet.event_cores(100) == pytest.approx(0.42)
+    assert fleet.request_cores(100) == pytest.approx(1.418)
+    assert fleet.routers(100) == 3
+    assert fleet.routers(1000) is None  # events alone fill a core: another router would read them as well
+
+
+def test_redis_needs_servers_for_bytes_or_for_room(fleet: PaperFleet) -> None:
+    written, read = fleet.redis_gb(5, 1)
+    assert (written, read) == pytest.approx((10 * 1000 * (1 << 20) / 1e9, 10 * 100 * (1 << 20) / 1e9))
+    # its network gives 25 Gbit/s: more than what it stores, less than what it would answer
+    assert fleet.shards_for_bytes(5, 1) == pytest.approx(written / 2.0 + read / 3.125)
+    assert fleet.shards_for_room(5) == 5
+    rows = [row for row in fleet.redis() if row["nodes"] == 10]
+    assert [row["shards"] for row in rows] == [12, 10]  # by bytes; fewer are stored, so by room
+    assert rows[1]["$ a month"] == 10 * (30 + 64 * 3)
+
+
+def test_an_object_store_takes_money_for_requests_and_for_room(fleet: PaperFleet) -> None:
+    puts, gets = fleet.object_rates(1, 1, SIZES["a block"])
+    assert (puts, gets) == (2 * 800 / 16, 2 * 16 / 16)
+    requests, room = fleet.object_money(1, 1, SIZES["a block"])
+    assert requests == pytest.approx((100 * 0.005 + 2 * 0.0004) / 1000 * MONTH)
+    assert room == pytest.approx(100 * (16 << 20) * 86_400 / 1e9 * 0.023)
+    large, same = fleet.object_money(1, 1, SIZES["large"])
+    assert (large, same) == (pytest.approx(requests / 10), pytest.approx(room))
+
+
+def test_a_limit_is_the_largest_fleet_within_it(fleet: PaperFleet) -> None:
+    assert Limit("a", "b", lambda nodes: nodes / 7).nodes == 7
+    assert Limit("a", "b", lambda nodes: nodes / 7.5).nodes == 7
+    assert Limit("a", "b", lambda nodes: 2.0).nodes == 0
+    assert Limit("a", "b", lambda nodes: 0.5).nodes is None
+    for limit in fleet.limits(SIZES):
+        held = limit.nodes
+        assert held is not None
+        assert limit.load(held + 1) > 1
+        assert held == 0 or limit.load(held) <= 1, limit.what
+
+
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[int, str, str]:
+    """Status, standard output, standard error."""
+    monkeypatch.setattr("sys.argv", ["scale.py", *arguments])
+    try:
+        status = scale.main()
+    except SystemExit as ended:
+        status = int(str(ended.code))
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+@pytest.mark.timeout(300)
+def test_the_short_form_measures_every_piece_and_every_size(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    status, out, _ = run(capsys, monkeypatch, "--quick", "--json", "--requests", "60", "--rate", "3")
+    assert status == 0
+    document: dict[str, Any] = json.loads(out)
+    rows = document["results"]
+    for part in ("events", "index", "decisions", "redis", "objects"):
+        assert {row["nodes"] for row in rows if row["part"] == part} == set(NODES)
+    pieces = {row["piece"]: row["measured"] for row in rows if row["part"] == "a piece costs"}
+    assert all(value > 0 for value in pieces.values()), pieces
+    moved = [row for row in rows if row["part"] == "a request moves"]
+    assert [row["admit_after"] for row in moved] == [1, 2]
+    assert moved[0]["slab_stored"] > moved[1]["slab_stored"] > 0
+    assert document["setup"]["rate"] == 3
+    limits = PaperFleet(ASSUMED, MEASURED, [MOVED]).limits(SIZES)[:4]
+    scale.plot(limits, tmp_path / "scale.png")  # what --save does
+    assert (tmp_path / "scale.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--rate", "0"], "--rate 0: give a number above 0"),
+        (["--slab-gib", "-1"], "--slab-gib -1: give a number above 0"),
+        (["--block-tokens", "64"], "--block-tokens 64: give 16"),
+    ],
+)
+def test_a_figure_that_cannot_be_is_one_line(
+    arguments: list[str], told: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    status, out, err = run(capsys, monkeypatch, "--quick", "--requests", "20", *arguments)
+    assert (status, out) == (2, "")
+    assert told in err
+    assert err.count("\n") == 1
