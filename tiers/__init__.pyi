@@ -1,6 +1,8 @@
 from .breaker import Breaker
 from .checksum import checksum, checksum_of, hash_without_the_gil
 from .cipher import STAMP_BYTES, Encryption, NameCipher, RecordCipher, derive, key_id, load_key
+from .compression import BlockCodec, require_compression
+from .compression_worth import made_up_kv, rates_of, verdict
 from .errors import (
     ConfigError,
     FingerprintMismatch,
@@ -48,6 +50,7 @@ __all__ = [
     "TIERS",
     "Announcer",
     "Announces",
+    "BlockCodec",
     "BlockRecord",
     "BlockShape",
     "Breaker",
@@ -90,12 +93,16 @@ __all__ = [
     "load_key",
     "lookup_results",
     "lower_tiers",
+    "made_up_kv",
     "ok",
+    "rates_of",
     "require_buffers",
+    "require_compression",
     "require_extra",
     "require_records",
     "require_space",
     "tier_captions",
     "value",
+    "verdict",
     "warning",
 ]

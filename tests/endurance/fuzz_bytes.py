@@ -20,6 +20,7 @@ from kvtier.tiers.cipher import Encryption, key_id
 from kvtier.tiers.errors import FormatError
 from kvtier.tiers.file import slab
 from kvtier.tiers.file.slab_codec import codec_of
+from kvtier.tiers.redis.compressed import CompressedForm
 from kvtier.tiers.redis.forms import ClearForm, EncryptedForm, RecordForm
 from kvtier.tiers.redis.stream import WireError
 from kvtier.tiers.redis.wire import Wire
@@ -42,6 +43,8 @@ FORMS: Final[tuple[RecordForm, ...]] = (
     ClearForm(b"f" * 32, 4096, 4),
     ClearForm(b"f" * 32, 4096, 4, "a secret of the fuzzer's"),
     EncryptedForm(b"f" * 32, 4096, 4, b"k" * 32),
+    CompressedForm(b"f" * 32, 4096, 4),
+    CompressedForm(b"f" * 32, 4096, 4, "a secret of the fuzzer's"),
 )
 
 
@@ -71,6 +74,7 @@ def replies(data: bytes) -> None:
                 list(wire.values(8, buffers))
             else:
                 wire.value(8, buffers[0])
+                wire.value(8, buffers[0], lambda head: head[0])
             for _ in range(4):
                 wire.reply()
         assert not any(around[:32]), "written before the buffers"

@@ -8,8 +8,10 @@ import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import doubles
 import msgpack
 import pytest
+import redis_stories
 from doubles import SLOT_BYTES, chain_of, store, wait_until
 from fault_rig import drops, fetch, forget_l2, misses, settle
 from hypothesis import given, settings
@@ -21,6 +23,7 @@ from redis_stories import (
     OTHER,
     is_open,
     key_of,
+    kv_of,
     located,
     opened,
     over_redis,
@@ -52,15 +55,23 @@ def server() -> Iterator[RedisServer]:
 
 
 @pytest.fixture
-def tier(server: RedisServer, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RedisStore]:
+def tier(
+    server: RedisServer, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[RedisStore]:
     """A store that has written CHAIN and OTHER, in the clear or as `in_every_form` asks."""
-    with opened(server.url, **protection(getattr(request, "param", "clear"), tmp_path)) as tier:
+    form = getattr(request, "param", "clear")
+    if "compressed" in form:
+        for module in (doubles, redis_stories):
+            monkeypatch.setattr(module, "payload_of", kv_of)
+    with opened(server.url, **protection(form, tmp_path)) as tier:
         written(tier, CHAIN)
         written(tier, OTHER)
         yield tier
 
 
-in_every_form = pytest.mark.parametrize("tier", ["clear", "sealed", "encrypted"], indirect=True)
+in_every_form = pytest.mark.parametrize(
+    "tier", ["clear", "sealed", "encrypted", "compressed", "compressed sealed"], indirect=True
+)
 
 
 # 30: no memory, keys gone.
@@ -264,7 +275,8 @@ def test_a_value_of_another_length_costs_itself_alone(
 def test_every_flipped_bit_of_a_header_and_some_of_a_payload_are_found(tier: RedisStore, server: RedisServer) -> None:
     key = key_of(tier, CHAIN.hashes[0])
     value = server.value_of(key)
-    head = len(value) - SLOT_BYTES
+    head = 4 + int.from_bytes(value[:4], "little")
+    assert head < len(value) <= head + SLOT_BYTES
     first = TokenChain(CHAIN.root, CHAIN.block_size)
     first.extend([0, 1, 2, 3])
     for position in (*range(head), head, head + 1000, len(value) - 1):

@@ -50,7 +50,15 @@ def opened(url: str, fingerprint: bytes = FINGERPRINT, **more: Any) -> Iterator[
 
 
 def protection(form: str, directory: Path, mark: str = "") -> dict[str, Any]:
-    """Options of [redis] for records "clear", "sealed" by a secret, or "encrypted"; of another mark, by other ones."""
+    """Options of [redis] for records "clear", "sealed" by a secret, or "encrypted"; of another mark, by other ones.
+
+    Clear and sealed ones may be "compressed", too.
+    """
+    if form.startswith("compressed"):
+        return {
+            **protection(form.removeprefix("compressed").strip() or "clear", directory, mark),
+            "compression": "zstd",
+        }
     if form == "clear":
         return {}
     if form == "sealed":
@@ -59,6 +67,12 @@ def protection(form: str, directory: Path, mark: str = "") -> dict[str, Any]:
     key_file.touch(0o600)
     key_file.write_text(hashlib.sha256(f"{SECRET}{mark}".encode()).hexdigest() + "\n")
     return {"key_file": str(key_file)}
+
+
+def kv_of(chain_hash: ChainHash, num_bytes: int = SLOT_BYTES) -> bytes:
+    """The bytes of a block as KV in bf16 has them: `payload_of` for stories of blocks that can be compressed."""
+    numbers = np.random.default_rng(int.from_bytes(chain_hash[:8], "little")).normal(0, 1, num_bytes // 2)
+    return (numbers.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16).tobytes()
 
 
 def key_of(store: RedisStore, chain_hash: ChainHash) -> str:

@@ -130,6 +130,10 @@ class RedisConfig(Section):
     key_file: FileName | None = option(
         None, "file with the key that encrypts what is stored, AES-256-GCM; instead of secret"
     )
+    compression: Literal["none", "zstd"] = option(
+        "none",
+        "zstd: values are shorter, without loss; pays where the way to the servers is slow, or their memory dear",
+    )
     prefix: KeyPrefix = option("kvtier", "what every key begins with")
     ttl: Lifetime = option("24h", "how long a block nobody reads is kept")
     expiry: Literal["fixed", "learned"] = option(
@@ -139,6 +143,15 @@ class RedisConfig(Section):
     deadline: Time = option("250ms", "longest a batch may take, besides its size over bandwidth")
     bandwidth: ByteSize = option("50MB", "bytes per second a batch is given time for")
     in_flight: ByteSize = option("64MiB", "bytes of requests and replies under way at once")
+
+    @model_validator(mode="after")
+    def _lengths_tell_nothing(self) -> Self:
+        if self.compression != "none" and self.key_file is not None:
+            raise ValueError(
+                f'compression "{self.compression}": with key_file, too, a value\'s length would tell of what is in it; '
+                "remove one of them"
+            )
+        return self
 
     @model_validator(mode="after")
     def _one_seal(self) -> Self:

@@ -29,7 +29,7 @@ class Batches:
         self.nodes = nodes
         self._ttl_ms = ttl_ms
         self._in_flight = in_flight  # bytes, over all connections
-        self._make_turns = make_turns(space.slot_bytes)
+        self._make_turns = None if space.form.stored_bytes else make_turns(space.slot_bytes)
         self._threads = ThreadPoolExecutor(_MAX_LANES, "kvtier-redis")
 
     def run(

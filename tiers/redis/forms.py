@@ -1,44 +1,61 @@
-"""Keys and records in Redis, in three forms: in the clear, sealed by a secret, encrypted (docs/format.md)."""
+"""Keys and records in Redis, in each of their forms: in the clear, sealed, encrypted, compressed (docs/format.md)."""
 
 import hmac
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable
 from hashlib import blake2b
-from struct import Struct
 from typing import Final, Protocol
 
-import msgpack
 import numpy as np
 
-from kvtier.tiers import STAMP_BYTES, BlockRecord, ChainHash, Outcome, RecordCipher, checksum, derive, load_key
+from kvtier.tiers import (
+    STAMP_BYTES,
+    BlockRecord,
+    ChainHash,
+    Outcome,
+    RecordCipher,
+    checksum,
+    derive,
+    load_key,
+    require_compression,
+)
 from kvtier.tiers.config import RedisConfig
+from kvtier.tiers.redis.compressed import CompressedForm
+from kvtier.tiers.redis.layout import MAC, derived, layout, packer
 
 VERSION: Final = 1
-_PREFIX_BYTES: Final = 4  # u32: length of the header behind it
 _HASH_BYTES: Final = 32
 _NAME_BYTES: Final = 8  # of a namespace's name, in keys
 _CHECKSUM_BYTES: Final = 8
-_MAC: Final = "sha256"
 _MAC_BYTES: Final = 32
 _EPOCH_END: Final = 1 << 62  # beyond it a reset could not raise it any more
 
 
 class RecordForm(Protocol):
-    """How the blocks of one model are named and written. Immutable; every record is `head_bytes` longer than a slot."""
+    """How the blocks of one model are named and written. Immutable.
+
+    A record is `head_bytes` longer than a slot, or shorter where `stored_bytes` tells how long one is.
+    """
 
     name: str
     """Sixteen hexadecimal digits that stand for the model, and for secret or key, in every key."""
     head_bytes: int
 
+    @property
+    def stored_bytes(self) -> Callable[[bytes], int] | None:
+        """How many bytes a head says to stand behind it; None if it is a slot's length, always."""
+
     def names(self, hashes: Iterable[ChainHash]) -> list[bytes]:
         """What stands for each block in its key: 64 hexadecimal digits."""
 
     def encode(self, record: BlockRecord, payload: memoryview, epoch: int) -> tuple[bytes, memoryview]:
-        """The head, and what is stored behind it: the payload's own memory, or as many bytes that stand for it."""
+        """The head, and what is stored behind it: the payload's own memory, or bytes that stand for it, no more."""
 
     def decode(
         self, head: bytes, payload: memoryview, chain_hash: ChainHash, epoch: int, seen: int | None = None
     ) -> BlockRecord | Outcome:
         """The record, if head and payload are whole and this very block's; `payload` then holds the block's bytes.
+
+        `payload` is a slot that begins with what stood behind the head.
 
         KEY_MISMATCH if they are another block's, model's or version's; CHECKSUM if they are no record of ours,
         and `payload` may then hold anything. A head counts only if writing its record anew gives the same bytes, so
@@ -63,7 +80,8 @@ class Keyspace:
     """Keys and records of one model's blocks, below a key prefix, in the form [redis] asks for. Immutable.
 
     Every record of a namespace has the same length, `value_bytes`: a head of `head_bytes`, then `slot_bytes` of
-    payload. So a reader knows what to expect before it reads, and refuses any other length.
+    payload. So a reader knows what to expect before it reads, and refuses any other length. Records of a form that
+    compresses are at most as long, and refused if they are not as long as their head says.
     """
 
     def __init__(self, prefix: str, form: RecordForm, slot_bytes: int, block_size: int) -> None:
@@ -89,10 +107,13 @@ class Keyspace:
 
 
 def form_of(config: RedisConfig, fingerprint: bytes, slot_bytes: int, block_size: int) -> RecordForm:
-    """As [redis] secret or key_file ask. ConfigError if the key file cannot be used."""
+    """As [redis] secret, key_file and compression ask. ConfigError if the key file or the package cannot be used."""
     if config.key_file is not None:
         return EncryptedForm(fingerprint, slot_bytes, block_size, load_key(config.key_file, "[redis] key_file"))
     secret = config.secret.get_secret_value() if config.secret is not None else None
+    if config.compression == "zstd":
+        require_compression("[redis] compression")
+        return CompressedForm(fingerprint, slot_bytes, block_size, secret)
     return ClearForm(fingerprint, slot_bytes, block_size, secret)
 
 
@@ -101,15 +122,17 @@ class ClearForm:
     forgeries too: HMAC-SHA256 over head and payload, by a key made from the secret.
     """
 
+    stored_bytes = None
+
     def __init__(self, fingerprint: bytes, slot_bytes: int, block_size: int, secret: str | None = None) -> None:
         self._mac: hmac.HMAC | None = None
         self._seal_bytes = _CHECKSUM_BYTES
         self.name = fingerprint.hex()[: 2 * _NAME_BYTES]
         if secret is not None:
-            self._mac = hmac.new(_derived(secret, b"kvtier redis record"), digestmod=_MAC)
+            self._mac = hmac.new(derived(secret, b"kvtier redis record"), digestmod=MAC)
             self._seal_bytes = _MAC_BYTES
-            self.name = _derived(secret, b"kvtier redis namespace" + fingerprint).hex()[: 2 * _NAME_BYTES]
-        blank, at = _layout(
+            self.name = derived(secret, b"kvtier redis namespace" + fingerprint).hex()[: 2 * _NAME_BYTES]
+        blank, at = layout(
             {
                 "version": VERSION,
                 "codec": "raw" if secret is None else "raw+hmac-sha256",
@@ -127,7 +150,7 @@ class ClearForm:
         self.head_bytes = len(blank)
         codes = {"epoch": "Q", "chain_hash": "32s", "parent": "32s", "num_tokens": "I"}
         codes |= {"tokens": f"{4 * block_size}s", "xxh3": "Q"}
-        self._fields, self._between = _packer(blank[: -self._seal_bytes], at, codes)
+        self._fields, self._between = packer(blank[: -self._seal_bytes], at, codes)
 
     def names(self, hashes: Iterable[ChainHash]) -> list[bytes]:
         return [chain_hash.hex().encode() for chain_hash in hashes]
@@ -173,6 +196,8 @@ class EncryptedForm:
     there. What the head hides is associated with the payload, so the two cannot be parted.
     """
 
+    stored_bytes = None
+
     def __init__(self, fingerprint: bytes, slot_bytes: int, block_size: int, key: bytes) -> None:
         self._cipher = RecordCipher(key, b"kvtier redis record" + fingerprint)
         self._name_key = derive(key, b"kvtier redis name" + fingerprint)
@@ -180,7 +205,7 @@ class EncryptedForm:
         self._slot_bytes = slot_bytes
         self._block_size = block_size
         hidden_bytes = _HASH_BYTES + 4 + 4 * block_size + _CHECKSUM_BYTES
-        self._blank, self._at = _layout(
+        self._blank, self._at = layout(
             {
                 "version": VERSION,
                 "codec": "aes-256-gcm",
@@ -233,34 +258,6 @@ class EncryptedForm:
         return bytes(head)
 
 
-def _layout(fields: Mapping[str, int | str | bytes]) -> tuple[bytes, dict[str, slice]]:
-    """The head with zeros for what differs from block to block, and where in it each of its values lies.
-
-    All are of fixed width, so that no block needs msgpack again.
-    """
-    header = msgpack.packb(fields)
-    places, so_far = {}, {}
-    for name, value in fields.items():
-        so_far[name] = value
-        end = _PREFIX_BYTES + len(msgpack.packb(so_far))  # up to 15 fields, a map's own mark is one byte
-        places[name] = slice(end - len(value) if isinstance(value, bytes) else end, end)
-    return len(header).to_bytes(_PREFIX_BYTES, "little") + header, places
-
-
-def _packer(blank: bytes, at: Mapping[str, slice], codes: Mapping[str, str]) -> tuple[Struct, list[bytes]]:
-    """What packs the fields of `codes`, each at its place, and what is equal in all heads: around them, and between."""
-    layout, between, end = "<", [], 0
-    for name, code in codes.items():
-        between.append(blank[end : at[name].start])
-        layout += f"{at[name].start - end}s{code}"
-        end = at[name].stop
-    return Struct(f"{layout}{len(blank) - end}s"), [*between, blank[end:]]
-
-
 def _named(part: bytes, chain_hash: ChainHash, epoch: int, hidden: bytes = b"") -> bytes:
     """What one part of a record is called, for its cipher."""
     return part.ljust(8, b"\0") + epoch.to_bytes(8, "little") + chain_hash + hidden
-
-
-def _derived(secret: str, purpose: bytes) -> bytes:
-    return hmac.digest(secret.encode("utf-8", "surrogatepass"), purpose, _MAC)

@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -10,7 +10,7 @@ from kvtier.tiers import BlockRecord, ChainHash, Outcome
 from kvtier.tiers.redis.forms import Keyspace
 from kvtier.tiers.redis.stream import SendBuffer, WireError
 from kvtier.tiers.redis.turns import MakeTurns, depth_of
-from kvtier.tiers.redis.wire import RedisReply, Refusal, Wire
+from kvtier.tiers.redis.wire import Head, RedisReply, Refusal, Wire
 
 Settle = Callable[[int, "BlockRecord | Outcome | bool"], None]
 """Told once per position of the batch what became of it."""
@@ -125,7 +125,8 @@ class Lane:
     ) -> None:
         wire, space, decode = self.wire, self.space, self.space.form.decode
         unexpected: dict[int, RedisReply] | None = None  # not yet heard: what the blocks said that may not be there
-        as_said = True  # what has an expiry comes, and is as long as ours are
+        stored_bytes = space.form.stored_bytes
+        as_said = stored_bytes is None  # what has an expiry comes, and is as long as ours are
         groups = self._groups(positions)
         expiry = [commands(b"PEXPIRE", [self.keys[p] for p in positions], b"%d" % self.ttl_ms)]
 
@@ -140,7 +141,11 @@ class Lane:
                 self._skip(groups, unexpected, settle)
             buffers = [into[position] for position in group]
             together = as_said and unexpected.keys().isdisjoint(group)
-            heads = (wire.values if together else wire.one_by_one)(space.head_bytes, buffers)
+            heads: Iterable[Head]
+            if together:
+                heads = wire.values(space.head_bytes, buffers)
+            else:
+                heads = wire.one_by_one(space.head_bytes, buffers, stored_bytes)
             as_said &= not together or isinstance(heads, list)  # to wait in vain once is enough
             for position, buffer, head in zip(group, buffers, heads, strict=True):
                 if isinstance(head, bytes):
@@ -267,13 +272,13 @@ class Lane:
     ) -> list[SendBuffer]:
         encode = self.space.form.encode
         before = b"*5\r\n$3\r\nSET\r\n$%d\r\n" % len(self.keys[group[0]])
-        between = b"\r\n$%d\r\n" % self.space.value_bytes
         after = b"\r\n$2\r\nPX\r\n$%d\r\n%d\r\n" % (len(b"%d" % self.ttl_ms), self.ttl_ms)
         parts: list[SendBuffer] = []
         start = before
         for position in group:
             head, body = encode(records[position], payloads[position], self.epoch)
-            parts += (b"".join((start, self.keys[position], between, head)), body)
+            length = b"\r\n$%d\r\n" % (len(head) + body.nbytes)
+            parts += (b"".join((start, self.keys[position], length, head)), body)
             start = after + before
         return [*parts, after]
 

@@ -1,8 +1,9 @@
 """The Redis tier from its section of the configuration: how to reach it, and what the doctor asks. A `TierModule`."""
 
-from kvtier.tiers import BATCH_BYTES, BlockShape, ConfiguredTier, Finding, load_key
+from kvtier.tiers import BATCH_BYTES, BlockShape, ConfiguredTier, Finding, load_key, require_compression
 from kvtier.tiers.config import Config
 from kvtier.tiers.redis.doctor import check_redis
+from kvtier.tiers.redis.doctor_rate import check_compression
 from kvtier.tiers.redis.options import parse
 from kvtier.tiers.redis.store import RedisStore
 
@@ -27,9 +28,13 @@ def checked(config: Config) -> str | None:
     servers = parse(config.redis)
     if config.redis.key_file is not None:
         load_key(config.redis.key_file, "[redis] key_file")
-    return f"[redis] {config.redis.mode} at {servers.label}"
+    compressed = ""
+    if config.redis.compression != "none":
+        require_compression("[redis] compression")
+        compressed = f", compressed by {config.redis.compression}"
+    return f"[redis] {config.redis.mode} at {servers.label}{compressed}"
 
 
 def examine(config: Config) -> list[Finding]:
-    """The servers that [redis] url names. Each answer has a deadline of seconds."""
-    return check_redis(config.redis)
+    """The servers that [redis] url names, and whether compression pays. Each answer has a deadline of seconds."""
+    return check_redis(config.redis) + check_compression(config.redis)

@@ -42,7 +42,7 @@ _LOCATE_WINDOW: Final = 512  # keys asked for at once
 _NAME_LIFETIME: Final = 300.0  # seconds a name is believed: servers evict without telling
 _GONE: Final = (Outcome.ABSENT, Outcome.CHECKSUM, Outcome.KEY_MISMATCH)
 _BAD: Final = (Outcome.CHECKSUM, Outcome.KEY_MISMATCH)
-_warned: Final[set[tuple[str, str]]] = set()  # (server, warning)
+_warned: Final[set[tuple[str, str]]] = set()  # (server, what was said of it)
 
 
 class RedisStore:
@@ -96,6 +96,9 @@ class RedisStore:
         if failure is not None:
             store.close()
             raise no_epoch(servers, store._epoch.refusal or failure)
+        if config.compression != "none" and (servers.label, config.compression) not in _warned:
+            _warned.add((servers.label, config.compression))
+            _log.info("[redis] compression: %s, level 1, of bytes split by their place in a number", config.compression)
         return store
 
     # Names: no I/O.

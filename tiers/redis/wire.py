@@ -8,7 +8,7 @@ are. If the server answers otherwise, the payloads of one call at most are taken
 
 import socket
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from struct import Struct
 from typing import Final
 
@@ -35,6 +35,7 @@ class Refusal(str):
 
 
 RedisReply = int | bytes | None | Refusal
+StoredBytes = Callable[[bytes], int]
 Head = bytes | Outcome | Refusal | None
 """What a GET brought: a record's first bytes, or why there is none (None for nil)."""
 
@@ -141,10 +142,11 @@ class Wire:
         self.num_expected -= count
         return True
 
-    def value(self, head_bytes: int, into: memoryview) -> Head:
+    def value(self, head_bytes: int, into: memoryview, stored_bytes: StoredBytes | None = None) -> Head:
         """The next reply, of a GET: a record whose payload fills `into`; returns its first `head_bytes` bytes.
 
         CHECKSUM if it has another length: a shorter one is read past, into `into`. TooLongError if it is longer.
+        `stored_bytes`: tells from a head how much of `into` its payload fills; what it says is the right length then.
         """
         line = self._line()
         if not _opens_bulk(line):
@@ -153,16 +155,18 @@ class Wire:
                 return simple
             raise WireError(Outcome.CHECKSUM, f"no answer to GET: {line[:32]!r}")
         size = _length(line)
-        if size != head_bytes + into.nbytes:
+        most = head_bytes + into.nbytes
+        if size < head_bytes or (size != most and stored_bytes is None) or size > most:
             if size > into.nbytes:
                 raise TooLongError(size)
             self._fill(into[:size])
             self._end_of_bulk()
             return Outcome.CHECKSUM
         head = self._take(head_bytes)
-        self._fill(into)
+        self._fill(into[: size - head_bytes])
         self._end_of_bulk()
-        return head
+        is_whole = stored_bytes is None or stored_bytes(head) == size - head_bytes
+        return head if is_whole else Outcome.CHECKSUM
 
     def values(self, head_bytes: int, into: Sequence[memoryview]) -> Iterable[Head]:
         """`value` for each buffer (all of one size), which are received together: for values that should be there.
@@ -172,10 +176,12 @@ class Wire:
         """
         return self._run(head_bytes, into) or self.one_by_one(head_bytes, into)
 
-    def one_by_one(self, head_bytes: int, into: Sequence[memoryview]) -> Iterator[Head]:
+    def one_by_one(
+        self, head_bytes: int, into: Sequence[memoryview], stored_bytes: StoredBytes | None = None
+    ) -> Iterator[Head]:
         """`value` for each buffer, when the caller asks for it."""
         for buffer in into:
-            yield self.value(head_bytes, buffer)
+            yield self.value(head_bytes, buffer, stored_bytes)
 
     def time_reply(self, asked_at: float) -> None:
         """Wait until the next reply begins, and take in how long it took since `asked_at` (time.monotonic).

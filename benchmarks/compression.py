@@ -1,0 +1,165 @@
+"""What compressing blocks saves and costs: ratio and rates of one core by dtype, and below which rate it pays.
+
+KV is real: of the recall model that was trained (`shared/fixture`, if it is there), and of a Llama with random weights,
+in each dtype; `fp8` is what a cast of it to e4m3 keeps. It is cut into blocks in the canonical layout. "plain" is zstd
+of the same level over the same bytes, not split by their place. Rates are of CPU time, in GB of payload; medians over
+blocks. A store slower than "reads below" brings a compressed block sooner: it takes 1/(ratio × rate) to come and
+1/restore to be restored, one after the other. "writes below" is the same of a write.
+
+Then the Redis tier itself, over a server on this machine: what a batch of such blocks takes there, with and without.
+"""
+
+import importlib
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import torch
+import zstandard
+from _report import parser, progress, report
+from numpy.typing import NDArray
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from kvtier.tiers import BlockRecord, Outcome, checksum, rates_of
+from kvtier.tiers.config import Config
+from kvtier.tiers.naming import TokenChain, root_hash
+from kvtier.tiers.redis import RedisStore
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "tests" / "rigs"))
+from redis_rig import NO_REDIS, RedisServer, standalone
+
+FIXTURE: Final = Path(__file__).resolve().parents[2] / "shared" / "fixture"
+FINGERPRINT: Final = b"compression".ljust(32, b".")
+BLOCK_SIZE: Final = 64  # tokens, the default
+LEVEL: Final = 1
+TOKENS: Final = 1024
+MOST: Final = 16  # blocks measured of each kind
+DTYPES: Final[Mapping[str, torch.dtype]] = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "fp8": torch.float8_e4m3fn,
+}
+
+
+def blocks_of(model: PreTrainedModel, tokens: list[int], dtype: torch.dtype) -> NDArray[np.uint8]:
+    """The KV of a prompt: [blocks, bytes of num_layers × 2 × block_size × heads × head_dim]."""
+    with torch.no_grad():
+        cache = model(torch.tensor([tokens]), use_cache=True).past_key_values
+    layers = [torch.stack([layer.keys[0], layer.values[0]]) for layer in cache.layers]  # [2, heads, tokens, head_dim]
+    whole = torch.stack(layers).permute(0, 1, 3, 2, 4).to(dtype)
+    num_layers, num_kv, num_tokens, heads, head_dim = whole.shape
+    num_blocks = num_tokens // BLOCK_SIZE
+    cut = whole[:, :, : num_blocks * BLOCK_SIZE].reshape(num_layers, num_kv, num_blocks, BLOCK_SIZE, heads, head_dim)
+    cut = cut.permute(2, 0, 1, 3, 4, 5).contiguous()
+    return np.asarray(cut.view(torch.uint8).numpy().reshape(num_blocks, -1)[:MOST])
+
+
+def kinds(num_tokens: int) -> Iterator[tuple[str, str, NDArray[np.uint8]]]:
+    """Whose KV, its dtype, its blocks."""
+    draw = np.random.default_rng(0)
+    if FIXTURE.exists():
+        model = AutoModelForCausalLM.from_pretrained(FIXTURE / "recall-llama-bf16", dtype=torch.bfloat16)
+        sys.path.append(str(FIXTURE))
+        task = importlib.import_module("task")  # the fixture's own
+        told = list(task.gen(MOST, 4, 24, 4, np.random.default_rng(5))["docs"])
+        for dtype in ("bf16", "fp16", "fp8"):
+            each = [blocks_of(model, documents.reshape(-1).tolist(), DTYPES[dtype]) for documents in told]
+            yield "the recall model, trained", dtype, np.concatenate(each)[:MOST]
+    shape = LlamaConfig(
+        hidden_size=1024, intermediate_size=2048, num_hidden_layers=8, num_attention_heads=16, num_key_value_heads=8,
+        head_dim=128, vocab_size=32_000,
+    )  # fmt: skip
+    tokens = draw.integers(0, 32_000, num_tokens).tolist()
+    for dtype in DTYPES:
+        torch.manual_seed(0)
+        computed = torch.bfloat16 if dtype == "fp8" else DTYPES[dtype]
+        made = LlamaForCausalLM(shape).to(dtype=computed)
+        yield "a Llama with random weights", dtype, blocks_of(made, tokens, DTYPES[dtype])
+
+
+def measure(whose: str, dtype: str, blocks: NDArray[np.uint8]) -> dict[str, object]:
+    """One row; what is restored is compared with what was there."""
+    rates = [rates_of(block.tobytes()) for block in blocks]
+    plain = zstandard.ZstdCompressor(level=LEVEL)
+    ratio = statistics.median(rate.ratio for rate in rates)
+    return {
+        "KV of": whose,
+        "dtype": dtype,
+        "block KiB": blocks.shape[1] >> 10,
+        "ratio": round(ratio, 3),
+        "ratio, plain": round(statistics.median(len(b) / len(plain.compress(b.tobytes())) for b in blocks), 3),
+        "shrink GB/s": round(statistics.median(rate.shrink for rate in rates) / 1e9, 3),
+        "restore GB/s": round(statistics.median(rate.restore for rate in rates) / 1e9, 3),
+        "reads below GB/s": round(statistics.median(rate.reads_pay_below() for rate in rates) / 1e9, 3),
+        "writes below GB/s": round(statistics.median(rate.writes_pay_below() for rate in rates) / 1e9, 3),
+    }
+
+
+def over_redis(server: RedisServer, blocks: NDArray[np.uint8], compression: str, rounds: int) -> dict[str, object]:
+    """The tier's own reads and writes of one batch: the best of some rounds, and what the server keeps of a block."""
+    chain = TokenChain(root_hash(FINGERPRINT), BLOCK_SIZE)
+    chain.extend(range(len(blocks) * BLOCK_SIZE))
+    payloads = [memoryview(block.tobytes()) for block in blocks]
+    records = [
+        BlockRecord(name, chain.parent(i), chain.block_tokens(i), checksum(payloads[i]))
+        for i, name in enumerate(chain.hashes)
+    ]
+    targets = [memoryview(bytearray(len(payload))) for payload in payloads]
+    config = Config.load(redis={"url": server.url, "deadline": "20s", "compression": compression}).redis
+    server.cli("FLUSHALL")
+    empty = _used(server)
+    store = RedisStore.open(config, FINGERPRINT, slot_bytes=len(payloads[0]), block_size=BLOCK_SIZE)
+    times: dict[str, list[float]] = {"SET": [], "GET": []}
+    for _ in range(rounds):
+        began = time.perf_counter()
+        outcomes = store.write(records, payloads)
+        times["SET"].append(time.perf_counter() - began)
+        assert set(outcomes) == {Outcome.OK}, outcomes
+        began = time.perf_counter()
+        results = store.read(chain.hashes, targets)
+        times["GET"].append(time.perf_counter() - began)
+        assert results == records
+        assert targets == payloads
+    kept = (_used(server) - empty) / len(blocks)
+    store.close()
+    num_bytes = sum(map(len, payloads))
+    return {
+        "[redis] compression": compression,
+        "block KiB": len(payloads[0]) >> 10,
+        "SET GB/s": round(num_bytes / min(times["SET"]) / 1e9, 3),
+        "GET GB/s": round(num_bytes / min(times["GET"]) / 1e9, 3),
+        "KiB kept a block": round(kept / 1024, 1),
+    }
+
+
+def _used(server: RedisServer) -> int:
+    told = server.cli("INFO", "memory").decode()
+    return next(int(line.partition(":")[2]) for line in told.splitlines() if line.startswith("used_memory:"))
+
+
+def main() -> int:
+    """Measure, and print."""
+    chosen = parser(__doc__).parse_args()
+    if NO_REDIS:
+        sys.exit(f"compression: {NO_REDIS}")
+    torch.set_num_threads(1)
+    rows, largest = list[dict[str, object]](), np.zeros((0, 0), np.uint8)
+    for whose, dtype, blocks in kinds(4 * BLOCK_SIZE if chosen.quick else TOKENS):
+        progress(f"{whose}, {dtype}")
+        rows.append(measure(whose, dtype, blocks))
+        if dtype == "bf16":
+            largest = blocks
+    with standalone() as server:
+        for compression in ("none", "zstd"):
+            progress(f"Redis, compression {compression}")
+            rows.append(over_redis(server, largest, compression, 2 if chosen.quick else 7))
+    return report("compression", rows, [], chosen.json, chosen.save, {"tokens of a block": BLOCK_SIZE, "level": LEVEL})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,107 @@
+"""CompressedForm: a record whose payload is compressed, in the clear or sealed by a secret (docs/format.md)."""
+
+import hmac
+from collections.abc import Iterable
+from hashlib import sha256
+from typing import Final
+
+from kvtier.tiers import BlockCodec, BlockRecord, ChainHash, Outcome, checksum
+from kvtier.tiers.redis.layout import MAC, derived, layout, packer
+
+VERSION: Final = 2
+_HASH_BYTES: Final = 32
+_NAME_BYTES: Final = 8  # of a namespace's name, in keys
+_CHECKSUM_BYTES: Final = 8
+_MAC_BYTES: Final = 32
+_NAMESPACE: Final = b"kvtier redis compressed namespace"
+
+
+class CompressedForm:
+    """As `ClearForm`, but what stands behind the head is what `BlockCodec` made of the payload.
+
+    The head says how long that is, and how it was made; its checksum is that of the payload itself. With a secret the
+    HMAC covers the stored bytes, so nothing is decompressed that nobody sealed. The name in keys is this form's own:
+    who does not compress never finds such a record, and so never deletes it as damaged.
+    """
+
+    def __init__(self, fingerprint: bytes, slot_bytes: int, block_size: int, secret: str | None = None) -> None:
+        self._codec = BlockCodec(slot_bytes)
+        self._slot_bytes = slot_bytes
+        self._mac: hmac.HMAC | None = None
+        self._seal_bytes = _CHECKSUM_BYTES
+        self.name = sha256(_NAMESPACE + fingerprint).hexdigest()[: 2 * _NAME_BYTES]
+        if secret is not None:
+            self._mac = hmac.new(derived(secret, b"kvtier redis compressed record"), digestmod=MAC)
+            self._seal_bytes = _MAC_BYTES
+            self.name = derived(secret, _NAMESPACE + fingerprint).hex()[: 2 * _NAME_BYTES]
+        blank, at = layout(
+            {
+                "version": VERSION,
+                "codec": "zstd" if secret is None else "zstd+hmac-sha256",
+                "fingerprint": fingerprint,
+                "epoch": bytes(8),
+                "chain_hash": bytes(_HASH_BYTES),
+                "parent": bytes(_HASH_BYTES),
+                "num_tokens": bytes(4),
+                "tokens": bytes(4 * block_size),
+                "payload_len": slot_bytes,
+                "split": bytes(1),
+                "stored_len": bytes(4),
+                "xxh3": bytes(_CHECKSUM_BYTES),
+                "seal": bytes(self._seal_bytes),
+            }
+        )
+        self.head_bytes = len(blank)
+        self._stored_at = at["stored_len"]
+        codes = {"epoch": "Q", "chain_hash": "32s", "parent": "32s", "num_tokens": "I"}
+        codes |= {"tokens": f"{4 * block_size}s", "split": "B", "stored_len": "I", "xxh3": "Q"}
+        self._fields, self._between = packer(blank[: -self._seal_bytes], at, codes)
+
+    def stored_bytes(self, head: bytes) -> int:
+        """How many bytes the head says to stand behind it: whatever is there, if it is no head of ours."""
+        return int.from_bytes(head[self._stored_at], "little")
+
+    def names(self, hashes: Iterable[ChainHash]) -> list[bytes]:
+        return [chain_hash.hex().encode() for chain_hash in hashes]
+
+    def encode(self, record: BlockRecord, payload: memoryview, epoch: int) -> tuple[bytes, memoryview]:
+        """What is shorter has memory of its own; what does not shrink is sent from where it lies."""
+        split, stored = self._codec.shrink(payload)
+        unsealed = self._unsealed(record, epoch, split, stored.nbytes)
+        return unsealed + self._seal(unsealed, stored), stored
+
+    def decode(
+        self, head: bytes, payload: memoryview, chain_hash: ChainHash, epoch: int, seen: int | None = None
+    ) -> BlockRecord | Outcome:
+        """Decompresses where the bytes came: `payload` is a slot that begins with them. `seen` counts for nothing."""
+        unsealed = head[: -self._seal_bytes]
+        num_stored = self.stored_bytes(head)
+        if num_stored > self._slot_bytes:
+            return Outcome.CHECKSUM
+        stored = payload[:num_stored]
+        if not hmac.compare_digest(head[-self._seal_bytes :], self._seal(unsealed, stored)):
+            return Outcome.CHECKSUM
+        fields = self._fields.unpack(unsealed)
+        parent, num_tokens, tokens, split, xxh3 = fields[5], fields[7], fields[9], fields[11], fields[15]
+        record = BlockRecord(chain_hash, parent, tokens[: 4 * num_tokens], xxh3)
+        if self._unsealed(record, epoch, split, num_stored) != unsealed:
+            return Outcome.KEY_MISMATCH
+        if not self._codec.restore(split, stored, payload):
+            return Outcome.CHECKSUM
+        return record if checksum(payload) == xxh3 else Outcome.CHECKSUM
+
+    def _unsealed(self, record: BlockRecord, epoch: int, split: int, num_stored: int) -> bytes:
+        """The head but for its seal."""
+        c = self._between
+        return self._fields.pack(
+            c[0], epoch, c[1], record.chain_hash, c[2], record.parent, c[3], len(record.tokens) // 4, c[4],
+            record.tokens, c[5], split, c[6], num_stored, c[7], record.checksum, c[8],
+        )  # fmt: skip
+
+    def _seal(self, unsealed: bytes, stored: memoryview) -> bytes:
+        if self._mac is None:
+            return checksum(memoryview(unsealed)).to_bytes(_CHECKSUM_BYTES, "little")
+        mac = self._mac.copy()
+        mac.update(unsealed)
+        mac.update(stored)  # lets go of the GIL
+        return mac.digest()

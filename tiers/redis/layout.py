@@ -1,0 +1,37 @@
+"""A record's head: a msgpack map whose values are of fixed width, so that no block needs msgpack again."""
+
+import hmac
+from collections.abc import Mapping
+from struct import Struct
+from typing import Final
+
+import msgpack
+
+MAC: Final = "sha256"
+_PREFIX_BYTES: Final = 4  # u32: length of the header behind it
+
+
+def layout(fields: Mapping[str, int | str | bytes]) -> tuple[bytes, dict[str, slice]]:
+    """The head with zeros for what differs from block to block, and where in it each of its values lies."""
+    header = msgpack.packb(fields)
+    places, so_far = {}, {}
+    for name, value in fields.items():
+        so_far[name] = value
+        end = _PREFIX_BYTES + len(msgpack.packb(so_far))  # up to 15 fields, a map's own mark is one byte
+        places[name] = slice(end - len(value) if isinstance(value, bytes) else end, end)
+    return len(header).to_bytes(_PREFIX_BYTES, "little") + header, places
+
+
+def packer(blank: bytes, at: Mapping[str, slice], codes: Mapping[str, str]) -> tuple[Struct, list[bytes]]:
+    """What packs the fields of `codes`, each at its place, and what is equal in all heads: around them, and between."""
+    shape, between, end = "<", [], 0
+    for name, code in codes.items():
+        between.append(blank[end : at[name].start])
+        shape += f"{at[name].start - end}s{code}"
+        end = at[name].stop
+    return Struct(f"{shape}{len(blank) - end}s"), [*between, blank[end:]]
+
+
+def derived(secret: str, purpose: bytes) -> bytes:
+    """What stands for a secret in one use."""
+    return hmac.digest(secret.encode("utf-8", "surrogatepass"), purpose, MAC)
