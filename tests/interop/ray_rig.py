@@ -76,8 +76,14 @@ class RayApp:
         """The replicas of which Ray Serve says that they run."""
         deployment = serve.status().applications["default"].deployments["engines"]
         count = deployment.replica_states.get("RUNNING", 0)
-        names = [name for name, told in self.status()["replicas"].items() if told.get("events", {}).get("state")]
+        replicas = self.status()["replicas"]
+        names = [name for name, told in replicas.items() if told.get("events", {}).get("state") == "live"]
         return names if len(names) == count else []
+
+    def is_up(self) -> bool:
+        """Whether all replicas run and answer, whoever routes."""
+        app = serve.status().applications["default"]
+        return app.status == "RUNNING" and httpx2.get(f"{self.url}/v1/models", timeout=30).is_success
 
     def require_right(self, answers: "Sequence[tuple[Sequence[str], Answer]]") -> None:
         """The same questions, asked alone, have the same answers: the engine is exact. Of many, some are asked."""
@@ -134,7 +140,7 @@ def application(cluster: Cluster, model: Path, **options: Any) -> Iterator[RayAp
     try:
         serve.run(build(RayOptions(model=str(model), options=("--exact",), env=env, **options)))
         app = RayApp(cluster, port)
-        until(app.running, _START)
+        until(app.is_up if "router" in options else app.running, _START)
         yield app
     finally:
         serve.shutdown()

@@ -1,0 +1,176 @@
+"""Where requests go on Ray Serve: kvtier's request router beside Ray's own, on one cluster, with one conversation load.
+
+A real Ray cluster of several nodes' processes on this machine, `kvtier engine` as replicas with a model of random
+weights, and clients that hold conversations: each conversation begins with one of a few shared documents and is
+continued in turn, so that a replica that has seen it can go on. All conversations together are larger than what one
+replica keeps. Routers: kvtier's; power of two choices (Ray's default); Ray's PrefixCacheAffinityRouter, which compares
+text; and its KVAwareRouter, which reads our engines' KV events through NVIDIA Dynamo's index. Each has the application
+started anew. The share of prompt tokens found cached is as the engines' usage tells; times are of a machine that all
+replicas share, so only their ratios tell something.
+
+Runs in `.venv-ray` (`.ci/beside-engine ray`).
+"""
+
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final
+
+ROOT: Final = Path(__file__).resolve().parent.parent
+PYTHON: Final = ROOT / ".venv-ray" / "bin" / "python"
+if find_spec("ray") is None and PYTHON.exists():
+    os.execv(PYTHON, [str(PYTHON), *sys.argv])
+
+sys.path[:0] = [str(ROOT / "tests" / each) for each in ("interop", "rigs")]
+from _report import Target, parser, progress, report  # noqa: E402
+
+POWER_OF_TWO: Final = "power of two choices"
+OURS: Final = "kvtier"
+_PRIVATE: Final = "ray.llm._internal.serve.routing_policies"  # `ray.serve.llm` itself wants vLLM to be installed
+ROUTERS: Final[Mapping[str, str | None]] = {
+    OURS: None,
+    POWER_OF_TWO: "ray.serve._private.request_router.pow_2_router.PowerOfTwoChoicesRequestRouter",
+    "prefix affinity": f"{_PRIVATE}.prefix_aware.prefix_aware_router.PrefixCacheAffinityRouter",
+    "KV-aware (Dynamo)": "_ray_kv_aware.KVAware",
+}
+_KNOWN: Final = 30.0  # seconds until every replica has told Ray's own routers of itself
+_WORDS: Final = ("the", "cache", "holds", "a", "block", "of", "keys", "and", "values", "for", "each", "layer", "again")
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What the clients do: in each round every conversation has a turn, in an order of its own."""
+
+    talks: int
+    turns: int
+    documents: int
+    clients: int
+    words: int  # of a document, and of a question
+
+    def opening(self, talk: int) -> str:
+        """A conversation's first prompt: a document that others ask about, too, and a question."""
+        return _text(talk % self.documents, self.words) + f" Question {talk}: {_text(1000 + talk, self.words // 4)}"
+
+    def question(self, talk: int, turn: int) -> str:
+        """What a later turn adds."""
+        return f"Turn {turn} of {talk}: {_text(5000 + 100 * talk + turn, self.words // 4)}"
+
+
+def _text(seed: int, words: int) -> str:
+    dice = random.Random(seed)
+    return " ".join(dice.choice(_WORDS) for _ in range(words))
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What one turn of a conversation got."""
+
+    num_prompt: int  # tokens
+    num_cached: int
+    seconds: float  # of the whole answer
+    replica: str
+
+
+def held(app: Any, load: Load) -> Iterator[Turn]:
+    """All conversations, round by round; of each round the turns as they end."""
+    talks = [[load.opening(talk)] for talk in range(load.talks)]
+
+    def ask(talk: int) -> Turn:
+        began = time.perf_counter()
+        answer = app.ask(talks[talk], stream=True)
+        talks[talk] += [answer.text]
+        return Turn(answer.num_prompt, answer.num_cached, time.perf_counter() - began, answer.replica)
+
+    with ThreadPoolExecutor(load.clients) as clients:
+        for turn in range(load.turns):
+            order = random.Random(turn).sample(range(load.talks), load.talks)
+            for talk in order:
+                if turn:
+                    talks[talk].append(load.question(talk, turn))
+            yield from clients.map(ask, order)
+
+
+def row_of(name: str, turns: Sequence[Turn], load: Load, seconds: float) -> dict[str, object]:
+    later = turns[load.talks :]
+    by_replica = [sum(turn.replica == each for turn in turns) for each in {turn.replica for turn in turns}]
+    return {
+        "router": name,
+        "cached %": 100 * sum(turn.num_cached for turn in turns) / sum(turn.num_prompt for turn in turns),
+        "cached % of later turns": 100 * sum(t.num_cached for t in later) / sum(t.num_prompt for t in later),
+        "computed tokens": sum(turn.num_prompt - turn.num_cached for turn in turns),
+        "median s a turn": statistics.median(turn.seconds for turn in turns),
+        "p90 s a turn": statistics.quantiles([turn.seconds for turn in turns], n=10)[-1],
+        "turns/s": len(turns) / seconds,
+        "most of a replica %": 100 * max(by_replica) / len(turns),
+    }
+
+
+def targets_of(rows: Sequence[Mapping[str, object]]) -> list[Target]:
+    ours = next(float(str(row["cached %"])) for row in rows if row["router"] == OURS)
+    return [
+        Target(
+            f"prompt tokens found cached: {row['router']} ÷ kvtier", 1.0, float(str(row["cached %"])) / max(ours, 1e-9)
+        )
+        for row in rows
+        if row["router"] != OURS
+    ]
+
+
+def model_folder(home: Path, *, quick: bool) -> Path:
+    """A Llama of random weights whose KV is large for its size, 64 KiB a token: few tokens fill a cache."""
+    from server_rig import save_checkpoint
+    from transformers import LlamaConfig
+
+    layers = 2 if quick else 4
+    config = LlamaConfig(
+        hidden_size=256, intermediate_size=512, num_hidden_layers=layers, num_attention_heads=8, num_key_value_heads=8,
+        head_dim=256, max_position_embeddings=8192,
+    )  # fmt: skip
+    return save_checkpoint(home, config=config)
+
+
+def main() -> int:
+    options = parser(__doc__)
+    options.add_argument("--replicas", type=int, default=3)
+    chosen = options.parse_args()
+    if find_spec("ray") is None:
+        progress("Ray Serve is not installed: .ci/beside-engine ray")
+        return 0
+    from ray_rig import application, ray_cluster
+
+    load = Load(talks=6, turns=2, documents=2, clients=3, words=60)
+    if not chosen.quick:
+        load = Load(talks=18, turns=4, documents=3, clients=6, words=100)
+    names = [OURS, POWER_OF_TWO] if chosen.quick else list(ROUTERS)
+    replicas, rows = 2 if chosen.quick else chosen.replicas, []
+    env = {"KVTIER_HOST__SIZE": "128MiB", "KVTIER_CACHE__BLOCK_SIZE": "16", "PYTHONPATH": str(ROOT / "benchmarks")}
+    os.environ["PYTHONPATH"] = str(ROOT / "benchmarks")  # Ray's workers find `_ray_kv_aware` there
+    with tempfile.TemporaryDirectory() as home, ray_cluster(replicas) as cluster:
+        model = model_folder(Path(home), quick=chosen.quick)
+        for name in names:
+            wanted: dict[str, Any] = {}
+            if (router := ROUTERS[name]) is not None:
+                given = {"model": str(model)} if router.startswith("_ray") else {}
+                wanted = {"router": router, "router_options": given}
+            with application(cluster, model, replicas=replicas, env=env, block_size=16, **wanted) as app:
+                if router is not None and router.startswith("_ray"):
+                    time.sleep(_KNOWN)
+                began, turns = time.perf_counter(), []
+                for turn in held(app, load):
+                    turns.append(turn)
+                    progress(f"{name}: {len(turns)} of {load.talks * load.turns} turns")
+                rows.append(row_of(name, turns, load, time.perf_counter() - began))
+    setup = {"replicas": replicas, "conversations": load.talks, "turns": load.turns, "clients": load.clients}
+    return report("ray_routing", rows, targets_of(rows), chosen.json, chosen.save, setup)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
