@@ -29,7 +29,7 @@ ROWS: Final = (
     ("tiers/naming", "tiers/returns"),
     ("tiers/pool",),
     ("tiers/host",),
-    ("tiers/copies", "tiers/file", "tiers/redis"),
+    ("tiers/copies", "tiers/file", "tiers/peers", "tiers/redis"),
     ("tiers/hierarchy",),
     ("connector/daemon", "connector/models"),
     ("connector",),

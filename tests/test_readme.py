@@ -126,9 +126,11 @@ def test_two_nodes_and_a_cluster_run_as_printed(home: Path, programs: Path) -> N
     assert len({text for text, _ in told}) == 1  # three engines, one answer
     computed, shared, remote = (line for _, line in told)
     held = int(re.findall(r"^\[([\d,]+) tokens", computed)[0].replace(",", "")) - 1  # one is computed
-    assert "L2 0 · file 0 · redis 0" in computed
-    assert f"L2 {held:,} · file 0 · redis 0" in shared  # the daemon's memory
-    assert f"L2 0 · file 0 · redis {held // 64 * 64:,}" in remote  # the other node, whole blocks through the cluster
+    assert "L2 0 · file 0 · peers 0 · redis 0" in computed
+    assert f"L2 {held:,} · file 0 · peers 0 · redis 0" in shared  # the daemon's memory
+    assert (
+        f"L2 0 · file 0 · peers 0 · redis {held // 64 * 64:,}" in remote
+    )  # the other node, whole blocks through the cluster
 
 
 @pytest.mark.slow

@@ -31,6 +31,7 @@ _ROWS: Final = (
     TierKind(L1, "L1", "L1 device", "GPU", 1.0),
     TierKind(L2, "L2", "host memory", "CPU", 0.9, aliases=("CPU_PINNED",)),
     TierKind("file", "file", "file", "STORAGE", 0.8, aliases=("DISK", "NVME"), module="kvtier.tiers.file.opening"),
+    TierKind("peers", "peers", "other nodes", "PEER", 0.7, is_shared=True, module="kvtier.tiers.peers.opening"),
     TierKind("redis", "redis", "Redis", "EXTERNAL", 0.6, is_shared=True, module="kvtier.tiers.redis.opening"),
 )
 

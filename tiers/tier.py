@@ -160,6 +160,7 @@ class ConfiguredTier:
     open: Callable[[], Tier]  # raises TierUnavailable or OSError if trying again later is right
     deadline: float  # seconds one operation may take: no less than the tier gives itself for a whole batch
     joined: int = 1  # blocks of small reads that one `read` may bring together: it has them in flight at once
+    takes_stores: bool = True  # False: nothing is offered to `write`
 
 
 @runtime_checkable

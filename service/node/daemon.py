@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from kvtier.connector.daemon import Hello, Peer, handshake, is_trusted, peer_of
 from kvtier.service.node.buffers import Buffers
+from kvtier.service.node.lending import Lender
 from kvtier.service.node.listener import Listener
 from kvtier.service.node.loop import Loop, now
 from kvtier.service.node.namespaces import Namespace, Namespaces, Opening
@@ -60,7 +61,7 @@ class Daemon:
     def __init__(
         self, config: Config, path: Path, *, lease_deadline: float = 60.0, publisher: "Publisher | None" = None
     ) -> None:
-        """Take the socket at `path`. Raises StoreLocked and ConfigError as `Listener` does.
+        """Take the socket at `path`. Raises StoreLocked and ConfigError as `Listener` and `Lender` do.
 
         A promise its client does not renew is kept for `lease_deadline` seconds. `publisher` is told what the tiers
         hold; it stays the caller's.
@@ -83,6 +84,11 @@ class Daemon:
         self._progressed = False  # some namespace has: set by any thread, read by the loop
         self._ticked = self._log_from = 0.0
         self._listener = Listener(path)
+        try:
+            self.lender = None if config.peers.listen is None else Lender(config.peers)
+        except BaseException:
+            self._listener.close()
+            raise
         self._accepts = False
         self._listen()
 
@@ -100,8 +106,10 @@ class Daemon:
         for session in list(self._sessions.values()):
             session.end("shutdown")
         self.loop.close()
+        if self.lender is not None:
+            self.lender.close()
         threads = [
-            threading.Thread(target=each.hierarchy.close, args=(timeout,), name="kvtier-close", daemon=True)
+            threading.Thread(target=each.close, args=(timeout,), name="kvtier-close", daemon=True)
             for each in self._namespaces.clear()
         ]
         for thread in threads:
@@ -142,6 +150,8 @@ class Daemon:
         """Raise AssertionError if a law of the budget or of any namespace is broken. On the loop's thread."""
         self._namespaces.check()
         self.buffers.check()
+        if self.lender is not None:
+            self.lender.check()
         for namespace in self._namespaces:
             namespace.hierarchy.check(in_use=namespace.in_use)
 
@@ -274,6 +284,8 @@ class Daemon:
         self._namespaces.opened(fingerprint, result if isinstance(result, Namespace) else None)
         if isinstance(result, Namespace):
             result.hierarchy.news.watch(lambda: self._note_progress(result))
+            if self.lender is not None:
+                result.lent = self.lender.lend(result.hierarchy, fingerprint, result.blocks)
             if self.publisher is not None and result.source is not None:
                 result.tiers.feed = self.publisher.feed(fingerprint, result.source)
             for cache_salt, num_bytes in self.limits.items():

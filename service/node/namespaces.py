@@ -8,6 +8,7 @@ from typing import Final, NamedTuple, Protocol
 
 from kvtier.connector.daemon import ID_BYTES, Hello
 from kvtier.service.node.closed_models import note_model
+from kvtier.service.node.lending import LentModel
 from kvtier.service.node.loop import now
 from kvtier.service.node.served_tiers import ServedTiers
 from kvtier.service.why import RequestLog
@@ -55,6 +56,7 @@ class Namespace:
     size: int  # bytes of L2
     tiers: ServedTiers
     source: EventSource | None  # what comes to the tiers and leaves them, where that is published
+    lent: LentModel | None = None  # what other nodes' daemons may borrow
     instance: bytes = field(default_factory=lambda: secrets.token_bytes(ID_BYTES))
     about: dict[str, str] = field(default_factory=dict)  # what the fingerprint was made from; empty: nobody has said
     members: set[NamespaceUser] = field(default_factory=set)
@@ -64,6 +66,12 @@ class Namespace:
 
     def __post_init__(self) -> None:
         self.hierarchy = self.tiers.hierarchy
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Lend nothing any more, then close the tiers: I/O, so not on the loop's thread."""
+        if self.lent is not None:
+            self.lent.close()
+        self.hierarchy.close(timeout)
 
     @property
     def is_shared(self) -> bool:
@@ -95,7 +103,7 @@ class Opening(NamedTuple):
     def run(self) -> Namespace:
         """Close what makes room, then open. Raises what `open_hierarchy` does."""
         for namespace in self.close_first:
-            namespace.hierarchy.close()
+            namespace.close()
         blocks = BlockDimensions(self.hello.block_size, self.hello.block_bytes)
         host = self.config.host.model_copy(update={"size": self.size, "shared": True, "pin": False})
         config = self.config.model_copy(update={"host": host})

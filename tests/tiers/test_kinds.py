@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import kvtier.tiers.file.opening
+import kvtier.tiers.peers.opening
 import kvtier.tiers.redis.opening
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.hierarchy.opening import TierModule, lower_modules
@@ -21,7 +22,11 @@ ELSEWHERE = {  # other things of that name
     ("service/doctor/memory.py", "GPU"),  # the device itself
 }
 # For the type checker: the modules are what the table takes them for.
-MODULES: dict[str, TierModule] = {"file": kvtier.tiers.file.opening, "redis": kvtier.tiers.redis.opening}
+MODULES: dict[str, TierModule] = {
+    "file": kvtier.tiers.file.opening,
+    "peers": kvtier.tiers.peers.opening,
+    "redis": kvtier.tiers.redis.opening,
+}
 
 
 @pytest.mark.parametrize("field", ["name", "label", "shown", "medium"])
@@ -82,7 +87,7 @@ def test_the_page_is_told_every_name(monkeypatch: pytest.MonkeyPatch) -> None:
         "medium": "TAPE",
         "lower": True,
     }
-    assert [caption["lower"] for caption in tier_captions()] == [False, False, True, True, True]
+    assert [caption["lower"] for caption in tier_captions()] == [False, False, True, True, True, True]
 
 
 class _Shape:

@@ -2,7 +2,16 @@ from .config import Config, ConfigSource, child_environment, nearest, options
 from .environment import COMPILED, cache_directory, compiled_setting
 from .quantities import format_size, parse_duration, parse_size, parse_time, show_size
 from .router import MAX_BLOCKS, RouterConfig
-from .sections import CacheConfig, EventsConfig, FileConfig, HostConfig, RedisConfig, ServerConfig, ServiceConfig
+from .sections import (
+    CacheConfig,
+    EventsConfig,
+    FileConfig,
+    HostConfig,
+    PeersConfig,
+    RedisConfig,
+    ServerConfig,
+    ServiceConfig,
+)
 from .values import ByteSize, Lifetime
 
 __all__ = [
@@ -16,6 +25,7 @@ __all__ = [
     "FileConfig",
     "HostConfig",
     "Lifetime",
+    "PeersConfig",
     "RedisConfig",
     "RouterConfig",
     "ServerConfig",

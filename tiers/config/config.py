@@ -23,6 +23,7 @@ from kvtier.tiers.config.sections import (
     FileConfig,
     HostConfig,
     L1Config,
+    PeersConfig,
     RedisConfig,
     ServerConfig,
     ServiceConfig,
@@ -49,6 +50,7 @@ class Config(BaseSettings):
     file: FileConfig = FileConfig()
     cache: CacheConfig = CacheConfig()
     l1: L1Config = L1Config()
+    peers: PeersConfig = PeersConfig()
     redis: RedisConfig = RedisConfig()
     service: ServiceConfig = ServiceConfig()
     server: ServerConfig = ServerConfig()

@@ -14,6 +14,7 @@ from kvtier.tiers.config.values import (
     HttpSection,
     KeyPrefix,
     Lifetime,
+    NodeAddresses,
     Section,
     Sightings,
     SocketPath,
@@ -107,6 +108,34 @@ class L1Config(Section):
         if self.num_blocks is not None and "size" in self.model_fields_set:
             raise ValueError(
                 f"num_blocks {self.num_blocks}: size {format_size(self.size)} is given too; remove one of them"
+            )
+        return self
+
+
+class PeersConfig(Section):
+    """Other nodes' memory: where their daemons lend blocks, and where this one does."""
+
+    listen: Address | None = option(
+        None, "address where this node's daemon lends other daemons the blocks in its memory; none = it lends none"
+    )
+    nodes: NodeAddresses = option(
+        (), "list of HOST:PORT where daemons lend blocks; a name stands for all its addresses; none = tier off"
+    )
+    key_file: FileName | None = option(
+        None, "file with the key that all nodes share: a block is trusted only with it; needed by listen and nodes"
+    )
+    connect_timeout: Time = option("100ms", "longest a connection may take to open")
+    deadline: Time = option("250ms", "longest a batch may take, besides its size over bandwidth")
+    bandwidth: ByteSize = option("50MB", "bytes per second a batch is given time for")
+    in_flight: ByteSize = option("64MiB", "bytes of blocks lent at once, to all other nodes together")
+
+    @model_validator(mode="after")
+    def _keyed(self) -> Self:
+        if self.key_file is None and (self.listen is not None or self.nodes):
+            given = f'listen "{self.listen}"' if self.listen is not None else f'nodes "{" ".join(self.nodes)}"'
+            raise ValueError(
+                f"{given}: key_file is missing, without which no block of another node is trusted; write one with: "
+                "(umask 077; openssl rand -hex 32 > FILE), and give it to all nodes"
             )
         return self
 

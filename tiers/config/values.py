@@ -126,6 +126,14 @@ AllowedHosts = Annotated[
     NoDecode,
     listed(r"\*|[\w.-]{1,253}", 'not a list of names without a port; write one, as in ["node-a"]'),
 ]
+NodeAddresses = Annotated[
+    tuple[str, ...],
+    NoDecode,
+    listed(
+        r"[^\s,:]{1,253}:\d{1,5}|\[[0-9a-fA-F:.%]{2,64}\]:\d{1,5}",
+        'not a list of HOST:PORT; write one, as in ["node-b:9402"]',
+    ),
+]
 Topic = Annotated[
     str,
     _text(

@@ -53,6 +53,7 @@ class PortSettings:
     retry_after: float = 1.0  # seconds until the first probe
     num_threads: int = 2
     joined: int = 1  # blocks of small reads that one call brings together
+    takes_stores: bool = True  # False: blocks are only read from the tier
 
 
 class TierPort:

@@ -106,7 +106,13 @@ def _open_ports(
         for name, module in lower_modules():
             if (tier := module.configured(config, fingerprint, shape)) is not None:
                 breaker = config.breaker
-                patience = PortSettings(tier.deadline, breaker.failures, breaker.retry_after, joined=tier.joined)
+                patience = PortSettings(
+                    tier.deadline,
+                    breaker.failures,
+                    breaker.retry_after,
+                    joined=tier.joined,
+                    takes_stores=tier.takes_stores,
+                )
                 ports.append(TierPort(name, tier.open, patience, metrics, rates))
     except BaseException:
         for port in ports:

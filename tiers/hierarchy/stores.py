@@ -50,7 +50,9 @@ class StoreQueue:
         is_adaptive = settings.admit_after == "auto" and settings.write_policy == "write_through"
         self._admit_after = settings.admit_after if isinstance(settings.admit_after, int) else 1
         self._demoters = [
-            Demoter(port, host, settings.store_queue, metrics, clock, is_adaptive=is_adaptive) for port in ports
+            Demoter(port, host, settings.store_queue, metrics, clock, is_adaptive=is_adaptive)
+            for port in ports
+            if port.settings.takes_stores
         ]
         self.unsealed: dict[ChainHash, Sealing] = {}  # filled blocks that are not published yet
         self._waiting: deque[Sealing] = deque()  # of them, those that no job has taken: a job is queued for them

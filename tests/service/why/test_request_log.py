@@ -54,7 +54,7 @@ def test_a_daemon_writes_a_line_for_each_request_of_its_engines(home: Path, daem
         "end": "ended",
         "prompt_tokens": 100,
         "output_tokens": 9,
-        "tokens": {"l1": 0, "l2": 4 * BLOCK_SIZE, "file": 0, "redis": 0, "computed": 100 - 4 * BLOCK_SIZE},
+        "tokens": {"l1": 0, "l2": 4 * BLOCK_SIZE, "file": 0, "peers": 0, "redis": 0, "computed": 100 - 4 * BLOCK_SIZE},
         "missed": [{"cause": "never_seen", "tier": "", "blocks": 2}],
         "ttft_s": 0.25,
         "seconds": 1.5,

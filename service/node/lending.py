@@ -1,0 +1,320 @@
+"""Lends the blocks in this daemon's memory to other nodes' daemons that have the key: sent from where they lie."""
+
+import logging
+import os
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Final
+
+from kvtier.tiers import BATCH_BYTES, BlockRecord, BlockShape, ChainHash, ConfigError, Outcome
+from kvtier.tiers.config import PeersConfig
+from kvtier.tiers.hierarchy import Hierarchy
+from kvtier.tiers.peers import RESETS, PeerFailed, prepare, receive, send, wire
+from kvtier.tiers.pool import Lease
+
+_log = logging.getLogger(__name__)
+
+MAX_CONNECTIONS: Final = 128
+MAX_STRANGERS: Final = 16  # of these, such as have not proven yet that they have the key
+_HELLO_SECONDS: Final = 5.0  # for the whole handshake
+_IDLE_SECONDS: Final = 300.0  # without a question
+_ACCEPT_PAUSE: Final = 0.2  # seconds without a file descriptor to spare
+_SEND_BYTES: Final = 512 << 10  # given to the kernel by one call, if that is more than a block
+_HELD_AT_ONCE: Final = 256  # names looked up under the pool's lock at a time
+_CLOSE_SECONDS: Final = 5.0
+
+
+class LentModel:
+    """One model's blocks, as long as they are lent. Made by `Lender.lend`."""
+
+    def __init__(self, hierarchy: Hierarchy, fingerprint: bytes, sizes: BlockShape) -> None:
+        self.hierarchy = hierarchy
+        self.blocks = wire.LentBlocks(fingerprint, sizes.block_bytes, sizes.block_size)
+        self._idle = threading.Condition()
+        self._users: set[socket.socket] = set()  # connections that a question about it is answered on
+        self._closed = False
+
+    @property
+    def is_lent(self) -> bool:
+        """Not after a reset: who borrows may not have heard of it."""
+        return not self._closed and self.hierarchy.epoch == 0 and self.blocks.fingerprint not in RESETS
+
+    @contextmanager
+    def used_by(self, connection: socket.socket) -> Iterator[bool]:
+        """Meanwhile the memory stays; whether blocks may be lent at all."""
+        with self._idle:
+            may = self.is_lent
+            if may:
+                self._users.add(connection)
+        try:
+            yield may
+        finally:
+            with self._idle:
+                self._users.discard(connection)
+                self._idle.notify_all()
+
+    def close(self) -> None:
+        """Lend no more, and cut off whoever is being sent something: the memory goes away. Idempotent."""
+        deadline = time.monotonic() + _CLOSE_SECONDS
+        with self._idle:
+            self._closed = True
+            for connection in self._users:
+                _shut(connection)
+            if not self._idle.wait_for(lambda: not self._users, max(0.0, deadline - time.monotonic())):
+                _log.warning("[peers] a block is still being sent after %g s", _CLOSE_SECONDS)
+
+
+class Lender:
+    """Listens at [peers] listen. A thread for each connection, none of which ever runs on the daemon's loop.
+
+    What a connection may cost is bounded: connections, those of strangers, the time of a handshake and of each answer,
+    names in a question, bytes lent at once. What is counted: blocks and bytes lent, and why somebody was cut off.
+    """
+
+    def __init__(self, config: PeersConfig, node: bytes | None = None) -> None:
+        """Take the address. ConfigError if it or the key cannot be used. `node` is who lends; None: this process."""
+        assert config.listen is not None
+        assert config.key_file is not None
+        self._config = config
+        self._node = node or wire.own_node()
+        self._key = wire.shared_key(config.key_file)
+        self._lock = threading.Condition()  # guards what follows; never held across I/O
+        self.counts: Counter[str] = Counter()
+        self._models: dict[bytes, LentModel] = {}
+        self._connections: set[socket.socket] = set()
+        self._num_strangers = 0
+        self._in_flight = 0  # bytes of blocks leased for others
+        self._closed = False
+        self._listener = _listen(config.listen)
+        self.address = "{}:{}".format(*self._listener.getsockname()[:2])
+        self._thread = threading.Thread(target=self._accept, name="kvtier-lend", daemon=True)
+        self._thread.start()
+
+    @property
+    def num_connections(self) -> int:
+        return len(self._connections)
+
+    def lend(self, hierarchy: Hierarchy, fingerprint: bytes, sizes: BlockShape) -> LentModel:
+        """From now on the blocks in L2 of this hierarchy. Close it before the hierarchy is closed."""
+        model = LentModel(hierarchy, fingerprint, sizes)
+        with self._lock:
+            self._models[fingerprint] = model
+        return model
+
+    def close(self) -> None:
+        """Hang up on everybody. Idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            connections = list(self._connections)
+            self._lock.notify_all()
+        _shut(self._listener)
+        self._listener.close()
+        for connection in connections:
+            _shut(connection)
+        with self._lock:
+            self._lock.wait_for(lambda: not self._connections, _CLOSE_SECONDS)
+
+    def check(self) -> None:
+        """Raise AssertionError if more is lent than may be."""
+        with self._lock:
+            assert 0 <= self._in_flight, f"{self._in_flight} bytes in flight"
+            assert 0 <= self._num_strangers <= len(self._connections) <= MAX_CONNECTIONS, "connections"
+
+    # connections
+
+    def _accept(self) -> None:
+        """Thread: take connections in."""
+        while not self._closed:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                if not self._closed:  # no file left for it, or it went away again
+                    self._note("not_accepted")
+                    time.sleep(_ACCEPT_PAUSE)
+                continue
+            with self._lock:
+                is_full = len(self._connections) >= MAX_CONNECTIONS or self._num_strangers >= MAX_STRANGERS
+                if not is_full:
+                    self._connections.add(connection)
+                    self._num_strangers += 1
+            if is_full:
+                self._note("too_many")
+                connection.close()
+                continue
+            threading.Thread(target=self._serve, args=(connection,), name="kvtier-lend-to", daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        """Thread: one connection, from its handshake to its end."""
+        is_stranger = True
+        try:
+            session = self._welcome(connection)
+            is_stranger = False
+            with self._lock:
+                self._num_strangers -= 1
+            self._note("welcomed")
+            while True:
+                self._answer(connection, session)
+        except PeerFailed as failed:
+            if is_stranger or failed.reason != "hung_up":
+                self._note(f"{'stranger' if is_stranger else 'cut_off'}_{failed.reason}")
+        except wire.WrongWords as wrong:
+            self._note(f"{'stranger' if is_stranger else 'cut_off'}_{wrong}")
+        except OSError:
+            self._note("cut_off_error")
+        finally:
+            with self._lock:
+                self._connections.discard(connection)
+                self._num_strangers -= is_stranger
+                self._lock.notify_all()
+            connection.close()
+
+    def _welcome(self, connection: socket.socket) -> wire.PeerSession:
+        """Prove the key to each other. WrongWords; PeerFailed."""
+        deadline = time.monotonic() + _HELLO_SECONDS
+        prepare(connection)
+        challenge = os.urandom(wire.NONCE_BYTES)
+        send(connection, [wire.pack_challenge(challenge)], deadline)
+        session, _ = wire.PeerSession.heard(self._key, challenge, receive(connection, wire.HELLO_BYTES, deadline))
+        model = self._models.get(session.blocks.fingerprint)
+        reply = wire.Greeting.WELCOME if model is None or model.blocks == session.blocks else wire.Greeting.OTHER_BLOCKS
+        send(connection, [session.welcome(reply, self._node)], deadline)
+        if reply is not wire.Greeting.WELCOME:
+            raise wire.WrongWords(reply.name.lower())
+        return session
+
+    def _answer(self, connection: socket.socket, session: wire.PeerSession) -> None:
+        """Wait for a question, and answer it."""
+        words = receive(connection, wire.WORDS_BYTES, time.monotonic() + _IDLE_SECONDS)
+        deadline = time.monotonic() + self._config.deadline
+        rest = receive(connection, session.question_bytes(words), deadline)
+        verb, names = session.read_question(words, rest)
+        model = self._models.get(session.blocks.fingerprint)
+        if model is None or model.blocks != session.blocks:
+            self._say_none(connection, session, verb, len(names))
+            return
+        with model.used_by(connection) as may:
+            if not may:
+                self._say_none(connection, session, verb, len(names))
+            elif verb is wire.PeerVerb.HELD:
+                flags = bytes(self._held(model, names))
+                send(connection, [session.answer(verb, len(names), flags)], deadline)
+            else:
+                self._lend_blocks(connection, session, model, names)
+
+    def _say_none(
+        self, connection: socket.socket, session: wire.PeerSession, verb: wire.PeerVerb, num_names: int
+    ) -> None:
+        is_held = verb is wire.PeerVerb.HELD
+        answer = session.answer(verb, num_names if is_held else 0, bytes(num_names if is_held else 0))
+        send(connection, [answer], time.monotonic() + self._config.deadline)
+
+    def _held(self, model: LentModel, names: Sequence[ChainHash]) -> list[bool]:
+        pool, flags = model.hierarchy.host.pool, list[bool]()
+        for first in range(0, len(names), _HELD_AT_ONCE):
+            flags += pool.holds(names[first : first + _HELD_AT_ONCE])
+        return flags
+
+    # blocks
+
+    def _lend_blocks(
+        self, connection: socket.socket, session: wire.PeerSession, model: LentModel, names: Sequence[ChainHash]
+    ) -> None:
+        slot_bytes = session.blocks.slot_bytes
+        most = max(1, min(len(names), BATCH_BYTES // slot_bytes))
+        deadline = time.monotonic() + self._config.deadline + most * slot_bytes / self._config.bandwidth
+        with self._room(most * slot_bytes, deadline) as has_room:
+            if not has_room:
+                self._note("no_room")
+                self._say_none(connection, session, wire.PeerVerb.LEND, len(names))
+                return
+            with model.hierarchy.host.pool.lease(names[:most]) as lease:
+                lent = self._whole(model, lease) if model.is_lent else []
+                send(connection, [session.answer(wire.PeerVerb.LEND, len(lent))], deadline)
+                self._send(connection, session, lent, deadline)
+        with self._lock:
+            self.counts["blocks"] += len(lent)
+            self.counts["bytes"] += len(lent) * slot_bytes
+
+    def _whole(self, model: LentModel, lease: Lease) -> list[tuple[BlockRecord, memoryview]]:
+        """The leading blocks whose bytes are those that were stored. One that is not goes at once."""
+        host = model.hierarchy.host
+        slots = [int(slot) for slot in lease.slots]
+        sums = host.region.checksums(slots)
+        lent: list[tuple[BlockRecord, memoryview]] = []
+        for slot, name, seen in zip(slots, lease.hashes, sums, strict=True):
+            record = host.records[slot]
+            if record is None or record.chain_hash != name or len(record.parent) != wire.HASH_BYTES:
+                break
+            if record.checksum != seen:
+                host.pool.evict([name], Outcome.CHECKSUM)
+                self._note("rotten")
+                break
+            lent.append((record, host.region.slot(slot)))
+        return lent
+
+    @staticmethod
+    def _send(
+        connection: socket.socket,
+        session: wire.PeerSession,
+        lent: Sequence[tuple[BlockRecord, memoryview]],
+        deadline: float,
+    ) -> None:
+        """Some blocks at a time: the kernel sends them while the tags of the next are computed."""
+        parts: list[bytes | memoryview] = []
+        for position, (record, payload) in enumerate(lent):
+            head = session.pack_head(record)
+            parts += [head, payload, session.tag(position, head, payload)]
+            if (len(parts) // 3 + 1) * session.blocks.slot_bytes > _SEND_BYTES:
+                send(connection, parts, deadline)
+                parts = []
+        send(connection, parts, deadline)
+
+    @contextmanager
+    def _room(self, num_bytes: int, deadline: float) -> Iterator[bool]:
+        """Wait until so many bytes may be lent beside all others; False if that is not so before the deadline."""
+        most = max(self._config.in_flight, num_bytes)  # one block may be larger: then it goes alone
+        with self._lock:
+            has_room = self._lock.wait_for(
+                lambda: self._closed or self._in_flight + num_bytes <= most, max(0.0, deadline - time.monotonic())
+            )
+            has_room = has_room and not self._closed
+            self._in_flight += num_bytes * has_room
+        try:
+            yield has_room
+        finally:
+            if has_room:
+                with self._lock:
+                    self._in_flight -= num_bytes
+                    self._lock.notify_all()
+
+    def _note(self, event: str) -> None:
+        with self._lock:
+            self.counts[event] += 1
+
+
+def _shut(connection: socket.socket) -> None:
+    """End what anybody sends or waits for there."""
+    try:
+        connection.shutdown(socket.SHUT_RDWR)
+    except OSError:  # it has ended by itself
+        return
+
+
+def _listen(address: str) -> socket.socket:
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    try:
+        family = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
+        return socket.create_server((host, int(port)), family=family, backlog=MAX_STRANGERS)
+    except (OSError, ValueError, OverflowError) as error:
+        number = error.errno if isinstance(error, OSError) else None
+        why = os.strerror(number) if number and number > 0 else error  # else the resolver's
+        raise ConfigError(
+            f'[peers] listen "{address}": {why}; choose an address of this host and a free port'
+        ) from None

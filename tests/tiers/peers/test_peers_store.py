@@ -1,0 +1,313 @@
+"""The tier of other nodes' memory: located, read, verified; and what becomes of peers that die, hang or lie."""
+
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from doubles import SLOT_BYTES, chain_of, payload_of, store, wait_until
+from peers_rig import Node, ScriptedPeer, block, borrowing, buffers, key_file, record, says_held
+
+from kvtier.tiers.naming.chain import TokenChain
+from kvtier.tiers.peers import wire
+from kvtier.tiers.peers.resets import RESETS
+from kvtier.tiers.peers.store import PeersStore
+from kvtier.tiers.tier import BlockRecord, ChainHash, Outcome
+
+HELD, LEND = wire.PeerVerb.HELD, wire.PeerVerb.LEND
+
+
+@pytest.fixture
+def key(tmp_path: Path) -> Path:
+    return key_file(tmp_path)
+
+
+@pytest.fixture
+def made() -> Iterator[list[Node]]:
+    nodes: list[Node] = []
+    yield nodes
+    for node in nodes:
+        node.close()
+
+
+@pytest.fixture
+def node(key: Path, made: list[Node]) -> Node:
+    made.append(Node(key))
+    return made[0]
+
+
+def read(tier: PeersStore, names: list[ChainHash]) -> list[BlockRecord | Outcome]:
+    """Read blocks; what came has its name's bytes."""
+    into = buffers(len(names))
+    results = tier.read(names, into)
+    for name, result, buffer in zip(names, results, into, strict=True):
+        if isinstance(result, BlockRecord):
+            assert result.chain_hash == name
+            assert bytes(buffer) == payload_of(name)
+    return results
+
+
+def test_blocks_of_another_nodes_memory_are_located_and_read(key: Path, node: Node) -> None:
+    chain = chain_of(6)
+    assert store(node.hierarchy, chain, 0, 4) == 4
+    with borrowing(key, node.address) as tier:
+        # Nobody was asked yet, so nothing is known.
+        assert (tier.lookup(chain.hashes), tier.holds(chain.hashes)) == (0, [False] * 6)
+        assert tier.locate(chain.hashes) == 4
+        assert (tier.lookup(chain.hashes), tier.holds(chain.hashes)) == (4, [True] * 4 + [False] * 2)
+        # Records and bytes are those that were stored.
+        assert read(tier, chain.hashes[:4]) == [record(chain, i) for i in range(4)]
+        stats = tier.stats()
+        assert (stats["locate_ok"], stats["read_ok"], stats["names"]) == (1, 4, 4)
+        wait_until(lambda: (node.lender.counts["blocks"], node.lender.counts["bytes"]) == (4, 4 * SLOT_BYTES))
+        # What it does not hold is a miss, and nothing is ever stored with a peer.
+        assert read(tier, [chain.hashes[5]]) == [Outcome.ABSENT]
+        assert tier.write([record(chain, 5)], buffers(1)) == [Outcome.UNSUPPORTED]
+        # What an operator purges here is not known any more.
+        tier.discard(chain.hashes)
+        assert tier.lookup(chain.hashes) == 0
+
+
+def test_a_block_that_left_since_it_was_located_is_a_miss(key: Path, node: Node) -> None:
+    chain = chain_of(4)
+    store(node.hierarchy, chain)
+    with borrowing(key, node.address) as tier:
+        assert tier.locate(chain.hashes) == 4
+        node.hierarchy.host.pool.evict(chain.hashes[2:])
+        results = read(tier, chain.hashes)
+        assert results[:2] == [record(chain, 0), record(chain, 1)]
+        assert results[2:] == [Outcome.EVICTED] * 2
+        assert tier.lookup(chain.hashes) == 2
+
+
+def test_blocks_that_several_nodes_hold_come_in_as_few_flights_as_can_be(key: Path, made: list[Node]) -> None:
+    chain = chain_of(8)
+    made += [Node(key), Node(key), Node(key)]
+    store(made[0].hierarchy, chain, 0, 3)
+    store(made[1].hierarchy, chain, 0, 5)
+    store(made[2].hierarchy, chain, 5, 8)
+    with borrowing(key, *(each.address for each in made)) as tier:
+        assert tier.locate(chain.hashes) == 8
+        assert read(tier, chain.hashes) == [record(chain, i) for i in range(8)]
+        # The second has the longest run from the start, the third the rest. The first is left in peace.
+        wait_until(lambda: [each.lender.counts["blocks"] for each in made] == [0, 5, 3])
+
+
+def test_more_blocks_than_one_question_has_names(key: Path, made: list[Node]) -> None:
+    made.append(Node(key, slots=1200))
+    chain = chain_of(1100)
+    assert store(made[0].hierarchy, chain) == 1100
+    with borrowing(key, made[0].address) as tier:
+        assert tier.locate(chain.hashes) == 1100
+        results = read(tier, chain.hashes)
+        assert all(isinstance(result, BlockRecord) for result in results[: wire.MAX_NAMES])
+        assert results[wire.MAX_NAMES :] == [Outcome.ABSENT] * (1100 - wire.MAX_NAMES)
+
+
+def test_a_dead_peer_costs_its_blocks_only_and_comes_back(key: Path, made: list[Node]) -> None:
+    chain, other = chain_of(4), chain_of(4, first_token=100)
+    made += [Node(key), Node(key)]
+    store(made[0].hierarchy, chain)
+    store(made[1].hierarchy, other)
+    with borrowing(key, *(each.address for each in made)) as tier:
+        assert tier.locate(chain.hashes) == tier.locate(other.hashes) == 4
+        made[0].lender.close()
+        results = read(tier, [*chain.hashes, *other.hashes])
+        assert results[:4] == [Outcome.IO_ERROR] * 4
+        assert results[4:] == [record(other, i) for i in range(4)]
+        # Nobody is promised its blocks any more, and the next question does not wait for it.
+        assert tier.lookup(chain.hashes) == 0
+        assert tier.locate(chain.hashes) == 0
+        assert tier.stats()["answering"] == 1
+        assert tier.stats()["failed_no_connection"] >= 1
+        assert tier.probe("read")
+
+
+def test_another_key_is_another_world(key: Path, node: Node, tmp_path: Path) -> None:
+    store(node.hierarchy, chain_of(2))
+    with borrowing(key_file(tmp_path, "other"), node.address, answering=0) as tier:
+        wait_until(lambda: tier.stats().get("failed_key", 0) >= 2)
+        assert tier.locate(chain_of(2).hashes) == 0
+        assert not tier.probe("read")
+    assert node.lender.counts["stranger_proof"] >= 2
+    assert node.lender.counts["blocks"] == 0
+
+
+def test_ones_own_address_among_the_nodes_is_passed_over(key: Path, made: list[Node]) -> None:
+    with ScriptedMyself(key) as address, borrowing(key, address, answering=0) as tier:
+        wait_until(lambda: [peer.is_myself for peer in tier._peers.values()] == [True])
+        assert tier.stats()["answering"] == 0
+        assert not [name for name in tier.stats() if name.startswith("failed")]
+
+
+class ScriptedMyself(Node):
+    """A lender that says that it is this process."""
+
+    def __init__(self, key: Path) -> None:
+        super().__init__(key)
+        self.lender._node = wire.own_node()
+
+    def __enter__(self) -> str:
+        return self.address
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+# A peer with the key that lies. Every lie is a miss with its reason, and ends in an open breaker.
+
+Lie = Callable[[socket.socket, wire.PeerSession, list[bytes], TokenChain], None]
+
+
+def _other_bytes(connection: socket.socket, session: wire.PeerSession, names: list[bytes], chain: TokenChain) -> None:
+    """Bytes that are not those of the checksum, with a right tag."""
+    blocks = [block(session, i, record(chain, i), bytes(SLOT_BYTES)) for i in range(len(names))]
+    connection.sendall(session.answer(LEND, len(names)) + b"".join(blocks))
+
+
+def _flipped_bit(connection: socket.socket, session: wire.PeerSession, names: list[bytes], chain: TokenChain) -> None:
+    """As somebody on the way would do it, who does not have the key."""
+    sent = bytearray(block(session, 0, record(chain, 0), payload_of(names[0])))
+    sent[session.head_bytes + 100] ^= 1
+    connection.sendall(session.answer(LEND, 1) + sent)
+
+
+def _other_block(connection: socket.socket, session: wire.PeerSession, names: list[bytes], chain: TokenChain) -> None:
+    """Another block's record and bytes, whole in themselves."""
+    other = chain_of(1, first_token=900)
+    connection.sendall(session.answer(LEND, 1) + block(session, 0, record(other, 0), payload_of(other.hashes[0])))
+
+
+def _twice(connection: socket.socket, session: wire.PeerSession, names: list[bytes], chain: TokenChain) -> None:
+    """The right block with the tag of another place of the answer."""
+    connection.sendall(session.answer(LEND, 1) + block(session, 1, record(chain, 0), payload_of(names[0])))
+
+
+def _huge_count(connection: socket.socket, session: wire.PeerSession, names: list[bytes], chain: TokenChain) -> None:
+    connection.sendall(session.answer(LEND, 2**32 - 1))
+
+
+def _unproven(connection: socket.socket, session: wire.PeerSession, names: list[bytes], chain: TokenChain) -> None:
+    connection.sendall(bytes(wire.WORDS_BYTES + wire.PROOF_BYTES))
+
+
+def _cut_short(connection: socket.socket, session: wire.PeerSession, names: list[bytes], chain: TokenChain) -> None:
+    """It dies in the middle of a block."""
+    connection.sendall(session.answer(LEND, 1) + block(session, 0, record(chain, 0), payload_of(names[0]))[:1000])
+    connection.close()
+
+
+def _never(connection: socket.socket, session: wire.PeerSession, names: list[bytes], chain: TokenChain) -> None:
+    """It says nothing."""
+
+
+def _dripping(connection: socket.socket, session: wire.PeerSession, names: list[bytes], chain: TokenChain) -> None:
+    """A byte now and then."""
+    sent = session.answer(LEND, 1) + block(session, 0, record(chain, 0), payload_of(names[0]))
+    for at in range(len(sent)):
+        connection.sendall(sent[at : at + 1])
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("lie", "outcome", "reason"),
+    [
+        (_other_bytes, Outcome.CHECKSUM, "checksum"),
+        (_flipped_bit, Outcome.CHECKSUM, "mac"),
+        (_other_block, Outcome.KEY_MISMATCH, "other_block"),
+        (_twice, Outcome.CHECKSUM, "mac"),
+        (_huge_count, Outcome.IO_ERROR, "garbage"),
+        (_unproven, Outcome.CHECKSUM, "mac"),
+        (_cut_short, Outcome.IO_ERROR, "hung_up"),
+        (_never, Outcome.TIMEOUT, "timeout"),
+        (_dripping, Outcome.TIMEOUT, "timeout"),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)).lstrip("_"),
+)
+def test_a_lying_peer_is_a_miss_with_a_reason_and_is_left_alone(
+    key: Path, lie: Lie, outcome: Outcome, reason: str
+) -> None:
+    chain = chain_of(3)
+
+    def script(connection: socket.socket, session: wire.PeerSession, verb: wire.PeerVerb, names: list[bytes]) -> None:
+        if verb is HELD:
+            says_held(connection, session, names)
+        else:
+            lie(connection, session, names, chain)
+
+    peer = ScriptedPeer(key, script)
+    deadline = "200ms" if outcome is Outcome.TIMEOUT else "20s"
+    with borrowing(key, peer.address, failures=2, retry_after="60s", deadline=deadline) as tier:
+        for _ in range(2):
+            wait_until(lambda: tier.locate(chain.hashes) == 3)
+            assert read(tier, chain.hashes) == [outcome] * 3
+            assert tier.lookup(chain.hashes) == 0
+        stats = tier.stats()
+        assert (stats[f"failed_{reason}"], stats[f"read_{outcome}"]) == (2, 6)
+        # Two in a row: it is not even connected to any more, though it would welcome us.
+        welcomed = peer.num_welcomed
+        time.sleep(0.6)
+        assert (tier.locate(chain.hashes), tier.stats()["answering"], peer.num_welcomed) == (0, 0, welcomed)
+        assert not tier.probe("read")
+    peer.close()
+
+
+def test_a_peer_that_claims_what_it_does_not_say_right_is_not_asked_for_blocks(key: Path) -> None:
+    def script(connection: socket.socket, session: wire.PeerSession, verb: wire.PeerVerb, names: list[bytes]) -> None:
+        assert verb is HELD
+        connection.sendall(session.answer(HELD, len(names), b"\7" * len(names)))
+
+    peer = ScriptedPeer(key, script)
+    with borrowing(key, peer.address) as tier:
+        assert tier.locate(chain_of(3).hashes) is Outcome.IO_ERROR
+        assert tier.stats()["failed_garbage"] == 1
+    peer.close()
+
+
+def test_a_hung_peer_does_not_take_a_good_ones_answer_with_it(key: Path, node: Node) -> None:
+    def script(connection: socket.socket, session: wire.PeerSession, verb: wire.PeerVerb, names: list[bytes]) -> None:
+        """Neither questions nor blocks are answered."""
+
+    chain = chain_of(4)
+    store(node.hierarchy, chain)
+    peer = ScriptedPeer(key, script)
+    with borrowing(key, peer.address, node.address, deadline="500ms") as tier:
+        assert tier.locate(chain.hashes) == 4
+        assert tier.stats()["failed_timeout"] == 1
+        assert read(tier, chain.hashes) == [record(chain, i) for i in range(4)]
+    peer.close()
+
+
+def test_after_a_reset_nothing_is_borrowed_and_nothing_is_lent(
+    key: Path, node: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(RESETS, "_fingerprints", set())
+    chain = chain_of(2)
+    store(node.hierarchy, chain)
+    with borrowing(key, node.address) as tier:
+        assert tier.locate(chain.hashes) == 2
+        # The other node was reset: blocks that come there later have other bytes under the same names.
+        node.hierarchy.reset()
+        store(node.hierarchy, chain)
+        assert read(tier, chain.hashes) == [Outcome.EVICTED] * 2
+        assert tier.locate(chain.hashes) == 0
+        # This one was reset: until the process ends, what others have may be what was to be forgotten.
+        tier.reset()
+        assert "raise [cache] epoch" in caplog.text
+        assert (tier.lookup(chain.hashes), tier.locate(chain.hashes)) == (0, 0)
+        assert read(tier, chain.hashes) == [Outcome.EPOCH] * 2
+    with borrowing(key, node.address, answering=0) as again:
+        assert again.locate(chain.hashes) == 0
+
+
+def test_closed_means_closed(key: Path, node: Node) -> None:
+    chain = chain_of(2)
+    store(node.hierarchy, chain)
+    with borrowing(key, node.address) as tier:
+        assert tier.locate(chain.hashes) == 2
+        tier.close()
+        assert read(tier, chain.hashes) == [Outcome.CLOSED] * 2
+        assert tier.locate(chain.hashes) == 0
+        tier.close()
+    wait_until(lambda: not node.lender.num_connections)

@@ -1,0 +1,5 @@
+"""The tier in other nodes' memory: blocks that their daemons lend, asked for over TCP under a key that all share."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,0 +1,164 @@
+"""One connection to one peer for one model's blocks: asks, and verifies every answer before anybody sees it."""
+
+import math
+import os
+import select
+import socket
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Final
+
+from kvtier.tiers import BlockRecord, ChainHash, Outcome, checksum
+from kvtier.tiers.peers import wire
+from kvtier.tiers.peers.stream import PeerFailed, prepare, receive, receive_into, send
+from kvtier.tiers.peers.wire import Greeting, LentBlocks, PeerSession, PeerVerb, WrongWords
+
+SettleBlock = Callable[[int, "BlockRecord | Outcome"], None]
+"""Told once per position of a question what became of it."""
+
+_GROUP_BYTES: Final = 1 << 20  # received by one call at most, if that is more than a block
+
+
+class IsMyself(Exception):
+    """The address is this process's own."""
+
+
+class PeerLink:
+    """Asks one peer, one question at a time. Not thread-safe: whoever borrowed it uses it. Every method but `close`
+    raises PeerFailed; then the connection is of no use any more.
+    """
+
+    def __init__(self, connection: socket.socket, session: PeerSession) -> None:
+        """Use `PeerLink.opened`."""
+        self._connection = connection
+        self._session = session
+
+    @classmethod
+    def opened(cls, address: tuple[str, int], key: bytes, blocks: LentBlocks, seconds: float) -> "PeerLink":
+        """Connect and prove the key to each other, within `seconds`. PeerFailed; IsMyself."""
+        deadline = time.monotonic() + seconds
+        try:
+            connection = socket.create_connection(address, timeout=seconds)
+        except TimeoutError:
+            raise PeerFailed(Outcome.TIMEOUT, "no_connection") from None
+        except OSError:
+            raise PeerFailed(Outcome.IO_ERROR, "no_connection") from None
+        try:
+            prepare(connection)
+            return cls(connection, _shake_hands(connection, key, blocks, deadline))
+        except BaseException:
+            connection.close()
+            raise
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nothing came that nobody asked for: neither bytes nor the end."""
+        poll = select.poll()
+        poll.register(self._connection.fileno(), select.POLLIN)
+        return not poll.poll(0)
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def fileno(self) -> int:
+        return self._connection.fileno()
+
+    def ask(self, verb: PeerVerb, names: Sequence[ChainHash], deadline: float) -> None:
+        """Send a question; `hear_held` or `hear_blocks` reads the answer."""
+        send(self._connection, [self._session.question(verb, names)], deadline)
+
+    def hear_held(self, num_names: int, deadline: float) -> list[bool]:
+        """Which of the blocks the peer holds."""
+        size = wire.WORDS_BYTES + num_names + wire.PROOF_BYTES
+        with_flags = receive(self._connection, size, deadline)
+        count, flags = self._read(PeerVerb.HELD, with_flags, num_names)
+        if count != num_names or not set(flags) <= {0, 1}:
+            raise PeerFailed(Outcome.IO_ERROR, "garbage")
+        return [flag == 1 for flag in flags]
+
+    def hear_blocks(
+        self, names: Sequence[ChainHash], into: Sequence[memoryview], settle: SettleBlock, deadline: float
+    ) -> None:
+        """Read the blocks into their buffers, and verify name, tag and checksum of each.
+
+        What the peer does not hold any more is EVICTED. A block that is not what it should be fails the connection.
+        """
+        count, _ = self._read(
+            PeerVerb.LEND, receive(self._connection, wire.WORDS_BYTES + wire.PROOF_BYTES, deadline), len(names)
+        )
+        session, tag_bytes = self._session, wire.TAG_BYTES
+        head_bytes, slot_bytes = session.head_bytes, session.blocks.slot_bytes
+        group = max(1, _GROUP_BYTES // slot_bytes)
+        around = memoryview(bytearray(group * (head_bytes + tag_bytes)))
+        step = head_bytes + tag_bytes
+        for first in range(0, count, group):
+            positions = range(first, min(first + group, count))
+            buffers = []
+            for i, position in enumerate(positions):
+                at = i * step
+                buffers += [around[at : at + head_bytes], into[position], around[at + head_bytes : at + step]]
+            receive_into(self._connection, buffers, deadline)
+            for i, position in enumerate(positions):
+                head, payload, tag = buffers[3 * i : 3 * i + 3]
+                settle(position, self._verified(position, names[position], head, payload, tag))
+        for position in range(count, len(names)):
+            settle(position, Outcome.EVICTED)
+
+    def _verified(
+        self, position: int, name: ChainHash, head: memoryview, payload: memoryview, tag: memoryview
+    ) -> BlockRecord:
+        if not wire.is_proven(tag, self._session.tag(position, head, payload)):
+            raise PeerFailed(Outcome.CHECKSUM, "mac")
+        try:
+            record = self._session.read_head(head)
+        except WrongWords:
+            raise PeerFailed(Outcome.CHECKSUM, "garbage") from None
+        if record.chain_hash != name:
+            raise PeerFailed(Outcome.KEY_MISMATCH, "other_block")
+        if checksum(payload) != record.checksum:
+            raise PeerFailed(Outcome.CHECKSUM, "checksum")
+        return record
+
+    def _read(self, verb: PeerVerb, data: bytes, most: int) -> tuple[int, bytes]:
+        try:
+            return self._session.read_answer(verb, data, most)
+        except WrongWords as wrong:
+            raise _wrong(wrong) from None
+
+
+def as_they_answer(links: Iterable[PeerLink], deadline: float) -> Iterator[PeerLink]:
+    """Each once, as its answer begins; at the deadline those that are left. So none waits behind a slower one."""
+    waiting = {link.fileno(): link for link in links}
+    if len(waiting) > 1:
+        poll = select.poll()
+        for number in waiting:
+            poll.register(number, select.POLLIN)
+        while waiting and (left := deadline - time.monotonic()) > 0:
+            for number, _ in poll.poll(math.ceil(1000 * left)):
+                poll.unregister(number)
+                yield waiting.pop(number)
+    yield from waiting.values()
+
+
+def _shake_hands(connection: socket.socket, key: bytes, blocks: LentBlocks, deadline: float) -> PeerSession:
+    try:
+        challenge = wire.unpack_challenge(receive(connection, wire.CHALLENGE_BYTES, deadline))
+        session = PeerSession(key, challenge, os.urandom(wire.NONCE_BYTES), blocks)
+        send(connection, [session.hello(wire.own_node())], deadline)
+        try:
+            answer = receive(connection, wire.WELCOME_BYTES, deadline)
+        except PeerFailed as failed:  # it hangs up on whoever does not have its key
+            raise PeerFailed(failed.outcome, "key" if failed.reason == "hung_up" else failed.reason) from None
+        reply, node = session.read_welcome(answer)
+    except WrongWords as wrong:
+        raise PeerFailed(Outcome.IO_ERROR, "key" if str(wrong) == "proof" else "garbage") from None
+    if node == wire.own_node():
+        raise IsMyself
+    if reply is not Greeting.WELCOME:
+        raise PeerFailed(Outcome.IO_ERROR, reply.name.lower())
+    return session
+
+
+def _wrong(wrong: WrongWords) -> PeerFailed:
+    is_proof = str(wrong) == "proof"
+    return PeerFailed(Outcome.CHECKSUM if is_proof else Outcome.IO_ERROR, "mac" if is_proof else "garbage")

@@ -1,0 +1,72 @@
+"""The tier of other nodes' memory from its section of the configuration, and what the doctor asks. A `TierModule`."""
+
+from kvtier.tiers import BATCH_BYTES, BlockShape, ConfigError, ConfiguredTier, Finding, error, ok, warning
+from kvtier.tiers.config import Config
+from kvtier.tiers.peers.addresses import looked_up
+from kvtier.tiers.peers.link import IsMyself, PeerLink
+from kvtier.tiers.peers.store import PeersStore
+from kvtier.tiers.peers.stream import PeerFailed
+from kvtier.tiers.peers.wire import LentBlocks, shared_key
+
+_ANSWER_SECONDS = 2.0  # a doctor is more patient than a tier
+
+
+def configured(config: Config, fingerprint: bytes, shape: BlockShape) -> ConfiguredTier | None:
+    """None if [peers] names no nodes."""
+    peers = config.peers
+    if not peers.nodes and peers.listen is None:
+        return None
+
+    def reach() -> PeersStore:
+        return PeersStore.open(config, fingerprint, slot_bytes=shape.block_bytes, block_size=shape.block_size)
+
+    # as long as the store gives itself for the largest batch, and for a connection that it may have to open first
+    batch = max(BATCH_BYTES, shape.block_bytes) / peers.bandwidth
+    return ConfiguredTier(reach, peers.connect_timeout + peers.deadline + batch, takes_stores=False)
+
+
+def checked(config: Config) -> str | None:
+    """Reads the key, and asks no peer: one that is away is found later."""
+    peers = config.peers
+    if not peers.nodes and peers.listen is None:
+        return None
+    assert peers.key_file is not None
+    shared_key(peers.key_file)
+    borrows = f"borrows from {', '.join(peers.nodes)}" if peers.nodes else "borrows from nobody"
+    lends = f"lends on {peers.listen}" if peers.listen is not None else "lends nothing"
+    return f"[peers] {borrows}, {lends}"
+
+
+def examine(config: Config) -> list[Finding]:
+    """Every address that [peers] nodes have. Each answer has a deadline of seconds."""
+    peers = config.peers
+    if not peers.nodes and peers.listen is None:
+        return [ok("peers", "off: no [peers] nodes and no listen")]
+    assert peers.key_file is not None
+    try:
+        key = shared_key(peers.key_file)
+    except ConfigError as refused:
+        found, _, fix = str(refused).partition("; ")
+        return [error("peers", found, fix)]
+    if not peers.nodes:
+        return [ok("peers", f"lends on {peers.listen}, borrows from nobody: no [peers] nodes")]
+    addresses = looked_up(peers.nodes)
+    if not addresses:
+        return [warning("peers", f"{', '.join(peers.nodes)}: no address", "fix [peers] nodes, or start these nodes")]
+    return [_asked(address, key) for address in addresses]
+
+
+def _asked(address: tuple[str, int], key: bytes) -> Finding:
+    """Whether a daemon answers there, under the same key."""
+    name = f"peer {address[0]}:{address[1]}"
+    try:
+        PeerLink.opened(address, key, LentBlocks(bytes(32), 1, 1), _ANSWER_SECONDS).close()
+    except IsMyself:
+        return ok(name, "this process")
+    except PeerFailed as failed:
+        if failed.reason == "key":
+            return error(name, "it has another key", "give all nodes the same [peers] key_file")
+        if failed.reason == "no_connection":
+            return warning(name, "not reachable", "start its daemon with [peers] listen, or fix [peers] nodes")
+        return warning(name, f"no good answer: {failed.reason}", "see whether a daemon of this version listens there")
+    return ok(name, "answers, and has the same key")

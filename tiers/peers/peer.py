@@ -1,0 +1,98 @@
+"""One other node as a lender: the connections to it that lie ready, its breaker, and why it failed."""
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from threading import Lock
+from typing import Final
+
+from kvtier.tiers import Breaker
+from kvtier.tiers.peers.holders import PeerAddress
+from kvtier.tiers.peers.link import IsMyself, PeerLink
+from kvtier.tiers.peers.stream import PeerFailed
+
+MAX_READY: Final = 2  # connections kept: as many as threads of the hierarchy use at once
+
+
+class OtherNode:
+    """Thread-safe. After a failure it is not asked until it welcomes us again; after some in a row it is left alone."""
+
+    def __init__(self, address: PeerAddress, connect: Callable[[PeerAddress], PeerLink], breaker: Breaker) -> None:
+        """`connect` raises as `PeerLink.opened`."""
+        self.address = address
+        self.breaker = breaker
+        self.is_myself = False
+        self.counts: Counter[str] = Counter()
+        self._connect = connect
+        self._lock = Lock()  # guards what follows; never held across I/O
+        self._ready: list[PeerLink] = []
+        self._is_up = False
+        self._closed = False
+
+    @property
+    def answers(self) -> bool:
+        """Whether it may be asked now: it has welcomed us, and has not failed since."""
+        return self._is_up
+
+    def borrow(self) -> PeerLink:
+        """A connection, a new one if none lies ready. PeerFailed; `give_back` or `failed` follows."""
+        while True:
+            with self._lock:
+                link = self._ready.pop() if self._ready else None
+            if link is None:
+                return self._connect(self.address)
+            if link.is_quiet:
+                return link
+            link.close()  # the peer ended it meanwhile, as one that was idle for long
+
+    def give_back(self, link: PeerLink, *, lent: bool = False) -> None:
+        """All that was asked on it has been heard. `lent`: blocks, which alone tells that it may be believed."""
+        if lent:
+            self.breaker.success()
+        with self._lock:
+            self._is_up = self.breaker.closed and not self._closed
+            if not self._closed and len(self._ready) < MAX_READY:
+                self._ready.append(link)
+                return
+        link.close()
+
+    def failed(self, link: PeerLink | None, failure: PeerFailed) -> None:
+        """The connection is of no use any more."""
+        self.counts[failure.reason] += 1
+        self.breaker.failure()
+        with self._lock:
+            self._is_up = False
+            links, self._ready = self._ready, []
+        for each in links if link is None else [link, *links]:
+            each.close()
+
+    def tend(self) -> None:
+        """Have a connection ready: to a peer that failed only when it is time to try again. Waits for the peer."""
+        if self.is_myself or self._closed:
+            return
+        is_probe = self.breaker.take_probe()
+        if not is_probe and (self._is_up or not self.breaker.closed):
+            return
+        try:
+            link = self._connect(self.address)
+        except IsMyself:
+            self.is_myself = True
+            return
+        except PeerFailed as failure:
+            self.failed(None, failure)
+            self.breaker.probed(False)
+            return
+        self.breaker.probed(True)
+        self.give_back(link)
+
+    def close(self) -> None:
+        """Hang up; a connection that is in use is closed when it is given back."""
+        with self._lock:
+            self._closed, self._is_up = True, False
+            links, self._ready = self._ready, []
+        for link in links:
+            link.close()
+
+
+def breaker_of(failures: int, retry_after: float) -> Breaker:
+    return Breaker(failures, retry_after, time.monotonic)

@@ -1,0 +1,320 @@
+"""Blocks in other nodes' memory as a tier: located, read in one flight for each peer, verified; never written."""
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from kvtier.tiers import BlockRecord, ChainHash, Direction, Outcome, require_buffers, require_space
+from kvtier.tiers.config import Config
+from kvtier.tiers.peers.addresses import looked_up
+from kvtier.tiers.peers.holders import PeerAddress, PeerHolders
+from kvtier.tiers.peers.link import PeerLink, as_they_answer
+from kvtier.tiers.peers.peer import OtherNode, breaker_of
+from kvtier.tiers.peers.resets import RESETS
+from kvtier.tiers.peers.stream import PeerFailed
+from kvtier.tiers.peers.wire import MAX_NAMES, LentBlocks, PeerVerb, shared_key
+
+_log = logging.getLogger(__name__)
+
+_NAME_LIFETIME: Final = 30.0  # seconds a name is believed
+_LOOK_UP_EVERY: Final = 10.0  # seconds between two looks at the addresses of the nodes' names
+_HELD_TIME: Final = 0.02  # seconds for an answer that has begun to arrive
+_TEND_EVERY: Final = 0.25  # seconds between two looks at the connections
+
+
+class PeersStore:
+    """A `Tier` that `Locates`, over the daemons that [peers] nodes name. Thread-safe; raises from `open` alone.
+
+    A thread keeps a connection to each peer ready, so that no request waits for one that is away. Every batch has one
+    deadline: `deadline` seconds and its bytes over `bandwidth`. A peer that fails costs the blocks it was asked for,
+    and after some failures in a row it is left alone for a while.
+
+    It takes no stores. After a reset it holds nothing: what peers have may be what was to be forgotten.
+    """
+
+    def __init__(self, config: Config, blocks: LentBlocks, key: bytes) -> None:
+        """Use `PeersStore.open`."""
+        self._config = config.peers
+        self._breaker = config.breaker
+        self._blocks = blocks
+        self._key = key
+        self._holders = PeerHolders(_NAME_LIFETIME)
+        self._peers: dict[PeerAddress, OtherNode] = {}  # replaced whole, by the tending thread alone
+        self._lock = threading.Lock()  # guards what follows; never held across I/O
+        self._counts: Counter[str] = Counter()
+        self._retired: Counter[str] = Counter()  # failures of peers whose addresses are gone
+        self._closing = threading.Event()
+        self._looked_up_at = float("-inf")
+        self._tending = threading.Thread(target=self._tend, name="kvtier-peers", daemon=True)
+
+    @classmethod
+    def open(cls, config: Config, fingerprint: bytes, *, slot_bytes: int, block_size: int) -> "PeersStore":
+        """For the blocks of `fingerprint` (32 bytes). Peers need not be there yet. ConfigError if the key is none."""
+        require_space(fingerprint, slot_bytes, block_size)
+        assert config.peers.key_file is not None
+        key = shared_key(config.peers.key_file)
+        store = cls(config, LentBlocks(fingerprint, slot_bytes, block_size), key)
+        store._tending.start()
+        return store
+
+    # names: no I/O
+
+    def lookup(self, hashes: Sequence[ChainHash]) -> int:
+        return self._holders.leading(hashes)
+
+    def holds(self, hashes: Sequence[ChainHash]) -> list[bool]:
+        return [peer is not None for peer in self._holders.of(hashes)]
+
+    def locate(self, hashes: Sequence[ChainHash]) -> int | Outcome:
+        """Every peer that answers is asked, all at once; of several that hold a block, the one with the longest run."""
+        if self._is_off:
+            return 0
+        deadline = time.monotonic() + self._config.deadline
+        found = 0
+        while found < len(hashes):
+            window = hashes[found : found + MAX_NAMES]
+            held, failure = self._ask_all(window, deadline)
+            there = self._learn(window, held)
+            found += there
+            if there < len(window):
+                if failure is not None and not held and not found:
+                    self._count("locate", [failure])
+                    return failure
+                break
+        self._count("locate", [Outcome.OK])
+        return found
+
+    # blocks
+
+    def read(self, hashes: Sequence[ChainHash], into: Sequence[memoryview]) -> list[BlockRecord | Outcome]:
+        """One flight for each peer: all are asked, then heard in turn."""
+        require_buffers(len(hashes), into, self._blocks.slot_bytes)
+        results: list[BlockRecord | Outcome] = [Outcome.CLOSED if self._closing.is_set() else Outcome.ABSENT] * len(
+            hashes
+        )
+        deadline = time.monotonic() + self._seconds(len(hashes))
+        if not self._is_off:
+            flights = self._take_off(hashes, into, results, deadline)
+            for link in as_they_answer(flights, deadline):
+                self._land(flights[link], link, deadline)
+        if self._is_off and not self._closing.is_set():
+            results = [Outcome.EPOCH] * len(hashes)
+        self._holders.forget(h for h, result in zip(hashes, results, strict=True) if isinstance(result, Outcome))
+        self._count("read", results)
+        return results
+
+    def write(self, records: Sequence[BlockRecord], payloads: Sequence[memoryview]) -> list[Outcome]:
+        """Nothing is stored with peers: the hierarchy does not offer them any."""
+        return [Outcome.UNSUPPORTED] * len(records)
+
+    def discard(self, hashes: Sequence[ChainHash]) -> None:
+        """Forget who holds them. What peers hold is theirs."""
+        self._holders.forget(hashes)
+
+    def reset(self) -> None:
+        """From now on, until this process ends, no block of the model comes from a peer or goes to one."""
+        if RESETS.note(self._blocks.fingerprint):
+            _log.warning(
+                "[peers] the model %s was reset: its blocks are not shared with peers any more until this process is "
+                "started anew; to make all nodes forget, raise [cache] epoch",
+                self._blocks.fingerprint.hex()[:16],
+            )
+        self._holders.clear()
+
+    # upkeep
+
+    def probe(self, direction: Direction) -> bool:
+        """Whether some peer answers."""
+        return direction == "write" or any(peer.answers for peer in self._peers.values())
+
+    def stats(self) -> Mapping[str, int]:
+        """Counts since it was opened: {read, locate}_{outcome}, failed_{reason}; names known, and peers that answer."""
+        with self._lock:
+            counts, failed = dict(self._counts), Counter(self._retired)
+        peers = list(self._peers.values())
+        for peer in peers:
+            failed.update(peer.counts)
+        reasons = {f"failed_{reason}": count for reason, count in failed.items()}
+        answering = sum(peer.answers for peer in peers)
+        evicted = counts.get("read_evicted", 0)
+        return {**counts, **reasons, "evicted": evicted, "names": len(self._holders), "answering": answering}
+
+    def check(self) -> None:
+        self._holders.check()
+
+    def close(self) -> None:
+        """Hang up. Idempotent."""
+        self._closing.set()
+        for peer in self._peers.values():
+            peer.close()
+
+    # inside
+
+    @property
+    def _is_off(self) -> bool:
+        return self._closing.is_set() or self._blocks.fingerprint in RESETS
+
+    def _seconds(self, num_blocks: int) -> float:
+        return self._config.deadline + num_blocks * self._blocks.slot_bytes / self._config.bandwidth
+
+    def _ask_all(
+        self, names: Sequence[ChainHash], deadline: float
+    ) -> tuple[dict[PeerAddress, list[bool]], Outcome | None]:
+        """What each peer holds, and one failure if there was any."""
+        asked: list[tuple[OtherNode, PeerLink]] = []
+        held: dict[PeerAddress, list[bool]] = {}
+        failure: Outcome | None = None
+        for peer in [each for each in self._peers.values() if each.answers]:
+            link = None
+            try:
+                link = peer.borrow()
+                link.ask(PeerVerb.HELD, names, deadline)
+                asked.append((peer, link))
+            except PeerFailed as failed:
+                failure = self._fail(peer, link, failed)
+        by_link = {link: peer for peer, link in asked}
+        for link in as_they_answer(by_link, deadline):
+            try:
+                held[by_link[link].address] = link.hear_held(len(names), max(deadline, time.monotonic() + _HELD_TIME))
+                by_link[link].give_back(link)
+            except PeerFailed as failed:
+                failure = self._fail(by_link[link], link, failed)
+        return held, failure
+
+    def _learn(self, names: Sequence[ChainHash], held: Mapping[PeerAddress, Sequence[bool]]) -> int:
+        """Note whom to ask for each block, with as few flights as can be; returns how many leading ones are held."""
+        at = 0
+        while at < len(names):
+            ends = {
+                address: next((i for i in range(at, len(names)) if not flags[i]), len(names))
+                for address, flags in held.items()
+            }
+            best = max(ends, key=ends.__getitem__, default=None)
+            if best is None or ends[best] == at:
+                break
+            self._holders.add(best, names[at : ends[best]])
+            at = ends[best]
+        return at
+
+    def _take_off(
+        self,
+        hashes: Sequence[ChainHash],
+        into: Sequence[memoryview],
+        results: list[BlockRecord | Outcome],
+        deadline: float,
+    ) -> "dict[PeerLink, _Flight]":
+        """Ask every peer for its blocks. What cannot be asked has its outcome."""
+        by_peer: dict[PeerAddress, list[int]] = {}
+        for position, address in enumerate(self._holders.of(hashes)):
+            if address is not None:
+                by_peer.setdefault(address, []).append(position)
+        flights: dict[PeerLink, _Flight] = {}
+        for address, positions in by_peer.items():
+            peer, link = self._peers.get(address), None
+            if peer is None or not peer.breaker.closed:
+                continue
+            flight = _Flight(peer, hashes, into, positions, results)
+            try:
+                link = peer.borrow()
+                link.ask(PeerVerb.LEND, [hashes[position] for position in positions[:MAX_NAMES]], deadline)
+                flights[link] = flight
+            except PeerFailed as failed:
+                flight.lost(self._fail(peer, link, failed))
+        return flights
+
+    def _land(self, flight: "_Flight", link: PeerLink, deadline: float) -> None:
+        is_late = time.monotonic() >= deadline and not link.is_quiet  # another peer took all the time: not its fault
+        try:
+            flight.hear(link, deadline)
+        except PeerFailed as failed:
+            flight.lost(failed.outcome)
+            if is_late:
+                link.close()
+            else:
+                self._fail(flight.peer, link, failed)
+        else:
+            flight.peer.give_back(link, lent=True)
+
+    def _fail(self, peer: OtherNode, link: PeerLink | None, failure: PeerFailed) -> Outcome:
+        """A peer failed: what it was believed to hold is not asked of it any more."""
+        peer.failed(link, failure)
+        self._holders.forget_peer(peer.address)
+        return failure.outcome
+
+    def _tend(self) -> None:
+        """Thread: keep addresses and connections."""
+        while not self._closing.is_set():
+            now = time.monotonic()
+            if now - self._looked_up_at >= _LOOK_UP_EVERY:
+                self._looked_up_at = now
+                self._adopt(looked_up(self._config.nodes))
+            for peer in self._peers.values():
+                if self._closing.is_set():
+                    return
+                peer.tend()
+            self._closing.wait(_TEND_EVERY)
+
+    def _adopt(self, addresses: Sequence[PeerAddress]) -> None:
+        """Know these peers and no others."""
+        peers = {
+            address: self._peers.get(address)
+            or OtherNode(address, self._connect, breaker_of(self._breaker.failures, self._breaker.retry_after))
+            for address in addresses
+        }
+        gone = [peer for address, peer in self._peers.items() if address not in peers]
+        self._peers = peers
+        for peer in gone:
+            peer.close()
+            self._holders.forget_peer(peer.address)
+            with self._lock:
+                self._retired.update(peer.counts)
+        if self._closing.is_set():  # `close` may have seen the peers of before
+            self.close()
+
+    def _connect(self, address: PeerAddress) -> PeerLink:
+        return PeerLink.opened(address, self._key, self._blocks, self._config.connect_timeout)
+
+    def _count(self, verb: str, results: Sequence[BlockRecord | Outcome]) -> None:
+        outcomes = [Outcome.OK if isinstance(result, BlockRecord) else result for result in results]
+        with self._lock:
+            self._counts.update(f"{verb}_{outcome}" for outcome in outcomes)
+
+
+class _Flight:
+    """What one peer was asked for, of one batch."""
+
+    def __init__(
+        self,
+        peer: OtherNode,
+        hashes: Sequence[ChainHash],
+        into: Sequence[memoryview],
+        positions: list[int],
+        results: list[BlockRecord | Outcome],
+    ) -> None:
+        self.peer = peer
+        self._hashes = hashes
+        self._into = into
+        self._positions = positions
+        self._results = results
+        self._open = set(positions)  # no outcome yet
+
+    def hear(self, link: PeerLink, deadline: float) -> None:
+        """PeerFailed; what came before is good."""
+        asked = self._positions[:MAX_NAMES]
+        names, into = [self._hashes[p] for p in asked], [self._into[p] for p in asked]
+        link.hear_blocks(names, into, self._settle, deadline)
+        self.lost(Outcome.ABSENT)  # more than one question has names: not asked
+
+    def lost(self, outcome: Outcome) -> None:
+        """What has not come will not."""
+        for position in self._open:
+            self._results[position] = outcome
+        self._open.clear()
+
+    def _settle(self, number: int, result: BlockRecord | Outcome) -> None:
+        position = self._positions[number]
+        self._results[position] = result
+        self._open.discard(position)

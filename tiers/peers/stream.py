@@ -1,0 +1,84 @@
+"""Bytes to and from a TCP socket, all of them or an error, before a deadline that dripping does not move."""
+
+import socket
+import time
+from collections.abc import Sequence
+from typing import Final
+
+from kvtier.tiers import Outcome
+
+BUFFER_BYTES: Final = 4 << 20  # asked of the kernel, for each direction
+_BUFFERS: Final = 64  # in one call
+
+
+class PeerFailed(Exception):
+    """The other end failed: what a block that it should have sent is now, and why, in a word for counters."""
+
+    def __init__(self, outcome: Outcome, reason: str) -> None:
+        super().__init__(reason)
+        self.outcome = outcome
+        self.reason = reason
+
+
+def prepare(connection: socket.socket) -> None:
+    """Small messages leave at once, and large ones find room."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    for direction in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+        connection.setsockopt(socket.SOL_SOCKET, direction, BUFFER_BYTES)
+
+
+def receive(connection: socket.socket, num_bytes: int, deadline: float) -> bytes:
+    """Exactly so many bytes. PeerFailed."""
+    data = bytearray(num_bytes)
+    receive_into(connection, [memoryview(data)], deadline)
+    return bytes(data)
+
+
+def receive_into(connection: socket.socket, buffers: Sequence[memoryview], deadline: float) -> None:
+    """Fill all buffers, in order. PeerFailed."""
+    left = list(buffers)
+    at = 0
+    while at < len(left):
+        _allow(connection, deadline)
+        try:
+            count = connection.recvmsg_into(left[at : at + _BUFFERS])[0]
+        except OSError as error:
+            raise _failed(error) from None
+        if not count:
+            raise PeerFailed(Outcome.IO_ERROR, "hung_up")
+        at = _advance(left, at, count)
+
+
+def send(connection: socket.socket, buffers: Sequence[bytes | memoryview], deadline: float) -> None:
+    """Send all buffers from where they lie. PeerFailed."""
+    left = [memoryview(buffer) for buffer in buffers]
+    at = 0
+    while at < len(left):
+        _allow(connection, deadline)
+        try:
+            count = connection.sendmsg(left[at : at + _BUFFERS])
+        except OSError as error:
+            raise _failed(error) from None
+        at = _advance(left, at, count)
+
+
+def _advance(left: list[memoryview], at: int, count: int) -> int:
+    """Past `count` bytes of the buffers from `at` on."""
+    while at < len(left) and count >= len(left[at]):
+        count -= len(left[at])
+        at += 1
+    if count:
+        left[at] = left[at][count:]
+    return at
+
+
+def _allow(connection: socket.socket, deadline: float) -> None:
+    if (seconds := deadline - time.monotonic()) <= 0:
+        raise PeerFailed(Outcome.TIMEOUT, "timeout")
+    connection.settimeout(seconds)
+
+
+def _failed(error: OSError) -> PeerFailed:
+    if isinstance(error, TimeoutError):
+        return PeerFailed(Outcome.TIMEOUT, "timeout")
+    return PeerFailed(Outcome.IO_ERROR, "hung_up")

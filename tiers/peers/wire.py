@@ -1,0 +1,234 @@
+"""What the daemons of two nodes say to each other over TCP, and how each proves that it has the key (docs/peers.md).
+
+One connection is for the blocks of one model. Whoever lends speaks first. All integers are little-endian:
+
+1. challenge: magic, a nonce
+2. hello: magic, a nonce, fingerprint, bytes and tokens of a block, who asks; proof
+3. welcome: the reply, who lends; proof
+4. questions: verb, number of names, the names; proof
+5. answers: verb, a number. To HELD then a byte for each name, to LEND nothing; proof. To LEND that many blocks follow,
+   the leading ones of those asked for: head, payload, tag each
+
+A proof is HMAC-SHA256 under a key of the connection alone, over what it proves and the number of the question. A tag is
+Poly1305 over head and payload, under a key that is used once: Poly1305 is as strong as HMAC as long as that holds, and
+five times as fast. Nothing is encrypted.
+"""
+
+import hmac
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from hashlib import blake2b
+from pathlib import Path
+from struct import Struct
+from typing import Final
+
+from kvtier.tiers import BlockRecord, ChainHash, ConfigError, derive, load_key
+
+MAGIC: Final = b"kvtier peers 1\r\n"
+NONCE_BYTES: Final = 32
+NODE_BYTES: Final = 16
+PROOF_BYTES: Final = 32
+TAG_BYTES: Final = 16
+MAX_NAMES: Final = 1024  # in one question
+HASH_BYTES: Final = 32
+CHALLENGE_BYTES: Final = len(MAGIC) + NONCE_BYTES
+
+_HELLO: Final = Struct(f"<{len(MAGIC)}s{NONCE_BYTES}s{HASH_BYTES}sQI{NODE_BYTES}s")
+_WELCOME: Final = Struct(f"<B{NODE_BYTES}s")
+_WORDS: Final = Struct("<BxxxI")  # verb, number
+_SLICE: Final = 256 * 1024  # bytes between two looks at whether another thread wants the GIL
+HELLO_BYTES: Final = _HELLO.size + PROOF_BYTES
+WELCOME_BYTES: Final = _WELCOME.size + PROOF_BYTES
+WORDS_BYTES: Final = _WORDS.size
+_SEED: Final = os.urandom(NODE_BYTES)
+
+
+def own_node() -> bytes:
+    """This process, to itself: an address of its own among the nodes is passed over. A fork is another one."""
+    return blake2b(os.getpid().to_bytes(8, "little"), key=_SEED, digest_size=NODE_BYTES).digest()
+
+
+class PeerVerb(IntEnum):
+    """What a question asks for."""
+
+    HELD = 1  # which of these blocks are held?
+    LEND = 2  # these blocks
+
+
+class Greeting(IntEnum):
+    """What is said to a hello whose proof is right."""
+
+    WELCOME = 0
+    OTHER_BLOCKS = 1  # this model's blocks here are of another size
+    BUSY = 2  # there are as many connections as there may be
+
+
+class WrongWords(Exception):
+    """What came is not what a node with the key says."""
+
+
+@dataclass(frozen=True, slots=True)
+class LentBlocks:
+    """What the blocks of one connection are."""
+
+    fingerprint: bytes  # of the model, 32 bytes
+    slot_bytes: int
+    block_size: int  # tokens
+
+
+def shared_key(path: Path) -> bytes:
+    """The key that all nodes share, from [peers] key_file. ConfigError if it or this host's OpenSSL cannot be used."""
+    from cryptography.exceptions import UnsupportedAlgorithm
+    from cryptography.hazmat.primitives.poly1305 import Poly1305
+
+    key = derive(load_key(path, "[peers] key_file"), b"kvtier peers")
+    try:
+        Poly1305(key)
+    except UnsupportedAlgorithm:
+        raise ConfigError(
+            f'[peers] key_file "{path}": this host\'s OpenSSL has no Poly1305 (FIPS?); leave out [peers]'
+        ) from None
+    return key
+
+
+def pack_challenge(nonce: bytes) -> bytes:
+    return MAGIC + nonce
+
+
+def unpack_challenge(data: bytes) -> bytes:
+    """The nonce of whoever lends. WrongWords."""
+    if not data.startswith(MAGIC):
+        raise WrongWords("magic")
+    return data[len(MAGIC) :]
+
+
+class PeerSession:
+    """The keys of one connection, and the form of all that is said on it after the challenge.
+
+    Both ends make one. Questions are counted, and their number is part of every proof and tag. So nothing can be said
+    twice, in another order, or to somebody else.
+    """
+
+    def __init__(self, key: bytes, challenge: bytes, nonce: bytes, blocks: LentBlocks) -> None:
+        from cryptography.hazmat.primitives.poly1305 import Poly1305
+
+        self.blocks = blocks
+        self._nonce = nonce
+        self._key = derive(key, challenge + nonce + blocks.fingerprint)
+        self._Poly1305 = Poly1305
+        self._head = Struct(f"<{HASH_BYTES}s{HASH_BYTES}sIQ{4 * blocks.block_size}s")
+        self.head_bytes = self._head.size
+        self.number = 0  # of the question that is under way, or was last
+
+    # the handshake
+
+    def hello(self, node: bytes) -> bytes:
+        """What who asks says first."""
+        blocks = self.blocks
+        said = _HELLO.pack(MAGIC, self._nonce, blocks.fingerprint, blocks.slot_bytes, blocks.block_size, node)
+        return said + self._proof(b"hello", said)
+
+    @classmethod
+    def heard(cls, key: bytes, challenge: bytes, data: bytes) -> "tuple[PeerSession, bytes]":
+        """The other end of `hello`, and who said it. WrongWords if it is not proven."""
+        magic, nonce, fingerprint, slot_bytes, block_size, node = _HELLO.unpack(data[: _HELLO.size])
+        if magic != MAGIC:
+            raise WrongWords("magic")
+        if not (0 < slot_bytes < 1 << 40 and 0 < block_size <= 1 << 16):
+            raise WrongWords("sizes")
+        session = cls(key, challenge, nonce, LentBlocks(fingerprint, slot_bytes, block_size))
+        session._require(data[_HELLO.size :], b"hello", data[: _HELLO.size])
+        return session, node
+
+    def welcome(self, reply: Greeting, node: bytes) -> bytes:
+        said = _WELCOME.pack(reply, node)
+        return said + self._proof(b"welcome", said)
+
+    def read_welcome(self, data: bytes) -> tuple[Greeting, bytes]:
+        """The reply, and who lends. WrongWords if it is not proven."""
+        said = data[: _WELCOME.size]
+        self._require(data[_WELCOME.size :], b"welcome", said)
+        reply, node = _WELCOME.unpack(said)
+        try:
+            return Greeting(reply), node
+        except ValueError:
+            raise WrongWords("reply") from None
+
+    # questions and answers
+
+    def question(self, verb: PeerVerb, names: Sequence[ChainHash]) -> bytes:
+        """A new question, of up to MAX_NAMES names."""
+        self.number += 1
+        said = _WORDS.pack(verb, len(names)) + b"".join(names)
+        return said + self._proof(b"question", said)
+
+    @staticmethod
+    def question_bytes(words: bytes) -> int:
+        """How many bytes follow the first words of a question. WrongWords if no question begins so."""
+        verb, count = _WORDS.unpack(words)
+        if verb not in (PeerVerb.HELD, PeerVerb.LEND) or not 0 < count <= MAX_NAMES:
+            raise WrongWords("question")
+        return int(count) * HASH_BYTES + PROOF_BYTES
+
+    def read_question(self, words: bytes, rest: bytes) -> tuple[PeerVerb, list[ChainHash]]:
+        """What is asked. WrongWords if it is not proven."""
+        self.number += 1
+        names = rest[:-PROOF_BYTES]
+        self._require(rest[-PROOF_BYTES:], b"question", words + names)
+        verb, _ = _WORDS.unpack(words)
+        return PeerVerb(verb), [names[at : at + HASH_BYTES] for at in range(0, len(names), HASH_BYTES)]
+
+    def answer(self, verb: PeerVerb, count: int, flags: bytes = b"") -> bytes:
+        said = _WORDS.pack(verb, count) + flags
+        return said + self._proof(b"answer", said)
+
+    def read_answer(self, verb: PeerVerb, data: bytes, most: int) -> tuple[int, bytes]:
+        """The number, at most `most`, and the bytes behind it. WrongWords if it is not proven."""
+        said = data[:-PROOF_BYTES]
+        self._require(data[-PROOF_BYTES:], b"answer", said)
+        answered, count = _WORDS.unpack(said[:WORDS_BYTES])
+        if answered != verb or count > most:
+            raise WrongWords("answer")
+        return count, said[WORDS_BYTES:]
+
+    # blocks
+
+    def pack_head(self, record: BlockRecord) -> bytes:
+        return self._head.pack(
+            record.chain_hash, record.parent, len(record.tokens) // 4, record.checksum, record.tokens
+        )
+
+    def read_head(self, head: bytes | memoryview) -> BlockRecord:
+        """What the block's lender says of it. WrongWords if writing it anew gives other bytes."""
+        chain_hash, parent, num_tokens, checksum, tokens = self._head.unpack(head)
+        record = BlockRecord(chain_hash, parent, tokens[: 4 * num_tokens], checksum)
+        if self.pack_head(record) != head:
+            raise WrongWords("head")
+        return record
+
+    def tag(self, position: int, head: bytes | memoryview, payload: memoryview) -> bytes:
+        """Of the block at `position` of the answer. The GIL is held, in slices."""
+        once = blake2b(
+            self.number.to_bytes(8, "little") + position.to_bytes(8, "little"), key=self._key, digest_size=32
+        ).digest()
+        mac = self._Poly1305(once)
+        mac.update(head)
+        for start in range(0, len(payload), _SLICE):
+            mac.update(payload[start : start + _SLICE])
+        return mac.finalize()
+
+    # inside
+
+    def _proof(self, what: bytes, said: bytes) -> bytes:
+        return hmac.digest(self._key, what.ljust(16, b"\0") + self.number.to_bytes(8, "little") + said, "sha256")
+
+    def _require(self, proof: bytes, what: bytes, said: bytes) -> None:
+        if not hmac.compare_digest(proof, self._proof(what, said)):
+            raise WrongWords("proof")
+
+
+def is_proven(tag: bytes | memoryview, expected: bytes) -> bool:
+    """Whether a block's tag is the expected one, in a time that tells nothing."""
+    return hmac.compare_digest(bytes(tag), expected)
