@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
 
-from kvtier.tiers import BATCH_BYTES, BlockRecord, BlockShape, ChainHash, ConfigError, Outcome
+from kvtier.tiers import BATCH_BYTES, BlockRecord, BlockShape, ChainHash, ConfigError, Outcome, checksum
 from kvtier.tiers.config import PeersConfig
 from kvtier.tiers.hierarchy import Hierarchy
 from kvtier.tiers.peers import RESETS, PeerFailed, prepare, receive, send, wire
@@ -234,26 +234,20 @@ class Lender:
                 self._say_none(connection, session, wire.PeerVerb.LEND, len(names))
                 return
             with model.hierarchy.host.pool.lease(names[:most]) as lease:
-                lent = self._whole(model, lease) if model.is_lent else []
+                lent = self._leading(model, lease) if model.is_lent else []
                 send(connection, [session.answer(wire.PeerVerb.LEND, len(lent))], deadline)
-                self._send(connection, session, lent, deadline)
+                self._send(connection, session, model, lent, deadline)
         with self._lock:
             self.counts["blocks"] += len(lent)
             self.counts["bytes"] += len(lent) * slot_bytes
 
-    def _whole(self, model: LentModel, lease: Lease) -> list[tuple[BlockRecord, memoryview]]:
-        """The leading blocks whose bytes are those that were stored. One that is not goes at once."""
-        host = model.hierarchy.host
-        slots = [int(slot) for slot in lease.slots]
-        sums = host.region.checksums(slots)
-        lent: list[tuple[BlockRecord, memoryview]] = []
-        for slot, name, seen in zip(slots, lease.hashes, sums, strict=True):
+    @staticmethod
+    def _leading(model: LentModel, lease: Lease) -> list[tuple[BlockRecord, memoryview]]:
+        """The leased blocks, up to one that can't be said to another node."""
+        host, lent = model.hierarchy.host, list[tuple[BlockRecord, memoryview]]()
+        for slot, name in zip([int(slot) for slot in lease.slots], lease.hashes, strict=True):
             record = host.records[slot]
             if record is None or record.chain_hash != name or len(record.parent) != wire.HASH_BYTES:
-                break
-            if record.checksum != seen:
-                host.pool.evict([name], Outcome.CHECKSUM)
-                self._note("rotten")
                 break
             lent.append((record, host.region.slot(slot)))
         return lent
@@ -262,12 +256,20 @@ class Lender:
     def _send(
         connection: socket.socket,
         session: wire.PeerSession,
+        model: LentModel,
         lent: Sequence[tuple[BlockRecord, memoryview]],
         deadline: float,
     ) -> None:
-        """Some blocks at a time: the kernel sends them while the tags of the next are computed."""
+        """Some blocks at a time: the kernel sends them while the next are hashed.
+
+        One whose bytes are not those that were stored goes at once, and ends the connection. PeerFailed.
+        """
         parts: list[bytes | memoryview] = []
         for position, (record, payload) in enumerate(lent):
+            if checksum(payload) != record.checksum:
+                model.hierarchy.host.pool.evict([record.chain_hash], Outcome.CHECKSUM)
+                send(connection, parts, deadline)
+                raise PeerFailed(Outcome.CHECKSUM, "rotten")
             head = session.pack_head(record)
             parts += [head, payload, session.tag(position, head, payload)]
             if (len(parts) // 3 + 1) * session.blocks.slot_bytes > _SEND_BYTES:

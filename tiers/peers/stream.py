@@ -3,12 +3,13 @@
 import socket
 import time
 from collections.abc import Sequence
+from struct import Struct
 from typing import Final
 
 from kvtier.tiers import Outcome
 
-BUFFER_BYTES: Final = 4 << 20  # asked of the kernel, for each direction
-_BUFFERS: Final = 64  # in one call
+_BUFFERS: Final = 512  # in one call
+_TIME: Final = Struct("ll")  # a timeval
 
 
 class PeerFailed(Exception):
@@ -21,10 +22,12 @@ class PeerFailed(Exception):
 
 
 def prepare(connection: socket.socket) -> None:
-    """Small messages leave at once, and large ones find room."""
+    """Small messages leave at once; calls block, and the kernel holds their deadlines: Python's take a `poll` each.
+
+    The kernel chooses its buffers: a size that is asked for is cut to far less than what it takes by itself.
+    """
+    connection.settimeout(None)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    for direction in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-        connection.setsockopt(socket.SOL_SOCKET, direction, BUFFER_BYTES)
 
 
 def receive(connection: socket.socket, num_bytes: int, deadline: float) -> bytes:
@@ -39,9 +42,9 @@ def receive_into(connection: socket.socket, buffers: Sequence[memoryview], deadl
     left = list(buffers)
     at = 0
     while at < len(left):
-        _allow(connection, deadline)
+        _allow(connection, socket.SO_RCVTIMEO, deadline)
         try:
-            count = connection.recvmsg_into(left[at : at + _BUFFERS])[0]
+            count = connection.recvmsg_into(left[at : at + _BUFFERS], 0, socket.MSG_WAITALL)[0]
         except OSError as error:
             raise _failed(error) from None
         if not count:
@@ -54,7 +57,7 @@ def send(connection: socket.socket, buffers: Sequence[bytes | memoryview], deadl
     left = [memoryview(buffer) for buffer in buffers]
     at = 0
     while at < len(left):
-        _allow(connection, deadline)
+        _allow(connection, socket.SO_SNDTIMEO, deadline)
         try:
             count = connection.sendmsg(left[at : at + _BUFFERS])
         except OSError as error:
@@ -72,13 +75,15 @@ def _advance(left: list[memoryview], at: int, count: int) -> int:
     return at
 
 
-def _allow(connection: socket.socket, deadline: float) -> None:
+def _allow(connection: socket.socket, direction: int, deadline: float) -> None:
+    """The next call of that direction ends at the deadline, with what was moved by then."""
     if (seconds := deadline - time.monotonic()) <= 0:
         raise PeerFailed(Outcome.TIMEOUT, "timeout")
-    connection.settimeout(seconds)
+    whole = int(seconds)
+    connection.setsockopt(socket.SOL_SOCKET, direction, _TIME.pack(whole, max(1, int(1e6 * (seconds - whole)))))
 
 
 def _failed(error: OSError) -> PeerFailed:
-    if isinstance(error, TimeoutError):
+    if isinstance(error, BlockingIOError | TimeoutError):
         return PeerFailed(Outcome.TIMEOUT, "timeout")
     return PeerFailed(Outcome.IO_ERROR, "hung_up")
