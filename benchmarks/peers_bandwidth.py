@@ -26,16 +26,12 @@ from typing import Any, Final
 import numpy as np
 from _report import Speed, Target, parser, progress, report
 
-from kvtier.service.node.lending import Lender
-from kvtier.tiers import BATCH_BYTES, BlockRecord, Metrics, checksum
+from kvtier.service.node import Lender
+from kvtier.tiers import BATCH_BYTES, BlockRecord, checksum
 from kvtier.tiers.config import Config
-from kvtier.tiers.hierarchy.hierarchy import Hierarchy
-from kvtier.tiers.hierarchy.rates import Rates
-from kvtier.tiers.hierarchy.settings import HierarchySettings
-from kvtier.tiers.host import HostRegion, HostTier
-from kvtier.tiers.peers.store import PeersStore
-from kvtier.tiers.peers.stream import prepare, receive_into, send
-from kvtier.tiers.peers.wire import LentBlocks, PeerSession
+from kvtier.tiers.hierarchy import open_hierarchy
+from kvtier.tiers.host import HostRegion, slot_stride
+from kvtier.tiers.peers import PeersStore, prepare, receive_into, send, wire
 
 FINGERPRINT: Final = b"peers bandwidth".ljust(32, b".")
 BLOCK_SIZE: Final = 16
@@ -56,9 +52,11 @@ class BenchBlocks:
 
 def lend(blocks: BenchBlocks, config: Config, told: int) -> None:
     """The other process: a memory full of blocks, lent and sent bare, until its parent ends it."""
-    region = HostRegion.allocate(len(blocks.names), blocks.block_bytes)
+    size = {"size": len(blocks.names) * slot_stride(blocks.block_bytes)}
+    memory = Config.model_validate({"host": size})
+    hierarchy = open_hierarchy(memory, FINGERPRINT, blocks)
+    host, region = hierarchy.host, hierarchy.host.region
     assert region.wait_prefaulted(None)
-    host = HostTier(region, block_size=BLOCK_SIZE)
     reservation = host.pool.reserve(blocks.names)
     assert reservation is not None
     rng, slots = np.random.default_rng(1), reservation.slots.tolist()
@@ -71,7 +69,6 @@ def lend(blocks: BenchBlocks, config: Config, told: int) -> None:
     ]
     host.describe(slots, records)
     host.pool.seal(reservation).release()
-    hierarchy = Hierarchy(host, [], HierarchySettings(), Metrics(), Rates("load"))
     lender = Lender(config.peers)
     lender.lend(hierarchy, FINGERPRINT, blocks)
     bare = socket.create_server(("127.0.0.1", 0))
@@ -193,7 +190,8 @@ class PeersBench:
 
     def tag(self, view: memoryview) -> bytes:
         """Of one block."""
-        session = PeerSession(bytes(32), bytes(32), bytes(32), LentBlocks(FINGERPRINT, len(view), BLOCK_SIZE))
+        blocks = wire.LentBlocks(FINGERPRINT, len(view), BLOCK_SIZE)
+        session = wire.PeerSession(bytes(32), bytes(32), bytes(32), blocks)
         return session.tag(0, bytes(session.head_bytes), view)
 
     def close(self) -> None:

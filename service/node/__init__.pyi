@@ -1,6 +1,7 @@
 from .daemon import Daemon
 from .explaining import explain, explain_request
 from .exposition import exposition
+from .lending import Lender
 from .lookup_trace import TraceRecorder
 from .memory_page import memory
 from .memory_use import MemoryUse
@@ -16,6 +17,7 @@ __all__ = [
     "MAX_QUOTAS",
     "BlockSelection",
     "Daemon",
+    "Lender",
     "MemoryUse",
     "Namespace",
     "NotThere",

@@ -7,6 +7,7 @@ from typing import Final
 import numpy as np
 from prometheus_client.metrics_core import Metric
 
+from kvtier.service.node.borrowing import peers_series
 from kvtier.service.node.daemon import ClientView, Daemon
 from kvtier.service.node.memory_page import memory_series
 from kvtier.service.node.memory_use import MemoryUse
@@ -50,6 +51,7 @@ def _own(daemon: Daemon, namespaces: list[Namespace], clients: list[ClientView],
     log = {} if daemon.request_log is None else dict(daemon.request_log.counts)
     yield counter("kvtier_request_log_lines", "Lines of the request log", log, "outcome")
     yield gauge("kvtier_pinned_blocks", "Blocks kept by pins", pins.blocks_by_model(), "fingerprint")
+    yield from peers_series(daemon, namespaces)
     yield from _savings(daemon, namespaces)
 
 

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
+from kvtier.service.node.borrowing import borrowed_by
 from kvtier.service.node.daemon import ClientView, Daemon
 from kvtier.service.node.loop import now
 from kvtier.service.node.namespaces import Namespace
@@ -41,6 +42,7 @@ def status(daemon: Daemon, pins: Pins, optimum: OptimumWatch | None = None) -> D
         budget=statuses.MemoryBudget(bytes=daemon.config.host.size, given=given),
         events=dict(daemon.counts),
         tier_captions=[statuses.TierCaption.model_validate(each) for each in tier_captions()],
+        lent=None if daemon.lender is None else dict(daemon.lender.counts),
         kv_events=None if daemon.publisher is None else _published(daemon.publisher),
         gpu_hour=daemon.config.service.gpu_hour,
         models=[_model(each, clients, pinned.get(name_of(each.fingerprint), 0), optimum) for each in namespaces],
@@ -111,6 +113,8 @@ def _lower(port: TierPort, values: MetricValues) -> statuses.LowerTierStatus:
     slots, breakers = values.of("kvtier_pool_slots", port.name), _breakers(port)
     room = [statuses.StorageRoom(**each._asdict()) for each in port.room()]
     told: dict[str, Any] = {"room": room} if room else {}  # a tier that does not tell has no such field
+    if (borrowed := borrowed_by(port)) is not None:
+        told |= {"answering": borrowed.num_answering, "failures": borrowed.failures}
     return statuses.LowerTierStatus(slots=slots, breakers=breakers, **told)
 
 

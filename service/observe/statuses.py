@@ -109,6 +109,8 @@ class LowerTierStatus(StatusPart):
     slots: Counts  # by state
     breakers: dict[str, str]  # by direction
     room: list[StorageRoom] = []
+    answering: int = 0  # other nodes, of the tier in their memory
+    failures: Counts = {}  # of these, by reason
 
 
 class AgeCounts(StatusPart):
@@ -203,6 +205,7 @@ class DaemonStatus(StatusPart):
     events: Counts  # what became of clients
     tier_captions: list[TierCaption]  # nearest first
     kv_events: PublishedEvents | None
+    lent: Counts | None = None  # blocks and bytes to other nodes, and why connections were ended
     gpu_hour: float | None = None  # price of an hour of an engine's GPUs
     models: list[ModelStatus]
     clients: list[ClientStatus]

@@ -370,7 +370,7 @@ class Hierarchy:
             self.metrics.evicted(L2, pool.num_evicted)
             dropped, self._num_dirty_dropped = pool.num_dirty_dropped - self._num_dirty_dropped, pool.num_dirty_dropped
             for port in self.ports:
-                if dropped:
+                if dropped and port.settings.takes_stores:
                     self.metrics.dropped(port.name, Outcome.EVICTED, dropped)
                 tier = port.tier  # a probe may detach it meanwhile
                 stats = tier.stats() if tier is not None else {}

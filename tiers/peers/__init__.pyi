@@ -1,5 +1,6 @@
 from . import wire
 from .resets import RESETS
-from .stream import PeerFailed, prepare, receive, send
+from .store import PeersStore
+from .stream import PeerFailed, prepare, receive, receive_into, send
 
-__all__ = ["RESETS", "PeerFailed", "prepare", "receive", "send", "wire"]
+__all__ = ["RESETS", "PeerFailed", "PeersStore", "prepare", "receive", "receive_into", "send", "wire"]

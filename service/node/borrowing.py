@@ -1,0 +1,53 @@
+"""How the tier in other nodes' memory fares, and what is lent to them: for statuses and Prometheus."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Final, NamedTuple
+
+from prometheus_client.metrics_core import Metric
+
+from kvtier.service.node.daemon import Daemon
+from kvtier.service.node.namespaces import Namespace
+from kvtier.service.node.operator_access import name_of
+from kvtier.service.observe import counter, gauge
+from kvtier.tiers.hierarchy import TierPort
+
+_FAILED: Final = "failed_"
+
+
+class Borrowed(NamedTuple):
+    """What one model's tier says of other nodes."""
+
+    num_answering: int
+    failures: dict[str, int]  # by reason
+
+
+def borrowed_by(port: TierPort) -> Borrowed | None:
+    """None of a tier that is not in other nodes' memory, or is detached."""
+    tier = port.tier  # a probe may detach it meanwhile
+    stats = tier.stats() if tier is not None else {}
+    if "answering" not in stats:
+        return None
+    failures = {name.removeprefix(_FAILED): n for name, n in stats.items() if name.startswith(_FAILED)}
+    return Borrowed(stats["answering"], failures)
+
+
+def peers_series(daemon: Daemon, namespaces: Sequence[Namespace]) -> Iterator[Metric]:
+    """Nothing if no node is borrowed from and nothing is lent."""
+    told = {
+        name_of(namespace.fingerprint): borrowed
+        for namespace in namespaces
+        for port in namespace.hierarchy.ports
+        if (borrowed := borrowed_by(port)) is not None
+    }
+    if told:
+        failures: Counter[str] = Counter()
+        for borrowed in told.values():
+            failures.update(borrowed.failures)
+        yield counter("kvtier_peer_failures", "Failures of other nodes to lend, by reason", dict(failures), "reason")
+        answering = {model: borrowed.num_answering for model, borrowed in told.items()}
+        yield gauge("kvtier_peers_answering", "Other nodes that answer", answering, "fingerprint")
+    if (lender := daemon.lender) is not None:
+        text = "Blocks and bytes lent to other nodes, and why connections were ended"
+        yield counter("kvtier_lent", text, dict(lender.counts), "event")
+        yield gauge("kvtier_lending_connections", "Connections of other nodes", lender.num_connections)
