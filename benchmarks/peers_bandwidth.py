@@ -192,7 +192,7 @@ class PeersBench:
         """Of one block."""
         blocks = wire.LentBlocks(FINGERPRINT, len(view), BLOCK_SIZE)
         session = wire.PeerSession(bytes(32), bytes(32), bytes(32), blocks)
-        return session.tag(0, bytes(session.head_bytes), view)
+        return session.tag(bytes(session.head_bytes), view)
 
     def close(self) -> None:
         """Hang up."""

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
 
+import numpy as np
+
 from kvtier.tiers import BATCH_BYTES, BlockRecord, BlockShape, ChainHash, ConfigError, Outcome, checksum
 from kvtier.tiers.config import PeersConfig
 from kvtier.tiers.hierarchy import Hierarchy
@@ -34,6 +36,9 @@ class LentModel:
     def __init__(self, hierarchy: Hierarchy, fingerprint: bytes, sizes: BlockShape) -> None:
         self.hierarchy = hierarchy
         self.blocks = wire.LentBlocks(fingerprint, sizes.block_bytes, sizes.block_size)
+        num_slots = hierarchy.host.pool.num_slots
+        self._tags = np.zeros((num_slots, wire.TAG_BYTES), np.uint8)  # of the block in each slot …
+        self._tagged = np.full(num_slots, -1, np.int64)  # … of this generation
         self._idle = threading.Condition()
         self._users: set[socket.socket] = set()  # connections that a question about it is answered on
         self._closed = False
@@ -56,6 +61,15 @@ class LentModel:
             with self._idle:
                 self._users.discard(connection)
                 self._idle.notify_all()
+
+    def tag_of(self, session: wire.PeerSession, slot: int, generation: int, head: bytes, payload: memoryview) -> bytes:
+        """The tag of a leased block, computed once as long as it stays in its slot."""
+        if self._tagged[slot] == generation:
+            return self._tags[slot].tobytes()
+        tag = session.tag(head, payload)
+        self._tags[slot] = np.frombuffer(tag, np.uint8)
+        self._tagged[slot] = generation  # last: the lease keeps the slot, so nobody writes another tag
+        return tag
 
     def close(self) -> None:
         """Lend no more, and cut off whoever is being sent something: the memory goes away. Idempotent."""
@@ -242,14 +256,14 @@ class Lender:
             self.counts["bytes"] += len(lent) * slot_bytes
 
     @staticmethod
-    def _leading(model: LentModel, lease: Lease) -> list[tuple[BlockRecord, memoryview]]:
-        """The leased blocks, up to one that can't be said to another node."""
-        host, lent = model.hierarchy.host, list[tuple[BlockRecord, memoryview]]()
-        for slot, name in zip([int(slot) for slot in lease.slots], lease.hashes, strict=True):
+    def _leading(model: LentModel, lease: Lease) -> list[tuple[BlockRecord, int, int]]:
+        """Record, slot and generation of the leased blocks, up to one that can't be said to another node."""
+        host, lent = model.hierarchy.host, list[tuple[BlockRecord, int, int]]()
+        for slot, time_taken, name in zip(lease.slots.tolist(), lease.generations.tolist(), lease.hashes, strict=True):
             record = host.records[slot]
             if record is None or record.chain_hash != name or len(record.parent) != wire.HASH_BYTES:
                 break
-            lent.append((record, host.region.slot(slot)))
+            lent.append((record, slot, time_taken))
         return lent
 
     @staticmethod
@@ -257,21 +271,22 @@ class Lender:
         connection: socket.socket,
         session: wire.PeerSession,
         model: LentModel,
-        lent: Sequence[tuple[BlockRecord, memoryview]],
+        lent: Sequence[tuple[BlockRecord, int, int]],
         deadline: float,
     ) -> None:
         """Some blocks at a time: the kernel sends them while the next are hashed.
 
         One whose bytes are not those that were stored goes at once, and ends the connection. PeerFailed.
         """
-        parts: list[bytes | memoryview] = []
-        for position, (record, payload) in enumerate(lent):
+        host, parts = model.hierarchy.host, list[bytes | memoryview]()
+        for record, slot, generation in lent:
+            payload = host.region.slot(slot)
             if checksum(payload) != record.checksum:
-                model.hierarchy.host.pool.evict([record.chain_hash], Outcome.CHECKSUM)
+                host.pool.evict([record.chain_hash], Outcome.CHECKSUM)
                 send(connection, parts, deadline)
                 raise PeerFailed(Outcome.CHECKSUM, "rotten")
             head = session.pack_head(record)
-            parts += [head, payload, session.tag(position, head, payload)]
+            parts += [head, payload, model.tag_of(session, slot, generation, head, payload)]
             if (len(parts) // 3 + 1) * session.blocks.slot_bytes > _SEND_BYTES:
                 send(connection, parts, deadline)
                 parts = []

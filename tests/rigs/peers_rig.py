@@ -156,7 +156,7 @@ def says_held(connection: socket.socket, session: wire.PeerSession, names: list[
     connection.sendall(session.answer(wire.PeerVerb.HELD, len(names), b"\1" * len(names)))
 
 
-def block(session: wire.PeerSession, position: int, told: BlockRecord, payload: bytes) -> bytes:
+def block(session: wire.PeerSession, told: BlockRecord, payload: bytes) -> bytes:
     """A block as an honest node sends it."""
     head = session.pack_head(told)
-    return head + payload + session.tag(position, head, memoryview(payload))
+    return head + payload + session.tag(head, memoryview(payload))

@@ -100,14 +100,12 @@ class PeerLink:
             receive_into(self._connection, buffers, deadline)
             for i, position in enumerate(positions):
                 head, payload, tag = buffers[3 * i : 3 * i + 3]
-                settle(position, self._verified(position, names[position], head, payload, tag))
+                settle(position, self._verified(names[position], head, payload, tag))
         for position in range(count, len(names)):
             settle(position, Outcome.EVICTED)
 
-    def _verified(
-        self, position: int, name: ChainHash, head: memoryview, payload: memoryview, tag: memoryview
-    ) -> BlockRecord:
-        if not wire.is_proven(tag, self._session.tag(position, head, payload)):
+    def _verified(self, name: ChainHash, head: memoryview, payload: memoryview, tag: memoryview) -> BlockRecord:
+        if not wire.is_proven(tag, self._session.tag(head, payload)):
             raise PeerFailed(Outcome.CHECKSUM, "mac")
         try:
             record = self._session.read_head(head)

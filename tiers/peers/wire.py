@@ -10,8 +10,9 @@ One connection is for the blocks of one model. Whoever lends speaks first. All i
    the leading ones of those asked for: head, payload, tag each
 
 A proof is HMAC-SHA256 under a key of the connection alone, over what it proves and the number of the question. A tag is
-Poly1305 over head and payload, under a key that is used once: Poly1305 is as strong as HMAC as long as that holds, and
-five times as fast. Nothing is encrypted.
+Poly1305 over the payload, under a key made from the shared one and the head: name, parent, tokens and checksum. Such a
+key must be used for one message only, and it is: bytes of another checksum have another head. That is as strong as
+HMAC, and five times as fast. Whoever lends a block again has its tag already. Nothing is encrypted.
 """
 
 import hmac
@@ -107,8 +108,9 @@ def unpack_challenge(data: bytes) -> bytes:
 class PeerSession:
     """The keys of one connection, and the form of all that is said on it after the challenge.
 
-    Both ends make one. Questions are counted, and their number is part of every proof and tag. So nothing can be said
-    twice, in another order, or to somebody else.
+    Both ends make one. Questions are counted, and their number is part of every proof. So nothing can be asked or
+    answered twice, in another order, or to somebody else. A block's tag is good wherever the block is: its name says
+    what its bytes are.
     """
 
     def __init__(self, key: bytes, challenge: bytes, nonce: bytes, blocks: LentBlocks) -> None:
@@ -117,6 +119,7 @@ class PeerSession:
         self.blocks = blocks
         self._nonce = nonce
         self._key = derive(key, challenge + nonce + blocks.fingerprint)
+        self._tag_key = derive(key, b"blocks" + blocks.fingerprint)
         self._Poly1305 = Poly1305
         self._head = Struct(f"<{HASH_BYTES}s{HASH_BYTES}sIQ{4 * blocks.block_size}s")
         self.head_bytes = self._head.size
@@ -208,13 +211,12 @@ class PeerSession:
             raise WrongWords("head")
         return record
 
-    def tag(self, position: int, head: bytes | memoryview, payload: memoryview) -> bytes:
-        """Of the block at `position` of the answer. The GIL is held, in slices."""
-        once = blake2b(
-            self.number.to_bytes(8, "little") + position.to_bytes(8, "little"), key=self._key, digest_size=32
-        ).digest()
+    def tag(self, head: bytes | memoryview, payload: memoryview) -> bytes:
+        """Of a block whose payload has the checksum that its head says. The GIL is held, in slices."""
+        once = blake2b(head, key=self._tag_key, digest_size=32).digest()
+        if len(payload) <= _SLICE:
+            return self._Poly1305.generate_tag(once, payload)
         mac = self._Poly1305(once)
-        mac.update(head)
         for start in range(0, len(payload), _SLICE):
             mac.update(payload[start : start + _SLICE])
         return mac.finalize()

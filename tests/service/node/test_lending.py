@@ -331,3 +331,29 @@ def test_off_it_costs_nothing(home: Path) -> None:
     tiers.close()
     daemon.check()
     daemon.close()
+
+
+def test_a_tag_is_computed_once_for_a_block_in_its_slot(node: Node, key: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chain, tags = chain_of(4), list[int]()
+    computed = wire.PeerSession.tag
+
+    def counted(session: wire.PeerSession, head: bytes, payload: memoryview) -> bytes:
+        if threading.current_thread().name == "kvtier-lend-to":
+            tags.append(1)
+        return computed(session, head, payload)
+
+    monkeypatch.setattr(wire.PeerSession, "tag", counted)
+    store_in(node.hierarchy, chain)
+    for expected in (4, 4):
+        with borrowing(key, node.address) as tier:
+            assert tier.locate(chain.hashes) == 4
+            assert all(isinstance(result, BlockRecord) for result in tier.read(chain.hashes, buffers(4)))
+        assert len(tags) == expected
+    # Other blocks take the slots: none of them has an older one's tag.
+    node.hierarchy.host.pool.evict(chain.hashes)
+    others = chain_of(32, first_token=300)
+    assert store_in(node.hierarchy, others) == 32
+    with borrowing(key, node.address) as tier:
+        assert tier.locate(others.hashes) == 32
+        assert all(isinstance(result, BlockRecord) for result in tier.read(others.hashes, buffers(32)))
+    assert len(tags) == 36

@@ -162,13 +162,13 @@ Lie = Callable[[socket.socket, wire.PeerSession, list[bytes], TokenChain], None]
 
 def _other_bytes(connection: socket.socket, session: wire.PeerSession, names: list[bytes], chain: TokenChain) -> None:
     """Bytes that are not those of the checksum, with a right tag."""
-    blocks = [block(session, i, record(chain, i), bytes(SLOT_BYTES)) for i in range(len(names))]
+    blocks = [block(session, record(chain, i), bytes(SLOT_BYTES)) for i in range(len(names))]
     connection.sendall(session.answer(LEND, len(names)) + b"".join(blocks))
 
 
 def _flipped_bit(connection: socket.socket, session: wire.PeerSession, names: list[bytes], chain: TokenChain) -> None:
     """As somebody on the way would do it, who does not have the key."""
-    sent = bytearray(block(session, 0, record(chain, 0), payload_of(names[0])))
+    sent = bytearray(block(session, record(chain, 0), payload_of(names[0])))
     sent[session.head_bytes + 100] ^= 1
     connection.sendall(session.answer(LEND, 1) + sent)
 
@@ -176,12 +176,14 @@ def _flipped_bit(connection: socket.socket, session: wire.PeerSession, names: li
 def _other_block(connection: socket.socket, session: wire.PeerSession, names: list[bytes], chain: TokenChain) -> None:
     """Another block's record and bytes, whole in themselves."""
     other = chain_of(1, first_token=900)
-    connection.sendall(session.answer(LEND, 1) + block(session, 0, record(other, 0), payload_of(other.hashes[0])))
+    connection.sendall(session.answer(LEND, 1) + block(session, record(other, 0), payload_of(other.hashes[0])))
 
 
-def _twice(connection: socket.socket, session: wire.PeerSession, names: list[bytes], chain: TokenChain) -> None:
-    """The right block with the tag of another place of the answer."""
-    connection.sendall(session.answer(LEND, 1) + block(session, 1, record(chain, 0), payload_of(names[0])))
+def _other_tag(connection: socket.socket, session: wire.PeerSession, names: list[bytes], chain: TokenChain) -> None:
+    """The right block with the tag of another block."""
+    sent, other = block(session, record(chain, 0), payload_of(names[0])), record(chain, 1)
+    tag = block(session, other, payload_of(names[1]))[-wire.TAG_BYTES :]
+    connection.sendall(session.answer(LEND, 1) + sent[: -wire.TAG_BYTES] + tag)
 
 
 def _huge_count(connection: socket.socket, session: wire.PeerSession, names: list[bytes], chain: TokenChain) -> None:
@@ -194,7 +196,7 @@ def _unproven(connection: socket.socket, session: wire.PeerSession, names: list[
 
 def _cut_short(connection: socket.socket, session: wire.PeerSession, names: list[bytes], chain: TokenChain) -> None:
     """It dies in the middle of a block."""
-    connection.sendall(session.answer(LEND, 1) + block(session, 0, record(chain, 0), payload_of(names[0]))[:1000])
+    connection.sendall(session.answer(LEND, 1) + block(session, record(chain, 0), payload_of(names[0]))[:1000])
     connection.close()
 
 
@@ -204,7 +206,7 @@ def _never(connection: socket.socket, session: wire.PeerSession, names: list[byt
 
 def _dripping(connection: socket.socket, session: wire.PeerSession, names: list[bytes], chain: TokenChain) -> None:
     """A byte now and then."""
-    sent = session.answer(LEND, 1) + block(session, 0, record(chain, 0), payload_of(names[0]))
+    sent = session.answer(LEND, 1) + block(session, record(chain, 0), payload_of(names[0]))
     for at in range(len(sent)):
         connection.sendall(sent[at : at + 1])
         time.sleep(0.02)
@@ -216,7 +218,7 @@ def _dripping(connection: socket.socket, session: wire.PeerSession, names: list[
         (_other_bytes, Outcome.CHECKSUM, "checksum"),
         (_flipped_bit, Outcome.CHECKSUM, "mac"),
         (_other_block, Outcome.KEY_MISMATCH, "other_block"),
-        (_twice, Outcome.CHECKSUM, "mac"),
+        (_other_tag, Outcome.CHECKSUM, "mac"),
         (_huge_count, Outcome.IO_ERROR, "garbage"),
         (_unproven, Outcome.CHECKSUM, "mac"),
         (_cut_short, Outcome.IO_ERROR, "hung_up"),
