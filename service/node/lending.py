@@ -65,7 +65,7 @@ class LentModel:
     def tag_of(self, session: wire.PeerSession, slot: int, generation: int, head: bytes, payload: memoryview) -> bytes:
         """The tag of a leased block, computed once as long as it stays in its slot."""
         if self._tagged[slot] == generation:
-            return self._tags[slot].tobytes()
+            return bytes(self._tags[slot])
         tag = session.tag(head, payload)
         self._tags[slot] = np.frombuffer(tag, np.uint8)
         self._tagged[slot] = generation  # last: the lease keeps the slot, so nobody writes another tag

@@ -49,11 +49,11 @@ def peers_config(key: Path, *nodes: str, listen: str | None = None, **options: A
 class Node:
     """A hierarchy whose L2 is lent, in this process, as a daemon does it."""
 
-    def __init__(self, key: Path, *, slots: int = 32, fingerprint: bytes = FINGERPRINT, **options: Any) -> None:
+    def __init__(self, key: Path, *, slots: int = 32, address: str = "127.0.0.1:0", **options: Any) -> None:
         self.hierarchy: Hierarchy = hierarchy_of(slots)
-        config = peers_config(key, listen="127.0.0.1:0", **options).peers
+        config = peers_config(key, listen=address, **options).peers
         self.lender = Lender(config, node=os.urandom(wire.NODE_BYTES))
-        self.model = self.lender.lend(self.hierarchy, fingerprint, Sizes())
+        self.model = self.lender.lend(self.hierarchy, FINGERPRINT, Sizes())
 
     @property
     def address(self) -> str:

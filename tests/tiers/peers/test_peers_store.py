@@ -122,6 +122,14 @@ def test_a_dead_peer_costs_its_blocks_only_and_comes_back(key: Path, made: list[
         assert tier.stats()["answering"] == 1
         assert tier.stats()["failed_no_connection"] >= 1
         assert tier.probe("read")
+        # A daemon is started there again, with an empty memory at first.
+        again = Node(key, address=made[0].address)
+        made.append(again)
+        wait_until(lambda: tier.stats()["answering"] == 2)
+        assert tier.locate(chain.hashes) == 0
+        store(again.hierarchy, chain)
+        assert tier.locate(chain.hashes) == 4
+        assert read(tier, chain.hashes) == [record(chain, i) for i in range(4)]
 
 
 def test_another_key_is_another_world(key: Path, node: Node, tmp_path: Path) -> None:
