@@ -16,7 +16,7 @@ from kvtier.cli.verbs import VerbGroup
 from kvtier.service import Exit
 from kvtier.service import cluster as processes
 from kvtier.service.cluster import BESIDE_US, FIRST_PORT, NUM_PORTS
-from kvtier.tiers import ConfigError, KVTierError
+from kvtier.tiers import ConfigError, KVTierError, require_extra
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -28,6 +28,7 @@ cluster = typer.Typer(cls=VerbGroup, name="cluster", no_args_is_help=True)
 app.add_typer(cluster)
 
 _PROFILES: Final = ("cluster", "observability")  # of which the second is left out where its programs are missing
+_COMPUTE: Final = {"engine", "model"}  # kvtier's verbs that need an extra: said before anything starts
 
 _LONGEST: Final = 107 - len("/events-a/engine-replay")  # bytes: a socket's path has 107
 
@@ -142,6 +143,8 @@ def down(
 
 def _installed(topology: "Topology", is_asked_for: bool, console: "Console") -> "Topology":
     """What can be started here. Whoever asks for a profile needs all its programs; what only adds to it goes, aloud."""
+    if any(each.argv[0] == "kvtier" and _COMPUTE.intersection(each.argv[1:2]) for each in topology.services.values()):
+        require_extra("kvtier cluster up", "engine")
     missing = {name: each for name, each in topology.services.items() if not processes.is_installed(each.argv[0])}
     for name, service in missing.items():
         if is_asked_for or _PROFILES[0] in service.profiles:

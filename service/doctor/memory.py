@@ -6,6 +6,7 @@ import re
 import resource
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Final
 
@@ -19,7 +20,7 @@ TUNABLE: Final = "glibc.cpu.x86_non_temporal_threshold=0x10000"
 _WORTH: Final = 1.1  # a smaller gain is noise
 _COPY_PAIRS: Final = 3
 _COPY_BYTES: Final = 128 << 20  # bytes of each side; the probe needs twice that
-_COPY_SECONDS: Final = 10.0
+_COPY_SECONDS: Final = 10.0  # for one run of the probe, and after which no other pair is run
 _GPU_SECONDS: Final = 60.0  # seconds; a driver's first use is slow
 _LOST: Final = "small blocks are copied more slowly"
 _CUPY: Final = "pip install 'kvtier[cuda13]', or 'kvtier[cuda12]' if the driver is older than 580"
@@ -121,8 +122,11 @@ def check_tunable() -> Finding:
         return ok("glibc", "not measured: too little memory")
     plain: list[float] = []
     tuned: list[float] = []
+    until = time.monotonic() + _COPY_SECONDS
     try:
         for _ in range(_COPY_PAIRS):  # in turns, since the machine may be busy
+            if time.monotonic() > until:
+                return ok("glibc", f"not measured: the machine is too busy, {_COPY_SECONDS:g} s were not enough")
             plain.append(_copy_rate())
             tuned.append(_copy_rate("env", f"GLIBC_TUNABLES={TUNABLE}"))
     except (OSError, ValueError, subprocess.SubprocessError):

@@ -97,6 +97,7 @@ except kvtier.KVTierError as error:
         ["engine", "--model", folder],
         ["demo"],
         ["demo", "rag"],
+        ["cluster", "up", "--state", f"{folder}/state"],
         ["model", f"{folder}/new"],
         ["generate", "--model", folder, "--prompt", "a"],
         ["worth", folder],
@@ -107,7 +108,7 @@ except kvtier.KVTierError as error:
         out, told = told_by(bare)
     engine = "needs llguidance, safetensors, torch, transformers: pip install 'kvtier[engine]'"
     transformers = "needs safetensors, torch, transformers: pip install 'kvtier[transformers]'"
-    verbs = ("engine", "demo", "demo rag", "model", "generate", "worth")
+    verbs = ("engine", "demo", "demo rag", "cluster up", "model", "generate", "worth")
     assert told.splitlines() == [
         *(f"kvtier: kvtier {verb} {engine}" for verb in verbs),
         f"kvtier: kvtier size {transformers}",

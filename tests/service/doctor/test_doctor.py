@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib import metadata
@@ -195,10 +196,24 @@ def test_the_tunable_is_named_only_where_it_helps(monkeypatch: pytest.MonkeyPatc
     assert (finding.status, finding.found) == (WARNING, "copies of blocks at 8.0 GB/s, 12.0 with a tunable")
     assert finding.fix.endswith(f"GLIBC_TUNABLES={doctor_memory.TUNABLE}")
 
+    # A machine so busy that a probe takes long is not asked six times.
+    runs: list[int] = []
+
+    def slow(*prefix: str) -> float:
+        runs.append(len(prefix))
+        time.sleep(0.02)
+        return 8e9
+
+    monkeypatch.setattr(doctor_memory, "_COPY_SECONDS", 0.01)
+    monkeypatch.setattr(doctor_memory, "_copy_rate", slow)
+    assert check_tunable() == ok("glibc", "not measured: the machine is too busy, 0.01 s were not enough")
+    assert runs == [0, 2]
+
     def fails(*prefix: str) -> float:
         raise subprocess.TimeoutExpired("python", 10)
 
     monkeypatch.setattr(doctor_memory, "_copy_rate", fails)
+    monkeypatch.setattr(doctor_memory, "_COPY_SECONDS", 100.0)
     assert check_tunable() == ok("glibc", "not measured: the probe failed")
 
 
