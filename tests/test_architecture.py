@@ -110,7 +110,7 @@ EXPLAINED: Final = {
     "kvtier/cli/admin_cli.py:pin": "the same",
     "kvtier/cli/admin_cli.py:purge": "the same",
     "kvtier/cli/admin_cli.py:export_file": "the same",
-    "kvtier/cli/admin_cli.py:kvtier.connector.models.tokenizer": "tokenizers is asked for with --text alone",
+    "kvtier/cli/prompt_input.py:kvtier.connector.models.tokenizer": "tokenizers is asked for with --text alone",
     "connector/daemon/wire.py:_end": "one for each field of the message",
     "tiers/hierarchy/lower_tier.py:TierPort": "all that the hierarchy does with one tier below",
     "tiers/metrics.py:Metrics": "one verb for each thing that is counted",

@@ -2,7 +2,6 @@
 
 import inspect
 import json
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
@@ -13,19 +12,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from kvtier.cli.options import ConfigOption, JsonOption, given, progress_bar, show
+from kvtier.cli.prompt_input import read, read_list, require_cutter, require_prompt, tokenizer_of, which_blocks
 from kvtier.service import Exit, Json, harmless, observe, router
 from kvtier.tiers import ConfigError, KVTierError
 from kvtier.tiers import config as configuration
 from kvtier.tiers.config import format_size, parse_duration, parse_size, parse_time, show_size
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
-
     from kvtier.service.web import HttpClient
 
 app = typer.Typer()
 
-_MAX_INPUT: Final = 64 << 20  # characters of a file of tokens or of text
 _STATUS_FIELDS: Final = ("clients", "replicas", "steps")  # of a daemon's status, a router's, an engine's
 _SIZES: Final = ("bytes", "size", "used")  # columns of tables
 
@@ -155,20 +152,20 @@ def explain(
 ) -> None:
     if sum(each is not None for each in (blocks, text, request)) != 1:
         raise ConfigError("explain: say which prompt by one of --blocks FILE, --text FILE and --request ID")
-    cutter = _tokenizer(tokenizer)
+    cutter = tokenizer_of(tokenizer)
     if text is not None and url is None:
-        _require_cutter(text, cutter)
-    words = None if text is None else _read(text, "--text")
+        require_cutter(text, cutter)
+    words = None if text is None else read(text, "--text")
     cut = None if cutter is None or words is None else list(cutter.encode(words).ids)
     if url is not None:
-        prompt = words if blocks is None else _read_list(blocks)
+        prompt = words if blocks is None else read_list(blocks)
         if blocks is not None and not all(isinstance(token, int) for token in prompt or ()):
             raise ConfigError(f'--blocks "{blocks}": not token ids, which is what --url takes; write a list of numbers')
         body = given(prompt=prompt, request=request, cache_salt=cache_salt, model=model, tokens=cut)
         answer = _asked(context, url).post("/explain", body, "lines")
         context.show(answer, "\n".join(observe.ExplainedLines.parse(answer).lines))
         return
-    asked: dict[str, Any] = _which_blocks(blocks, None, None, cache_salt, model) | given(tokens=cut, request=request)
+    asked: dict[str, Any] = which_blocks(blocks, None, None, cache_salt, model) | given(tokens=cut, request=request)
     answer = context.client.post("/admin/explain", asked, "runs", "cause")
     told = observe.Explanation.parse(answer).as_json()
     decode = None if cutter is None else partial(cutter.decode, skip_special_tokens=False)
@@ -187,10 +184,11 @@ def pin(
     ttl: Annotated[str, typer.Option(metavar="TIME", help='How long they stay, as in "1h".')] = "1h",
 ) -> None:
     if blocks is None and text is None:
+        require_prompt(tokenizer, cache_salt)
         pins = context.client.get("/admin/pins", "pins")
         _show_table(context, pins, pins["pins"], ("pin", "model", "blocks", "bytes", "seconds_left"))
         return
-    body = _which_blocks(blocks, text, tokenizer, cache_salt, model) | {"ttl": _parsed("--ttl", ttl, parse_duration)}
+    body = which_blocks(blocks, text, tokenizer, cache_salt, model) | {"ttl": _parsed("--ttl", ttl, parse_duration)}
     answer = context.client.post("/admin/pin", body, "pin", "blocks", "seconds_left")
     context.show(answer, f"pin {answer['pin']}: {answer['blocks']} blocks stay for {answer['seconds_left']:g} s")
 
@@ -232,12 +230,15 @@ def purge(
     model: ModelOption = None,
     everything: Annotated[bool, typer.Option("--all", help="All blocks of all models.")] = False,
 ) -> None:
+    if everything and not (blocks is text is model is None):
+        raise ConfigError("purge --all: it forgets all there is; leave it out, or --blocks, --text and --model")
     if blocks is not None or text is not None:
-        which = _which_blocks(blocks, text, tokenizer, cache_salt, model)
+        which = which_blocks(blocks, text, tokenizer, cache_salt, model)
         answer = context.client.post("/admin/evict", which, "evicted", "unpinned")
         gone = ", ".join(f"{count} from {tier}" for tier, count in answer["evicted"].items())
         context.show(answer, f"evicted {gone}; {answer['unpinned']} pins let go")
         return
+    require_prompt(tokenizer, cache_salt)
     if everything == (model is not None):
         raise ConfigError(
             "purge: say what is to be forgotten, by --blocks FILE, --text FILE, --model FINGERPRINT or --all"
@@ -257,7 +258,7 @@ def export_file(
     model: ModelOption = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the file.")] = False,
 ) -> None:
-    body = _which_blocks(blocks, text, tokenizer, cache_salt, model) | {"file": str(file.absolute()), "force": force}
+    body = which_blocks(blocks, text, tokenizer, cache_salt, model) | {"file": str(file.absolute()), "force": force}
     _transfer(context, "/admin/export", body, "exported")
 
 
@@ -324,63 +325,6 @@ def _steps(client: "HttpClient", path: str, body: Json) -> Iterator[Json]:
         yield last
     if "done" not in last:
         raise KVTierError("the daemon hung up before the end; was it stopped?")
-
-
-def _which_blocks(
-    file: str | None, text: str | None, tokenizer: Path | None, cache_salt: str | None, model: str | None
-) -> Json:
-    body = given(model=model, cache_salt=cache_salt)
-    if file is not None and text is not None:
-        raise ConfigError(f'--text "{text}": --blocks names the prompt, too; give one of them')
-    if file is not None:
-        values = _read_list(file)
-        body["hashes" if values and isinstance(values[0], str) else "tokens"] = values
-    if text is not None:
-        body["tokens"] = list(_require_cutter(text, _tokenizer(tokenizer)).encode(_read(text, "--text")).ids)
-    return body
-
-
-def _tokenizer(directory: Path | None) -> "Tokenizer | None":
-    if directory is None:
-        return None
-    from kvtier.connector.models import load_tokenizer
-
-    return load_tokenizer(directory, "--tokenizer")
-
-
-def _require_cutter(text: str, cutter: "Tokenizer | None") -> "Tokenizer":
-    if cutter is None:
-        raise ConfigError(f'--text "{text}": it takes the model\'s tokenizer; name its folder by --tokenizer')
-    return cutter
-
-
-def _read(file: str, option: str) -> str:
-    try:
-        if file == "-":
-            text = sys.stdin.read(_MAX_INPUT + 1)
-            text.encode()  # without a locale, bytes that are no text come this far
-        else:
-            with Path(file).open(encoding="utf-8") as opened:
-                text = opened.read(_MAX_INPUT + 1)
-    except OSError as error:
-        raise ConfigError(f'{option} "{file}": {error.strerror}; name a file that can be read') from None
-    except UnicodeError:
-        raise ConfigError(f'{option} "{file}": not UTF-8 text; name a file of text') from None
-    if len(text) > _MAX_INPUT:
-        raise ConfigError(f'{option} "{file}": longer than {_MAX_INPUT:,} characters; name one prompt')
-    return text
-
-
-def _read_list(file: str) -> list[Any]:
-    text = _read(file, "--blocks")
-    wanted = "write a list of token ids or of block names"
-    try:
-        values = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f'--blocks "{file}": not JSON ({error}); {wanted}') from None
-    if not isinstance(values, list):
-        raise ConfigError(f'--blocks "{file}": not a list; {wanted}')
-    return values
 
 
 def _parsed(option: str, text: str, parse: Callable[[object], Any]) -> Any:

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
-from kvtier.cli import admin_cli
+from kvtier.cli import prompt_input
 from kvtier.connector.daemon.remote import RemoteTiers
 from kvtier.service.observe import DaemonStatus, statuses
 from kvtier.service.observe.summary import hit_share
@@ -428,6 +428,15 @@ def test_a_row_is_what_changed() -> None:
         ),
         (["pin", "--blocks", "-"], '--blocks "-": not JSON'),
         (["pin", "--text", "-"], '--text "-": it takes the model\'s tokenizer; name its folder by --tokenizer'),
+        (["pin", "--tokenizer", "/m"], '--tokenizer "/m": it belongs to a prompt; give one by --blocks or --text'),
+        (["pin", "--cache-salt", "bob"], '--cache-salt "bob": it belongs to a prompt; give one by --blocks or --text'),
+        (["pin", "--blocks", "-", "--tokenizer", "/m"], '--tokenizer "/m": it cuts --text, which is not given; '),
+        (["purge", "--all", "--cache-salt", "bob"], '--cache-salt "bob": it belongs to a prompt; '),
+        (["purge", "--model", "ab", "--cache-salt", "bob"], '--cache-salt "bob": it belongs to a prompt; '),
+        (["purge", "--all", "--blocks", "-"], "purge --all: it forgets all there is; leave it out, or --blocks, "),
+        (["purge", "--all", "--text", "-"], "purge --all: it forgets all there is; leave it out, or --blocks, "),
+        (["purge", "--all", "--model", "ab"], "purge --all: it forgets all there is; leave it out, or --blocks, "),
+        (["export", "/f", "--tokenizer", "/m"], '--tokenizer "/m": it cuts --text, which is not given; '),
         (["purge", "--text", "-", "--blocks", "-"], '--text "-": --blocks names the prompt, too; give one of them'),
         (["status", "--url", "localhost:1"], '--url "localhost:1": not a URL; write it as in http://127.0.0.1:8000'),
         (["export", "/f", "--text", "-", "--tokenizer", "/no"], '--tokenizer "/no": tokenizer.json is not one: '),
@@ -448,6 +457,6 @@ def test_what_is_no_text_or_too_long_is_one_line(monkeypatch: pytest.MonkeyPatch
         ended = kvtier(*arguments, "--blocks", "-", stdin="[NaN]" if "pin" in arguments else "[1]")
         told = f"kvtier: {field}: neither UTF-8 text nor a number; give another\n"
         assert (ended.returncode, ended.stderr) == (2, told)
-    monkeypatch.setattr(admin_cli, "_MAX_INPUT", 3)
+    monkeypatch.setattr(prompt_input, "_MAX_INPUT", 3)
     ended = kvtier(*asked, stdin="long")
     assert (ended.returncode, ended.stderr) == (2, 'kvtier: --text "-": longer than 3 characters; name one prompt\n')
