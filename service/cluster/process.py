@@ -15,6 +15,7 @@ from typing import Final, NamedTuple
 from urllib.parse import urlsplit
 
 from kvtier.service.cluster.file import Ready
+from kvtier.service.web import hang_up
 from kvtier.tiers import KVTierError
 from kvtier.tiers.config import child_environment
 
@@ -135,8 +136,11 @@ def _answers(url: str) -> bool:
     parts = urlsplit(url)
     connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=_ANSWER)
     try:
-        connection.request("GET", parts.path or "/")
-        return connection.getresponse().status < 400
+        connection.connect()
+        connected = connection.sock
+        with hang_up(lambda: connected, _ANSWER) as late:
+            connection.request("GET", parts.path or "/")
+            return connection.getresponse().status < 400 and not late.is_set()  # a head cut short counts as whole
     except (OSError, http.client.HTTPException):
         return False
     finally:

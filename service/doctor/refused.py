@@ -9,6 +9,7 @@ from typing import Final
 
 from kvtier.connector.daemon import peer_of
 from kvtier.service.observe import DaemonStatus
+from kvtier.service.web import hang_up
 from kvtier.tiers import Finding, KVTierError, ok, warning
 from kvtier.tiers.config import ServiceConfig
 
@@ -49,8 +50,11 @@ def _status(address: str) -> DaemonStatus | None:
     host, _, port = address.rpartition(":")
     try:
         with closing(http.client.HTTPConnection(host.strip("[]"), int(port), timeout=_ANSWER)) as connection:
-            connection.request("GET", "/status")
-            answer = connection.getresponse()
-            return DaemonStatus.parse(json.loads(answer.read(_MOST_BYTES))) if answer.status == 200 else None
+            connection.connect()
+            connected = connection.sock
+            with hang_up(lambda: connected, _ANSWER):
+                connection.request("GET", "/status")
+                answer = connection.getresponse()
+                return DaemonStatus.parse(json.loads(answer.read(_MOST_BYTES))) if answer.status == 200 else None
     except (OSError, ValueError, http.client.HTTPException, KVTierError):
         return None

@@ -1,4 +1,5 @@
 from .guard import Guard, read_body
+from .hang_up import hang_up
 from .http_client import HttpClient
 from .http_server import HttpServer, HttpSocket
 from .loop_file import LoopFile
@@ -10,6 +11,7 @@ __all__ = [
     "HttpServer",
     "HttpSocket",
     "LoopFile",
+    "hang_up",
     "page",
     "read_body",
 ]

@@ -1,9 +1,10 @@
 """The HTTP client of the commands: one request each, with a deadline, and one line for every error."""
 
 import json
+import socket
 import ssl
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from time import monotonic
 from typing import Any, Final
 
@@ -11,6 +12,7 @@ import httpx2
 from pydantic import SecretStr
 
 from kvtier.service import Json
+from kvtier.service.web.hang_up import hang_up
 from kvtier.tiers import ConfigError, FormatError, KVTierError, TierUnavailable
 
 _CONNECT: Final = 2.0  # seconds
@@ -30,6 +32,7 @@ class HttpClient:
         """`url`: where an engine or a router answers instead, as in http://HOST:PORT. ConfigError if it is none."""
         self._where = f'[service] http "{address}"' if url is None else f'--url "{url}"'
         self._is_daemon = url is None
+        self._socket: socket.socket | None = None  # of the connection made last
         headers = (
             {}
             if token is None
@@ -75,8 +78,17 @@ class HttpClient:
     @contextmanager
     def _answer(self, method: str, path: str, body: Mapping[str, Any] | None) -> Iterator[httpx2.Response]:
         content = None if body is None else _encoded(body)
+        watched = {"trace": self._watch}
         try:
-            with self._client.stream(method, path, content=content, headers=_JSON) as answer:
+            with ExitStack() as opened:
+                with hang_up(lambda: self._socket, _ANSWER) as late:
+                    try:
+                        stream = self._client.stream(method, path, content=content, headers=_JSON, extensions=watched)
+                        answer = opened.enter_context(stream)
+                    except httpx2.TransportError:
+                        if late.is_set():
+                            raise self._late from None
+                        raise
                 if answer.is_error:
                     raise self._refusal(answer)
                 yield answer
@@ -87,6 +99,11 @@ class HttpClient:
             raise self._late from None
         except (httpx2.HTTPError, httpx2.InvalidURL, httpx2.StreamError) as error:
             raise self._unavailable(str(error) or type(error).__name__) from None
+
+    def _watch(self, event: str, told: Mapping[str, Any]) -> None:
+        """Note each new connection's socket. The names are those of httpx2's `trace` extension."""
+        if event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
+            self._socket = told["return_value"].get_extra_info("socket")
 
     def _refusal(self, answer: httpx2.Response) -> KVTierError:
         if answer.status_code == 401:

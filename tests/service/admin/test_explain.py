@@ -249,7 +249,11 @@ def test_what_answers_there_is_no_daemon_or_no_end_comes(monkeypatch: pytest.Mon
     prompt = json.dumps(list(range(8)))
 
     def never_ends(path: str, headers: dict[str, str]) -> Iterator[bytes]:
-        yield b"HTTP/1.1 200 OK\r\n\r\n{"
+        yield b"HTTP/1.1 200 OK\r\n"
+        while "drip" in path:
+            time.sleep(0.01)
+            yield b"a: b\r\n"
+        yield b"\r\n{"
         while True:
             time.sleep(0.01)
             yield b" " * (1 if "slow" in path else 10_000)
@@ -278,6 +282,8 @@ def test_what_answers_there_is_no_daemon_or_no_end_comes(monkeypatch: pytest.Mon
         assert "more than 100000 bytes; is it kvtier?" in asked("--url", f"http://{other.name}/v1/large")
         monkeypatch.setattr(http_client, "_ANSWER", 0.5)
         assert "no answer within 0.5 s" in asked("--url", f"http://{other.name}/v1/slow")
+        # one whose head never ends, line by line; the client's own timeouts begin anew with each
+        assert "no answer within 0.5 s" in asked("--url", f"http://{other.name}/v1/drip")
     finally:
         other.close()
     # what is no address

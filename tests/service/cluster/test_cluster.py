@@ -9,8 +9,9 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from threading import Event
@@ -23,6 +24,7 @@ from cluster_rig import Running, free_range, wait_for
 from command_rig import kvtier
 from node_rig import ROOT
 from redis_rig import NO_REDIS
+from router_rig import RawReplica
 from service_rig import environment
 from small_engines import GREEDY
 from tiny_models import config_of, prompt
@@ -31,7 +33,7 @@ from kvtier import cli
 from kvtier.connector.local import LocalConnector
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.llm import Engine
-from kvtier.service.cluster import cluster
+from kvtier.service.cluster import cluster, process
 from kvtier.service.cluster.file import Placeholders, Topology
 from kvtier.service.cluster.process import Process, is_free
 from kvtier.service.command_line import Exit
@@ -487,6 +489,24 @@ def test_one_that_does_not_heed_is_killed() -> None:
         assert not found.stop(0.1)
         assert deaf.wait() == -signal.SIGKILL
         wait_for(lambda: Process.of(child) is None)  # and what it had started
+
+
+def test_a_health_check_that_answers_byte_by_byte_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    def drips(path: str, headers: dict[str, str]) -> Iterator[bytes]:
+        yield b"HTTP/1.1 200 OK\r\n"
+        for _ in range(300):  # three seconds, each byte in time
+            time.sleep(0.01)
+            yield b"a"
+        yield b": b\r\n\r\n"
+
+    other = RawReplica(drips)
+    try:
+        monkeypatch.setattr(process, "_ANSWER", 60.0)
+        assert process._answers(f"http://{other.name}/v1/healthz")
+        monkeypatch.setattr(process, "_ANSWER", 0.5)
+        assert not process._answers(f"http://{other.name}/v1/healthz")
+    finally:
+        other.close()
 
 
 def test_a_port_in_use_is_not_free() -> None:

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -26,6 +27,7 @@ from kvtier.cli import checks_cli
 from kvtier.service.command_line import Exit
 from kvtier.service.doctor import doctor
 from kvtier.service.doctor import memory as doctor_memory
+from kvtier.service.doctor import refused as doctor_refused
 from kvtier.service.doctor.copies import check_copies
 from kvtier.service.doctor.doctor import check_engines, check_hashes, check_socket
 from kvtier.service.doctor.memory import check_gpu, check_huge_pages, check_room, check_tunable, read_gpu
@@ -387,6 +389,26 @@ def test_a_socket_that_answers(listener: tuple[Path, socket.socket]) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+def test_pages_that_answer_byte_by_byte_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[int] = []
+
+    def drips() -> None:
+        with suppress(OSError), pages.accept()[0] as client:
+            client.sendall(b"HTTP/1.0 200 OK\r\n\r\n")
+            for number in range(3000):  # half a minute, each piece in time
+                time.sleep(0.01)
+                client.sendall(b" ")
+                sent.append(number)
+
+    monkeypatch.setattr(doctor_refused, "_ANSWER", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as pages:
+        dripping = threading.Thread(target=drips)
+        dripping.start()
+        assert doctor_refused._status(f"127.0.0.1:{pages.getsockname()[1]}") is None
+        dripping.join(60)
+    assert 0 < len(sent) < 3000
+
+
 def test_a_socket_of_another_user(listener: tuple[Path, socket.socket]) -> None:
     os.chown(listener[0], 65534, 65534)
     finding = check_socket(Config.load(service={"socket": listener[0]}).service)
