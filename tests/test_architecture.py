@@ -81,6 +81,7 @@ EXPLAINED: Final = {
     "kvtier/cli/servers_cli.py:serve_engine": "one parameter for each option of the command line",
     "kvtier/cli/servers_cli.py:route": "the same",
     "kvtier/__init__.py:kvtier.tiers.extras": "`import kvtier` alone imports no other part of kvtier",
+    "kvtier/cli/__init__.py:kvtier.cli.program": "Ctrl-C while it is imported ends without a traceback",
     "kvtier/cli/servers_cli.py:kvtier.service.admin.http_app": "starlette and uvicorn, which other verbs do not need",
     "kvtier/cli/servers_cli.py:kvtier.service.web.http_server": "the same",
     "kvtier/cli/servers_cli.py:kvtier.service.router.app": "the same",

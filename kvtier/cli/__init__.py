@@ -1,5 +1,17 @@
 """The `kvtier` command: one file for each family of verbs."""
 
-from kvtier.cli.program import app, main
+import sys
+from typing import Final
 
-__all__ = ["app", "main"]
+__all__ = ["main"]
+
+_INTERRUPTED: Final = 130  # as shells say it of Ctrl-C, and typer of a verb that it ends
+
+
+def main() -> None:
+    """Run the command line. Ctrl-C ends it without a traceback also while it is loaded."""
+    try:
+        from kvtier.cli.program import main as run
+    except KeyboardInterrupt:
+        sys.exit(_INTERRUPTED)
+    run()

@@ -66,6 +66,22 @@ def test_a_shell_completes_verbs_and_their_options(typed: str, offered: list[str
     assert (done.returncode, done.stdout.split(), done.stderr) == (0, offered, "")
 
 
+def test_ctrl_c_while_it_is_loaded_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Pressed:
+        """Ctrl-C when the command line is about to be imported."""
+
+        @staticmethod
+        def find_spec(name: str, path: object = None, target: object = None) -> None:
+            if name == "kvtier.cli.program":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "kvtier.cli.program", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Pressed, *sys.meta_path])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 130
+
+
 def test_help_has_a_short_name() -> None:
     for path in ((), ("pin",), ("cluster",), ("cluster", "up")):
         assert helped(*path, "-h")[0] == helped(*path, "--help")[0]
