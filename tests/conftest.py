@@ -148,7 +148,7 @@ def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
     """A test whose turn comes after the time that `.ci/run` has for it is skipped, and says so."""
-    if time.time() > float(os.environ.get("KVTIER_TESTS_UNTIL", "inf")):
+    if time.time() > float(os.environ.get("TESTS_UNTIL", "inf")):
         pytest.skip("no time left for it on this machine: .ci/run")
 
 
