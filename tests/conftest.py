@@ -4,6 +4,7 @@ import gc
 import hashlib
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -123,7 +124,12 @@ def _certificates_are_read_once() -> Iterator[None]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Examples have no deadline, and none is too slow to make: a machine may be busy. A fixture may serve many."""
+    """Examples have no deadline, and none is too slow to make: a machine may be busy. A fixture may serve many.
+
+    A shell's background job ignores Ctrl-C, and so would every program that a test starts and then interrupts.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.pluginmanager.hasplugin("hypothesispytest"):  # environments of real engines do without
         from hypothesis import HealthCheck, settings
 
