@@ -25,19 +25,21 @@ def listed(text: str) -> list[str]:
 
 
 FIGURES: Final = "lookups missed stored dropped evicted corrupted moved absent ages"
-# Read from /status of kvtier 0.1, before it had types. What a key counts has as many keys as have occurred.
+# Read from /status of kvtier 0.1, before it had types, and what came since. What a key counts has as many keys as have
+# occurred.
 DAEMON: Final = listed(f"""
     version pid uptime_s status degraded socket budget budget.bytes budget.given events
     tier_captions tier_captions.name tier_captions.label tier_captions.shown tier_captions.medium tier_captions.lower
     kv_events kv_events.publish kv_events.replay kv_events.seq kv_events.batches kv_events.events
-    models models.model models.fingerprint models.block_size models.block_bytes models.clients
+    gpu_hour models models.model models.name models.fingerprint models.block_size models.block_bytes models.clients
     models.l2 models.l2.slots models.l2.bytes models.l2.ready_bytes models.l2.pinned models.l2.quotas models.l2.free
     models.l2.filling models.l2.ready models.l2.leased models.l2.quarantined models.l2.dirty
     models.l2.tails
-    models.tiers models.tiers.file models.tiers.file.slots models.tiers.file.breakers
+    models.tiers models.tiers.file models.tiers.file.slots models.tiers.file.breakers models.tiers.file.room
+    models.saved models.optimum models.return_gaps
     {" ".join(f"models.{key}" for key in FIGURES.split())}
     clients clients.pids clients.uid clients.connected clients.seconds clients.claims clients.leases
-    clients.reservations clients.model
+    clients.reservations clients.model refused
 """)
 ENGINE: Final = listed(f"""
     version pid status model fingerprint block_size max_model_len
@@ -47,11 +49,12 @@ ENGINE: Final = listed(f"""
     {" ".join(f"tiers.{key}" for key in FIGURES.split())}
 """)
 ROUTER: Final = listed("""
-    uptime_s block_size fingerprint
+    uptime_s block_size fingerprint models
     tier_captions tier_captions.name tier_captions.label tier_captions.shown tier_captions.medium tier_captions.lower
     replicas replicas.name replicas.url replicas.state replicas.why replicas.load replicas.in_flight replicas.requests
     replicas.errors replicas.events replicas.events.state replicas.events.seq replicas.events.gaps
-    replicas.events.lost replicas.events.age_s replicas.node_events replicas.blocks list list.errors list.why
+    replicas.events.lost replicas.events.age_s replicas.node_events replicas.blocks replicas.latency
+    list list.errors list.why
     decisions decisions.time decisions.prompt_blocks decisions.chosen decisions.reason decisions.scores
     decisions.scores.name decisions.scores.cached decisions.scores.load decisions.scores.work
     requests retries errors unknown_prompts
