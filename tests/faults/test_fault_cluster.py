@@ -76,12 +76,13 @@ def started(home: Path, model: Path, talks: list[list[Turn]]) -> Iterator[Runnin
     for name in ENGINES:
         topology["services"][name][KEY]["argv"].append("--exact")
     (home / "exact.yml").write_text(yaml.safe_dump(topology))
+    (home / "deploy").unlink(missing_ok=True)  # of a try that failed: its error is the one to see, not that of the link
     (home / "deploy").symlink_to(BESIDE_US.parent / "deploy")
     options = ("--file", str(home / "exact.yml"), "--profile", "cluster", "--model", str(model))
     running = Running(home / "state", *options, **OPTIONS)
-    up = running.up()
-    assert up.returncode == Exit.OK, up.stderr
     try:
+        up = running.up()
+        assert up.returncode == Exit.OK, up.stderr
         yield running
         assert running.down().returncode == Exit.OK
         # what is on the disk is whole after all of it
