@@ -50,10 +50,10 @@ def code() -> Iterator[Told]:
 
 
 def documented_paths() -> set[tuple[str, str]]:
-    """(page, dotted path) of everything of ours that a document names or imports."""
+    """(page, dotted path) of everything of ours that a document names or imports; `-t kvtier:TAG` is an image."""
     found = set()
     for page, text in code():
-        names = re.findall(r"(?<![\w./@-])kvtier(?:[.:][A-Za-z_]\w*)+(?![\w/-])", text)
+        names = re.findall(r"(?<!-t )(?<![\w./@-])kvtier(?:[.:][A-Za-z_]\w*)+(?![\w/-])", text)
         found |= {(page, name.replace(":", ".")) for name in names if not name.endswith(FILES)}
         for module, imported in re.findall(r"^\s*from (kvtier[\w.]*) import ([^\n(#]+|\([^)]+\))", text, re.MULTILINE):
             (statement,) = ast.parse(f"from {module} import {imported}").body
@@ -66,8 +66,8 @@ def documented_commands() -> set[tuple[str, str]]:
     """(page, arguments) of every `kvtier VERB …`, up to the end of the line or of the command."""
     found = set()
     for page, text in code():
-        joined = text.replace("\\\n", " ")
-        pattern = r"(?<!from)(?:^|[\s;|&/\"(])(?:kvtier|-m kvtier\.cli) ([a-z][\w-]*[^\n|;&#>]*)"
+        joined = re.sub(r"kubectl -n kvtier\b", "", text.replace("\\\n", " "))  # a namespace
+        pattern = r"(?<!from)(?:^|[\s;|&\"(]|bin/)(?:kvtier|-m kvtier\.cli) ([a-z][\w-]*[^\n|;&#>]*)"
         commands = (arguments.strip() for arguments in re.findall(pattern, joined))
         found |= {(page, command) for command in commands if not command.startswith(NO_COMMANDS)}
     return found
