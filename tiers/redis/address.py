@@ -13,6 +13,7 @@ _IN_URL: Final = frozenset({"host", "port", "path", "db", "username", "password"
 # What is surely no password where no "@" says where one ends: a host, a port of few digits, a database.
 _PLACE: Final = re.compile(r"(\[[\da-fA-F:.]+\]|[\w.-]*)(:\d{1,5})?(/\w*)?", re.ASCII)
 _SCHEME: Final = re.compile(r"[A-Za-z][\w+.-]{0,19}", re.ASCII)
+_NOT_SHOWN: Final = "(not shown, it may hold a password)"
 _FORM: Final = "write it as in redis://HOST:6379/0"
 
 
@@ -34,8 +35,7 @@ def _problem(url: str) -> str:
     """Why it cannot be used, with the fix; empty if it can. ValueError if it is nothing like a URL."""
     scheme, mark, _ = url.partition("://")
     if not mark:
-        is_place = "." in url or ":" in url or url == "localhost"
-        return f"no scheme; write redis://{url}" if is_place and _PLACE.fullmatch(url) else f"not an address; {_FORM}"
+        return f"no scheme; write redis://{url}" if _is_place(url) else f"not an address; {_FORM}"
     if scheme not in _SCHEMES:
         named = f'scheme "{scheme}"' if _SCHEME.fullmatch(scheme) else "its scheme"
         return f"{named} is none of redis, rediss and unix; {_FORM}"
@@ -60,10 +60,17 @@ def _shown(url: str) -> str:
     """The URL in quotes, without what may be a login or part of one."""
     scheme, mark, rest = url.partition("://")
     if not mark:
-        scheme, rest = "", url
+        return f'"{url}"' if not url or _is_place(url) else _NOT_SHOWN  # a word alone may be the password
     login, at, place = rest.rpartition("@")
     place = place.partition("?")[0]
+    if at and not _PLACE.fullmatch(place):  # login and place may be the wrong way round
+        place = re.sub(":.*", ":…", place, flags=re.DOTALL)
     is_known = "?" not in login if at else bool(_PLACE.fullmatch(place)) or (scheme == "unix" and ":" not in place)
-    if not is_known or (mark and not _SCHEME.fullmatch(scheme)) or len(url) > 1000:
-        return "(not shown, it may hold a password)"
+    if not is_known or not _SCHEME.fullmatch(scheme) or len(url) > 1000:
+        return _NOT_SHOWN
     return f'"{scheme}{mark}{"…@" if at else ""}{place:.100}"'
+
+
+def _is_place(url: str) -> bool:
+    """Whether it is a server's place without a scheme, and no other word."""
+    return len(url) <= 1000 and ("." in url or ":" in url or url == "localhost") and bool(_PLACE.fullmatch(url))

@@ -484,7 +484,8 @@ def test_no_secret_is_ever_shown() -> None:
     # A slip in the address, which Python's own message would quote.
     for url in ("redis://:s3cret@host:s3cret", "http://:s3cret@host", "s3cret"):
         (finding,) = redis_of(url)
-        assert (finding.status, finding.fix) == (ERROR, "write it as in redis://HOST:6379/0")
+        assert finding.status is ERROR
+        assert finding.fix.startswith("write it as in redis://HOST:6379/0")
         assert "s3cret" not in str(finding)
 
 

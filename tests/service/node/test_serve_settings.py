@@ -38,7 +38,7 @@ def test_settings_that_no_model_could_use_end_the_start(home: Path, disk_dir: Pa
         '[file] size "5": 5 bytes are less than a block of any model; did you mean "5GiB"?'
     )
     assert refused(home, redis__url=f"redis://:{SECRET}@cache:sixty") == (
-        '[redis] url "redis://…@cache:sixty": its port is no number from 1 to 65535; '
+        '[redis] url "redis://…@cache:…": its port is no number from 1 to 65535; '
         "write it as in redis://HOST:6379/0, and / and # of a password as %2F and %23"
     )
     assert refused(home, redis__url="redis://cache", redis__key_file=str(path)).startswith('[redis] key_file "')

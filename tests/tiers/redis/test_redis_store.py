@@ -503,7 +503,7 @@ PORT = (
         ),
         (
             {"url": f"redis://user:{SECRET}@host:port"},
-            '[redis] url "redis://…@host:port": its port is no number from 1 to 65535; '
+            '[redis] url "redis://…@host:…": its port is no number from 1 to 65535; '
             "write it as in redis://HOST:6379/0, and / and # of a password as %2F and %23",
         ),
         (
