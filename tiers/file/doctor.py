@@ -22,7 +22,8 @@ _CALL_BYTES: Final = 4 << 20
 _NUM_THREADS: Final = 2  # as many as the file tier has
 _SPAN_BYTES: Final = 256 << 20  # most bytes of the probe's file
 _SECONDS: Final = 0.8  # seconds of writing, then of reading
-_PATIENCE: Final = 5.0  # seconds after which a disk counts as hung
+_PATIENCE: Final = 5.0  # seconds without a call that ends, after which a disk counts as hung
+_LOOK: Final = 0.05  # seconds between two looks at that
 _SLOW: Final = 0.5e9  # bytes per second; a local NVMe reads and writes several times that
 
 
@@ -121,16 +122,21 @@ def probe_disk(directory: Path, free: int) -> DiskRates | None:
     if not span:
         raise OSError(f"too little free space to measure in: {show_size(free)}")
     answer: list[DiskRates | OSError] = []
+    moved_at = [time.monotonic()]
+
+    def moved() -> None:
+        moved_at[0] = time.monotonic()
 
     def measure() -> None:
         try:
-            answer.append(_measure(directory, span))
+            answer.append(_measure(directory, span, moved))
         except OSError as failed:
             answer.append(failed)
 
     thread = threading.Thread(target=measure, name="kvtier-doctor-disk", daemon=True)
     thread.start()
-    thread.join(_PATIENCE)
+    while thread.is_alive() and time.monotonic() - moved_at[0] < _PATIENCE:
+        thread.join(_LOOK)  # where the machine is busy a disk is slow, and does not hang
     if not answer:
         return None
     if isinstance(answer[0], OSError):
@@ -138,7 +144,8 @@ def probe_disk(directory: Path, free: int) -> DiskRates | None:
     return answer[0]
 
 
-def _measure(directory: Path, span: int) -> DiskRates:
+def _measure(directory: Path, span: int, moved: Callable[[], None]) -> DiskRates:
+    """`moved` is called after every call that moved bytes."""
     io = FileIO()
     with ExitStack() as undo:
         fd, name = tempfile.mkstemp(prefix=".kvtier-doctor-", dir=directory)
@@ -155,15 +162,18 @@ def _measure(directory: Path, span: int) -> DiskRates:
             payload.write(offset, [buffer])
             if not is_direct:
                 io.sync(fd)
+            moved()
 
         def read(buffer: memoryview, offset: int) -> None:
             if not is_direct:
                 os.posix_fadvise(fd, offset, len(buffer), os.POSIX_FADV_DONTNEED)
             payload.read(offset, [buffer])
+            moved()
 
         part = span // _NUM_THREADS
         write_rate, covered = _rate(write, part, part)
         io.sync(fd)
+        moved()
         read_rate, _ = _rate(read, part, min(covered, part))  # beyond that no data was written
         return DiskRates(write_rate, read_rate, is_direct)
 
