@@ -70,7 +70,7 @@ def _text(seed: int, words: int) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class AnsweredTurn:
     """What one turn of a conversation got."""
 
     num_prompt: int  # tokens
@@ -79,15 +79,15 @@ class Turn:
     replica: str
 
 
-def held(app: Any, load: Load) -> Iterator[Turn]:
+def held(app: Any, load: Load) -> Iterator[AnsweredTurn]:
     """All conversations, round by round; of each round the turns as they end."""
     talks = [[load.opening(talk)] for talk in range(load.talks)]
 
-    def ask(talk: int) -> Turn:
+    def ask(talk: int) -> AnsweredTurn:
         began = time.perf_counter()
         answer = app.ask(talks[talk], stream=True)
         talks[talk] += [answer.text]
-        return Turn(answer.num_prompt, answer.num_cached, time.perf_counter() - began, answer.replica)
+        return AnsweredTurn(answer.num_prompt, answer.num_cached, time.perf_counter() - began, answer.replica)
 
     with ThreadPoolExecutor(load.clients) as clients:
         for turn in range(load.turns):
@@ -98,7 +98,7 @@ def held(app: Any, load: Load) -> Iterator[Turn]:
             yield from clients.map(ask, order)
 
 
-def row_of(name: str, turns: Sequence[Turn], load: Load, seconds: float) -> dict[str, object]:
+def row_of(name: str, turns: Sequence[AnsweredTurn], load: Load, seconds: float) -> dict[str, object]:
     later = turns[load.talks :]
     by_replica = [sum(turn.replica == each for turn in turns) for each in {turn.replica for turn in turns}]
     return {

@@ -72,6 +72,8 @@ FOR_ENGINES: Final = {
     "KVTierSecondaryTier",
     "KVTierStorage",
     "KVTier",
+    "RayOptions",
+    "build",
 }  # users and engines name these
 # Past the budget, with the reason. The keys are the places that `test_style_budget` prints.
 EXPLAINED: Final = {

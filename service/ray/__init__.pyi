@@ -1,12 +1,9 @@
 from .application import build
-from .asked import AnswerHead, EngineRequest
+from .asked import EngineRequest
 from .options import RayOptions
-from .request_router import KVTierRequestRouter
 
 __all__ = [
-    "AnswerHead",
     "EngineRequest",
-    "KVTierRequestRouter",
     "RayOptions",
     "build",
 ]

@@ -1,4 +1,4 @@
-"""EngineProcess: the engine of one replica, a child process that ends with it in every case."""
+"""EngineChild: the engine of one replica, a child process that ends with it in every case."""
 
 import http.client
 import json
@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from kvtier.tiers import KVTierError
+from kvtier.tiers.config import child_environment
 
 _LOOK: Final = 0.2  # seconds between two looks whether it is ready
 _ANSWER: Final = 5.0  # seconds for a page
@@ -30,7 +31,7 @@ def free_ports(count: int) -> list[int]:
             each.close()
 
 
-class EngineProcess:
+class EngineChild:
     """Starts the engine at once. If the replica dies in whatever way, the kernel kills the engine.
 
     Otherwise an engine that nobody reaches would keep its GPU, and its replica's successor would have no room.
@@ -41,7 +42,7 @@ class EngineProcess:
         self._port = port
         tied = [sys.executable, "-m", "kvtier.service.ray.tied", str(os.getpid())]
         try:
-            self._process = subprocess.Popen([*tied, *command], env={**os.environ, **env}, stdin=subprocess.DEVNULL)
+            self._process = subprocess.Popen([*tied, *command], env=child_environment(env), stdin=subprocess.DEVNULL)
         except OSError as error:
             raise KVTierError(f"{command[0]}: {error.strerror}") from error
 

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from kvtier.tiers import ConfigError
 from kvtier.tiers.config import MAX_BLOCKS
 
-Seconds = Annotated[float, Field(gt=0, le=86400)]
+TimeLimit = Annotated[float, Field(gt=0, le=86400)]
 
 _VLLM_BLOCK: Final = 16  # tokens, of vLLM's cache on most devices
 _ENDPOINTS: Final = ("tcp://{node}:{events}", "tcp://{node}:{replay}")
@@ -38,12 +38,12 @@ class RayOptions(BaseModel):
     max_queued: Annotated[int, Field(ge=-1)] = 1024  # that wait for a replica, at each ingress; -1: no bound
     ingresses: Annotated[int, Field(ge=1, le=1000)] = 1
     max_blocks: Annotated[int, Field(ge=1)] = MAX_BLOCKS  # that each ingress knows of
-    start_timeout: Seconds = 900.0  # for an engine to be ready
-    connect_timeout: Seconds = 5.0
-    first_byte_timeout: Seconds = 600.0
-    stall_timeout: Seconds = 120.0
-    request_timeout: Seconds = 1800.0
-    stop_timeout: Seconds = 40.0  # for an engine to end what it answers, before it is killed
+    start_timeout: TimeLimit = 900.0  # for an engine to be ready
+    connect_timeout: TimeLimit = 5.0
+    first_byte_timeout: TimeLimit = 600.0
+    stall_timeout: TimeLimit = 120.0
+    request_timeout: TimeLimit = 1800.0
+    stop_timeout: TimeLimit = 40.0  # for an engine to end what it answers, before it is killed
 
     def command(self, ports: Mapping[str, str]) -> list[str]:
         """How a replica's engine is started. `ports` fills in {node}, {http}, {events} and {replay}."""

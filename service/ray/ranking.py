@@ -47,7 +47,7 @@ class Queue(NamedTuple):
     most: int
 
 
-class _Model(NamedTuple):
+class _ModelIndex(NamedTuple):
     """What replicas must agree on so that one index serves them; a new version of the deployment may differ."""
 
     block_size: int | None
@@ -56,11 +56,11 @@ class _Model(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Asked:
+class _RankedRequest:
     """A request under way: what is known of its prompt, and who computes it."""
 
     num_tokens: int
-    held: Mapping[_Model, Held]
+    held: Mapping[_ModelIndex, Held]
     num_blocks: int  # of the prompt, or an estimate
     session: bytes | None
     key: str
@@ -81,9 +81,9 @@ class ReplicaRanking:
             with suppress(KVTierError):
                 self._prompts = Prompts.open(Path(model))
         self._max_blocks, self._weights = max_blocks, weights
-        self._holdings: dict[_Model, FleetHoldings] = {}
-        self._models: dict[str, _Model] = {}  # by replica
-        self._asked: OrderedDict[str, _Asked] = OrderedDict()  # by the id that the caller gives a request
+        self._holdings: dict[_ModelIndex, FleetHoldings] = {}
+        self._models: dict[str, _ModelIndex] = {}  # by replica
+        self._asked: OrderedDict[str, _RankedRequest] = OrderedDict()  # by the id that the caller gives a request
         self._turn = 0
         self._reasons: Counter[str] = Counter()
         self._unknown: Counter[str] = Counter()
@@ -173,7 +173,7 @@ class ReplicaRanking:
             profile = ReplicaProfile.of(told.get("models"))
         except ReplicaFailed:
             profile = ReplicaProfile((), None, None, Publishers())
-        model = _Model(profile.block_size or told.get("block_size"), profile.fingerprint, profile.namespace)
+        model = _ModelIndex(profile.block_size or told.get("block_size"), profile.fingerprint, profile.namespace)
         publishers = profile.publishers.reached_at(str(told.get("node", "127.0.0.1")))
         if publishers.events is None and told.get("endpoints"):
             publish, replay = told["endpoints"]
@@ -183,7 +183,7 @@ class ReplicaRanking:
         fingerprint = None if model.fingerprint is None else bytes.fromhex(model.fingerprint)
         holdings.follow(name, publishers, model.block_size, fingerprint)
 
-    async def _read(self, request: EngineRequest | None) -> _Asked:
+    async def _read(self, request: EngineRequest | None) -> _RankedRequest:
         if request is None:
             return self._not_read("no_request", None)
         path = request.path.partition("?")[0]
@@ -201,15 +201,15 @@ class ReplicaRanking:
             return self._not_read(known.unknown, request, session)
         held = {model: await _held(holdings, known, model) for model, holdings in list(self._holdings.items())}
         num_blocks = max((each.num_blocks for each in held.values()), default=-(-len(request.body) // _BYTES))
-        return _Asked(len(known.tokens), held, num_blocks, session, request.key)
+        return _RankedRequest(len(known.tokens), held, num_blocks, session, request.key)
 
-    def _not_read(self, why: str, request: EngineRequest | None, session: bytes | None = None) -> _Asked:
+    def _not_read(self, why: str, request: EngineRequest | None, session: bytes | None = None) -> _RankedRequest:
         self._unknown[why] += 1
         if request is None:
-            return _Asked(0, {}, 1, None, "")
-        return _Asked(0, {}, -(-len(request.body) // _BYTES), session, request.key)
+            return _RankedRequest(0, {}, 1, None, "")
+        return _RankedRequest(0, {}, -(-len(request.body) // _BYTES), session, request.key)
 
-    def _candidate(self, queue: Queue, asked: _Asked) -> Candidate:
+    def _candidate(self, queue: Queue, asked: _RankedRequest) -> Candidate:
         own = [each.work for each in list(self._asked.values()) if each.replica == queue.name]
         num_requests = max(len(own), queue.num_requests)
         usual = sum(own) / len(own) if own else _USUAL
@@ -223,11 +223,11 @@ class ReplicaRanking:
             is_sure=held is not None and queue.name in held.sure,
         )
 
-    def _prefix(self, name: str, asked: _Asked) -> Mapping[str, int]:
+    def _prefix(self, name: str, asked: _RankedRequest) -> Mapping[str, int]:
         held = self._held_of(name, asked)
         return {} if held is None else held.prefixes.get(name, {})
 
-    def _held_of(self, name: str, asked: _Asked) -> Held | None:
+    def _held_of(self, name: str, asked: _RankedRequest) -> Held | None:
         return asked.held.get(self._models[name]) if name in self._models else None
 
 
@@ -239,7 +239,7 @@ def rankings() -> Sequence[ReplicaRanking]:
     return list(_RANKINGS)
 
 
-async def _held(holdings: FleetHoldings, known: KnownPrompt, model: _Model) -> Held:
+async def _held(holdings: FleetHoldings, known: KnownPrompt, model: _ModelIndex) -> Held:
     what = known.tokens, known.cache_salt, model.namespace, None
     is_long = len(known.tokens) > _LONG
     names = await asyncio.to_thread(holdings.names, *what) if is_long else holdings.names(*what)

@@ -12,7 +12,7 @@ from ray import serve
 
 from kvtier.service.openai import OpenAIError
 from kvtier.service.ray.asked import METADATA, AnswerHead, EngineRequest
-from kvtier.service.ray.child import EngineProcess, free_ports
+from kvtier.service.ray.child import EngineChild, free_ports
 from kvtier.service.ray.options import RayOptions
 from kvtier.service.router import Deadlines, ReplicaClient, ReplicaFailed, ReplicaProfile
 from kvtier.tiers import KVTierError
@@ -31,7 +31,7 @@ class EngineReplica:
         self._endpoints = options.endpoints(ports)
         self._name = serve.get_replica_context().replica_id.unique_id
         self._client: ReplicaClient | None = None
-        self._engine = EngineProcess(options.command(ports), options.environment(ports), self._port)
+        self._engine = EngineChild(options.command(ports), options.environment(ports), self._port)
         self._models = self._engine.wait_ready(options.start_timeout)
 
     def record_replica_metadata(self) -> dict[str, Any]:

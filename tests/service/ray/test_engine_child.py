@@ -12,7 +12,7 @@ from event_rig import until
 from node_rig import free_port
 from pydantic import ValidationError
 
-from kvtier.service.ray.child import EngineProcess, free_ports
+from kvtier.service.ray.child import EngineChild, free_ports
 from kvtier.service.ray.options import RayOptions
 from kvtier.tiers.errors import ConfigError, KVTierError
 
@@ -30,8 +30,8 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
 OWNER = """
 import sys, time
-from kvtier.service.ray.child import EngineProcess
-engine = EngineProcess([sys.executable, "-c", sys.argv[2], sys.argv[1]], {}, int(sys.argv[1]))
+from kvtier.service.ray.child import EngineChild
+engine = EngineChild([sys.executable, "-c", sys.argv[2], sys.argv[1]], {}, int(sys.argv[1]))
 engine.wait_ready(60)
 print(engine._process.pid, flush=True)
 time.sleep(600)
@@ -89,7 +89,7 @@ def test_an_option_that_cannot_be_meant_names_its_field(field: str, value: objec
 
 def test_ready_is_who_answers_and_a_stopped_one_is_gone() -> None:
     port = free_ports(1)[0]
-    engine = EngineProcess([sys.executable, "-c", SERVER, str(port)], {}, port)
+    engine = EngineChild([sys.executable, "-c", SERVER, str(port)], {}, port)
     assert engine.wait_ready(60) == {"data": []}
     assert engine.is_healthy()
     engine.stop(10)
@@ -98,10 +98,10 @@ def test_ready_is_who_answers_and_a_stopped_one_is_gone() -> None:
 
 
 def test_an_engine_that_ends_or_is_never_ready_is_one_line() -> None:
-    engine = EngineProcess([sys.executable, "-c", "raise SystemExit(3)"], {}, free_port())
+    engine = EngineChild([sys.executable, "-c", "raise SystemExit(3)"], {}, free_port())
     with pytest.raises(KVTierError, match="ended with status 3 before it was ready"):
         engine.wait_ready(60)
-    engine = EngineProcess([sys.executable, "-c", "import time; time.sleep(600)"], {}, free_port())
+    engine = EngineChild([sys.executable, "-c", "import time; time.sleep(600)"], {}, free_port())
     with pytest.raises(KVTierError, match=r"not ready after 0.5 s; raise start_timeout"):
         engine.wait_ready(0.5)
     assert engine._process.poll() is not None
