@@ -295,7 +295,7 @@ function droppedOf(model, history) {
 function breakersOf(model) {
   const below = Object.entries(model.tiers);
   if (!below.length) {
-    const sections = tiers().filter(({ lower }) => lower).map(({ name }) => `[${name}]`).join(" and ");
+    const sections = tiers().filter(({ lower }) => lower).map(({ name }) => `[${name}]`).join(", ");
     return none(`No tier below host memory is configured: see ${sections}.`);
   }
   const directions = [...new Set(below.flatMap(([, { breakers }]) => Object.keys(breakers)))];

@@ -100,7 +100,7 @@ def test_requests_and_answers_pass_unchanged(pair: Pair, router: RoutedReplicas)
     assert sum(value for name, value in metrics.items() if name.startswith("kvtier_route_requests_total")) == 3
     assert metrics["kvtier_route_told_prompt_tokens_total"] == 120  # as the usage of all said
     assert metrics["kvtier_route_told_cached_tokens_total"] == 96
-    assert router.status()["tokens"]["told_tiers"] == {"L1": 72, "L2": 0, "file": 0, "peers": 0, "redis": 24}
+    assert router.status()["tokens"]["told_tiers"] == {"L1": 72, "L2": 0, "file": 0, "redis": 24}
     last = router.status()["decisions"][0]
     assert {score["name"] for score in last["scores"]} == {replica.name for replica in pair}
     assert last["reason"] == "unsure"
