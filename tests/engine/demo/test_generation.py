@@ -41,7 +41,8 @@ def test_a_second_process_finds_what_the_first_computed(model: Path, tmp_path: P
     assert second["text"] == first["text"]
     shown = kvtier(*arguments).stdout
     assert first["text"] in shown
-    assert f"file {second['cached_tokens']['file']:,} · peers 0 · redis 0 · computed {second['computed_tokens']:,}" in shown
+    from_file, computed = second["cached_tokens"]["file"], second["computed_tokens"]
+    assert f"file {from_file:,} · peers 0 · redis 0 · computed {computed:,}" in shown
 
 
 @pytest.mark.parametrize(
