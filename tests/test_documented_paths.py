@@ -15,7 +15,7 @@ from kvtier.cli.verbs import VERBS, load
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 PAGES: Final = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
-ENGINES: Final = ("vllm", "sglang", "cupy")  # not installed where these tests run
+ENGINES: Final = ("vllm", "sglang", "cupy", "ray")  # not installed where these tests run
 FILES: Final = (".toml", ".sock", ".md", ".py", ".json", ".yml", ".html", ".log", ".svg", ".png")
 
 # Words after "kvtier" in what it prints, and in labels of keys.
@@ -88,7 +88,10 @@ def lead_to(path: str) -> Any:
         if not any(engine in str(error).lower() for engine in ENGINES):
             raise
         folder = ROOT.joinpath(*re.sub("_tier$", "", module.removeprefix("kvtier.")).split("."))
-        assert all(any(f"class {name}" in file.read_text() for file in folder.glob("*.py")) for name in names), path
+        assert all(
+            any(re.search(rf"^(class|def) {name}\b", file.read_text(), re.M) for file in folder.glob("*.py"))
+            for name in names
+        ), path
         return None
     return found
 

@@ -1,9 +1,9 @@
 """The `kvtier` command: one file for each family of verbs."""
 
 import sys
-from typing import Final
+from typing import Any, Final
 
-__all__ = ["main"]
+__all__ = ["app", "main"]
 
 _INTERRUPTED: Final = 130  # as shells say it of Ctrl-C, and typer of a verb that it ends
 
@@ -15,3 +15,12 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(_INTERRUPTED)
     run()
+
+
+def __getattr__(name: str) -> Any:
+    """`app`, the commands as typer has them, once somebody asks for it."""
+    if name != "app":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from kvtier.cli.program import app
+
+    return app
