@@ -13,6 +13,7 @@ from typing import Any, Final
 from _claims import CLAIMS, SIX, PageRow
 from _goals import Target, held, left_out, without_mean
 from _models_page import MODELS, models_table
+from _scale_page import PAGES, filled
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 PROGRAMS: Final = ROOT / "benchmarks"
@@ -212,6 +213,8 @@ def main() -> None:
     PERFORMANCE.write_text(written(PERFORMANCE, figures()))
     README.write_text(written(README, six()))
     MODELS.write_text(written(MODELS, models_table()))
+    for page in PAGES:
+        page.write_text(filled(page))
     print("\n".join(chain(lacking(saved(), PERFORMANCE.read_text()), ["the pages are written"])))
 
 

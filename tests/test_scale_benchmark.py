@@ -1,4 +1,4 @@
-"""Stories of benchmarks/scale.py: its arithmetic by hand, its limits, and its short form."""
+"""Stories of benchmarks/scale.py: its arithmetic by hand, its limits, its short form, and the pages that are filled."""
 
 import json
 from dataclasses import replace
@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import scale
 from _scale_model import GIB, MONTH, NODES, Assumptions, Limit, PaperFleet, PieceCosts, RequestMoves
+from _scale_page import MARK, PAGES, filled, table, tables
 
 ASSUMED = Assumptions(rate=2.0, token_bytes=1 << 20, block_tokens=16, l1_gib=1, l2_gib=2, slab_gib=4)
 MEASURED = PieceCosts(
@@ -84,7 +85,8 @@ def test_an_object_store_takes_money_for_requests_and_for_room(fleet: PaperFleet
     assert requests == pytest.approx((100 * 0.005 + 2 * 0.0004) / 1000 * MONTH)
     assert room == pytest.approx(100 * (16 << 20) * 86_400 / 1e9 * 0.023)
     large, same = fleet.object_money(1, 1, SIZES["large"])
-    assert (large, same) == (pytest.approx(requests / 10), pytest.approx(room))
+    assert large == pytest.approx(requests / 10)
+    assert same == pytest.approx(room)
 
 
 def test_a_limit_is_the_largest_fleet_within_it(fleet: PaperFleet) -> None:
@@ -146,3 +148,18 @@ def test_a_figure_that_cannot_be_is_one_line(
     assert (status, out) == (2, "")
     assert told in err
     assert err.count("\n") == 1
+
+
+def test_the_pages_show_what_the_programs_saved() -> None:
+    """After a run was saved: `python benchmarks/_readme.py`."""
+    shown = []
+    for page in PAGES:
+        assert page.read_text() == filled(page)
+        shown += [found[1] for found in MARK.findall(page.read_text())]
+    assert sorted(shown) == sorted(tables())  # each once
+
+
+def test_a_table_is_aligned_and_says_what_is_missing() -> None:
+    rows = [{"a": "x", "b": 1.23456, "c": 12_345}, {"a": "y", "b": 12345.6, "c": None}]
+    told = "| a | b | c |\n|---|--:|--:|\n| x | 1.235 | 12,345 |\n| y | 12,346 | none is enough |\n"
+    assert table(rows) == told

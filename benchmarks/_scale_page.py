@@ -1,0 +1,83 @@
+"""The tables of docs/scale.md, of what benchmarks/scale.py saved: one for each part, and the limits of each."""
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+ROOT: Final = Path(__file__).resolve().parent.parent
+SCALE: Final = ROOT / "docs" / "scale.md"
+PAGES: Final = (SCALE,)
+RESULTS: Final = ROOT / "benchmarks" / "results"
+MARK: Final = re.compile(r"(<!-- figures: (\w+), written by [\w/.]+ -->\n).*?(<!-- end of figures -->\n)", re.DOTALL)
+NO_LIMIT: Final = "no limit found"
+
+SavedRow = dict[str, Any]
+
+
+def tables() -> dict[str, str]:
+    """Each table of the pages by the word in its mark."""
+    document = json.loads((RESULTS / "scale.json").read_text())
+    rows: list[SavedRow] = document["results"]
+    parts = {part: _of(rows, part) for part in ("events", "index", "decisions", "redis", "objects")}
+    limits = _of(rows, "limits")
+    made = {name: table(part) for name, part in parts.items()}
+    for name in parts:
+        made[f"{name}_limits"] = table(_limits(limits, name))
+    made["pieces"] = table(_of(rows, "a piece costs"))
+    made["moved"] = table(_turned(_of(rows, "a request moves")))
+    made["assumed"] = table([{"assumed": name, "": value} for name, value in document["setup"].items()])
+    made["machine"] = _machine(document)
+    return made
+
+
+def filled(page: Path) -> str:
+    """The page with what was saved between its marks. KeyError if a mark names no table."""
+    made = tables()
+    return MARK.sub(lambda found: found[1] + made[found[2]] + found[3], page.read_text())
+
+
+def table(rows: Sequence[SavedRow]) -> str:
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    aligned = ["--:" if all(not isinstance(row[name], str) for row in rows) else "---" for name in columns]
+    lines = [f"| {' | '.join(columns)} |", f"|{'|'.join(aligned)}|"]
+    lines += [f"| {' | '.join(_cell(row.get(name)) for name in columns)} |" for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+def _machine(document: SavedRow) -> str:
+    machine = document["machine"]
+    return f"{machine['cpu']}, {machine['cores']} cores, commit `{document['commit']}`.\n"
+
+
+def _of(rows: Sequence[SavedRow], part: str) -> list[SavedRow]:
+    return [{name: value for name, value in row.items() if name != "part"} for row in rows if row["part"] == part]
+
+
+def _limits(rows: Sequence[SavedRow], part: str) -> list[SavedRow]:
+    """Which fleet is the largest within each."""
+    shown: list[SavedRow] = []
+    for row in rows:
+        if row["of"] == part:
+            nodes = row["holds up to"]
+            shown.append({"limit": row["limit"], "up to, nodes": NO_LIMIT if nodes is None else nodes})
+    return shown
+
+
+def _turned(rows: Sequence[SavedRow]) -> list[SavedRow]:
+    """A row for each thing, and a column for each number of sightings."""
+    by = {f"stored from sighting {row['admit_after']}": row for row in rows}
+    return [
+        {"tokens a request": name.replace("_", " "), **{column: round(row[name]) for column, row in by.items()}}
+        for name in rows[0]
+        if name != "admit_after"
+    ]
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return "none is enough"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
