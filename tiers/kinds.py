@@ -33,6 +33,10 @@ _ROWS: Final = (
     TierKind("file", "file", "file", "STORAGE", 0.8, aliases=("DISK", "NVME"), module="kvtier.tiers.file.opening"),
     TierKind("peers", "peers", "other nodes", "PEER", 0.7, is_shared=True, module="kvtier.tiers.peers.opening"),
     TierKind("redis", "redis", "Redis", "EXTERNAL", 0.6, is_shared=True, module="kvtier.tiers.redis.opening"),
+    # its weight was not measured: its first byte comes later than that of Redis
+    TierKind(
+        "objects", "objects", "object store", "OBJECT", 0.4, is_shared=True, module="kvtier.tiers.objects.opening"
+    ),
 )
 
 TIERS: Final[dict[str, TierKind]] = {row.name: row for row in _ROWS}

@@ -71,6 +71,15 @@ class Metrics:
         self._bytes = self._counter("kvtier_bytes", "Payload bytes moved", "tier", "direction")
         self._corruption = self._counter("kvtier_corruption", "Blocks that failed verification", "tier")
         self._evict = self._counter("kvtier_evicted", "Blocks evicted", "tier")
+        self._requests = self._counter(
+            "kvtier_storage_requests", "Requests to storage that is paid by them, by kind", "tier", "kind"
+        )
+        self._traffic = self._counter(
+            "kvtier_storage_traffic_bytes",
+            "Bytes of such requests, with all that lies around blocks",
+            "tier",
+            "way",
+        )
         self._breaker = self._gauge("kvtier_breaker_open", "1 while a tier is detached", "tier", "direction")
         self._selective = self._gauge(
             "kvtier_selective_admission", "1 while a tier takes only blocks that were seen before", "tier", "why"
@@ -93,7 +102,7 @@ class Metrics:
         )
         self._ages: dict[str, Sequence[int]] = {}
         registry.register(_Ages(self._ages))
-        self._evicted_before: dict[str, int] = {}
+        self._totals_before: dict[str, int] = {}
         self._refresh: list[Callable[[], None]] = []
         # All of them at once: Prometheus computes no rate of a series that does not exist yet.
         self._looked_up = {tier: self._lookup.labels(tier) for tier in lookup_results()}
@@ -147,8 +156,16 @@ class Metrics:
 
     def evicted(self, tier: str, total: int) -> None:
         """How many blocks made room for others since the start, as the tier itself counts them."""
-        self._evict.labels(tier).inc(max(0, total - self._evicted_before.get(tier, 0)))
-        self._evicted_before[tier] = total
+        self._evict.labels(tier).inc(max(0, total - self._totals_before.get(tier, 0)))
+        self._totals_before[tier] = total
+
+    def paid(self, tier: str, name: str, total: int) -> None:
+        """What a tier's storage was asked since the start: `requests_{kind}` or `bytes_{way}`, as the tier counts."""
+        what, _, which = name.partition("_")
+        counter = self._requests if what == "requests" else self._traffic
+        key = f"{tier} {name}"
+        counter.labels(tier, which).inc(max(0, total - self._totals_before.get(key, 0)))
+        self._totals_before[key] = total
 
     def corrupted(self, tier: str, num_blocks: int) -> None:
         """Blocks whose key or checksum was not the one stored. They were not served."""

@@ -78,10 +78,11 @@ class VllmOptions:
                 "so no text fills one and nothing is kept; raise it, or leave --kv-transfer-config out",
                 *(max_model_len, block_size),
             )
-        if not stores and self.config.redis.url is None and self.config.service.socket is None:
+        shared = (self.config.redis.url, self.config.objects.bucket, self.config.service.socket)
+        if not stores and shared == (None, None, None):
             _log.warning(
-                'kv_role "kv_consumer": this vLLM only loads, and nobody else fills its tiers; name a [redis] url or a '
-                '[service] socket that the prefill node has as well, or use "kv_both"'
+                'kv_role "kv_consumer": this vLLM only loads, and nobody else fills its tiers; name a [redis] url, '
+                'an [objects] bucket or a [service] socket that the prefill node has as well, or use "kv_both"'
             )
         if "block_size" in asked.model_fields_set and asked.block_size != block_size:
             _log.warning(

@@ -12,7 +12,7 @@ _UNKNOWN: Final = ("never_seen", "absent")
 _ADVICE: Final = {
     "absent": "Its tiers are a daemon's: ask that one, by --http, or by --request with the same id.",
     "evicted": "Give {tier} more room if prompts return later than that; `kvtier simulate` says what pays.",
-    "lost": "Give Redis more memory, or raise [redis] ttl.",
+    "lost": "Give {tier} more room, or let blocks live longer there: [redis] ttl, or a bucket's lifecycle rule.",
     "never_seen": "If it should have been stored, compare cache salt, model and chat template.",
     "not_admitted": "Lower [cache] admit_after to store blocks at their first sighting.",
     "quota": "Give this tenant a larger quota, by `kvtier quota`.",
@@ -23,7 +23,7 @@ _ADVICE: Final = {
 _CAUSES: Final = {
     "absent": "the engine does not know why",
     "evicted": "it was evicted from {tier} {seconds} s ago",
-    "lost": "it was stored in Redis {seconds} s ago and is not there now: it expired, or Redis evicted it",
+    "lost": "it was stored in {tier} {seconds} s ago and is not there now: it expired, or was evicted",
     "never_seen": "it was never stored here, or left too long ago",
     "not_admitted": "it was not admitted to {tier} {seconds} s ago",
     "quota": "its tenant's quota was used up {seconds} s ago",

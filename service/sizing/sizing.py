@@ -12,7 +12,7 @@ from kvtier.tiers.config import show_size
 from kvtier.tiers.file import BareSlab
 from kvtier.tiers.host import slot_stride
 from kvtier.tiers.naming import DTYPE_BYTES
-from kvtier.tiers.redis import ClearForm
+from kvtier.tiers.shared import ClearForm
 
 FORM: Final = 1  # of the JSON: `kvtier_size`
 _GIB: Final = 1 << 30

@@ -21,7 +21,19 @@ sys.path[:0] = [str(ROOT), *(str(ROOT / name) for name in ("tests/rigs", "tests/
 from endurance import options, origin, tell  # noqa: E402
 
 KINDS: Final = {
-    "bytes": ("frames", "record", "replies", "superblock", "rows", "events", "plan", "archive", "records", "trace"),
+    "bytes": (
+        "frames",
+        "record",
+        "object_table",
+        "replies",
+        "superblock",
+        "rows",
+        "events",
+        "plan",
+        "archive",
+        "records",
+        "trace",
+    ),
     "http": ("openai", "admin", "prompts", "replica", "stream"),
     "settings": ("config", "toml", "replicas", "cluster"),
 }

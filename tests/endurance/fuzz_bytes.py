@@ -20,10 +20,11 @@ from kvtier.tiers.cipher import Encryption, key_id
 from kvtier.tiers.errors import FormatError
 from kvtier.tiers.file import slab
 from kvtier.tiers.file.slab_codec import codec_of
+from kvtier.tiers.objects.layout import MAX_BLOCKS, TABLE_BYTES, ObjectSpace
 from kvtier.tiers.redis.compressed import CompressedForm
-from kvtier.tiers.redis.forms import ClearForm, EncryptedForm, RecordForm
 from kvtier.tiers.redis.stream import WireError
 from kvtier.tiers.redis.wire import Wire
+from kvtier.tiers.shared.forms import ClearForm, EncryptedForm, RecordForm
 
 NAME: Final = b"n" * 32
 Target = Callable[[bytes], None]
@@ -54,6 +55,17 @@ def record(data: bytes) -> None:
         head = data[: form.head_bytes].ljust(form.head_bytes, b"\0")
         payload = data[form.head_bytes :][:4096].ljust(4096, b"\0")
         form.decode(head, memoryview(bytearray(payload)), NAME, 7)
+
+
+def object_table(data: bytes) -> None:
+    """What an object begins with, as it came and with a checksum that is right."""
+    space = ObjectSpace("kvtier", FORMS[0], 4096, 4)
+    true = space.table([NAME])
+    body = (true[:8] + data)[: TABLE_BYTES - 8].ljust(TABLE_BYTES - 8, b"\0")
+    for table in (data, body + xxhash.xxh3_64_intdigest(body).to_bytes(8, "little")):
+        names = space.named(memoryview(table), NAME)
+        assert len(names) <= MAX_BLOCKS
+        assert names[:1] in ([], [NAME])
 
 
 def replies(data: bytes) -> None:
@@ -153,5 +165,6 @@ TARGETS: Final[dict[str, Target]] = {
     "plan": raising(StepPlan.decode),
     "archive": raising(decode_header),
     "records": records,
+    "object_table": object_table,
     "trace": raising(parse_line),
 }

@@ -79,9 +79,9 @@ def test_usage_says_where_each_token_came_from(tmp_path: Path) -> None:
     forget(engine, "slab")
     engine.generate([[*first[:32], *prompt(5, 9)]], keep(1))  # brings two blocks back to L1 and L2
     tokens = [*first[:40], *prompt(2, 20)]
-    assert cached(engine, tokens) == {"L1": 32, "L2": 0, "file": 8, "peers": 0, "redis": 0}
+    assert cached(engine, tokens) == {"L1": 32, "L2": 0, "file": 8, "peers": 0, "redis": 0, "objects": 0}
     forget(engine, "L2")
-    assert cached(engine, tokens[:41]) == {"L1": 0, "L2": 40, "file": 0, "peers": 0, "redis": 0}
+    assert cached(engine, tokens[:41]) == {"L1": 0, "L2": 40, "file": 0, "peers": 0, "redis": 0, "objects": 0}
     stats = engine.stats
     assert stats["prompt_tokens"] == 64 + 41 + 60 + 41
     computed = stats["prompt_tokens"] - stats["l1_tokens"] - stats["external_tokens"]

@@ -64,7 +64,7 @@ def test_a_tail_counts_as_l2s_in_an_answers_usage() -> None:
     request = engine.request(engine.add_request([*first, *prompt(2, 9)], keep(1)))
     while engine.has_unfinished:
         engine.step()
-    assert request.cached_tokens == {"L1": 0, "L2": 90, "file": 0, "peers": 0, "redis": 0}
+    assert request.cached_tokens == {"L1": 0, "L2": 90, "file": 0, "peers": 0, "redis": 0, "objects": 0}
     end(engine)
 
 

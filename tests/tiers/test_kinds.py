@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import kvtier.tiers.file.opening
+import kvtier.tiers.objects.opening
 import kvtier.tiers.peers.opening
 import kvtier.tiers.redis.opening
 from kvtier.tiers.config.config import Config
@@ -26,6 +27,7 @@ MODULES: dict[str, TierModule] = {
     "file": kvtier.tiers.file.opening,
     "peers": kvtier.tiers.peers.opening,
     "redis": kvtier.tiers.redis.opening,
+    "objects": kvtier.tiers.objects.opening,
 }
 
 
@@ -87,7 +89,7 @@ def test_the_page_is_told_every_name(monkeypatch: pytest.MonkeyPatch) -> None:
         "medium": "TAPE",
         "lower": True,
     }
-    assert [caption["lower"] for caption in tier_captions()] == [False, False, True, True, True, True]
+    assert [caption["lower"] for caption in tier_captions()] == [False, False, True, True, True, True, True]
 
 
 class _Shape:

@@ -23,6 +23,7 @@ from kvtier.tiers.config.sections import (
     FileConfig,
     HostConfig,
     L1Config,
+    ObjectsConfig,
     PeersConfig,
     RedisConfig,
     ServerConfig,
@@ -52,6 +53,7 @@ class Config(BaseSettings):
     l1: L1Config = L1Config()
     peers: PeersConfig = PeersConfig()
     redis: RedisConfig = RedisConfig()
+    objects: ObjectsConfig = ObjectsConfig()
     service: ServiceConfig = ServiceConfig()
     server: ServerConfig = ServerConfig()
     events: EventsConfig = EventsConfig()

@@ -64,8 +64,11 @@ def parse_duration(value: object) -> float:
     """Seconds, as `parse_time`, but up to a year and with the unit "d"; for what is kept, not waited for."""
     if isinstance(value, str) and value.strip().endswith("d"):
         value = _quantity(value, {"d": _DAY}, "d", 'not a time; write it as in "7d"')
-    if isinstance(value, str):
-        return parse_time(value)
+    elif isinstance(value, str):
+        fix = 'write seconds, or a number with a unit, as in "50ms"'
+        value = _quantity(value, _TIME_UNITS, "s", f"not a time; {fix}")
+        if value < 1:
+            return parse_time(value)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 1 <= value <= _MAX_DURATION:
         raise ValueError('outside 1s to 365d; write a time such as "24h" or "7d"')
     return float(value)

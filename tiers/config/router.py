@@ -48,6 +48,7 @@ class RouterConfig(HttpSection):
     weight_cpu: _Share = option(TIERS[L2].weight, "what host memory saves of computing a block, of 1")
     weight_storage: _Share = option(TIERS["file"].weight, "what a slab saves of it")
     weight_external: _Share = option(TIERS["redis"].weight, "what Redis saves of it")
+    weight_object: _Share = option(TIERS["objects"].weight, "what an object store saves of it")
     max_requests: WholeNumber = option(
         256, "requests at one replica at a time; beyond them clients are told 429", ge=1, le=65536
     )

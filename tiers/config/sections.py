@@ -1,5 +1,6 @@
 """The sections of the configuration: every option, its default and what it means; `config.py` reads them."""
 
+from pathlib import Path
 from typing import Annotated, Final, Literal, Self
 
 from pydantic import Field, SecretStr, model_validator
@@ -7,14 +8,17 @@ from pydantic import Field, SecretStr, model_validator
 from kvtier.tiers.config.quantities import format_size
 from kvtier.tiers.config.values import (
     Address,
+    BucketName,
     ByteSize,
     CacheSalt,
     Directory,
     FileName,
+    HttpEndpoint,
     HttpSection,
     KeyPrefix,
     Lifetime,
     NodeAddresses,
+    ObjectPrefix,
     Section,
     Sightings,
     SocketPath,
@@ -28,7 +32,7 @@ from kvtier.tiers.config.values import (
     require_local,
 )
 
-_SHORTEST_SECRET: Final = 16  # characters: who reads Redis may try shorter ones until one fits
+_SHORTEST_SECRET: Final = 16  # characters: who reads what is stored may try shorter ones until one fits
 
 
 class HostConfig(Section):
@@ -184,14 +188,43 @@ class RedisConfig(Section):
 
     @model_validator(mode="after")
     def _one_seal(self) -> Self:
-        if self.secret is None:
-            return self
-        if self.key_file is not None:
-            raise ValueError("secret (not shown): key_file is given too, and authenticates as well; remove secret")
-        if len(self.secret.get_secret_value()) < _SHORTEST_SECRET:
-            raise ValueError(
-                f"secret (not shown): shorter than {_SHORTEST_SECRET} characters; make one with: openssl rand -hex 32"
-            )
+        _require_one_seal(self.secret, self.key_file)
+        return self
+
+
+class ObjectsConfig(Section):
+    bucket: BucketName | None = option(None, "bucket of an S3-compatible object store; none = tier off")
+    endpoint: HttpEndpoint | None = option(None, "the store's address, as in https://HOST:PORT; none = AWS")
+    region: Annotated[str, Field(min_length=1, max_length=64)] = option(
+        "us-east-1", "the bucket's region; most stores but AWS take any"
+    )
+    access_key_id: str | None = option(None, "who asks; none = as AWS's variables or the role of the machine say")
+    secret_access_key: SecretStr | None = option(None, "its key; never logged")
+    virtual_hosted: bool = option(False, "the bucket's name stands in the host's, not in the path")
+    ca: FileName | None = option(None, "certificate authority of an https endpoint; none = the system's")
+    secret: SecretStr | None = option(
+        None, "seals what is stored: without it nobody writes what is served; never logged"
+    )
+    key_file: FileName | None = option(
+        None, "file with the key that encrypts what is stored, AES-256-GCM; instead of secret"
+    )
+    prefix: ObjectPrefix = option("kvtier", "what every object's key begins with")
+    ttl: Lifetime = option("7d", "age at which the bucket's lifecycle rule removes an object")
+    connect_timeout: Time = option("1s", "longest a connection may take to open")
+    deadline: Time = option("2s", "longest a batch may take, besides its size over bandwidth")
+    bandwidth: ByteSize = option("25MB", "bytes per second a batch is given time for", ge=1)
+    connections: WholeNumber = option(16, "requests of reads under way at once", ge=1, le=256)
+    part_size: ByteSize = option("2MiB", "a longer read is asked for in parts of this, all at once", ge=1 << 16)
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        _require_one_seal(self.secret, self.key_file)
+        if (self.access_key_id is None) != (self.secret_access_key is None):
+            given = f'access_key_id "{self.access_key_id}"' if self.access_key_id else "secret_access_key (not shown)"
+            missing = "secret_access_key" if self.access_key_id else "access_key_id"
+            raise ValueError(f"{given}: {missing} is missing; set both")
+        if self.ca is not None and not (self.endpoint or "https://").startswith("https://"):
+            raise ValueError(f'ca "{self.ca}": endpoint is not https://, so nothing would be verified; write https://')
         return self
 
 
@@ -295,3 +328,15 @@ class EventsConfig(Section):
 class BreakerConfig(Section):
     failures: WholeNumber = option(5, "failures in a row that detach a tier", ge=1, le=1000)
     retry_after: Time = option("1s", "first wait before a detached tier is probed")
+
+
+def _require_one_seal(secret: SecretStr | None, key_file: Path | None) -> None:
+    """ValueError for a secret that is too short, or is given beside a key."""
+    if secret is None:
+        return
+    if key_file is not None:
+        raise ValueError("secret (not shown): key_file is given too, and authenticates as well; remove secret")
+    if len(secret.get_secret_value()) < _SHORTEST_SECRET:
+        raise ValueError(
+            f"secret (not shown): shorter than {_SHORTEST_SECRET} characters; make one with: openssl rand -hex 32"
+        )

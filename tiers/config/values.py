@@ -70,6 +70,10 @@ def _is_endpoint(text: str) -> bool:
     return _is_address(rest) if scheme == "tcp" else scheme == "ipc" and bool(rest) and "\0" not in rest
 
 
+def _is_http(text: str) -> bool:
+    return re.fullmatch(r"https?://([\w.-]+|\[[\da-f:]+\])(:\d{1,5})?", text, re.ASCII) is not None
+
+
 def listed(pattern: str, why: str) -> BeforeValidator:
     """Takes texts of a pattern: a file lists them, a variable has spaces between them. Else it says `why`."""
     fits = re.compile(pattern, re.ASCII | re.DOTALL).fullmatch
@@ -116,6 +120,23 @@ KeyPrefix = Annotated[
         re.compile(r"[\w.:-]{1,64}", re.ASCII).fullmatch,
         "not 1 to 64 letters, digits or any of ._:-; choose such a prefix",
     ),
+]
+ObjectPrefix = Annotated[
+    str,
+    _text(
+        re.compile(r"(?!.*//)[\w.-][\w./-]{0,63}(?<!/)", re.ASCII).fullmatch,
+        "not 1 to 64 letters, digits or any of ._-/, a slash only between two others; choose such a prefix",
+    ),
+]
+BucketName = Annotated[
+    str,
+    _text(
+        re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]", re.ASCII).fullmatch,
+        "not 3 to 63 small letters, digits or any of .-; write the bucket's name alone, without s3://",
+    ),
+]
+HttpEndpoint = Annotated[
+    str, _text(_is_http, "not an address of HTTP's; write it as in https://s3.example:9000, without a path")
 ]
 Address = Annotated[str, _text(_is_address, "not HOST:PORT; write it as in 127.0.0.1:9400")]
 ZmqEndpoint = Annotated[

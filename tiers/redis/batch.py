@@ -5,7 +5,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Final
 
 from kvtier.tiers import BlockRecord, ChainHash, Outcome
-from kvtier.tiers.redis.forms import Keyspace
+from kvtier.tiers.redis.keyspace import Keyspace
 from kvtier.tiers.redis.lanes import DOUBTFUL, UNASKED, Lane, Settle
 from kvtier.tiers.redis.nodes import MAX_CONNECTIONS, Endpoint, Nodes
 from kvtier.tiers.redis.stream import TooLongError, WireError

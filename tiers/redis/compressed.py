@@ -6,7 +6,7 @@ from hashlib import sha256
 from typing import Final
 
 from kvtier.tiers import BlockCodec, BlockRecord, ChainHash, Outcome, checksum
-from kvtier.tiers.redis.layout import MAC, derived, layout, packer
+from kvtier.tiers.shared import MAC, derived, layout, packer
 
 VERSION: Final = 2
 _HASH_BYTES: Final = 32

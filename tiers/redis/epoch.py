@@ -7,10 +7,10 @@ from typing import Final
 
 from kvtier.tiers import Outcome
 from kvtier.tiers.redis.batch import Batches
-from kvtier.tiers.redis.forms import format_epoch, parse_epoch
 from kvtier.tiers.redis.lanes import ask_epoch, command
 from kvtier.tiers.redis.stream import WireError
 from kvtier.tiers.redis.wire import RedisReply, Refusal
+from kvtier.tiers.shared import format_epoch, parse_epoch
 
 _NOT_OURS: Final = "WRONGTYPE"  # somebody put something else there: as if nothing was
 

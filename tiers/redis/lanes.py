@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvtier.tiers import BlockRecord, ChainHash, Outcome
-from kvtier.tiers.redis.forms import Keyspace
+from kvtier.tiers.redis.keyspace import Keyspace
 from kvtier.tiers.redis.stream import SendBuffer, WireError
 from kvtier.tiers.redis.turns import MakeTurns, depth_of
 from kvtier.tiers.redis.wire import Head, RedisReply, Refusal, Wire

@@ -4,11 +4,9 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from threading import Lock
-from typing import Final
 
 from kvtier.tiers import ChainHash
-
-MAX_NAMES: Final = 262_144
+from kvtier.tiers.shared import MAX_NAMES
 
 
 class Names:

@@ -23,10 +23,9 @@ from kvtier.tiers import (
 )
 from kvtier.tiers.config import RedisConfig
 from kvtier.tiers.redis.batch import Batches, BlockResult, LaneWork
-from kvtier.tiers.redis.changes import RedisChanges
 from kvtier.tiers.redis.epoch import Epoch
 from kvtier.tiers.redis.expiries import LearnedExpiries
-from kvtier.tiers.redis.forms import Keyspace, form_of
+from kvtier.tiers.redis.keyspace import Keyspace, redis_form
 from kvtier.tiers.redis.lanes import Lane, command
 from kvtier.tiers.redis.names import Names
 from kvtier.tiers.redis.nodes import Nodes, nodes_of
@@ -35,6 +34,7 @@ from kvtier.tiers.redis.room import ServersRoom
 from kvtier.tiers.redis.stream import WireError
 from kvtier.tiers.redis.wire import Refusal
 from kvtier.tiers.returns import ToldEnd
+from kvtier.tiers.shared import SharedChanges, cut_off
 
 _log = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class RedisStore:
         self._oversized = space.value_bytes > max_value
         self._names = Names(min(config.ttl, _NAME_LIFETIME))
         self._batches = Batches(space, nodes, max(1, int(config.ttl * 1000)), config.in_flight)
-        self.announcer = RedisChanges(config.ttl)
+        self.announcer = SharedChanges(config.ttl)
         self._expiries = LearnedExpiries(config.ttl) if config.expiry == "learned" else None
         self._epoch = Epoch(self._batches, self._forget_all)
         self._room = ServersRoom(nodes.clients)
@@ -82,7 +82,7 @@ class RedisStore:
         Raises TierUnavailable if no server answers in time: then it is right to try again later.
         """
         require_space(fingerprint, slot_bytes, block_size)
-        form = form_of(config, fingerprint, slot_bytes, block_size)
+        form = redis_form(config, fingerprint, slot_bytes, block_size)
         space = Keyspace(config.prefix, form, slot_bytes, block_size)
         if space.value_bytes > config.in_flight:
             raise ConfigError(
@@ -164,7 +164,7 @@ class RedisStore:
         deadline = self._deadline(len(records))
         if not self._oversized:
             answers = self._batch(hashes, deadline, lambda lane, own, settle: lane.set(records, payloads, own, settle))
-        outcomes = _cut([answer if isinstance(answer, Outcome) else Outcome.PARENT_FAILED for answer in answers])
+        outcomes = cut_off([answer if isinstance(answer, Outcome) else Outcome.PARENT_FAILED for answer in answers])
         self._names.add(h for h, outcome in zip(hashes, outcomes, strict=True) if outcome is Outcome.OK)
         self._names.forget(h for h, outcome in zip(hashes, outcomes, strict=True) if outcome is not Outcome.OK)
         self.announcer.seen(record for record, outcome in zip(records, outcomes, strict=True) if outcome is Outcome.OK)
@@ -292,15 +292,6 @@ class RedisStore:
         outcomes = [Outcome.OK if isinstance(result, BlockRecord) else result for result in results]
         with self._lock:
             self._counts.update(f"{verb}_{outcome}" for outcome in outcomes)
-
-
-def _cut(outcomes: list[Outcome]) -> list[Outcome]:
-    """Behind the first failure nobody could reach a block."""
-    first = next((i for i, outcome in enumerate(outcomes) if outcome is not Outcome.OK), len(outcomes))
-    if first == len(outcomes) or outcomes[first] in (Outcome.EPOCH, Outcome.CLOSED):
-        return outcomes
-    rest = Outcome.FULL if outcomes[first] is Outcome.FULL else Outcome.PARENT_FAILED
-    return [*outcomes[: first + 1], *[rest] * (len(outcomes) - first - 1)]
 
 
 def _survey_all(client: RedisClient, label: str, value_bytes: int, *, by_expiry: bool) -> int:

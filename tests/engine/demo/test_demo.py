@@ -50,7 +50,7 @@ def test_every_tier_is_hit_and_every_answer_is_the_same(checkpoint: Checkpoint, 
     assert told["every_tier_hit"]
     runs = {run["name"]: run for run in told["runs"]}
     assert all(run["identical"] and run["ttft_ms"] > 0 for run in runs.values())
-    assert runs["cold prefill"]["cached_tokens"] == {"l1": 0, "l2": 0, "file": 0, "peers": 0, "redis": 0}
+    assert runs["cold prefill"]["cached_tokens"] == {"l1": 0, "l2": 0, "file": 0, "peers": 0, "redis": 0, "objects": 0}
     assert runs["L1: a new question"]["cached_tokens"]["l1"] >= 2992
     assert runs["L2: L1 was overwritten"]["cached_tokens"]["l2"] >= 2500
     assert runs["L3: after kill -9"]["cached_tokens"]["file"] >= 2992

@@ -36,7 +36,7 @@ def test_a_second_process_finds_what_the_first_computed(model: Path, tmp_path: P
     prompt.write_text("Blocks of a prompt are named by the chain hash of their tokens. " * 20)
     arguments = ("generate", "--model", model, "--config", config, "--prompt-file", prompt, "--max-tokens", 6)
     first, second = (json.loads(each(*arguments, "--json").stdout) for each in (kvtier_process, kvtier))
-    assert first["cached_tokens"] == {"L1": 0, "L2": 0, "file": 0, "peers": 0, "redis": 0}
+    assert first["cached_tokens"] == {"L1": 0, "L2": 0, "file": 0, "peers": 0, "redis": 0, "objects": 0}
     assert second["cached_tokens"]["file"] == first["prompt_tokens"] - 1  # the answer filled its last block
     assert second["text"] == first["text"]
     shown = kvtier(*arguments).stdout

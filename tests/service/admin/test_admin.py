@@ -392,7 +392,7 @@ def test_top_is_a_line_a_look(daemon: DaemonProcess, tiers: RemoteTiers) -> None
 def test_a_row_is_what_changed() -> None:
     def look(hits: int, misses: int, read: int) -> DaemonStatus:
         l2 = statuses.HostTierStatus.model_construct(bytes=100, ready_bytes=25, leased=3)
-        lookups = {"l1": 0, "l2": hits, "file": 0, "peers": 0, "redis": 0, "miss": misses}
+        lookups = {"l1": 0, "l2": hits, "file": 0, "peers": 0, "redis": 0, "objects": 0, "miss": misses}
         moved = {"file": {"read": read}}
         model = statuses.ModelStatus.model_construct(l2=l2, lookups=lookups, stored={"l2": 10}, dropped={}, moved=moved)
         clients = [statuses.ClientStatus.model_construct(connected=here) for here in (True, False)]

@@ -83,7 +83,7 @@ def test_the_pages_of_a_daemon_that_works(home: Path) -> None:
         (model,) = status["models"]
         assert model["model"] == MODEL
         assert model["l2"] | {"slots": 64, "ready": 6, "ready_bytes": 6 * SLOT_BYTES} == model["l2"]
-        assert model["lookups"] == {"l1": 0, "l2": 6, "file": 0, "peers": 0, "redis": 0, "miss": 0}
+        assert model["lookups"] == {"l1": 0, "l2": 6, "file": 0, "peers": 0, "redis": 0, "objects": 0, "miss": 0}
         assert model["moved"]["file"]["write"] == 6 * SLOT_BYTES
         assert status["budget"] == {"bytes": 1 << 20, "given": 64 * SLOT_BYTES}
         (client,) = status["clients"]

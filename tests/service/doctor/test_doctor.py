@@ -69,7 +69,7 @@ def test_every_check_has_a_line_and_leaves_nothing_behind(disk_dir: Path) -> Non
     lines: list[dict[str, str]] = json.loads(done.stdout)
     assert [line["check"] for line in lines] == [
         *("hashes", "compiled", "memory", "memlock", "huge pages", "glibc", "GPU", "copies"),
-        *("free space", "O_DIRECT", "disk rate", "encryption", "peers", "redis", "daemon", "engines"),
+        *("free space", "O_DIRECT", "disk rate", "encryption", "peers", "redis", "objects", "daemon", "engines"),
     ]
     assert all(line.keys() == {"check", "status", "found", "fix"} for line in lines)
     found = {line["status"] for line in lines}

@@ -201,7 +201,7 @@ def test_the_pages(server: ServerThread) -> None:
     assert told["outcomes"]["length"] >= 1
     assert told["l1"] == {"blocks": 128, "free": 128}
     assert told["cached_tokens"]["L1"] > 0
-    assert set(told["tiers"]["lookups"]) == {"l1", "l2", "file", "peers", "redis", "miss"}
+    assert set(told["tiers"]["lookups"]) == {"l1", "l2", "file", "peers", "redis", "objects", "miss"}
     families = {each.name: each for each in text_string_to_metric_families(server.http.get("/metrics").text)}
     by_tier = {s.labels["tier"]: s.value for s in families["kvtier_engine_cached_tokens"].samples if "_total" in s.name}
     assert by_tier["L1"] == told["cached_tokens"]["L1"]

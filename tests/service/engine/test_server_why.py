@@ -46,7 +46,7 @@ def test_a_line_for_each_request(home: Path, server: ServerThread) -> None:
     salted = server.post("completions", prompt=prompt, cache_salt="anna", **ASK).json()
     first, again, other = lines(log, 3)
     assert [each["id"] for each in (first, again, other)] == [each["id"] for each in (*answers, salted)]
-    assert first["tokens"] == {"l1": 0, "l2": 0, "file": 0, "peers": 0, "redis": 0, "computed": 40}
+    assert first["tokens"] == {"l1": 0, "l2": 0, "file": 0, "peers": 0, "redis": 0, "objects": 0, "computed": 40}
     assert first["missed"] == [{"cause": "never_seen", "tier": "", "blocks": 2}]
     assert (again["tokens"]["l1"], again["tokens"]["computed"], again["missed"]) == (39, 1, [])
     assert (first["tenant"], other["tokens"]["computed"], other["end"]) == ("no salt", 40, "length")

@@ -201,7 +201,7 @@ def test_a_daemon_without_a_lower_tier_says_how_to_have_one(page: Browser, home:
     daemon = ServedDaemon(home / "s", host={"size": 1 << 20})
     tiers = attach(home / "s")
     page.open(f"http://{daemon.http}/")
-    page.wait_for("No tier below host memory is configured: see [file], [peers], [redis].", card="Breakers")
+    page.wait_for("No tier below host memory is configured: see [file], [peers], [redis], [objects].", card="Breakers")
     assert load(tiers, chain_of(2)) == 0
     page.wait_for("host memory 0 % 0", "nowhere 100 % 2", card="Lookups, by where found")
     tiers.close()

@@ -182,9 +182,9 @@ BAD_VALUES: list[tuple[Mapping[str, object], str]] = [
         '[router] replicas [1]: not a list of replicas; write one, as in ["http://127.0.0.1:8000"]',
     ),
     ({"router": {"weight_cpu": "much"}}, '[router] weight_cpu "much": not a number; write one, as in 0.5'),
-    ({"zzz": {}}, "[zzz]: unknown section; known are breaker, cache, events, file, host, l1, peers, redis, router, server, service"),
+    ({"zzz": {}}, "[zzz]: unknown section; known are breaker, cache, events, file, host, l1, objects, peers, redis, router, server, service"),
     ({"block_size": 16}, "block_size 16: belongs in a section; write it as [cache] block_size"),
-    ({"zzz": 16}, "zzz 16: belongs in a section; the sections are host, file, cache, l1, peers, redis, service, server, events, router, breaker"),
+    ({"zzz": 16}, "zzz 16: belongs in a section; the sections are host, file, cache, l1, peers, redis, objects, service, server, events, router, breaker"),
     # addresses of KV events
     ({"events": {"publish": "127.0.0.1:5557"}}, '[events] publish "127.0.0.1:5557": not an address of ZMQ\'s; write it as in ipc:///run/kvtier/events or tcp://127.0.0.1:5557'),
     ({"events": {"publish": "tcp://*:5557"}}, '[events] publish "tcp://*:5557": other machines reach it; use 127.0.0.1 or set allow_remote'),

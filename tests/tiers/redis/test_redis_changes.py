@@ -10,14 +10,14 @@ from redis_rig import NO_REDIS, standalone
 from redis_stories import CHAIN, OTHER, opened, read, reads_again, written
 
 from kvtier.tiers.hierarchy.events import TierEvents
-from kvtier.tiers.redis.changes import RedisChanges
+from kvtier.tiers.shared.changes import SharedChanges
 
 RECORDS = [record_of(chain, i) for chain in (chain_of(8), chain_of(8, first_token=1000)) for i in range(8)]
 NAMES = [record.chain_hash for record in RECORDS]
 
 
 def test_nothing_is_kept_while_nobody_listens() -> None:
-    changes = RedisChanges(10.0)
+    changes = SharedChanges(10.0)
     changes.seen(RECORDS)
     changes.listen()
     assert not changes.waiting
@@ -26,7 +26,7 @@ def test_nothing_is_kept_while_nobody_listens() -> None:
 
 def test_what_nobody_confirms_expires() -> None:
     clock = FakeClock()
-    changes = RedisChanges(10.0, clock=clock)
+    changes = SharedChanges(10.0, clock=clock)
     changes.listen()
     changes.seen(RECORDS[:2])
     assert changes.take(10).stored == RECORDS[:2]
@@ -41,7 +41,7 @@ def test_what_nobody_confirms_expires() -> None:
 
 
 def test_a_bound_costs_the_oldest() -> None:
-    changes = RedisChanges(10.0, limit=3)
+    changes = SharedChanges(10.0, limit=3)
     changes.listen()
     changes.seen(RECORDS[:3])
     assert len(changes.take(10).stored) == 3
@@ -63,7 +63,7 @@ def test_a_look_is_not_disturbed_by_what_is_seen_meanwhile() -> None:
                 thread.join(0.1)
         return 0.0
 
-    changes = RedisChanges(10.0, clock=clock)
+    changes = SharedChanges(10.0, clock=clock)
     changes.listen()
     changes.seen(RECORDS[:4])
     changes.take(10)
@@ -74,7 +74,7 @@ def test_a_look_is_not_disturbed_by_what_is_seen_meanwhile() -> None:
 
 def test_a_strict_reader_meets_no_contradiction() -> None:
     rng, clock = random.Random(7), FakeClock()
-    changes = RedisChanges(10.0, limit=10, clock=clock)
+    changes = SharedChanges(10.0, limit=10, clock=clock)
     source, shelf = TierEvents("redis", changes), Shelf()
     for _ in range(2000):
         some = rng.sample(range(len(RECORDS)), rng.randint(1, 4))

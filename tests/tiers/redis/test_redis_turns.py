@@ -19,12 +19,13 @@ from kvtier.tiers.compiled import twin
 from kvtier.tiers.redis import batch, turns
 from kvtier.tiers.redis import stream as redis_stream
 from kvtier.tiers.redis import wire as redis_wire
-from kvtier.tiers.redis.forms import ClearForm, Keyspace
+from kvtier.tiers.redis.keyspace import Keyspace
 from kvtier.tiers.redis.lanes import Lane
 from kvtier.tiers.redis.store import RedisStore
 from kvtier.tiers.redis.stream import WireError
 from kvtier.tiers.redis.turns import MakeTurns, depth_of, hasher, make_turns
 from kvtier.tiers.redis.wire import Wire
+from kvtier.tiers.shared.forms import ClearForm
 from kvtier.tiers.tier import BlockRecord, Outcome
 
 LARGE = 64 << 10

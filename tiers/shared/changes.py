@@ -1,15 +1,17 @@
-"""RedisChanges: what this process knows to have come to Redis and gone from it, for one reader. An `Announcer`."""
+"""SharedChanges: what this process knows to have come to a shared tier and gone from it. An `Announcer`."""
 
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from threading import Lock
+from typing import Final
 
 from kvtier.tiers import BlockRecord, ChainHash, Changes
-from kvtier.tiers.redis.names import MAX_NAMES
+
+MAX_NAMES: Final = 262_144  # blocks that a process remembers of a shared tier
 
 
-class RedisChanges:
+class SharedChanges:
     """Blocks this process wrote or read are there, for as long as a server keeps what nobody reads; then, or once one
     was missed, they are gone. Others' blocks are theirs to tell. Thread-safe.
 

@@ -1,26 +1,16 @@
-"""Keys and records in Redis, in each of their forms: in the clear, sealed, encrypted, compressed (docs/format.md)."""
+"""Records of blocks where nodes share them: in the clear, sealed by a secret, or encrypted (docs/format.md)."""
 
 import hmac
 from collections.abc import Callable, Iterable
 from hashlib import blake2b
+from pathlib import Path
 from typing import Final, Protocol
 
 import numpy as np
+from pydantic import SecretStr
 
-from kvtier.tiers import (
-    STAMP_BYTES,
-    BlockRecord,
-    ChainHash,
-    Outcome,
-    RecordCipher,
-    checksum,
-    derive,
-    load_key,
-    require_compression,
-)
-from kvtier.tiers.config import RedisConfig
-from kvtier.tiers.redis.compressed import CompressedForm
-from kvtier.tiers.redis.layout import MAC, derived, layout, packer
+from kvtier.tiers import STAMP_BYTES, BlockRecord, ChainHash, Outcome, RecordCipher, checksum, derive, load_key
+from kvtier.tiers.shared.heads import MAC, derived, layout, packer
 
 VERSION: Final = 1
 _HASH_BYTES: Final = 32
@@ -76,62 +66,43 @@ def parse_epoch(value: object) -> int:
     return epoch if epoch < _EPOCH_END else 0
 
 
-class Keyspace:
-    """Keys and records of one model's blocks, below a key prefix, in the form [redis] asks for. Immutable.
-
-    Every record of a namespace has the same length, `value_bytes`: a head of `head_bytes`, then `slot_bytes` of
-    payload. So a reader knows what to expect before it reads, and refuses any other length. Records of a form that
-    compresses are at most as long, and refused if they are not as long as their head says.
-    """
-
-    def __init__(self, prefix: str, form: RecordForm, slot_bytes: int, block_size: int) -> None:
-        self.form = form
-        self.slot_bytes = slot_bytes
-        self.block_size = block_size
-        self._stem = f"{prefix}:{form.name}:".encode()
-        self.head_bytes = form.head_bytes
-        self.value_bytes = self.head_bytes + slot_bytes
+class SealOptions(Protocol):
+    """What a tier's section says of how its records are sealed."""
 
     @property
-    def epoch_key(self) -> bytes:
-        return self._stem + b"epoch"
+    def secret(self) -> SecretStr | None: ...
 
     @property
-    def probe_key(self) -> bytes:
-        return self._stem + b"probe"
-
-    def keys(self, hashes: Iterable[ChainHash], epoch: int) -> list[bytes]:
-        """`{prefix}:{the form's name}:{epoch}:{the block's name}` of each: all of one length."""
-        stem = self._stem + format_epoch(epoch) + b":"
-        return [stem + name for name in self.form.names(hashes)]
+    def key_file(self) -> Path | None: ...
 
 
-def form_of(config: RedisConfig, fingerprint: bytes, slot_bytes: int, block_size: int) -> RecordForm:
-    """As [redis] secret, key_file and compression ask. ConfigError if the key file or the package cannot be used."""
+def form_of(tier: str, config: SealOptions, fingerprint: bytes, slot_bytes: int, block_size: int) -> RecordForm:
+    """As [`tier`] secret or key_file ask. ConfigError if the key file cannot be used."""
     if config.key_file is not None:
-        return EncryptedForm(fingerprint, slot_bytes, block_size, load_key(config.key_file, "[redis] key_file"))
+        key = load_key(config.key_file, f"[{tier}] key_file")
+        return EncryptedForm(fingerprint, slot_bytes, block_size, key, tier)
     secret = config.secret.get_secret_value() if config.secret is not None else None
-    if config.compression == "zstd":
-        require_compression("[redis] compression")
-        return CompressedForm(fingerprint, slot_bytes, block_size, secret)
-    return ClearForm(fingerprint, slot_bytes, block_size, secret)
+    return ClearForm(fingerprint, slot_bytes, block_size, secret, tier)
 
 
 class ClearForm:
     """Tokens and payload as they are. xxh3 seals the head, which tells accidents; a secret seals all, which tells
-    forgeries too: HMAC-SHA256 over head and payload, by a key made from the secret.
+    forgeries too: HMAC-SHA256 over head and payload, by a key made from the secret. Each tier has its own key of a
+    secret: a record of one is none in another.
     """
 
     stored_bytes = None
 
-    def __init__(self, fingerprint: bytes, slot_bytes: int, block_size: int, secret: str | None = None) -> None:
+    def __init__(
+        self, fingerprint: bytes, slot_bytes: int, block_size: int, secret: str | None = None, tier: str = "redis"
+    ) -> None:
         self._mac: hmac.HMAC | None = None
         self._seal_bytes = _CHECKSUM_BYTES
         self.name = fingerprint.hex()[: 2 * _NAME_BYTES]
         if secret is not None:
-            self._mac = hmac.new(derived(secret, b"kvtier redis record"), digestmod=MAC)
+            self._mac = hmac.new(derived(secret, _purpose(tier, "record")), digestmod=MAC)
             self._seal_bytes = _MAC_BYTES
-            self.name = derived(secret, b"kvtier redis namespace" + fingerprint).hex()[: 2 * _NAME_BYTES]
+            self.name = derived(secret, _purpose(tier, "namespace") + fingerprint).hex()[: 2 * _NAME_BYTES]
         blank, at = layout(
             {
                 "version": VERSION,
@@ -198,9 +169,9 @@ class EncryptedForm:
 
     stored_bytes = None
 
-    def __init__(self, fingerprint: bytes, slot_bytes: int, block_size: int, key: bytes) -> None:
-        self._cipher = RecordCipher(key, b"kvtier redis record" + fingerprint)
-        self._name_key = derive(key, b"kvtier redis name" + fingerprint)
+    def __init__(self, fingerprint: bytes, slot_bytes: int, block_size: int, key: bytes, tier: str = "redis") -> None:
+        self._cipher = RecordCipher(key, _purpose(tier, "record") + fingerprint)
+        self._name_key = derive(key, _purpose(tier, "name") + fingerprint)
         self.name = blake2b(key=self._name_key, digest_size=_NAME_BYTES).hexdigest()
         self._slot_bytes = slot_bytes
         self._block_size = block_size
@@ -261,3 +232,7 @@ class EncryptedForm:
 def _named(part: bytes, chain_hash: ChainHash, epoch: int, hidden: bytes = b"") -> bytes:
     """What one part of a record is called, for its cipher."""
     return part.ljust(8, b"\0") + epoch.to_bytes(8, "little") + chain_hash + hidden
+
+
+def _purpose(tier: str, use: str) -> bytes:
+    return f"kvtier {tier} {use}".encode()

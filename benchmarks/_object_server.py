@@ -1,0 +1,73 @@
+"""An object server that keeps everything in memory and checks nothing: what a client costs shows beside it.
+
+`python benchmarks/_object_server.py PORT`. It knows PUT, also of what must be new, GET of a range, and bulk DELETE.
+"""
+
+import re
+import sys
+from email.utils import formatdate
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Final
+
+_KEY: Final = re.compile(rb"<Key>([^<]*)</Key>")
+_OBJECTS: Final[dict[str, bytearray]] = {}
+
+
+class ObjectRequests(BaseHTTPRequestHandler):
+    """One connection."""
+
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+
+    def do_PUT(self) -> None:
+        """Store an object."""
+        content = bytearray(int(self.headers["Content-Length"]))
+        view = memoryview(content)
+        while view:
+            view = view[self.rfile.readinto(view) :]
+        if self.headers.get("If-None-Match") == "*" and self.path in _OBJECTS:
+            self._answer(412, b"<Error><Code>PreconditionFailed</Code></Error>")
+            return
+        _OBJECTS[self.path] = content
+        self._answer(200)
+
+    def do_GET(self) -> None:
+        """A range of an object, or all of it."""
+        if (content := _OBJECTS.get(self.path)) is None:
+            self._answer(404, b"<Error><Code>NoSuchKey</Code></Error>")
+            return
+        wanted = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+        start, end = (int(wanted[1]), min(int(wanted[2]) + 1, len(content))) if wanted else (0, len(content))
+        status = 206 if wanted else 200
+        self._answer(status, memoryview(content)[start:end], f"bytes {start}-{end - 1}/{len(content)}")
+
+    def do_POST(self) -> None:
+        """Delete many."""
+        bucket = self.path.partition("?")[0].rstrip("/")
+        keys = _KEY.findall(self.rfile.read(int(self.headers["Content-Length"])))
+        for key in keys:
+            _OBJECTS.pop(f"{bucket}/{key.decode()}", None)
+        deleted = b"".join(b"<Deleted><Key>%s</Key></Deleted>" % key for key in keys)
+        self._answer(200, b"<DeleteResult>%s</DeleteResult>" % deleted)
+
+    def log_message(self, *_: object) -> None:
+        """Nobody reads it."""
+
+    def _answer(self, status: int, body: bytes | memoryview = b"", content_range: str = "") -> None:
+        self.send_response(status)
+        self.send_header("ETag", '"1"')
+        self.send_header("Last-Modified", formatdate(usegmt=True))
+        self.send_header("Content-Length", str(len(body)))
+        if status == 206:
+            self.send_header("Content-Range", content_range)
+        self.end_headers()
+        self.wfile.write(body)
+
+
+class ObjectsInMemory(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 128
+
+
+if __name__ == "__main__":
+    ObjectsInMemory(("127.0.0.1", int(sys.argv[1])), ObjectRequests).serve_forever()

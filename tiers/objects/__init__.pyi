@@ -1,0 +1,5 @@
+from .store import ObjectStore
+
+__all__ = [
+    "ObjectStore",
+]

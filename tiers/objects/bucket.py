@@ -1,0 +1,221 @@
+"""One bucket through obstore: requests with a deadline, counted, their errors told apart. Knows no blocks."""
+
+import re
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from datetime import timedelta
+from threading import Lock
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from kvtier.tiers import BATCH_BYTES, ConfigError, Outcome
+from kvtier.tiers.config import ObjectsConfig
+
+if TYPE_CHECKING:
+    from obstore import PutMode
+    from obstore.store import ClientConfig, S3Store
+
+SentPart = bytes | memoryview
+
+EXISTS: Final = "PreconditionFailed"  # the code of a refusal to create what is there
+_CODE: Final = re.compile(r"<Code>(\w+)</Code>")
+_LONGEST_WHY: Final = 200  # characters
+_TIMEOUTS: Final = ("kind: Timeout", "TimedOut", "RequestTimeout")
+_NO_CREDENTIALS: Final = ("169.254.169.254", "169.254.170", "/latest/api/token", "security-credentials")
+_RETRIES: Final = 1  # of a request that failed early; of one that took its time there is none
+
+
+class BucketError(Exception):
+    """A request that brought nothing."""
+
+    def __init__(self, outcome: Outcome, why: str, code: str = "") -> None:
+        super().__init__(why)
+        self.outcome = outcome
+        self.code = code  # S3's word for it, or `credentials`; empty if nobody answered
+
+
+class ObjectRange(NamedTuple):
+    """Bytes of an object: `end` is the one behind the last."""
+
+    key: str
+    start: int
+    end: int
+
+
+class Bucket:
+    """Thread-safe. A request that got no answer in time is given up by the client itself: no thread waits for ever.
+
+    `timeout` seconds are a request's, with all its bytes. One that failed early is tried once more.
+    """
+
+    def __init__(self, config: ObjectsConfig, store: "S3Store", timeout: float) -> None:
+        """Over a client (`connect`)."""
+        self._config = config
+        self._store = store
+        self.timeout = timeout
+        self._pool = ThreadPoolExecutor(config.connections, thread_name_prefix="kvtier-objects")
+        self._lock = Lock()  # guards what follows
+        self._counts: Counter[str] = Counter()
+
+    @classmethod
+    def connect(cls, config: ObjectsConfig, num_bytes: int = BATCH_BYTES) -> "Bucket":
+        """Asks nobody yet. A request may have `num_bytes`. ConfigError for what the client does not take."""
+        timeout = config.connect_timeout + config.deadline + num_bytes / config.bandwidth
+        return cls(config, client_of(config, timeout), timeout)
+
+    def fetch(self, wanted: Sequence[ObjectRange], deadline: float) -> Iterator[tuple[int, memoryview | BucketError]]:
+        """The bytes of each, as they come, by their place in `wanted`; fewer if an object ends before.
+
+        Nothing comes after `deadline` (time.monotonic).
+        """
+        try:
+            futures = {self._pool.submit(self._get, each): i for i, each in enumerate(wanted)}
+        except RuntimeError:  # closed meanwhile
+            yield from ((i, BucketError(Outcome.CLOSED, "closed")) for i in range(len(wanted)))
+            return
+        waiting = set(futures)
+        try:
+            for future in as_completed(futures, max(0.0, deadline - time.monotonic())):
+                waiting.discard(future)
+                yield futures[future], future.result()
+        except TimeoutError:
+            for future in waiting:
+                future.cancel()
+                yield futures[future], BucketError(Outcome.TIMEOUT, "no answer in time")
+
+    def get(self, wanted: ObjectRange, deadline: float) -> memoryview:
+        """One of `fetch`. BucketError."""
+        ((_, answer),) = self.fetch([wanted], deadline)
+        if isinstance(answer, BucketError):
+            raise answer
+        return answer
+
+    def put(self, key: str, parts: Sequence[SentPart], *, only_new: bool = False) -> None:
+        """Store an object, all of it or nothing. BucketError; of code EXISTS if `only_new` and there is one.
+
+        The parts are sent from where they lie: their memory is the client's until this returns.
+        """
+        import obstore
+
+        mode: PutMode = "create" if only_new else "overwrite"
+        try:
+            obstore.put(self._store, key, list(parts), mode=mode, use_multipart=False)
+        except (obstore.exceptions.BaseError, OSError) as error:
+            raise self._failed("put", error) from None
+        self._count("put", "sent", sum(len(part) for part in parts))
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """What is not there is no error. BucketError."""
+        import obstore
+
+        try:
+            obstore.delete(self._store, list(keys))
+        except (obstore.exceptions.BaseError, OSError) as error:
+            raise self._failed("delete", error) from None
+        self._count("delete", "sent", 0)
+
+    def counts(self) -> Mapping[str, int]:
+        """Since the start: `requests_{get, put, delete}`, those that failed among them, and bytes each way."""
+        with self._lock:
+            return dict(self._counts)
+
+    def close(self) -> None:
+        """What is under way ends by itself."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _get(self, wanted: ObjectRange) -> memoryview | BucketError:
+        import obstore
+
+        try:
+            data = obstore.get_range(self._store, wanted.key, start=wanted.start, end=wanted.end)
+        except (obstore.exceptions.BaseError, OSError) as error:
+            return self._failed("get", error)
+        self._count("get", "received", len(data))
+        return memoryview(data)
+
+    def _count(self, verb: str, way: str, num_bytes: int) -> None:
+        with self._lock:
+            self._counts[f"requests_{verb}"] += 1
+            self._counts[f"bytes_{way}"] += num_bytes
+
+    def _failed(self, verb: str, error: Exception) -> BucketError:
+        self._count(verb, "sent", 0)
+        return error_of(error)
+
+
+def client_of(config: ObjectsConfig, timeout: float) -> "S3Store":
+    """obstore's client for [objects]. ConfigError for what it does not take."""
+    from obstore.exceptions import BaseError
+    from obstore.store import S3Store
+
+    assert config.bucket is not None
+    options: ClientConfig = {
+        "allow_http": (config.endpoint or "").startswith("http://"),
+        "connect_timeout": timedelta(seconds=config.connect_timeout),
+        "timeout": timedelta(seconds=timeout),
+        "pool_max_idle_per_host": str(config.connections),
+    }
+    if config.ca is not None:
+        options["root_certificate"] = _certificates(config)
+    more = {
+        "endpoint": config.endpoint,
+        "access_key_id": config.access_key_id,
+        "secret_access_key": config.secret_access_key and config.secret_access_key.get_secret_value(),
+    }
+    try:
+        return S3Store(
+            config.bucket,
+            region=config.region,
+            virtual_hosted_style_request=config.virtual_hosted,
+            unsigned_payload=True,  # every record has a checksum of its own: SHA-256 over all bytes would cost more
+            client_options=options,
+            retry_config={
+                "max_retries": _RETRIES,
+                "retry_timeout": timedelta(seconds=config.deadline / 2),
+                "backoff": {
+                    "init_backoff": timedelta(seconds=0.05),
+                    "max_backoff": timedelta(seconds=0.2),
+                    "base": 2,
+                },
+            },
+            **{name: value for name, value in more.items() if value is not None},  # type: ignore[arg-type]
+        )
+    except (BaseError, ValueError, OSError) as error:
+        raise ConfigError(f'[objects] bucket "{config.bucket}": the client refuses it: {_flat(error)}') from None
+
+
+def _certificates(config: ObjectsConfig) -> bytes:
+    assert config.ca is not None
+    try:
+        text = config.ca.read_bytes()
+    except OSError as error:
+        why = error.strerror or str(error)
+    else:
+        if b"-----BEGIN CERTIFICATE-----" in text:
+            return text
+        why = "no certificates"
+    raise ConfigError(f'[objects] ca "{config.ca}": {why}; name a PEM file of certificates') from None
+
+
+def error_of(error: Exception) -> BucketError:
+    """What obstore raised, as an outcome and S3's own word."""
+    text = str(error)
+    found = _CODE.search(text)
+    code = found[1] if found else ""
+    if any(place in text for place in _NO_CREDENTIALS):
+        return BucketError(Outcome.IO_ERROR, _flat(error), "credentials")
+    if type(error).__name__ == "AlreadyExistsError":
+        return BucketError(Outcome.OK, "it is there", EXISTS)
+    if isinstance(error, FileNotFoundError) and code != "NoSuchBucket":
+        return BucketError(Outcome.ABSENT, "not there", code)
+    if code == "InvalidRange" or "416 Range Not Satisfiable" in text:
+        return BucketError(Outcome.CHECKSUM, "the object is shorter", code)
+    if type(error).__name__ in ("PermissionDeniedError", "UnauthenticatedError"):
+        code = code or "AccessDenied"
+    outcome = Outcome.TIMEOUT if any(word in text for word in _TIMEOUTS) else Outcome.IO_ERROR
+    return BucketError(outcome, _flat(error), code)
+
+
+def _flat(error: Exception) -> str:
+    return " ".join(str(error).partition("Debug source")[0].split())[:_LONGEST_WHY]

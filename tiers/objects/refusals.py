@@ -1,0 +1,37 @@
+"""What a user must fix if the bucket refuses, in one line without secrets."""
+
+from typing import Final
+
+from kvtier.tiers import ConfigError, KVTierError, TierUnavailable
+from kvtier.tiers.config import ObjectsConfig
+from kvtier.tiers.objects.bucket import BucketError
+
+RIGHTS: Final = "s3:GetObject, s3:PutObject and s3:DeleteObject on its objects and s3:ListBucket on itself"
+_WRONG_KEY: Final = ("SignatureDoesNotMatch", "AuthFailure")
+_WRONG_ID: Final = ("InvalidAccessKeyId", "InvalidToken", "ExpiredToken", "InvalidClientTokenId")
+
+
+def place_of(config: ObjectsConfig) -> str:
+    """Where the bucket is."""
+    return config.endpoint or f"AWS, {config.region}"
+
+
+def explanation(config: ObjectsConfig, error: BucketError) -> KVTierError:
+    """ConfigError if trying again later would not help, else TierUnavailable."""
+    where = place_of(config)
+    if error.code == "credentials":
+        return ConfigError(
+            "[objects] access_key_id: none is given, and neither AWS's variables nor this machine's role have one; set "
+            "it and secret_access_key"
+        )
+    if error.code == "NoSuchBucket":
+        return ConfigError(f'[objects] bucket "{config.bucket}": {where} has none of that name; create it, or fix it')
+    if error.code in _WRONG_KEY:
+        return ConfigError(f"[objects] secret_access_key (not shown): {where} refuses it; set the right one")
+    if error.code in _WRONG_ID:
+        return ConfigError(f"[objects] access_key_id: {where} refuses it ({error.code}); set the right one")
+    if error.code in ("AccessDenied", "AllAccessDisabled", "AccountProblem"):
+        return ConfigError(f'[objects] bucket "{config.bucket}": {where} denies access; grant {RIGHTS}')
+    if error.code in ("PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException"):
+        return ConfigError(f'[objects] region "{config.region}": the bucket is in another; set its own')
+    return TierUnavailable(f"[objects] {where}: {error}; the object tier is off")

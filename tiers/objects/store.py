@@ -1,0 +1,383 @@
+"""Blocks as objects in a bucket: runs of a chain, each record verified whole before it is used (docs/format.md)."""
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final
+
+from kvtier.tiers import (
+    BATCH_BYTES,
+    BlockRecord,
+    ChainHash,
+    Direction,
+    Outcome,
+    require_buffers,
+    require_records,
+    require_space,
+)
+from kvtier.tiers.config import ObjectsConfig
+from kvtier.tiers.objects.bucket import EXISTS, Bucket, BucketError, ObjectRange, SentPart
+from kvtier.tiers.objects.epoch import ObjectEpoch
+from kvtier.tiers.objects.index import NAME_LIFETIME, ObjectIndex, StoredObject
+from kvtier.tiers.objects.layout import MAX_BLOCKS, TABLE_BYTES, ObjectSpace
+from kvtier.tiers.objects.refusals import explanation
+from kvtier.tiers.shared import SharedChanges, cut_off, form_of
+
+_log = logging.getLogger(__name__)
+
+_TIER: Final = "objects"
+_MOST_TABLES: Final = 16  # asked for at once
+_BAD: Final = (Outcome.CHECKSUM, Outcome.KEY_MISMATCH)
+_EPOCH_CHANGED: Final = BucketError(Outcome.EPOCH, "reset meanwhile")
+
+
+class ObjectStore:
+    """A `Tier`, and one that `Locates`, over one bucket. Thread-safe; raises from `open` alone.
+
+    An object holds consecutive blocks of one chain and is named by the first of them; it never changes. Whoever has a
+    chain's names finds its objects one behind the other. What it knows to be there are names: of blocks it wrote, read
+    or located. Every batch has one deadline: `config.deadline` seconds plus its bytes over `config.bandwidth`.
+    """
+
+    def __init__(self, config: ObjectsConfig, space: ObjectSpace, bucket: Bucket) -> None:
+        """Over a bucket that nobody has asked yet. Use `ObjectStore.open`."""
+        self.space = space
+        self._config = config
+        self._bucket = bucket
+        self._index = ObjectIndex(min(config.ttl, NAME_LIFETIME))
+        self.announcer = SharedChanges(config.ttl)
+        self._epoch = ObjectEpoch(bucket, space.epoch_key, self._forget_all)
+        self._part_blocks = max(1, config.part_size // space.record_bytes)
+        self._lock = threading.Lock()  # guards what follows; never held across I/O
+        self._counts: Counter[str] = Counter()
+        self._resetting: threading.Thread | None = None
+        self._closed = False
+
+    @classmethod
+    def open(cls, config: ObjectsConfig, fingerprint: bytes, *, slot_bytes: int, block_size: int) -> "ObjectStore":
+        """Reach the bucket for the blocks of `fingerprint` (32 bytes).
+
+        Raises ConfigError for what the user has to fix: the bucket, credentials, rights, the key. Raises
+        TierUnavailable if nobody answers in time: then it is right to try again later.
+        """
+        require_space(fingerprint, slot_bytes, block_size)
+        form = form_of(_TIER, config, fingerprint, slot_bytes, block_size)
+        space = ObjectSpace(config.prefix, form, slot_bytes, block_size)
+        bucket = Bucket.connect(config, max(BATCH_BYTES, space.record_bytes))
+        store = cls(config, space, bucket)
+        failure = store._epoch.settle(time.monotonic() + bucket.timeout)
+        if failure is not None:
+            store.close()
+            raise explanation(config, failure)
+        return store
+
+    # Names: no I/O.
+
+    def lookup(self, hashes: Sequence[ChainHash]) -> int:
+        return self._index.leading(hashes)
+
+    def holds(self, hashes: Sequence[ChainHash]) -> list[bool]:
+        return [place is not None for place in self._index.places(hashes)]
+
+    def locate(self, hashes: Sequence[ChainHash]) -> int | Outcome:
+        """Reads the tables of the chain's objects, one behind the other. The first one says how many blocks it has;
+        it is likely that the next ones have as many, so more and more of them are asked for at once.
+        """
+        deadline = self._deadline(0)
+        epoch = self._current(deadline)
+        if isinstance(epoch, BucketError):
+            return self._located(0, epoch)
+        found, step, width = self._index.leading(hashes), 1, 1
+        at = found - self._index.in_part(hashes[:found])  # an object of which more may belong to this chain
+        while found < len(hashes):
+            learned = self._read_tables(hashes, range(at, len(hashes), step)[:width], epoch, deadline)
+            first = learned[0]
+            if isinstance(first, BucketError):  # of others than the first one nothing is known to be missing
+                if first.outcome is Outcome.ABSENT:
+                    self._missed(hashes[at])
+                return self._located(min(found, at), first)
+            found += self._index.leading(hashes[found:])
+            if found == at:  # forgotten at once
+                return self._located(found, None)
+            at, step, width = found, first, min(2 * width, _MOST_TABLES)
+        return self._located(found, None)
+
+    # Blocks.
+
+    def read(self, hashes: Sequence[ChainHash], into: Sequence[memoryview]) -> list[BlockRecord | Outcome]:
+        require_buffers(len(hashes), into, self.space.slot_bytes)
+        deadline = self._deadline(len(hashes))
+        epoch = self._current(deadline)
+        results: list[BlockRecord | Outcome]
+        if isinstance(epoch, BucketError):
+            results = [epoch.outcome] * len(hashes)
+        else:
+            results = self._read(hashes, into, epoch, deadline)
+            if self._epoch.value != epoch:
+                results = [Outcome.EPOCH] * len(hashes)
+        self.announcer.seen(result for result in results if isinstance(result, BlockRecord))
+        self._count("read", results)
+        return results
+
+    def write(self, records: Sequence[BlockRecord], payloads: Sequence[memoryview]) -> list[Outcome]:
+        """Store consecutive blocks of one chain; see `Tier.write`. Each payload is slot_bytes and has its checksum.
+
+        After a failure the rest of the chain is PARENT_FAILED.
+        """
+        require_buffers(len(records), payloads, self.space.slot_bytes)
+        require_records(records, self.space.block_size)
+        deadline = self._deadline(len(records))
+        epoch = self._current(deadline)
+        done, failure = 0, epoch if isinstance(epoch, BucketError) else None
+        if not isinstance(epoch, BucketError):
+            done, failure = self._write(records, payloads, epoch, deadline)
+            if self._epoch.value != epoch:
+                done, failure = 0, _EPOCH_CHANGED
+        outcomes = [Outcome.OK] * done
+        if failure is not None:
+            outcomes = cut_off([*outcomes, *[failure.outcome] * (len(records) - done)])
+        self.announcer.seen(records[:done])
+        self._count("write", outcomes)
+        return outcomes
+
+    def discard(self, hashes: Sequence[ChainHash]) -> None:
+        """Delete the objects that hold these blocks, for everybody: other blocks go with them.
+
+        Of a block that is not known here, the object goes that it would begin.
+        """
+        places = self._index.places(hashes)
+        names = {place[0].first for place in places if place is not None}
+        unknown = [h for h, place in zip(hashes, places, strict=True) if place is None]
+        names.update(self.space.names(unknown))
+        gone = self._index.forget(dict.fromkeys(place[0] for place in places if place is not None))
+        self.announcer.missed([*gone, *unknown])
+        self._delete(names, self._deadline(0))
+
+    def reset(self) -> None:
+        """Forget every block, in all processes. Returns at once: until the bucket knows, everything is a miss here."""
+        self._epoch.reset()
+        with self._lock:
+            if self._closed:
+                return
+            self._resetting = threading.Thread(
+                target=self._epoch.settle, args=(self._deadline(0),), name="kvtier-objects-reset", daemon=True
+            )
+            self._resetting.start()
+
+    # Looking after it.
+
+    def probe(self, direction: Direction) -> bool:
+        """Whether the bucket answers, or takes a small object: one that the lifecycle rule removes."""
+        try:
+            if direction == "write":
+                self._bucket.put(self.space.probe_key, [b"1"])
+            else:
+                self._bucket.get(ObjectRange(self.space.epoch_key, 0, 64), self._deadline(0))
+        except BucketError as error:
+            return error.outcome is Outcome.ABSENT
+        return True
+
+    def stats(self) -> Mapping[str, int]:
+        """Counts since open: {read, write, locate}_{outcome}, requests_{kind}, bytes_{way}, evicted; known names."""
+        with self._lock:
+            counts = dict(self._counts)
+        return {
+            **counts,
+            **self._bucket.counts(),
+            "evicted": counts.get("read_evicted", 0),
+            "names": len(self._index),
+        }
+
+    def check(self) -> None:
+        self._index.check()
+
+    def close(self) -> None:
+        """Refuse new calls; a reset still to be told is told first, within its deadline. Idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            resetting = self._resetting
+        if resetting is not None:
+            resetting.join(self._bucket.timeout)
+        self._bucket.close()
+
+    # Inside.
+
+    def _current(self, deadline: float) -> int | BucketError:
+        """The epoch all processes are in now, or why it is not known."""
+        if self._closed:
+            return BucketError(Outcome.CLOSED, "closed")
+        if (failure := self._epoch.settle(deadline)) is not None:
+            return failure
+        return self._epoch.value or _EPOCH_CHANGED  # reset at this very moment
+
+    def _read_tables(
+        self, hashes: Sequence[ChainHash], places: range, epoch: int, deadline: float
+    ) -> list[int | BucketError]:
+        """Learn what the objects hold that begin at these places of the chain: how many blocks each has, or why not."""
+        firsts = self.space.names([hashes[place] for place in places])
+        wanted = [ObjectRange(self.space.key(first, epoch), 0, TABLE_BYTES) for first in firsts]
+        learned: list[int | BucketError] = [BucketError(Outcome.IO_ERROR, "nothing came")] * len(firsts)
+        for i, answer in self._bucket.fetch(wanted, deadline):
+            if isinstance(answer, BucketError):
+                learned[i] = answer
+                continue
+            names = self.space.named(answer, firsts[i])
+            learned[i] = len(names) or BucketError(Outcome.CHECKSUM, "no object of ours")
+            if names and self._epoch.value == epoch:
+                chain = hashes[places[i] : places[i] + len(names)]
+                pairs = zip(self.space.names(chain), names, strict=False)
+                same = next((n for n, (ours, theirs) in enumerate(pairs) if ours != theirs), len(chain))
+                self._index.learn(names[0], chain[:same], len(names))
+        return learned
+
+    def _missed(self, first: ChainHash) -> None:
+        """There is no object that begins with this block."""
+        gone = [place[0] for place in self._index.places([first]) if place is not None and place[1] == 0]
+        self.announcer.missed([first, *self._index.forget(gone)])
+
+    def _located(self, found: int, failure: BucketError | None) -> int | Outcome:
+        failed = failure is not None and failure.outcome is not Outcome.ABSENT
+        self._count("locate", [failure.outcome if failed and failure is not None else Outcome.OK])
+        return failure.outcome if failed and failure is not None and not found else found
+
+    def _read(
+        self, hashes: Sequence[ChainHash], into: Sequence[memoryview], epoch: int, deadline: float
+    ) -> list[BlockRecord | Outcome]:
+        results: list[BlockRecord | Outcome] = [Outcome.ABSENT] * len(hashes)
+        parts = list(self._parts(hashes))
+        wanted = [
+            ObjectRange(self.space.key(stored.first, epoch), *self.space.span(position, len(blocks)))
+            for stored, position, blocks in parts
+        ]
+        gone: dict[StoredObject, None] = {}
+        bad: dict[StoredObject, list[int]] = {}
+        for i, answer in self._bucket.fetch(wanted, deadline):
+            stored, _, blocks = parts[i]
+            if not isinstance(answer, BucketError):
+                self._index.confirm([stored])
+                for number, block in enumerate(blocks):
+                    results[block] = self._taken(answer, number, hashes[block], into[block], epoch)
+            else:
+                is_gone = answer.outcome is Outcome.ABSENT
+                gone.update({stored: None} if is_gone else {})
+                for block in blocks:
+                    results[block] = Outcome.EVICTED if is_gone else answer.outcome
+            if damaged := [block for block in blocks if results[block] in _BAD]:
+                bad.setdefault(stored, []).extend(damaged)
+        self.announcer.missed(self._index.forget([*gone, *bad]))
+        for stored, blocks in bad.items():
+            if self._is_another(stored, epoch, deadline):
+                for block in blocks:
+                    results[block] = Outcome.EVICTED
+            else:
+                _log.warning("[objects] %s holds other bytes than were stored; deleted", stored.first.hex())
+                self._delete({stored.first}, deadline)
+        return results
+
+    def _is_another(self, stored: StoredObject, epoch: int, deadline: float) -> bool:
+        """Whether somebody stored other blocks there since, as they may once an object has expired."""
+        try:
+            table = self._bucket.get(ObjectRange(self.space.key(stored.first, epoch), 0, TABLE_BYTES), deadline)
+        except BucketError as error:
+            return error.outcome is not Outcome.CHECKSUM  # gone, or not to be judged now
+        names = self.space.named(table, stored.first)
+        ours = self.space.names(stored.blocks)
+        return bool(names) and (len(names) != stored.num_blocks or names[: len(ours)] != ours)
+
+    def _parts(self, hashes: Sequence[ChainHash]) -> Iterator[tuple[StoredObject, int, list[int]]]:
+        """Requests that bring the blocks known here: an object, a position in it, which blocks lie from there on."""
+        part: tuple[StoredObject, int, list[int]] | None = None
+        for block, place in enumerate(self._index.places(hashes)):
+            if place is None:
+                continue
+            stored, position = place
+            is_next = part is not None and part[0] is stored and part[1] + len(part[2]) == position
+            if part is not None and is_next and len(part[2]) < self._part_blocks:
+                part[2].append(block)
+                continue
+            if part is not None:
+                yield part
+            part = (stored, position, [block])
+        if part is not None:
+            yield part
+
+    def _taken(
+        self, came: memoryview, number: int, chain_hash: ChainHash, into: memoryview, epoch: int
+    ) -> BlockRecord | Outcome:
+        """A block from the records that came, verified."""
+        record = came[number * self.space.record_bytes : (number + 1) * self.space.record_bytes]
+        if record.nbytes < self.space.record_bytes:
+            return Outcome.CHECKSUM
+        head_bytes = self.space.form.head_bytes
+        into[:] = record[head_bytes:]
+        return self.space.form.decode(bytes(record[:head_bytes]), into, chain_hash, epoch)
+
+    def _write(
+        self, records: Sequence[BlockRecord], payloads: Sequence[memoryview], epoch: int, deadline: float
+    ) -> tuple[int, BucketError | None]:
+        """How many leading blocks are there now, and why not the others."""
+        hashes = [record.chain_hash for record in records]
+        done = self._index.leading(hashes)
+        try:
+            while done < len(records):
+                if time.monotonic() >= deadline:
+                    return done, BucketError(Outcome.TIMEOUT, "not in time")
+                end = min(len(records), done + MAX_BLOCKS)
+                done += self._put(records[done:end], payloads[done:end], epoch, deadline)
+        except BucketError as error:
+            return done, error
+        return done, None
+
+    def _put(self, records: Sequence[BlockRecord], payloads: Sequence[memoryview], epoch: int, deadline: float) -> int:
+        """Store an object, or find that others did; how many of its leading blocks are there. BucketError."""
+        hashes = [record.chain_hash for record in records]
+        names = self.space.names(hashes)
+        key = self.space.key(names[0], epoch)
+        parts: list[SentPart] = []
+        before = self.space.table(names)
+        for record, payload in zip(records, payloads, strict=True):
+            head, body = self.space.form.encode(record, payload, epoch)
+            parts += (before + head, body)
+            before = b""
+        try:
+            self._bucket.put(key, parts, only_new=True)
+        except BucketError as error:
+            if error.code != EXISTS:
+                raise
+            (learned,) = self._read_tables(hashes, range(1), epoch, deadline)
+            if isinstance(learned, BucketError) and learned.outcome not in (Outcome.ABSENT, Outcome.CHECKSUM):
+                raise learned from None
+            if there := self._index.leading(hashes):
+                return there
+            self._bucket.put(key, parts)  # what stands there is no object of ours
+        if self._epoch.value == epoch:
+            self._index.learn(names[0], hashes, len(hashes))
+        return len(records)
+
+    def _delete(self, names: set[bytes], deadline: float) -> None:
+        """The bucket is told nothing once the deadline has passed: what is damaged there is found again."""
+        epoch = self._epoch.value
+        if not names or epoch is None or self._closed or time.monotonic() >= deadline:
+            return
+        try:
+            self._bucket.delete([self.space.key(name, epoch) for name in names])
+        except BucketError as error:
+            self._count("delete", [error.outcome])
+
+    def _forget_all(self) -> None:
+        """Another epoch has begun."""
+        self._index.clear()
+        self.announcer.clear()
+
+    def _deadline(self, num_blocks: int) -> float:
+        seconds = self._config.deadline + num_blocks * self.space.record_bytes / self._config.bandwidth
+        return time.monotonic() + seconds
+
+    def _count(self, verb: str, results: Sequence[BlockRecord | Outcome]) -> None:
+        outcomes = [Outcome.OK if isinstance(result, BlockRecord) else result for result in results]
+        with self._lock:
+            self._counts.update(f"{verb}_{outcome}" for outcome in outcomes)

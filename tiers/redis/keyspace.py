@@ -1,0 +1,50 @@
+"""What a model's blocks are called in Redis, in which form they are, and how long their values (docs/format.md)."""
+
+from collections.abc import Iterable
+from typing import Final
+
+from kvtier.tiers import ChainHash, require_compression
+from kvtier.tiers.config import RedisConfig
+from kvtier.tiers.redis.compressed import CompressedForm
+from kvtier.tiers.shared import RecordForm, form_of, format_epoch
+
+_TIER: Final = "redis"
+
+
+class Keyspace:
+    """Keys and records of one model's blocks, below a key prefix, in the form [redis] asks for. Immutable.
+
+    Every record of a namespace has the same length, `value_bytes`: a head of `head_bytes`, then `slot_bytes` of
+    payload. So a reader knows what to expect before it reads, and refuses any other length. Records of a form that
+    compresses are at most as long, and refused if they are not as long as their head says.
+    """
+
+    def __init__(self, prefix: str, form: RecordForm, slot_bytes: int, block_size: int) -> None:
+        self.form = form
+        self.slot_bytes = slot_bytes
+        self.block_size = block_size
+        self._stem = f"{prefix}:{form.name}:".encode()
+        self.head_bytes = form.head_bytes
+        self.value_bytes = self.head_bytes + slot_bytes
+
+    @property
+    def epoch_key(self) -> bytes:
+        return self._stem + b"epoch"
+
+    @property
+    def probe_key(self) -> bytes:
+        return self._stem + b"probe"
+
+    def keys(self, hashes: Iterable[ChainHash], epoch: int) -> list[bytes]:
+        """`{prefix}:{the form's name}:{epoch}:{the block's name}` of each: all of one length."""
+        stem = self._stem + format_epoch(epoch) + b":"
+        return [stem + name for name in self.form.names(hashes)]
+
+
+def redis_form(config: RedisConfig, fingerprint: bytes, slot_bytes: int, block_size: int) -> RecordForm:
+    """As [redis] secret, key_file and compression ask. ConfigError if the key file or the package cannot be used."""
+    if config.key_file is None and config.compression == "zstd":
+        require_compression("[redis] compression")
+        secret = config.secret.get_secret_value() if config.secret is not None else None
+        return CompressedForm(fingerprint, slot_bytes, block_size, secret)
+    return form_of(_TIER, config, fingerprint, slot_bytes, block_size)
