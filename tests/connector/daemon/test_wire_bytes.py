@@ -116,9 +116,8 @@ def test_a_reply() -> None:
     reply = Reply(3, 2, [granted, b"\1\0", pack_found(found), True, ""], news)
     columns = [(2, -1), (0, 2), (4, 5), (1, 9)]  # how many slots each has, then of all: index, slot, generation
     packed = "".join("c410" + np.array(each, "<i8").tobytes().hex() for each in columns)
-    told = (
-        f"98 07 980501020100000001 c0 cb{0:016x} c410{3:02x}{0:014x}{9:02x}{0:014x} c410{1:02x}{0:014x}{2:02x}{0:014x}"
-    )
+    where = "980501020100000001"
+    told = f"98 07 {where} c0 cb{0:016x} c410{3:02x}{0:014x}{9:02x}{0:014x} c410{1:02x}{0:014x}{2:02x}{0:014x}"
     children = f"92 92c420{a}c40401000000 92c420{b}c4080200000002000000 92 02 cb3fd0000000000000"
     nothing = "98 08 980200000000000002 a7 6e6f5f736c6f74 cb3fe0000000000000 c400 c400 90 c0"
     expected = bytes.fromhex(f"1a010000 94 03 02 95 94{packed} c4020100 {where} c3 a0 92 {told} {children} {nothing}")
