@@ -96,14 +96,16 @@ export class History {
     return grown && grown.value / grown.seconds;
   }
 
-  /** The last status of each stride, at most POINTS of them. */
+  /** The last status of each stride, at most POINTS of them; before those the very first, which the first one grew from. */
   #chosen() {
     const span = this.span;
     const stride = STRIDES.find((each) => span / each <= POINTS) ?? STRIDES.at(-1);
     const from = (this.samples.at(-1)?.at ?? 0) - span;
     const shown = this.samples.filter(({ at }) => at >= from - stride);
     const bucket = ({ at }) => Math.floor(at / stride);
-    const steps = shown.filter((sample, i) => i === shown.length - 1 || bucket(sample) !== bucket(shown[i + 1]));
+    const steps = shown.filter((sample, i) => {
+      return i === shown.length - 1 || sample === this.samples[0] || bucket(sample) !== bucket(shown[i + 1]);
+    });
     return { steps, stride };
   }
 
