@@ -1,4 +1,4 @@
-"""The tables of docs/scale.md, of what benchmarks/scale.py saved: one for each part, and the limits of each."""
+"""The tables of docs/scale.md and of compression in docs/redis.md, of what scale.py and compression.py saved."""
 
 import json
 import re
@@ -8,7 +8,7 @@ from typing import Any, Final
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 SCALE: Final = ROOT / "docs" / "scale.md"
-PAGES: Final = (SCALE,)
+PAGES: Final = (SCALE, ROOT / "docs" / "redis.md")
 RESULTS: Final = ROOT / "benchmarks" / "results"
 MARK: Final = re.compile(r"(<!-- figures: (\w+), written by [\w/.]+ -->\n).*?(<!-- end of figures -->\n)", re.DOTALL)
 NO_LIMIT: Final = "no limit found"
@@ -29,6 +29,9 @@ def tables() -> dict[str, str]:
     made["moved"] = table(_turned(_of(rows, "a request moves")))
     made["assumed"] = table([{"assumed": name, "": value} for name, value in document["setup"].items()])
     made["machine"] = _machine(document)
+    compressed = json.loads((RESULTS / "compression.json").read_text())
+    kinds, tiers = ([row for row in compressed["results"] if ("ratio" in row) == is_kind] for is_kind in (True, False))
+    made["compression"] = f"{table(kinds)}\n{table(tiers)}\n{_machine(compressed)}"
     return made
 
 

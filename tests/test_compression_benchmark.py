@@ -1,0 +1,48 @@
+"""Stories of benchmarks/compression.py: blocks are a model's KV, a row follows from its rates, Redis keeps less."""
+
+import compression
+import numpy as np
+import pytest
+import torch
+from redis_rig import NO_REDIS, standalone
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from kvtier.tiers.compression_worth import made_up_kv
+
+TOKENS = list(range(2 * compression.BLOCK_SIZE + 3))  # what does not fill a block is left out
+
+
+def test_blocks_are_the_models_kv_in_the_canonical_layout() -> None:
+    shape = LlamaConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=8, vocab_size=256,
+    )  # fmt: skip
+    torch.manual_seed(1)
+    model = LlamaForCausalLM(shape)
+    blocks = compression.blocks_of(model, TOKENS, torch.float32)
+    assert blocks.shape == (2, 3 * 2 * compression.BLOCK_SIZE * 2 * 8 * 4)
+    with torch.no_grad():
+        cache = model(torch.tensor([TOKENS]), use_cache=True).past_key_values
+    second = blocks[1].view(np.float32).reshape(3, 2, compression.BLOCK_SIZE, 2, 8)
+    values = cache.layers[2].values[0].numpy()  # [heads, tokens, head_dim]
+    assert np.array_equal(second[2, 1, 5], values[:, compression.BLOCK_SIZE + 5])
+
+
+def test_a_row_follows_from_its_rates() -> None:
+    blocks = np.frombuffer(made_up_kv(2 * 65_536), np.uint8).reshape(2, -1)
+    row = compression.measure("nobody", "bf16", blocks)
+    ratio, plain, restore, below = (
+        float(str(row[name])) for name in ("ratio", "ratio, plain", "restore GB/s", "reads below GB/s")
+    )
+    assert (row["KV of"], row["block KiB"]) == ("nobody", 64)
+    assert ratio > plain >= 1
+    assert 0 < below < restore
+
+
+@pytest.mark.skipif(NO_REDIS is not None, reason=str(NO_REDIS))
+def test_a_server_keeps_less_of_what_is_compressed() -> None:
+    blocks = np.frombuffer(made_up_kv(8 * 262_144), np.uint8).reshape(8, -1)
+    with standalone() as server:
+        plain, shorter = (compression.over_redis(server, blocks, how, 1) for how in ("none", "zstd"))
+    assert float(str(shorter["KiB kept a block"])) < 0.9 * float(str(plain["KiB kept a block"]))
+    assert min(float(str(row[verb])) for row in (plain, shorter) for verb in ("SET GB/s", "GET GB/s")) > 0
