@@ -8,6 +8,7 @@ Decode = Callable[[Sequence[int]], str]
 
 _MONTHS: Final = "(Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]*"
 _UUID: Final = r"[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}"
+_CUT_UUID: Final = r"\b[0-9a-fA-F]{8}-[0-9a-fA-F-]{0,27}$"  # cut at the end of the block
 _DATES: Final = (
     r"\d{4}-\d{2}-\d{2}([T ]\d{2}:\d{2}(:\d{2}([.,]\d+)?)?(Z|[+-]\d{2}:?\d{2})?)?",
     r"\d{1,2}:\d{2}(:\d{2}([.,]\d+)?)?",
@@ -36,7 +37,7 @@ _NAMES: Final = (
 _KINDS: Final = tuple(
     (kind, re.compile(pattern))
     for kind, patterns in (
-        ("a request id", (_UUID,)),
+        ("a request id", (_UUID, _CUT_UUID)),
         ("a date or time", _DATES),
         ("a request id", _IDS),
         (_NAME, _NAMES),

@@ -216,6 +216,7 @@ def test_the_classic_findings_are_named() -> None:
         ("a date or time", "2026年11月22日", "2026年11月23日"),
         ("a date or time", "20261122", "20261123"),
         ("a date or time", "1732320000123", "1732320000999"),
+        ("a request id", "Request 123e4567-e89b-12d", "Request 903fa2c1-e12b-1"),  # the block ends there
         ("a request id", "Session-ID: abc", "Session-ID: xyz"),
         ("a request id", "chatcmpl-abc123def", "chatcmpl-abc123deg"),
         ("a request id", "01J9ZK8Q2V5N3X7Y1ABCDEFGHJ", "01J9ZK8Q2V5N3X7Y1ABCDEFGHK"),
