@@ -12,7 +12,7 @@ One connection is for the blocks of one model. Whoever lends speaks first. All i
 A proof is HMAC-SHA256 under a key of the connection alone, over what it proves and the number of the question. A tag is
 Poly1305 over the payload, under a key made from the shared one and the head: name, parent, tokens and checksum. Such a
 key must be used for one message only, and it is: bytes of another checksum have another head. That is as strong as
-HMAC, and five times as fast. Whoever lends a block again has its tag already. Nothing is encrypted.
+HMAC, and several times as fast. Whoever lends a block again has its tag already. Nothing is encrypted.
 """
 
 import hmac

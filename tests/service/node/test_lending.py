@@ -350,6 +350,7 @@ def test_a_tag_is_computed_once_for_a_block_in_its_slot(node: Node, key: Path, m
             assert all(isinstance(result, BlockRecord) for result in tier.read(chain.hashes, buffers(4)))
         assert len(tags) == expected
     # Other blocks take the slots: none of them has an older one's tag.
+    wait_until(lambda: not node.hierarchy.host.pool.counts().leased)
     node.hierarchy.host.pool.evict(chain.hashes)
     others = chain_of(32, first_token=300)
     assert store_in(node.hierarchy, others) == 32
