@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -78,7 +78,8 @@ def kinds(num_tokens: int) -> Iterator[tuple[str, str, NDArray[np.uint8]]]:
     for dtype in DTYPES:
         torch.manual_seed(0)
         computed = torch.bfloat16 if dtype == "fp8" else DTYPES[dtype]
-        made = LlamaForCausalLM(shape).to(dtype=computed)
+        made: Any = LlamaForCausalLM(shape)
+        made.to(dtype=computed)
         yield "a Llama with random weights", dtype, blocks_of(made, tokens, DTYPES[dtype])
 
 
