@@ -23,7 +23,7 @@ class LoadPace:
 
     def __post_init__(self) -> None:
         if self.concurrency < 1:
-            raise ConfigError(f"concurrency {self.concurrency}: use a whole number from 1 on")
+            raise ConfigError(f"--concurrency {self.concurrency}: use a whole number from 1 on")
         if self.rate is not None and not self.rate > 0:
             raise ConfigError(f"rate {self.rate}: use a number of sessions a second above 0")
 

@@ -66,9 +66,11 @@ class Shape:
     def __post_init__(self) -> None:
         for name in ("num_requests", "prompt_tokens", "turn_tokens", "answer_tokens", "num_turns"):
             if not 1 <= (value := getattr(self, name)) <= _MOST:
-                raise ConfigError(f"{name.replace('_', ' ')} {value}: use a whole number from 1 to {_MOST}")
+                raise ConfigError(
+                    f"--{name.removeprefix('num_').replace('_', '-')} {value}: use a whole number from 1 to {_MOST}"
+                )
         if (num_words := self.num_requests * max(self.prompt_tokens, _TOOL * self.turn_tokens)) > _MOST_WORDS:
-            raise ConfigError(f"num requests {self.num_requests}: {num_words} tokens in all; at most {_MOST_WORDS}")
+            raise ConfigError(f"--requests {self.num_requests}: {num_words} tokens in all; at most {_MOST_WORDS}")
 
 
 def sessions_of(shape: Shape) -> list[ScriptedSession]:

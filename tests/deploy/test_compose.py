@@ -368,7 +368,7 @@ def parsed(service: Service | Mapping[str, Any]) -> dict[str, Any]:
         ([], "Missing argument"),
         (["127.0.0.1:7400"], "kvtier: URL '127.0.0.1:7400': write it as in http://127.0.0.1:8000"),
         (["http://127.0.0.1:x"], "kvtier: URL 'http://127.0.0.1:x': write it as in http://127.0.0.1:8000"),
-        (["http://127.0.0.1:1", "--requests", "0"], "kvtier: num requests 0: use a whole number from 1 to 1048576"),
+        (["http://127.0.0.1:1", "--requests", "0"], "kvtier: --requests 0: use a whole number from 1 to 1048576"),
         (["http://127.0.0.1:1"], "kvtier: http://127.0.0.1:1: All connection attempts failed; is the server up?"),
     ],
 )

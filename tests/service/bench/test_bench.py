@@ -203,9 +203,9 @@ def test_every_pattern_asks_what_it_was_told_to(tmp_path: Path) -> None:
         pieces = [piece for session in sessions for piece in session.system.split("\n\n")]
         assert len(set(pieces)) < len(pieces)  # some have them in common
     cases: list[tuple[dict[str, Any], str]] = [
-        ({"num_turns": 0}, "num turns 0: use a whole number from 1 to"),
-        ({"num_requests": 10**9}, "num requests 1000000000: use a whole number from 1 to"),
-        ({"num_requests": 10**6, "prompt_tokens": 10**6}, "num requests 1000000: 1000000000000 tokens in all"),
+        ({"num_turns": 0}, "--turns 0: use a whole number from 1 to"),
+        ({"num_requests": 10**9}, "--requests 1000000000: use a whole number from 1 to"),
+        ({"num_requests": 10**6, "prompt_tokens": 10**6}, "--requests 1000000: 1000000000000 tokens in all"),
     ]
     for wrong, complaint in cases:
         with pytest.raises(ConfigError, match=complaint):
