@@ -445,8 +445,8 @@ with zmq.Context() as context, context.socket(zmq.PUB) as out:
     port = out.bind_to_random_port("tcp://127.0.0.1")
     sink = Slow()
     with closing(EventConsumer("w", sink, f"tcp://127.0.0.1:{port}")):
-        end, number = time.monotonic() + 10, 0
-        while time.monotonic() < end:
+        begin, number = time.monotonic(), 0
+        while (took := time.monotonic() - begin) < 10 or (sink.applied <= 100_000 and took < 70):  # a busy machine
             out.send_multipart([b"", number.to_bytes(8, "big"), payload])
             number += 1
             time.sleep(0.01)
@@ -457,7 +457,7 @@ with zmq.Context() as context, context.socket(zmq.PUB) as out:
 @pytest.mark.slow
 def test_a_reader_that_falls_behind_lives() -> None:
     """libzmq aborts a process whose heartbeat is late while its queue is full."""
-    done = subprocess.run([sys.executable, "-c", FLOODED], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", FLOODED], capture_output=True, text=True, timeout=110)
     assert (done.returncode, done.stdout, done.stderr) == (0, "True\n", "")
 
 
