@@ -13,13 +13,13 @@ RESULTS: Final = ROOT / "benchmarks" / "results"
 MARK: Final = re.compile(r"(<!-- figures: (\w+), written by [\w/.]+ -->\n).*?(<!-- end of figures -->\n)", re.DOTALL)
 NO_LIMIT: Final = "no limit found"
 
-SavedRow = dict[str, Any]
+ScaleRow = dict[str, Any]
 
 
 def tables() -> dict[str, str]:
     """Each table of the pages by the word in its mark."""
     document = json.loads((RESULTS / "scale.json").read_text())
-    rows: list[SavedRow] = document["results"]
+    rows: list[ScaleRow] = document["results"]
     parts = {part: _of(rows, part) for part in ("events", "index", "decisions", "redis", "objects")}
     limits = _of(rows, "limits")
     made = {name: table(part) for name, part in parts.items()}
@@ -41,7 +41,7 @@ def filled(page: Path) -> str:
     return MARK.sub(lambda found: found[1] + made[found[2]] + found[3], page.read_text())
 
 
-def table(rows: Sequence[SavedRow]) -> str:
+def table(rows: Sequence[ScaleRow]) -> str:
     columns = list(dict.fromkeys(name for row in rows for name in row))
     aligned = ["--:" if all(not isinstance(row[name], str) for row in rows) else "---" for name in columns]
     lines = [f"| {' | '.join(columns)} |", f"|{'|'.join(aligned)}|"]
@@ -49,18 +49,18 @@ def table(rows: Sequence[SavedRow]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _machine(document: SavedRow) -> str:
+def _machine(document: ScaleRow) -> str:
     machine = document["machine"]
     return f"{machine['cpu']}, {machine['cores']} cores, commit `{document['commit']}`.\n"
 
 
-def _of(rows: Sequence[SavedRow], part: str) -> list[SavedRow]:
+def _of(rows: Sequence[ScaleRow], part: str) -> list[ScaleRow]:
     return [{name: value for name, value in row.items() if name != "part"} for row in rows if row["part"] == part]
 
 
-def _limits(rows: Sequence[SavedRow], part: str) -> list[SavedRow]:
+def _limits(rows: Sequence[ScaleRow], part: str) -> list[ScaleRow]:
     """Which fleet is the largest within each."""
-    shown: list[SavedRow] = []
+    shown: list[ScaleRow] = []
     for row in rows:
         if row["of"] == part:
             nodes = row["holds up to"]
@@ -68,7 +68,7 @@ def _limits(rows: Sequence[SavedRow], part: str) -> list[SavedRow]:
     return shown
 
 
-def _turned(rows: Sequence[SavedRow]) -> list[SavedRow]:
+def _turned(rows: Sequence[ScaleRow]) -> list[ScaleRow]:
     """A row for each thing, and a column for each number of sightings."""
     by = {f"stored from sighting {row['admit_after']}": row for row in rows}
     return [
