@@ -31,7 +31,7 @@ DAEMON: Final = listed(f"""
     version pid uptime_s status degraded socket budget budget.bytes budget.given events
     tier_captions tier_captions.name tier_captions.label tier_captions.shown tier_captions.medium tier_captions.lower
     kv_events kv_events.publish kv_events.replay kv_events.seq kv_events.batches kv_events.events
-    gpu_hour models models.model models.name models.fingerprint models.block_size models.block_bytes models.clients
+    lent gpu_hour models models.model models.name models.fingerprint models.block_size models.block_bytes models.clients
     models.l2 models.l2.slots models.l2.bytes models.l2.ready_bytes models.l2.pinned models.l2.quotas models.l2.free
     models.l2.filling models.l2.ready models.l2.leased models.l2.quarantined models.l2.dirty
     models.l2.tails
