@@ -21,8 +21,11 @@ class EngineRequest:
 
     @property
     def prompt(self) -> str:
-        """The body as text: Ray Serve's own prefix router looks for this, and bodies that begin alike are near."""
-        return self.body.decode("utf-8", "replace")
+        """The body as text: Ray Serve's own prefix router looks for this, and bodies that begin alike are near.
+
+        Never empty: that router divides by its length.
+        """
+        return self.body.decode("utf-8", "replace") or self.path
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,12 +4,16 @@ Ray Serve makes one in each process that sends requests to the deployment. It se
 for the process is in `ranking.py`.
 """
 
+import logging
 from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, ReplicaResult, RequestRouter, RunningReplica
 
 from kvtier.service.ray.asked import METADATA, EngineRequest
 from kvtier.service.ray.ranking import Queue, ReplicaRanking
+
+
+_log = logging.getLogger("ray.serve")  # whose lines Ray Serve keeps
 
 
 class KVTierRequestRouter(RequestRouter):
@@ -35,7 +39,11 @@ class KVTierRequestRouter(RequestRouter):
         by_name = {each.replica_id.unique_id: each for each in candidate_replicas}
         queues = [self._queue(name, replica) for name, replica in by_name.items()]
         request = next((each for each in pending_request.args if isinstance(each, EngineRequest)), None)
-        names = await self._ranking.rank(pending_request.metadata.internal_request_id, request, queues)
+        try:
+            names = await self._ranking.rank(pending_request.metadata.internal_request_id, request, queues)
+        except Exception:  # Ray Serve would leave the request without a replica, for ever
+            _log.exception("a request could not be ranked: any replica may have it")
+            names = None
         return [candidate_replicas] if names is None else [[by_name[name]] for name in names]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult) -> None:
