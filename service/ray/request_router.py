@@ -12,7 +12,6 @@ from ray.serve.request_router import PendingRequest, ReplicaID, ReplicaResult, R
 from kvtier.service.ray.asked import METADATA, EngineRequest
 from kvtier.service.ray.ranking import Queue, ReplicaRanking
 
-
 _log = logging.getLogger("ray.serve")  # whose lines Ray Serve keeps
 
 
