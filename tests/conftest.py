@@ -28,6 +28,7 @@ from kvtier.tiers.tier import ChainHash
 if TYPE_CHECKING:
     from device_rig import DeviceRig
     from kv_tier_rig import Open
+    from object_rig import ObjectServer
     from small_engines import Make
 
     from kvtier.engine.llm import Engine
@@ -100,6 +101,17 @@ def _no_configuration_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.upper().startswith("KVTIER_")]:
         if name != COMPILED:
             monkeypatch.delenv(name)
+
+
+@pytest.fixture(scope="session")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator["ObjectServer"]:
+    """One S3 server for all stories that a process runs."""
+    from object_rig import NO_OBJECTS, object_server
+
+    if NO_OBJECTS is not None:
+        pytest.skip(NO_OBJECTS)
+    with object_server(tmp_path_factory.mktemp("s3")) as server:
+        yield server
 
 
 @pytest.fixture(params=["Python", "compiled"])

@@ -43,6 +43,13 @@ Open = Callable[..., Hierarchy]
 
 
 @pytest.fixture
+def server(s3: ObjectServer) -> ObjectServer:
+    """With an empty bucket."""
+    s3.empty()
+    return s3
+
+
+@pytest.fixture
 def over() -> Iterator[Open]:
     """`over(endpoint, …)`: a hierarchy over the bucket there; at the end each is idle by the laws, and closed."""
     hierarchies: list[Hierarchy] = []

@@ -25,6 +25,13 @@ LONG = chain_of(24)
 FORMS = ("clear", "sealed", "encrypted")
 
 
+@pytest.fixture
+def server(s3: ObjectServer) -> ObjectServer:
+    """With an empty bucket."""
+    s3.empty()
+    return s3
+
+
 def test_it_is_a_tier_that_nodes_share(server: ObjectServer) -> None:
     with opened(server.endpoint) as store:
         tier: Tier = store  # for the type checker
