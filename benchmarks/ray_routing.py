@@ -148,7 +148,7 @@ def main() -> int:
 
     load = Load(talks=6, turns=2, documents=2, clients=3, words=60)
     if not chosen.quick:
-        load = Load(talks=18, turns=4, documents=3, clients=6, words=100)
+        load = Load(talks=12, turns=4, documents=3, clients=4, words=90)
     names = [OURS, POWER_OF_TWO] if chosen.quick else list(ROUTERS)
     replicas, rows = 2 if chosen.quick else chosen.replicas, []
     env = {"KVTIER_HOST__SIZE": "128MiB", "KVTIER_CACHE__BLOCK_SIZE": "16", "PYTHONPATH": str(ROOT / "benchmarks")}
