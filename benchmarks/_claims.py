@@ -92,7 +92,6 @@ CLAIMS: Final = (
         "chats through a whole hierarchy, live and simulated: points apart",
         "eviction",
         "^hierarchy",
-        "Live and simulated with tail",
     ),
     PageRow(
         "`kvtier simulate`, 100,000 requests, LRU and `tail`, with a slab and without: CPU s",
