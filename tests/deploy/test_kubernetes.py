@@ -22,7 +22,7 @@ from kvtier.service.router.spec import ReplicaSpec
 from kvtier.tiers.config.config import Config
 
 FOLDER: Final = ROOT / "deploy" / "kubernetes"
-OVERLAYS: Final = ("gpu", "model-claim", "monitoring", "vllm")
+OVERLAYS: Final = ("gpu", "model-claim", "monitoring", "peers", "vllm")
 PAGE: Final = ROOT / "docs" / "kubernetes.md"
 COMPONENT: Final = "app.kubernetes.io/component"
 VERSIONS: Final = ("1.30", "1.34")  # of the API
@@ -122,6 +122,32 @@ def test_vllm_is_heard_by_routers_that_expect_no_keys() -> None:
             (spec,) = (each for each in pod["containers"][0]["args"] if each.startswith("--replica="))
             there = ReplicaSpec.parse(spec.removeprefix("--replica=")).at("10.1.0.4").publishers
             assert (there.events, there.replay) == ("tcp://10.1.0.4:5557", "tcp://10.1.0.4:5558")
+
+
+@needs_kubectl
+def test_daemons_lend_to_each_other_and_to_nobody_else(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    objects = built("peers")
+    pod = dict(pods(objects))["node"]
+    told = {name: value for name, value in environment(pod).items() if "PEERS" in name}
+    key = tmp_path / "peers.key"
+    key.write_text("ab" * 32)
+    key.chmod(0o400)
+    for name, value in {**told, "KVTIER_PEERS__KEY_FILE": str(key)}.items():
+        monkeypatch.setenv(name, value)
+    peers = Config.load().peers
+    (port,) = (each["containerPort"] for each in pod["containers"][0]["ports"] if each["name"] == "peers")
+    service = found("Service", "nodes", objects)["spec"]
+    assert (peers.listen, peers.nodes) == (f"0.0.0.0:{port}", (f"nodes:{port}",))
+    assert (service["clusterIP"], service["ports"][0]["port"]) == ("None", port)
+    assert (
+        service["selector"].items()
+        <= found("DaemonSet", "node", objects)["spec"]["template"]["metadata"]["labels"].items()
+    )
+    policy = found("NetworkPolicy", "peers", objects)["spec"]["ingress"]
+    assert policy == [{"from": [{"podSelector": {"matchLabels": {COMPONENT: "node"}}}], "ports": [{"port": "peers"}]}]
+    (init,) = (each for each in pod["initContainers"] if each["name"] == "peer-key")
+    assert told["KVTIER_PEERS__KEY_FILE"] == f"{init['command'][-1]}{Path(init['command'][-2]).name}"
+    assert "secret generic kvtier-peer-key --from-file=peers.key" in PAGE.read_text()
 
 
 # careful
