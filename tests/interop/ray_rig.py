@@ -93,11 +93,13 @@ class RayApp:
 
     def engines(self) -> list[int]:
         """The pids of the engines' processes."""
-        return _pids(lambda words: "kvtier.cli" in words and "engine" in words and "--model" in words)
+        programs = {"kvtier.cli", "vllm.entrypoints.openai.api_server"}
+        return _pids(lambda words: not programs.isdisjoint(words) and "--model" in words)
 
 
 def _answer(text: str, headers: Any, usage: Any) -> Answer:
-    cached = usage.prompt_tokens_details.kvtier
+    details = usage.prompt_tokens_details
+    cached = getattr(details, "kvtier", None) or {"anywhere": details.cached_tokens or 0}  # vLLM tells no tiers
     return Answer(text, headers["x-kvtier-replica"], usage.prompt_tokens, {k: v for k, v in cached.items() if v})
 
 
@@ -138,7 +140,7 @@ def application(cluster: Cluster, model: Path, **options: Any) -> Iterator[RayAp
     serve.start(http_options={"host": "127.0.0.1", "port": (port := free_port())})
     env = {"KVTIER_HOST__SIZE": "8MiB", "OMP_NUM_THREADS": "1", **options.pop("env", {})}
     try:
-        serve.run(build(RayOptions(model=str(model), options=("--exact",), env=env, **options)))
+        serve.run(build(RayOptions(model=str(model), env=env, **{"options": ("--exact",), **options})))
         app = RayApp(cluster, port)
         until(app.is_up if "router" in options else app.running, _START)
         yield app
