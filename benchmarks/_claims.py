@@ -320,6 +320,12 @@ CLAIMS: Final = (
     PageRow("time to first token, p50, p90, p99 and mean: round robin ÷ prefix-aware", "routing", "^TTFT.*round robin"),
     PageRow("the same: the best other policy ÷ prefix-aware", "routing", "^TTFT.*best other"),
     PageRow(
+        "3 replicas on Ray Serve: cached share, Ray's power of two choices and KV-aware router ÷ kvtier's",
+        "ray_routing",
+        "(power of two|KV-aware)",
+    ),
+    PageRow("the same, Ray's prefix affinity ÷ kvtier's", "ray_routing", "prefix affinity", "Ray's prefix affinity"),
+    PageRow(
         "share of tokens cached at blocks of 16 to 256, partial blocks and tails ÷ at 16 without",
         "partial_blocks",
         "^(chat|trace)",
