@@ -12,6 +12,7 @@ pytest.importorskip("ray", reason="needs Ray Serve; run `make test-ray`")
 
 from ray_rig import application, ray_cluster, until
 from server_rig import save_checkpoint
+from transformers import LlamaConfig
 
 VLLM: Final = ROOT / ".venv-vllm" / "bin" / "python"
 pytestmark = [
@@ -20,6 +21,8 @@ pytestmark = [
     pytest.mark.skipif(not VLLM.exists(), reason="no vLLM here; run `make test-vllm` first"),
 ]
 
+BLOCK: Final = 32  # tokens: vLLM on a CPU has multiples of this alone
+
 TEXT = "What stands in the document that all of us have read so often? " * 4
 # What `vllm serve` runs; the CPU build's command wants a package by the name of the GPU build's.
 PROGRAM = (str(VLLM), "-m", "vllm.entrypoints.openai.api_server", "--model")
@@ -27,7 +30,11 @@ OPTIONS = ("--served-model-name", "tiny", "--dtype", "float32", "--max-model-len
 
 
 def test_conversations_go_where_vllms_events_say_and_a_new_replica_loads_them(tmp_path: Path) -> None:
-    model = save_checkpoint(tmp_path)
+    config = LlamaConfig(
+        hidden_size=128, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+        max_position_embeddings=1024,
+    )  # fmt: skip
+    model = save_checkpoint(tmp_path, config=config)
     settings = model / "tokenizer_config.json"
     settings.write_text(json.dumps({**json.loads(settings.read_text()), "tokenizer_class": "PreTrainedTokenizerFast"}))
     with ray_cluster(2) as cluster, standalone() as redis:
@@ -43,25 +50,28 @@ def test_conversations_go_where_vllms_events_say_and_a_new_replica_loads_them(tm
             program=PROGRAM,
             options=options,
             env={"VLLM_CPU_KVCACHE_SPACE": "1", "KVTIER_HOST__SIZE": "32MiB", "HF_HUB_OFFLINE": "1"},
+            block_size=BLOCK,
             start_timeout=600,
         ) as app:
             talks = [[f"talk {number}: {TEXT}"] for number in range(6)]
             first = [app.ask(talk) for talk in talks]
             assert len({answer.replica for answer in first}) == 2, "work was not shared"
-            num_blocks = sum(answer.num_prompt // 16 for answer in first)
+            num_blocks = sum(answer.num_prompt // BLOCK for answer in first)
             until(lambda: app.num_known("GPU") >= num_blocks, 60)
             later = [app.ask([*talk, answer.text, "and then?"]) for talk, answer in zip(talks, first, strict=True)]
             assert [answer.replica for answer in later] == [answer.replica for answer in first]
             for answer, before in zip(later, first, strict=True):
-                assert answer.num_cached >= before.num_prompt // 16 * 16
-            assert app.status()["requests"]["prefix"] >= 6
+                assert answer.num_cached >= before.num_prompt // BLOCK * BLOCK
+            reasons = app.status()["requests"]  # Redis has it for both: one is nearer
+            assert reasons.get("prefix", 0) + reasons.get("nearer", 0) >= 6
             # Who comes new reads from Redis what the others computed.
             lost = next(node for node in cluster.worker_nodes)
             cluster.remove_node(lost, allow_graceful=False)
             cluster.add_node(num_cpus=1, object_store_memory=100 << 20)
-            until(lambda: len(app.running()) == 2, 600)
-            (new,) = {*app.running()} - {answer.replica for answer in first}
+            before = {answer.replica for answer in first}
+            until(lambda: len({*app.running()} - before) == 1, 600)
+            (new,) = {*app.running()} - before
             again = [app.ask([*talk, answer.text, "and now?"]) for talk, answer in zip(talks, first, strict=True)]
             told = [(answer.replica, answer.num_cached) for answer in again if answer.replica == new]
             assert told, "nothing went to the new replica"
-            assert all(num_cached >= 16 for _, num_cached in told)
+            assert all(num_cached >= BLOCK for _, num_cached in told)

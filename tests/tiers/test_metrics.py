@@ -61,7 +61,7 @@ def test_gauges_hold_the_present() -> None:
 def test_attribution_knows_its_places() -> None:
     metrics = Metrics()
     assert {metrics.snapshot()[f'kvtier_lookup_blocks_total{{tier="{tier}"}}'] for tier in lookup_results()} == {0}
-    with pytest.raises(ValueError, match="tier 'l3': use one of l1, l2, file, redis"):
+    with pytest.raises(ValueError, match="tier 'l3': use one of l1, l2, file, peers, redis, objects"):
         metrics.looked_up({"l3": 1})
 
 

@@ -42,7 +42,7 @@ def test_a_second_process_finds_what_the_first_computed(model: Path, tmp_path: P
     shown = kvtier(*arguments).stdout
     assert first["text"] in shown
     from_file, computed = second["cached_tokens"]["file"], second["computed_tokens"]
-    assert f"file {from_file:,} · peers 0 · redis 0 · computed {computed:,}" in shown
+    assert f"file {from_file:,} · peers 0 · redis 0 · objects 0 · computed {computed:,}" in shown
 
 
 @pytest.mark.parametrize(
