@@ -114,11 +114,23 @@ class Cluster:
                         raise ConfigError(f"--port {first_port}: {name}'s port {port} is in use; choose another")
             record.first_port = first_port
             self.start(record, missing, tell, stopping)
+            self._until_well(record, tell, stopping)
             return bool(missing)
 
     def start(self, record: ClusterRecord, services: Mapping[str, Service], tell: Print, stopping: Event) -> None:
         """Start services in order, and wait until they are ready. If one fails all of them are stopped: KVTierError."""
         _Start(self, record, services, tell, stopping).run()
+
+    def _until_well(self, record: ClusterRecord, tell: Print, stopping: Event) -> None:
+        """Wait for services that ran already: what the keeper has just started again is not ready yet."""
+        end = time.monotonic() + _DEADLINE
+        for name, member in record.members.items():
+            while _status_of(name, member).state == "running" and not is_well(member.ready):
+                if stopping.wait(_PAUSE):
+                    raise KVTierError("interrupted: what runs goes on running")
+                if time.monotonic() > end:
+                    tell(f"{_WARNING}{name} runs, and was not well within {_DEADLINE:g} s; see {self.log_of(name)}")
+                    break
 
     def status(self) -> list[ServiceStatus]:
         """The status of every started service; each is probed now. Raises ConfigError if there is no cluster."""
