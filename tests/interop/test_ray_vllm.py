@@ -68,9 +68,9 @@ def test_conversations_go_where_vllms_events_say_and_a_new_replica_loads_them(tm
             lost = next(node for node in cluster.worker_nodes)
             cluster.remove_node(lost, allow_graceful=False)
             cluster.add_node(num_cpus=1, object_store_memory=100 << 20)
-            before = {answer.replica for answer in first}
-            until(lambda: len({*app.running()} - before) == 1, 600)
-            (new,) = {*app.running()} - before
+            known = {answer.replica for answer in first}
+            until(lambda: len({*app.running()} - known) == 1, 600)
+            (new,) = {*app.running()} - known
             again = [app.ask([*talk, answer.text, "and now?"]) for talk, answer in zip(talks, first, strict=True)]
             told = [(answer.replica, answer.num_cached) for answer in again if answer.replica == new]
             assert told, "nothing went to the new replica"
