@@ -21,9 +21,9 @@ from kvtier.tiers.errors import FormatError
 from kvtier.tiers.file import slab
 from kvtier.tiers.file.slab_codec import codec_of
 from kvtier.tiers.objects.layout import MAX_BLOCKS, TABLE_BYTES, ObjectSpace
-from kvtier.tiers.redis.compressed import CompressedForm
 from kvtier.tiers.redis.stream import WireError
 from kvtier.tiers.redis.wire import Wire
+from kvtier.tiers.shared.compressed import CompressedForm
 from kvtier.tiers.shared.forms import ClearForm, EncryptedForm, RecordForm
 
 NAME: Final = b"n" * 32

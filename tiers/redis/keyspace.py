@@ -5,8 +5,7 @@ from typing import Final
 
 from kvtier.tiers import ChainHash, require_compression
 from kvtier.tiers.config import RedisConfig
-from kvtier.tiers.redis.compressed import CompressedForm
-from kvtier.tiers.shared import RecordForm, form_of, format_epoch
+from kvtier.tiers.shared import CompressedForm, RecordForm, form_of, format_epoch
 
 _TIER: Final = "redis"
 
@@ -46,5 +45,5 @@ def redis_form(config: RedisConfig, fingerprint: bytes, slot_bytes: int, block_s
     if config.key_file is None and config.compression == "zstd":
         require_compression("[redis] compression")
         secret = config.secret.get_secret_value() if config.secret is not None else None
-        return CompressedForm(fingerprint, slot_bytes, block_size, secret)
+        return CompressedForm(fingerprint, slot_bytes, block_size, secret, _TIER)
     return form_of(_TIER, config, fingerprint, slot_bytes, block_size)

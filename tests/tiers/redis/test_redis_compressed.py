@@ -24,8 +24,8 @@ from kvtier.tiers.compression_worth import CodecRates, made_up_kv, rates_of
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.errors import ConfigError
 from kvtier.tiers.redis import doctor_rate, opening
-from kvtier.tiers.redis.compressed import VERSION, CompressedForm
 from kvtier.tiers.redis.doctor_rate import check_compression
+from kvtier.tiers.shared.compressed import VERSION, CompressedForm
 from kvtier.tiers.tier import BlockRecord, Outcome
 
 on_a_server = pytest.mark.skipif(NO_REDIS is not None, reason=str(NO_REDIS))

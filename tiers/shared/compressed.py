@@ -6,14 +6,13 @@ from hashlib import sha256
 from typing import Final
 
 from kvtier.tiers import BlockCodec, BlockRecord, ChainHash, Outcome, checksum
-from kvtier.tiers.shared import MAC, derived, layout, packer
+from kvtier.tiers.shared.heads import MAC, derived, layout, packer
 
 VERSION: Final = 2
 _HASH_BYTES: Final = 32
 _NAME_BYTES: Final = 8  # of a namespace's name, in keys
 _CHECKSUM_BYTES: Final = 8
 _MAC_BYTES: Final = 32
-_NAMESPACE: Final = b"kvtier redis compressed namespace"
 
 
 class CompressedForm:
@@ -24,16 +23,19 @@ class CompressedForm:
     who does not compress never finds such a record, and so never deletes it as damaged.
     """
 
-    def __init__(self, fingerprint: bytes, slot_bytes: int, block_size: int, secret: str | None = None) -> None:
+    def __init__(
+        self, fingerprint: bytes, slot_bytes: int, block_size: int, secret: str | None = None, tier: str = "redis"
+    ) -> None:
         self._codec = BlockCodec(slot_bytes)
         self._slot_bytes = slot_bytes
         self._mac: hmac.HMAC | None = None
         self._seal_bytes = _CHECKSUM_BYTES
-        self.name = sha256(_NAMESPACE + fingerprint).hexdigest()[: 2 * _NAME_BYTES]
+        namespace = f"kvtier {tier} compressed namespace".encode() + fingerprint
+        self.name = sha256(namespace).hexdigest()[: 2 * _NAME_BYTES]
         if secret is not None:
-            self._mac = hmac.new(derived(secret, b"kvtier redis compressed record"), digestmod=MAC)
+            self._mac = hmac.new(derived(secret, f"kvtier {tier} compressed record".encode()), digestmod=MAC)
             self._seal_bytes = _MAC_BYTES
-            self.name = derived(secret, _NAMESPACE + fingerprint).hex()[: 2 * _NAME_BYTES]
+            self.name = derived(secret, namespace).hex()[: 2 * _NAME_BYTES]
         blank, at = layout(
             {
                 "version": VERSION,
