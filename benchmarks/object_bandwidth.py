@@ -2,7 +2,7 @@
 
 Ours: `ObjectStore.write` from L2 slots and `.read` into L2 slots, in batches as large as the hierarchy's. Every read is
 verified, key and checksum. The bare client moves as many bytes, verifies nothing, and copies nothing into slots: it
-puts one object of each batch from one buffer, and gets it with one request, or in parts as large as ours, all at once.
+puts one object of each batch from one buffer, and gets it with one request, as ours does, or in parts, all at once.
 The faster way counts.
 
 Two servers on loopback. One keeps objects in memory and checks nothing (`_object_server.py`): beside it the client's
@@ -41,7 +41,7 @@ from object_rig import BUCKET, NO_OBJECTS, object_server
 FINGERPRINT: Final = b"object bandwidth".ljust(32, b".")
 BLOCK_SIZE: Final = 16
 OF_BARE: Final = 0.8  # of the bare client's rate
-PART: Final = 2 << 20  # as [objects] part_size
+PART: Final = 2 << 20  # of the bare client's way in parts
 CONNECTIONS: Final = 16
 VERBS: Final = ("PUT", "GET")
 WHOLE, PARTS, OURS = "bare, one request", "bare, in parts", "ours"

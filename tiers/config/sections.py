@@ -214,7 +214,7 @@ class ObjectsConfig(Section):
     deadline: Time = option("2s", "longest a batch may take, besides its size over bandwidth")
     bandwidth: ByteSize = option("25MB", "bytes per second a batch is given time for", ge=1)
     connections: WholeNumber = option(16, "requests of reads under way at once", ge=1, le=256)
-    part_size: ByteSize = option("2MiB", "a longer read is asked for in parts of this, all at once", ge=1 << 16)
+    part_size: ByteSize = option("16MiB", "a longer read is asked for in parts of this, all at once", ge=1 << 16)
 
     @model_validator(mode="after")
     def _whole(self) -> Self:
