@@ -9,6 +9,7 @@ from kvtier.tiers.errors import MissingPackages
 EXTRAS: Final = {
     "charts": ("matplotlib",),
     "engine": ("llguidance", "safetensors", "torch", "transformers"),
+    "ray": ("ray",),
     "transformers": ("safetensors", "torch", "transformers"),
 }
 

@@ -1,41 +1,77 @@
 """build: the application for Ray Serve, as `serve run kvtier.service.ray:build model=…` and `serve.run` want it."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
-from ray import serve
-from ray.serve import Application
-from ray.serve.config import RequestRouterConfig
+from kvtier.tiers import ConfigError, require_extra
+
+try:
+    from ray import serve
+    from ray.serve import Application
+    from ray.serve.config import AutoscalingConfig, RequestRouterConfig
+    from ray.serve.request_router import RequestRouter
+except ImportError:
+    require_extra("kvtier.service.ray", "ray")
+    raise
 
 from kvtier.service.ray.ingress import Ingress
-from kvtier.service.ray.options import RayOptions
+from kvtier.service.ray.options import ROUTER, RayOptions
 from kvtier.service.ray.replica import EngineReplica
 
 _MOST: Final = 4096  # requests at one ingress at a time
 _HEALTH: Final = 5.0  # seconds between two looks at a replica
 _GRACE: Final = 15.0  # seconds more than the engine has to end
+_OURS: Final = ("max_blocks", "model", "weights")  # what our request router takes
 
 
 def build(options: RayOptions) -> Application:
-    """Engines as replicas behind an ingress. ValueError (pydantic's) for options that cannot be meant."""
-    number: dict[str, Any] = {"num_replicas": options.replicas}
-    if options.autoscaling is not None:
-        number = {"autoscaling_config": dict(options.autoscaling)}
-    ours = {"model": options.model, "max_blocks": options.max_blocks}
+    """Engines as replicas behind an ingress. ConfigError for options that cannot be meant; it names the field."""
     engines = serve.deployment(EngineReplica).options(
         name="engines",
+        num_replicas=options.replicas,
         max_ongoing_requests=options.max_requests,
         max_queued_requests=options.max_queued,
-        ray_actor_options=dict(options.resources),
-        request_router_config=RequestRouterConfig(
-            request_router_class=options.router,
-            request_router_kwargs=ours if options.router_options is None else dict(options.router_options),
-        ),
+        request_router_config=_routing(options),
         health_check_period_s=_HEALTH,
         graceful_shutdown_timeout_s=options.stop_timeout + _GRACE,
-        **number,
     )
+    with _named("resources", options.resources):
+        engines = engines.options(ray_actor_options=dict(options.resources))
+    if options.autoscaling is not None:
+        engines = engines.options(num_replicas=None, autoscaling_config=_scaling(dict(options.autoscaling)))
     ingress = serve.deployment(Ingress).options(
         name="ingress", num_replicas=options.ingresses, max_ongoing_requests=_MOST, ray_actor_options={"num_cpus": 0}
     )
     bound: Application = ingress.bind(engines.bind(options), options)
     return bound
+
+
+def _routing(options: RayOptions) -> RequestRouterConfig:
+    given = dict(options.router_options or {})
+    if options.router.replace(":", ".") == ROUTER:
+        if unknown := sorted(given.keys() - set(_OURS)):
+            raise ConfigError(f"router_options: unknown {', '.join(unknown)}; known are {', '.join(_OURS)}")
+        given = {"model": options.model, "max_blocks": options.max_blocks, **given}
+    with _named("router", options.router):
+        config = RequestRouterConfig(request_router_class=options.router, request_router_kwargs=given)
+        chosen = config.get_request_router_class()
+    if not (isinstance(chosen, type) and issubclass(chosen, RequestRouter)):
+        raise ConfigError(f'router "{options.router}": no class of request routers; write MODULE:CLASS')
+    return config
+
+
+def _scaling(given: dict[str, Any]) -> AutoscalingConfig:
+    if unknown := sorted(given.keys() - AutoscalingConfig.model_fields.keys()):
+        raise ConfigError(f"autoscaling: unknown {', '.join(unknown)}; Ray Serve's AutoscalingConfig has none such")
+    with _named("autoscaling", given):
+        return AutoscalingConfig(**given)
+
+
+@contextmanager
+def _named(field: str, value: object) -> Iterator[None]:
+    """ConfigError in place of what Ray Serve says of this option's value."""
+    try:
+        yield
+    except (AttributeError, ImportError, TypeError, ValueError) as error:
+        raise ConfigError(f"{field} {value!r:.200}: {error}") from None

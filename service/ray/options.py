@@ -4,16 +4,19 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from kvtier.tiers import ConfigError
 from kvtier.tiers.config import MAX_BLOCKS
 
+Text = Annotated[str, Field(min_length=1)]
 TimeLimit = Annotated[float, Field(gt=0, le=86400)]
 
+ROUTER: Final = "kvtier.service.ray.request_router.KVTierRequestRouter"
 _VLLM_BLOCK: Final = 16  # tokens, of vLLM's cache on most devices
+_CHOSEN: Final = {"kvtier": ("--http", "--model"), "vllm": ("--block-size", "--host", "--port")}  # words of ours
 _ENDPOINTS: Final = ("tcp://{node}:{events}", "tcp://{node}:{replay}")
 
 
@@ -22,15 +25,15 @@ class RayOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    model: str  # the checkpoint's folder, at the same path on every node; for vLLM also a name of the hub
+    model: Text  # the checkpoint's folder, at the same path on every node; for vLLM also a name of the hub
     engine: Literal["kvtier", "vllm"] = "kvtier"
     program: tuple[str, ...] = ()  # what starts the engine, if it is not beside this Python
     options: tuple[str, ...] = ()  # more words for its command line; {node}, {http}, {events}, {replay} are filled in
     env: Mapping[str, str] = {}  # of the engine, likewise filled in: `KVTIER_REDIS__URL` and others
     block_size: Annotated[int, Field(ge=1, le=4096)] | None = None  # tokens, if the engine does not tell
     max_batched_tokens: Annotated[int, Field(ge=1)] = 2048  # of one step: for Ray's own router, which wants to know it
-    router: str = "kvtier.service.ray.request_router.KVTierRequestRouter"  # or another class of Ray Serve's
-    router_options: Mapping[str, Any] | None = None  # of its `initialize_state`; None: what ours needs
+    router: Text = ROUTER  # or another class of Ray Serve's
+    router_options: Mapping[str, Any] | None = None  # of its `initialize_state`; ours has what it needs without
     replicas: Annotated[int, Field(ge=1, le=10_000)] = 1
     autoscaling: Mapping[str, Any] | None = None  # Ray Serve's `AutoscalingConfig`, in place of `replicas`
     resources: Mapping[str, Any] = {"num_cpus": 1}  # of a replica: Ray's `ray_actor_options`
@@ -44,6 +47,17 @@ class RayOptions(BaseModel):
     stall_timeout: TimeLimit = 120.0
     request_timeout: TimeLimit = 1800.0
     stop_timeout: TimeLimit = 40.0  # for an engine to end what it answers, before it is killed
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        if self.autoscaling is not None and "replicas" in self.model_fields_set:
+            raise ValueError("replicas and autoscaling: both say how many; leave one out")
+        for word in self.options:
+            name = word.partition("=")[0]
+            if name in _CHOSEN[self.engine]:
+                instead = "set block_size" if name == "--block-size" else "leave it out: the application chooses it"
+                raise ValueError(f"options {word}: {instead}")
+        return self
 
     def command(self, ports: Mapping[str, str]) -> list[str]:
         """How a replica's engine is started. `ports` fills in {node}, {http}, {events} and {replay}."""
@@ -88,9 +102,8 @@ class RayOptions(BaseModel):
             '{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://*:{events}", '
             '"replay_endpoint": "tcp://*:{replay}"}'
         )
-        block = ["--block-size", str(self.told_block_size)] if "--block-size" not in self.options else []
         address = ["--host", "127.0.0.1", "--port", "{http}"]
-        return [self.model, *address, *block, "--kv-events-config", events]
+        return [self.model, *address, "--block-size", str(self.told_block_size), "--kv-events-config", events]
 
 
 def _kvtier_events() -> dict[str, str]:

@@ -7,7 +7,7 @@ import asyncio
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 from weakref import WeakSet
@@ -67,6 +67,7 @@ class _RankedRequest:
     replica: str | None = None  # who has it, once that is decided
     work: float = 0.0  # blocks
     reason: str = ""
+    ended: set[str] = field(default_factory=set)  # who said so before it was told who had taken it
 
 
 class ReplicaRanking:
@@ -112,7 +113,12 @@ class ReplicaRanking:
             asked = self._asked[request_id] = await self._read(request)
             while len(self._asked) > _KEPT:
                 self._asked.popitem(last=False)
-        candidates = [self._candidate(each, asked) for each in left]
+        asked.ended.clear()
+        given: dict[str, list[float]] = {}
+        for each in list(self._asked.values()):
+            if each.replica is not None:
+                given.setdefault(each.replica, []).append(each.work)
+        candidates = [self._candidate(each, asked, given.get(each.name, [])) for each in left]
         choice = choose_or_stick(candidates, asked.num_blocks, asked.session, weights=self._weights, turn=self._turn)
         if choice.name is None:
             return None
@@ -124,6 +130,8 @@ class ReplicaRanking:
         """A replica has taken the request."""
         if (asked := self._asked.get(request_id)) is None:
             return
+        if name in asked.ended:  # a short answer may end before it is told who gives it
+            del self._asked[request_id]
         asked.replica, cached = name, sum(self._prefix(name, asked).values())
         asked.work = max(_RUNNING, asked.num_blocks - cached)
         self._reasons[asked.reason] += 1
@@ -131,10 +139,16 @@ class ReplicaRanking:
         if (model := self._models.get(name)) is not None:
             self._promised_tokens += cached * (model.block_size or 0)
 
-    def completed(self, request_id: str) -> None:
-        """It has ended in whatever way; or a replica refused it, and another is asked."""
-        asked = self._asked.get(request_id)
-        if asked is not None and asked.replica is not None:
+    def completed(self, request_id: str, name: str) -> None:
+        """It has ended in whatever way at this replica; or that refused it, and another is asked.
+
+        Ray Serve tells it by another way than `routed`, so it may come first.
+        """
+        if (asked := self._asked.get(request_id)) is None:
+            return
+        if asked.replica is None:
+            asked.ended.add(name)
+        elif asked.replica == name:
             self._asked.pop(request_id, None)
 
     def begun(self, key: str) -> None:
@@ -157,7 +171,7 @@ class ReplicaRanking:
             "requests": dict(self._reasons),
             "unknown_prompts": dict(self._unknown),
             "tokens": {"prompt": self._prompt_tokens, "promised": self._promised_tokens},
-            "under_way": len(self._asked),
+            "under_way": sum(each.replica is not None for each in list(self._asked.values())),
             "replicas": replicas,
         }
 
@@ -209,8 +223,7 @@ class ReplicaRanking:
             return _RankedRequest(0, {}, 1, None, "")
         return _RankedRequest(0, {}, -(-len(request.body) // _BYTES), session, request.key)
 
-    def _candidate(self, queue: Queue, asked: _RankedRequest) -> Candidate:
-        own = [each.work for each in list(self._asked.values()) if each.replica == queue.name]
+    def _candidate(self, queue: Queue, asked: _RankedRequest, own: Sequence[float]) -> Candidate:
         num_requests = max(len(own), queue.num_requests)
         usual = sum(own) / len(own) if own else _USUAL
         held = self._held_of(queue.name, asked)

@@ -51,7 +51,7 @@ class KVTierRequestRouter(RequestRouter):
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         """It has ended, or the replica refused it."""
-        self._ranking.completed(internal_request_id)
+        self._ranking.completed(internal_request_id, replica_id.unique_id)
 
     def _queue(self, name: str, replica: RunningReplica) -> Queue:
         length = self.replica_queue_len_cache.get(replica.replica_id) or 0

@@ -80,11 +80,28 @@ def test_vllm_is_told_the_same_in_its_words_and_json_stays_as_it_is() -> None:
         ("start_timeout", -1),
         ("unknown", 1),
         ("max_requests", 0),
+        ("model", ""),
+        ("router", ""),
+        ("options", ["--http", "127.0.0.1:1"]),
+        ("options", ["--model=other"]),
     ],
 )
 def test_an_option_that_cannot_be_meant_names_its_field(field: str, value: object) -> None:
     with pytest.raises(ValidationError, match=field):
         RayOptions.model_validate({"model": "m", field: value})
+
+
+def test_options_that_contradict_each_other_are_refused() -> None:
+    with pytest.raises(ValidationError, match="replicas and autoscaling: both say how many; leave one out"):
+        RayOptions(model="m", replicas=2, autoscaling={"max_replicas": 4})
+    # Routers are told the size; vLLM itself tells it to nobody.
+    for words in (("--block-size", "32"), ("--block-size=32",)):
+        with pytest.raises(ValidationError, match=r"options --block-size.*: set block_size"):
+            RayOptions(model="m", engine="vllm", options=words)
+    sized = RayOptions(model="m", engine="vllm", program=("vllm",), block_size=32)
+    command = sized.command(PORTS)
+    assert command[command.index("--block-size") + 1] == "32"
+    assert sized.told_block_size == 32
 
 
 def test_ready_is_who_answers_and_a_stopped_one_is_gone() -> None:

@@ -125,13 +125,40 @@ def test_work_counts_until_the_answer_has_begun(ranking: ReplicaRanking, two: di
     ranking.routed("1", A)
     for turn in range(4):  # equally good ones take turns: while A computes there is no equality
         assert ranked(ranking, request(tokens_of(5 + turn)), key=f"busy {turn}") == [B, A]
-        ranking.completed(f"busy {turn}")
+        ranking.completed(f"busy {turn}", B)
     ranking.begun("first")
     assert ranked(ranking, request(tokens_of(9)), key="still") == [B, A]
-    ranking.completed("1")
+    ranking.completed("1", A)
     assert ranking.figures()["requests"] == {"equal": 1}
     firsts = {(ranked(ranking, request(tokens_of(20 + n)), key=f"n{n}") or [""])[0] for n in range(4)}
     assert firsts == {A, B}
+
+
+def test_an_answer_that_ends_before_it_is_told_who_gives_it_is_work_no_more(
+    ranking: ReplicaRanking, two: dict[str, ToldReplica]
+) -> None:
+    # Ray Serve tells the end from another thread: a short answer's may come before `routed`.
+    follow(ranking, two)
+    for number in range(8):
+        assert ranked(ranking, request(tokens_of(number)), key=f"short {number}") is not None
+        ranking.completed(f"short {number}", A)
+        ranking.routed(f"short {number}", A)
+    assert ranking.figures()["under_way"] == 0
+    firsts = {(ranked(ranking, request(tokens_of(20 + n)), key=f"n{n}") or [""])[0] for n in range(4)}
+    assert firsts == {A, B}, "one of them has work that ended long ago"
+    # A refusal is no end: whoever takes it then has it, even if the refusal is told late.
+    for is_late in (False, True):
+        key = f"refused {is_late}"
+        assert ranked(ranking, request(tokens_of(9)), key=key) is not None
+        if not is_late:
+            ranking.completed(key, A)
+        assert ranked(ranking, request(tokens_of(9)), key=key) is not None
+        ranking.routed(key, B)
+        if is_late:
+            ranking.completed(key, A)
+        assert ranking.figures()["under_way"] == 1
+        ranking.completed(key, B)
+        assert ranking.figures()["under_way"] == 0
 
 
 def test_a_conversation_that_nobody_can_read_stays_at_one_replica(
@@ -186,6 +213,7 @@ def test_requests_that_never_end_are_not_kept_for_ever(ranking: ReplicaRanking, 
     async def ask_many() -> None:
         for number in range(8300):
             await ranking.rank(str(number), None, [Queue(A, 0, 4), Queue(B, 0, 4)])
+            ranking.routed(str(number), A)
 
     asyncio.run(ask_many())
     assert ranking.figures()["under_way"] == 8192
