@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 import pytest
@@ -23,6 +24,7 @@ from kvtier.tiers.config.config import Config
 
 FOLDER: Final = ROOT / "deploy" / "kubernetes"
 OVERLAYS: Final = ("gpu", "model-claim", "monitoring", "peers", "vllm")
+TOGETHER: Final = ("model-claim gpu monitoring peers", "vllm monitoring peers")  # components of one cluster
 PAGE: Final = ROOT / "docs" / "kubernetes.md"
 COMPONENT: Final = "app.kubernetes.io/component"
 VERSIONS: Final = ("1.30", "1.34")  # of the API
@@ -45,8 +47,17 @@ def base() -> list[dict[str, Any]]:
 
 @cache
 def built(overlay: str) -> list[dict[str, Any]]:
-    """Every object as kustomize makes it."""
-    folder = FOLDER / "base" if overlay == "base" else FOLDER / "overlays" / overlay
+    """Every object as kustomize makes it, of an overlay or of several components."""
+    if overlay == "base" or overlay in OVERLAYS:
+        return kustomized(FOLDER / "base" if overlay == "base" else FOLDER / "overlays" / overlay)
+    with TemporaryDirectory() as home:
+        shutil.copytree(FOLDER, own := Path(home) / "own")
+        components = [f"components/{name}" for name in overlay.split()]
+        (own / "kustomization.yaml").write_text(yaml.safe_dump({"resources": ["base"], "components": components}))
+        return kustomized(own)
+
+
+def kustomized(folder: Path) -> list[dict[str, Any]]:
     done = subprocess.run(["kubectl", "kustomize", str(folder)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return list(yaml.safe_load_all(done.stdout))
@@ -80,7 +91,7 @@ def environment(pod: Mapping[str, Any]) -> dict[str, str]:
 
 
 @needs_kubectl
-@pytest.mark.parametrize("overlay", ["base", *OVERLAYS])
+@pytest.mark.parametrize("overlay", ["base", *OVERLAYS, *TOGETHER])
 def test_the_api_allows_it(overlay: str) -> None:
     validate = pytest.importorskip("kubernetes_validate")
     objects = [each for each in built(overlay) if "coreos" not in each["apiVersion"]]
@@ -95,7 +106,40 @@ def test_the_api_allows_it(overlay: str) -> None:
 
 
 def test_every_overlay_is_tried() -> None:
-    assert {path.name for path in (FOLDER / "overlays").iterdir()} == set(OVERLAYS)
+    for folder in ("overlays", "components"):
+        assert {path.name for path in (FOLDER / folder).iterdir()} == set(OVERLAYS)
+    for name in OVERLAYS:
+        written = yaml.safe_load((FOLDER / "overlays" / name / "kustomization.yaml").read_text())
+        assert (written["resources"], written["components"]) == (["../../base"], [f"../../components/{name}"])
+    assert {name for each in TOGETHER for name in each.split()} == set(OVERLAYS)
+
+
+@needs_kubectl
+def test_the_overlay_of_the_page_is_one(tmp_path: Path) -> None:
+    shutil.copytree(FOLDER, tmp_path / "deploy" / "kubernetes")
+    (written,) = re.findall(r"```yaml\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "kustomization.yaml").write_text(written)
+    objects = kustomized(tmp_path / "own")
+    (node,) = dict(pods(objects))["node"]["containers"]
+    (engine,) = dict(pods(objects))["engine"]["containers"]
+    assert {each["name"]: each.get("value") for each in node["env"]}["KVTIER_HOST__SIZE"] == "64GiB"
+    assert (node["image"], engine["image"]) == ("registry.example/kvtier:plain", "registry.example/kvtier:cuda")
+    assert [each["name"] for each in dict(pods(objects))["engine"]["initContainers"]] == ["keys"]
+    assert found("PodMonitor", "kvtier-node", objects)
+
+
+@needs_kubectl
+def test_an_update_waits_for_no_gpu_that_nobody_has() -> None:
+    for overlay in ("gpu", "vllm", *TOGETHER):
+        engine = found("Deployment", "engine", built(overlay))["spec"]
+        assert engine["template"]["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == 1
+        assert engine["strategy"]["rollingUpdate"] == {"maxSurge": 0, "maxUnavailable": 1}
+
+
+def test_a_router_that_ends_takes_requests_until_all_know_it() -> None:
+    (router,) = dict(pods(base()))["router"]["containers"]
+    assert router["lifecycle"] == {"preStop": {"sleep": {"seconds": 5}}}
 
 
 @needs_kubectl
