@@ -120,7 +120,8 @@ class ObjectBench:
             for side, sealing in sides.items()
         }
         space = self.stores[OURS].space
-        self.length = space.span(0, slots.per_batch)[1]  # of an object of ours, all that lies around blocks included
+        # of an object of ours, all that lies around blocks included
+        self.length = space.edges([space.record_bytes] * slots.per_batch)[-1]
         self.content = memoryview(bytearray(os.urandom(self.length)))
 
     def run(self, rounds: int) -> None:

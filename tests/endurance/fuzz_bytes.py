@@ -4,6 +4,7 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import pairwise
 from typing import Final
 
 import numpy as np
@@ -17,14 +18,16 @@ from kvtier.service.events.prefix_index import PrefixIndex
 from kvtier.service.events.wire import decode_batch
 from kvtier.service.traces.reading import parse_line
 from kvtier.tiers.cipher import Encryption, key_id
+from kvtier.tiers.compression import BlockCodec
 from kvtier.tiers.errors import FormatError
 from kvtier.tiers.file import slab
 from kvtier.tiers.file.slab_codec import codec_of
-from kvtier.tiers.objects.layout import MAX_BLOCKS, TABLE_BYTES, ObjectSpace
+from kvtier.tiers.objects.layout import MAX_BLOCKS, ObjectSpace
 from kvtier.tiers.redis.stream import WireError
 from kvtier.tiers.redis.wire import Wire
 from kvtier.tiers.shared.compressed import CompressedForm
-from kvtier.tiers.shared.forms import ClearForm, EncryptedForm, RecordForm
+from kvtier.tiers.shared.encrypted import EncryptedForm
+from kvtier.tiers.shared.forms import ClearForm, RecordForm
 
 NAME: Final = b"n" * 32
 Target = Callable[[bytes], None]
@@ -46,6 +49,7 @@ FORMS: Final[tuple[RecordForm, ...]] = (
     EncryptedForm(b"f" * 32, 4096, 4, b"k" * 32),
     CompressedForm(b"f" * 32, 4096, 4),
     CompressedForm(b"f" * 32, 4096, 4, "a secret of the fuzzer's"),
+    EncryptedForm(b"f" * 32, 4096, 4, b"k" * 32, codec=BlockCodec(4096)),
 )
 
 
@@ -58,14 +62,20 @@ def record(data: bytes) -> None:
 
 
 def object_table(data: bytes) -> None:
-    """What an object begins with, as it came and with a checksum that is right."""
-    space = ObjectSpace("kvtier", FORMS[0], 4096, 4)
-    true = space.table([NAME])
-    body = (true[:8] + data)[: TABLE_BYTES - 8].ljust(TABLE_BYTES - 8, b"\0")
-    for table in (data, body + xxhash.xxh3_64_intdigest(body).to_bytes(8, "little")):
-        names = space.named(memoryview(table), NAME)
-        assert len(names) <= MAX_BLOCKS
-        assert names[:1] in ([], [NAME])
+    """What an object begins with, as it came and with a checksum that is right: both layouts."""
+    for form in (FORMS[0], FORMS[3]):
+        space = ObjectSpace("kvtier", form, 4096, 4)
+        true = space.table([NAME], space.edges([space.record_bytes]))
+        kept = (8, 56, 24 + 8192)[data[0] % 3 if data else 0]  # the magic, up to a name, or up to the lengths
+        body = (true[:kept] + data)[: len(true) - 8].ljust(len(true) - 8, b"\0")
+        for table in (data, body + xxhash.xxh3_64_intdigest(body).to_bytes(8, "little")):
+            found = space.parse(memoryview(table), NAME)
+            if found is not None:
+                assert found.names[0] == NAME
+                assert len(found.names) <= MAX_BLOCKS
+                assert len(found.edges) == len(found.names) + 1
+                lengths = [end - start for start, end in pairwise(found.edges)]
+                assert all(form.head_bytes <= length <= space.record_bytes for length in lengths)
 
 
 def replies(data: bytes) -> None:

@@ -208,6 +208,9 @@ class ObjectsConfig(Section):
     key_file: FileName | None = option(
         None, "file with the key that encrypts what is stored, AES-256-GCM; instead of secret"
     )
+    compression: Literal["none", "zstd"] = option(
+        "none", "zstd: objects are shorter, without loss; pays unless the way to the store is very fast"
+    )
     prefix: ObjectPrefix = option("kvtier", "what every object's key begins with")
     ttl: Lifetime = option("7d", "age at which the bucket's lifecycle rule removes an object")
     connect_timeout: Time = option("1s", "longest a connection may take to open")

@@ -7,6 +7,7 @@ from threading import Lock
 from typing import Final
 
 from kvtier.tiers import ChainHash
+from kvtier.tiers.objects.layout import Edges
 from kvtier.tiers.shared import MAX_NAMES
 
 NAME_LIFETIME: Final = 3600.0  # seconds a name is believed: others delete without telling
@@ -15,13 +16,17 @@ NAME_LIFETIME: Final = 3600.0  # seconds a name is believed: others delete witho
 class StoredObject:
     """An object as far as it is known. Its fields belong to the index."""
 
-    __slots__ = ("blocks", "first", "num_blocks", "until")
+    __slots__ = ("blocks", "edges", "first", "until")
 
-    def __init__(self, first: bytes, num_blocks: int) -> None:
+    def __init__(self, first: bytes, edges: Edges) -> None:
         self.first = first  # what stands for its first block in its key
-        self.num_blocks = num_blocks  # of which the leading ones are known
-        self.blocks: list[ChainHash] = []
+        self.edges = edges  # of all its records
+        self.blocks: list[ChainHash] = []  # the leading ones, as far as they are known
         self.until = 0.0
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.edges) - 1
 
 
 BlockPlace = tuple[StoredObject, int]
@@ -42,16 +47,16 @@ class ObjectIndex:
     def __len__(self) -> int:
         return len(self._places)
 
-    def learn(self, first: bytes, hashes: Sequence[ChainHash], num_blocks: int) -> None:
-        """The object of that name begins with these blocks, as of now, and has so many."""
+    def learn(self, first: bytes, hashes: Sequence[ChainHash], edges: Edges) -> None:
+        """The object of that name begins with these blocks, as of now, and its records lie so."""
         with self._lock:
             known = self._objects.get(first)
-            is_same = known is not None and known.num_blocks == num_blocks
+            is_same = known is not None and known.edges == edges
             if known is not None and not (is_same and _agree(known.blocks, hashes)):  # another one by now
                 self._forget(known)
                 known = None
             if known is None:
-                known = self._objects[first] = StoredObject(first, num_blocks)
+                known = self._objects[first] = StoredObject(first, edges)
             for position in range(len(known.blocks), len(hashes)):
                 known.blocks.append(hashes[position])
                 self._places[hashes[position]] = (known, position)

@@ -1,32 +1,52 @@
 """Where blocks lie in a bucket: keys, an object's table of names, a record for each block (docs/format.md)."""
 
+from array import array
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from struct import Struct
-from typing import Final
+from typing import Final, NamedTuple
+
+import numpy as np
 
 from kvtier.tiers import ChainHash, checksum
 from kvtier.tiers.shared import RecordForm, format_epoch
 
 MAX_BLOCKS: Final = 256  # in one object
-_MAGIC: Final = b"kvtobj\0\1"
+_EQUAL: Final = b"kvtobj\0\1"  # magic of a table of records of one length
+_LENGTHS: Final = b"kvtobj\0\2"  # … of records that have a length each
 _NAME_BYTES: Final = 32
-_START: Final = Struct("<8sQQ")  # magic, number of blocks, bytes of a record
+_LENGTH_BYTES: Final = 4
+_START: Final = Struct("<8sQQ")  # magic, number of blocks, bytes of a record at the most
 _END: Final = Struct("<Q")  # xxh3 of all before it
 TABLE_BYTES: Final = _START.size + MAX_BLOCKS * _NAME_BYTES + _END.size
+_LONG_TABLE_BYTES: Final = TABLE_BYTES + MAX_BLOCKS * _LENGTH_BYTES
+
+Edges = Sequence[int]
+"""Where in an object each record begins, and where the last one ends: one more than there are blocks."""
+
+
+class ObjectTable(NamedTuple):
+    """What an object holds, as its table says. Nobody vouches for it: every record says itself which block it is."""
+
+    names: list[bytes]
+    edges: Edges
 
 
 class ObjectSpace:
     """Keys and layout of one model's objects, below a key prefix. Immutable.
 
-    An object is named by its first block. Its table has one length, and so have its records: a reader knows where each
-    lies before it reads.
+    An object is named by its first block. Its table has one length, and says where each record lies: they are all
+    equally long, or have a length each, if the form of records compresses them.
     """
 
     def __init__(self, prefix: str, form: RecordForm, slot_bytes: int, block_size: int) -> None:
         self.form = form
         self.slot_bytes = slot_bytes
         self.block_size = block_size
-        self.record_bytes = form.head_bytes + slot_bytes
+        self.record_bytes = form.head_bytes + slot_bytes  # at the most
+        self._has_lengths = form.stored_bytes is not None
+        self.table_bytes = _LONG_TABLE_BYTES if self._has_lengths else TABLE_BYTES
+        self._magic = _LENGTHS if self._has_lengths else _EQUAL
         self._stem = f"{prefix}/blocks/{form.name}/"
         self.epoch_key = f"{prefix}/epochs/{form.name}"
         self.probe_key = f"{self._stem}probe"
@@ -39,30 +59,38 @@ class ObjectSpace:
         """Of the object whose first block has this name."""
         return f"{self._stem}{format_epoch(epoch).decode()}/{first.hex()}"
 
-    def table(self, names: Sequence[bytes]) -> bytes:
+    def edges(self, lengths: Sequence[int]) -> Edges:
+        """Of records as long as these."""
+        if self._has_lengths:
+            return array("Q", accumulate(lengths, initial=self.table_bytes))
+        return range(self.table_bytes, self.table_bytes + len(lengths) * self.record_bytes + 1, self.record_bytes)
+
+    def table(self, names: Sequence[bytes], edges: Edges) -> bytes:
         """What an object of these blocks (`MAX_BLOCKS` at most) begins with."""
-        start = _START.pack(_MAGIC, len(names), self.record_bytes)
-        table = start + b"".join(names).ljust(MAX_BLOCKS * _NAME_BYTES, b"\0")
+        table = _START.pack(self._magic, len(names), self.record_bytes)
+        table += b"".join(names).ljust(MAX_BLOCKS * _NAME_BYTES, b"\0")
+        if self._has_lengths:
+            table += np.diff(np.array(edges)).astype("<u4").tobytes().ljust(MAX_BLOCKS * _LENGTH_BYTES, b"\0")
         return table + _END.pack(checksum(memoryview(table)))
 
-    def named(self, table: memoryview, first: bytes) -> list[bytes]:
-        """The names in a table, of which `first` is the first. Empty if it is no table of ours.
+    def parse(self, table: memoryview, first: bytes) -> ObjectTable | None:
+        """A table of an object that begins with `first`. None if it is none of ours.
 
-        Nothing is served for what a table says: every record says itself which block it is.
+        A record is never longer than one of ours can be, whatever a table says.
         """
-        if table.nbytes != TABLE_BYTES:
-            return []
+        if table.nbytes != self.table_bytes:
+            return None
         magic, count, record_bytes = _START.unpack_from(table)
         body = table[: -_END.size]
-        if magic != _MAGIC or record_bytes != self.record_bytes or not 1 <= count <= MAX_BLOCKS:
-            return []
+        if magic != self._magic or record_bytes != self.record_bytes or not 1 <= count <= MAX_BLOCKS:
+            return None
         if _END.unpack(table[-_END.size :]) != (checksum(body),):
-            return []
+            return None
         rest = bytes(body[_START.size :])
         names = [rest[start : start + _NAME_BYTES] for start in range(0, count * _NAME_BYTES, _NAME_BYTES)]
-        return names if names[0] == first else []
-
-    def span(self, position: int, count: int) -> tuple[int, int]:
-        """First byte of an object's records from a position on, and the one behind `count` of them."""
-        start = TABLE_BYTES + position * self.record_bytes
-        return start, start + count * self.record_bytes
+        lengths = [self.record_bytes] * count
+        if self._has_lengths:
+            lengths = np.frombuffer(rest, "<u4", count, MAX_BLOCKS * _NAME_BYTES).tolist()
+        if names[0] != first or min(lengths) < self.form.head_bytes or max(lengths) > self.record_bytes:
+            return None
+        return ObjectTable(names, self.edges(lengths))

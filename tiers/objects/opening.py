@@ -2,7 +2,7 @@
 
 from importlib.util import find_spec
 
-from kvtier.tiers import BATCH_BYTES, BlockShape, ConfigError, ConfiguredTier, Finding, load_key
+from kvtier.tiers import BATCH_BYTES, BlockShape, ConfigError, ConfiguredTier, Finding, load_key, require_compression
 from kvtier.tiers.config import Config, ObjectsConfig
 from kvtier.tiers.objects.bucket import client_of
 from kvtier.tiers.objects.doctor import check_objects, finding_of
@@ -32,7 +32,11 @@ def checked(config: Config) -> str | None:
     client_of(config.objects, 1.0)
     if config.objects.key_file is not None:
         load_key(config.objects.key_file, "[objects] key_file")
-    return f"[objects] bucket {config.objects.bucket} at {place_of(config.objects)}"
+    compressed = ""
+    if config.objects.compression != "none":
+        require_compression("[objects] compression")
+        compressed = f", compressed by {config.objects.compression}"
+    return f"[objects] bucket {config.objects.bucket} at {place_of(config.objects)}{compressed}"
 
 
 def examine(config: Config) -> list[Finding]:

@@ -21,7 +21,7 @@ from kvtier.tiers.config import ObjectsConfig
 from kvtier.tiers.objects.bucket import EXISTS, Bucket, BucketError, ObjectRange, SentPart
 from kvtier.tiers.objects.epoch import ObjectEpoch
 from kvtier.tiers.objects.index import NAME_LIFETIME, ObjectIndex, StoredObject
-from kvtier.tiers.objects.layout import MAX_BLOCKS, TABLE_BYTES, ObjectSpace
+from kvtier.tiers.objects.layout import MAX_BLOCKS, ObjectSpace
 from kvtier.tiers.objects.refusals import explanation
 from kvtier.tiers.shared import SharedChanges, cut_off, form_of
 
@@ -219,19 +219,23 @@ class ObjectStore:
     ) -> list[int | BucketError]:
         """Learn what the objects hold that begin at these places of the chain: how many blocks each has, or why not."""
         firsts = self.space.names([hashes[place] for place in places])
-        wanted = [ObjectRange(self.space.key(first, epoch), 0, TABLE_BYTES) for first in firsts]
+        wanted = [ObjectRange(self.space.key(first, epoch), 0, self.space.table_bytes) for first in firsts]
         learned: list[int | BucketError] = [BucketError(Outcome.IO_ERROR, "nothing came")] * len(firsts)
         for i, answer in self._bucket.fetch(wanted, deadline):
             if isinstance(answer, BucketError):
                 learned[i] = answer
                 continue
-            names = self.space.named(answer, firsts[i])
-            learned[i] = len(names) or BucketError(Outcome.CHECKSUM, "no object of ours")
-            if names and self._epoch.value == epoch:
+            table = self.space.parse(answer, firsts[i])
+            if table is None:
+                learned[i] = BucketError(Outcome.CHECKSUM, "no object of ours")
+                continue
+            names = table.names
+            learned[i] = len(names)
+            if self._epoch.value == epoch:
                 chain = hashes[places[i] : places[i] + len(names)]
                 pairs = zip(self.space.names(chain), names, strict=False)
                 same = next((n for n, (ours, theirs) in enumerate(pairs) if ours != theirs), len(chain))
-                self._index.learn(names[0], chain[:same], len(names))
+                self._index.learn(names[0], chain[:same], table.edges)
         return learned
 
     def _missed(self, first: ChainHash) -> None:
@@ -250,17 +254,21 @@ class ObjectStore:
         results: list[BlockRecord | Outcome] = [Outcome.ABSENT] * len(hashes)
         parts = list(self._parts(hashes))
         wanted = [
-            ObjectRange(self.space.key(stored.first, epoch), *self.space.span(position, len(blocks)))
+            ObjectRange(
+                self.space.key(stored.first, epoch), stored.edges[position], stored.edges[position + len(blocks)]
+            )
             for stored, position, blocks in parts
         ]
         gone: dict[StoredObject, None] = {}
         bad: dict[StoredObject, list[int]] = {}
         for i, answer in self._bucket.fetch(wanted, deadline):
-            stored, _, blocks = parts[i]
+            stored, position, blocks = parts[i]
             if not isinstance(answer, BucketError):
                 self._index.confirm([stored])
-                for number, block in enumerate(blocks):
-                    results[block] = self._taken(answer, number, hashes[block], into[block], epoch)
+                start = stored.edges[position]
+                for place, block in enumerate(blocks, position):
+                    record = answer[stored.edges[place] - start : stored.edges[place + 1] - start]
+                    results[block] = self._taken(record, hashes[block], into[block], epoch)
             else:
                 is_gone = answer.outcome is Outcome.ABSENT
                 gone.update({stored: None} if is_gone else {})
@@ -281,12 +289,14 @@ class ObjectStore:
     def _is_another(self, stored: StoredObject, epoch: int, deadline: float) -> bool:
         """Whether somebody stored other blocks there since, as they may once an object has expired."""
         try:
-            table = self._bucket.get(ObjectRange(self.space.key(stored.first, epoch), 0, TABLE_BYTES), deadline)
+            found = self._bucket.get(
+                ObjectRange(self.space.key(stored.first, epoch), 0, self.space.table_bytes), deadline
+            )
         except BucketError as error:
             return error.outcome is not Outcome.CHECKSUM  # gone, or not to be judged now
-        names = self.space.named(table, stored.first)
+        table = self.space.parse(found, stored.first)
         ours = self.space.names(stored.blocks)
-        return bool(names) and (len(names) != stored.num_blocks or names[: len(ours)] != ours)
+        return table is not None and (table.edges != stored.edges or table.names[: len(ours)] != ours)
 
     def _parts(self, hashes: Sequence[ChainHash]) -> Iterator[tuple[StoredObject, int, list[int]]]:
         """Requests that bring the blocks known here: an object, a position in it, which blocks lie from there on."""
@@ -305,16 +315,15 @@ class ObjectStore:
         if part is not None:
             yield part
 
-    def _taken(
-        self, came: memoryview, number: int, chain_hash: ChainHash, into: memoryview, epoch: int
-    ) -> BlockRecord | Outcome:
-        """A block from the records that came, verified."""
-        record = came[number * self.space.record_bytes : (number + 1) * self.space.record_bytes]
-        if record.nbytes < self.space.record_bytes:
+    def _taken(self, record: memoryview, chain_hash: ChainHash, into: memoryview, epoch: int) -> BlockRecord | Outcome:
+        """A block from as much of its record as came, verified."""
+        form = self.space.form
+        head, stored = bytes(record[: form.head_bytes]), record[form.head_bytes :]
+        is_whole = len(head) == form.head_bytes
+        if not is_whole or stored.nbytes != (form.stored_bytes(head) if form.stored_bytes else into.nbytes):
             return Outcome.CHECKSUM
-        head_bytes = self.space.form.head_bytes
-        into[:] = record[head_bytes:]
-        return self.space.form.decode(bytes(record[:head_bytes]), into, chain_hash, epoch)
+        into[: stored.nbytes] = stored
+        return form.decode(head, into, chain_hash, epoch)
 
     def _write(
         self, records: Sequence[BlockRecord], payloads: Sequence[memoryview], epoch: int, deadline: float
@@ -337,12 +346,11 @@ class ObjectStore:
         hashes = [record.chain_hash for record in records]
         names = self.space.names(hashes)
         key = self.space.key(names[0], epoch)
-        parts: list[SentPart] = []
-        before = self.space.table(names)
-        for record, payload in zip(records, payloads, strict=True):
-            head, body = self.space.form.encode(record, payload, epoch)
-            parts += (before + head, body)
-            before = b""
+        encoded = [self.space.form.encode(*each, epoch) for each in zip(records, payloads, strict=True)]
+        edges = self.space.edges([len(head) + body.nbytes for head, body in encoded])
+        parts: list[SentPart] = [self.space.table(names, edges)]
+        for head, body in encoded:
+            parts += (head, body)
         try:
             self._bucket.put(key, parts, only_new=True)
         except BucketError as error:
@@ -355,7 +363,7 @@ class ObjectStore:
                 return there
             self._bucket.put(key, parts)  # what stands there is no object of ours
         if self._epoch.value == epoch:
-            self._index.learn(names[0], hashes, len(hashes))
+            self._index.learn(names[0], hashes, edges)
         return len(records)
 
     def _delete(self, names: set[bytes], deadline: float) -> None:

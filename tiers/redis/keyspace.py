@@ -1,13 +1,9 @@
 """What a model's blocks are called in Redis, in which form they are, and how long their values (docs/format.md)."""
 
 from collections.abc import Iterable
-from typing import Final
 
-from kvtier.tiers import ChainHash, require_compression
-from kvtier.tiers.config import RedisConfig
-from kvtier.tiers.shared import CompressedForm, RecordForm, form_of, format_epoch
-
-_TIER: Final = "redis"
+from kvtier.tiers import ChainHash
+from kvtier.tiers.shared import RecordForm, format_epoch
 
 
 class Keyspace:
@@ -38,12 +34,3 @@ class Keyspace:
         """`{prefix}:{the form's name}:{epoch}:{the block's name}` of each: all of one length."""
         stem = self._stem + format_epoch(epoch) + b":"
         return [stem + name for name in self.form.names(hashes)]
-
-
-def redis_form(config: RedisConfig, fingerprint: bytes, slot_bytes: int, block_size: int) -> RecordForm:
-    """As [redis] secret, key_file and compression ask. ConfigError if the key file or the package cannot be used."""
-    if config.key_file is None and config.compression == "zstd":
-        require_compression("[redis] compression")
-        secret = config.secret.get_secret_value() if config.secret is not None else None
-        return CompressedForm(fingerprint, slot_bytes, block_size, secret, _TIER)
-    return form_of(_TIER, config, fingerprint, slot_bytes, block_size)

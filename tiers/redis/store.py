@@ -25,7 +25,7 @@ from kvtier.tiers.config import RedisConfig
 from kvtier.tiers.redis.batch import Batches, BlockResult, LaneWork
 from kvtier.tiers.redis.epoch import Epoch
 from kvtier.tiers.redis.expiries import LearnedExpiries
-from kvtier.tiers.redis.keyspace import Keyspace, redis_form
+from kvtier.tiers.redis.keyspace import Keyspace
 from kvtier.tiers.redis.lanes import Lane, command
 from kvtier.tiers.redis.names import Names
 from kvtier.tiers.redis.nodes import Nodes, nodes_of
@@ -34,7 +34,7 @@ from kvtier.tiers.redis.room import ServersRoom
 from kvtier.tiers.redis.stream import WireError
 from kvtier.tiers.redis.wire import Refusal
 from kvtier.tiers.returns import ToldEnd
-from kvtier.tiers.shared import SharedChanges, cut_off
+from kvtier.tiers.shared import SharedChanges, cut_off, form_of
 
 _log = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class RedisStore:
         Raises TierUnavailable if no server answers in time: then it is right to try again later.
         """
         require_space(fingerprint, slot_bytes, block_size)
-        form = redis_form(config, fingerprint, slot_bytes, block_size)
+        form = form_of("redis", config, fingerprint, slot_bytes, block_size)
         space = Keyspace(config.prefix, form, slot_bytes, block_size)
         if space.value_bytes > config.in_flight:
             raise ConfigError(

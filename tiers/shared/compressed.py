@@ -6,7 +6,7 @@ from hashlib import sha256
 from typing import Final
 
 from kvtier.tiers import BlockCodec, BlockRecord, ChainHash, Outcome, checksum
-from kvtier.tiers.shared.heads import MAC, derived, layout, packer
+from kvtier.tiers.shared.heads import MAC, derived, layout, packer, purpose
 
 VERSION: Final = 2
 _HASH_BYTES: Final = 32
@@ -30,10 +30,10 @@ class CompressedForm:
         self._slot_bytes = slot_bytes
         self._mac: hmac.HMAC | None = None
         self._seal_bytes = _CHECKSUM_BYTES
-        namespace = f"kvtier {tier} compressed namespace".encode() + fingerprint
+        namespace = purpose(tier, "compressed namespace") + fingerprint
         self.name = sha256(namespace).hexdigest()[: 2 * _NAME_BYTES]
         if secret is not None:
-            self._mac = hmac.new(derived(secret, f"kvtier {tier} compressed record".encode()), digestmod=MAC)
+            self._mac = hmac.new(derived(secret, purpose(tier, "compressed record")), digestmod=MAC)
             self._seal_bytes = _MAC_BYTES
             self.name = derived(secret, namespace).hex()[: 2 * _NAME_BYTES]
         blank, at = layout(

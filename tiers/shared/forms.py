@@ -2,15 +2,15 @@
 
 import hmac
 from collections.abc import Callable, Iterable
-from hashlib import blake2b
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final, Literal, Protocol
 
-import numpy as np
 from pydantic import SecretStr
 
-from kvtier.tiers import STAMP_BYTES, BlockRecord, ChainHash, Outcome, RecordCipher, checksum, derive, load_key
-from kvtier.tiers.shared.heads import MAC, derived, layout, packer
+from kvtier.tiers import BlockCodec, BlockRecord, ChainHash, Outcome, checksum, load_key, require_compression
+from kvtier.tiers.shared.compressed import CompressedForm
+from kvtier.tiers.shared.encrypted import EncryptedForm
+from kvtier.tiers.shared.heads import MAC, derived, layout, packer, purpose
 
 VERSION: Final = 1
 _HASH_BYTES: Final = 32
@@ -66,8 +66,8 @@ def parse_epoch(value: object) -> int:
     return epoch if epoch < _EPOCH_END else 0
 
 
-class SealOptions(Protocol):
-    """What a tier's section says of how its records are sealed."""
+class FormOptions(Protocol):
+    """What a tier's section says of how its records are written."""
 
     @property
     def secret(self) -> SecretStr | None: ...
@@ -75,14 +75,22 @@ class SealOptions(Protocol):
     @property
     def key_file(self) -> Path | None: ...
 
+    @property
+    def compression(self) -> Literal["none", "zstd"]: ...
 
-def form_of(tier: str, config: SealOptions, fingerprint: bytes, slot_bytes: int, block_size: int) -> RecordForm:
-    """As [`tier`] secret or key_file ask. ConfigError if the key file cannot be used."""
+
+def form_of(tier: str, config: FormOptions, fingerprint: bytes, slot_bytes: int, block_size: int) -> RecordForm:
+    """As [`tier`] secret, key_file and compression ask. ConfigError if the key file or a package cannot be used."""
+    compresses = config.compression == "zstd"
+    if compresses:
+        require_compression(f"[{tier}] compression")
     if config.key_file is not None:
         key = load_key(config.key_file, f"[{tier}] key_file")
-        return EncryptedForm(fingerprint, slot_bytes, block_size, key, tier)
+        codec = BlockCodec(slot_bytes) if compresses else None
+        return EncryptedForm(fingerprint, slot_bytes, block_size, key, tier, codec)
     secret = config.secret.get_secret_value() if config.secret is not None else None
-    return ClearForm(fingerprint, slot_bytes, block_size, secret, tier)
+    form = CompressedForm if compresses else ClearForm
+    return form(fingerprint, slot_bytes, block_size, secret, tier)
 
 
 class ClearForm:
@@ -100,9 +108,9 @@ class ClearForm:
         self._seal_bytes = _CHECKSUM_BYTES
         self.name = fingerprint.hex()[: 2 * _NAME_BYTES]
         if secret is not None:
-            self._mac = hmac.new(derived(secret, _purpose(tier, "record")), digestmod=MAC)
+            self._mac = hmac.new(derived(secret, purpose(tier, "record")), digestmod=MAC)
             self._seal_bytes = _MAC_BYTES
-            self.name = derived(secret, _purpose(tier, "namespace") + fingerprint).hex()[: 2 * _NAME_BYTES]
+            self.name = derived(secret, purpose(tier, "namespace") + fingerprint).hex()[: 2 * _NAME_BYTES]
         blank, at = layout(
             {
                 "version": VERSION,
@@ -158,81 +166,3 @@ class ClearForm:
         mac.update(unsealed)
         mac.update(payload)  # lets go of the GIL
         return mac.digest()
-
-
-class EncryptedForm:
-    """Tokens, payload and the blocks' names hidden by a key of KEY_BYTES; see `RecordCipher`.
-
-    Head and payload are sealed each by itself, for they lie apart: a payload is received into its slot and decrypted
-    there. What the head hides is associated with the payload, so the two cannot be parted.
-    """
-
-    stored_bytes = None
-
-    def __init__(self, fingerprint: bytes, slot_bytes: int, block_size: int, key: bytes, tier: str = "redis") -> None:
-        self._cipher = RecordCipher(key, _purpose(tier, "record") + fingerprint)
-        self._name_key = derive(key, _purpose(tier, "name") + fingerprint)
-        self.name = blake2b(key=self._name_key, digest_size=_NAME_BYTES).hexdigest()
-        self._slot_bytes = slot_bytes
-        self._block_size = block_size
-        hidden_bytes = _HASH_BYTES + 4 + 4 * block_size + _CHECKSUM_BYTES
-        self._blank, self._at = layout(
-            {
-                "version": VERSION,
-                "codec": "aes-256-gcm",
-                "payload_len": slot_bytes,
-                "hidden": bytes(hidden_bytes + STAMP_BYTES),
-                "stamp": bytes(STAMP_BYTES),
-            }
-        )
-        self.head_bytes = len(self._blank)
-
-    def names(self, hashes: Iterable[ChainHash]) -> list[bytes]:
-        """Keyed digests: from a chain hash, who guesses the tokens could tell that he is right."""
-        key = self._name_key
-        return [blake2b(chain_hash, key=key, digest_size=32).hexdigest().encode() for chain_hash in hashes]
-
-    def encode(self, record: BlockRecord, payload: memoryview, epoch: int) -> tuple[bytes, memoryview]:
-        """The payload is encrypted into memory of its own, for others may be reading it."""
-        hidden = self._cipher.seal(self._hidden(record), _named(b"head", record.chain_hash, epoch))
-        into = memoryview(np.empty(self._slot_bytes, np.uint8))
-        stamp = self._cipher.encrypt_into(payload, _named(b"payload", record.chain_hash, epoch, hidden), into)
-        return self._head(hidden, stamp), into
-
-    def decode(
-        self, head: bytes, payload: memoryview, chain_hash: ChainHash, epoch: int, seen: int | None = None
-    ) -> BlockRecord | Outcome:
-        """Decrypts `payload` where it lies."""
-        hidden, stamp = head[self._at["hidden"]], head[self._at["stamp"]]
-        fields = self._cipher.open(hidden, _named(b"head", chain_hash, epoch))
-        if fields is None or self._head(hidden, stamp) != head:
-            return Outcome.CHECKSUM
-        tokens = fields[_HASH_BYTES + 4 : -_CHECKSUM_BYTES]
-        num_tokens = int.from_bytes(fields[_HASH_BYTES : _HASH_BYTES + 4], "little")
-        xxh3 = int.from_bytes(fields[-_CHECKSUM_BYTES:], "little")
-        record = BlockRecord(chain_hash, fields[:_HASH_BYTES], tokens[: 4 * num_tokens], xxh3)
-        if self._hidden(record) != fields:
-            return Outcome.KEY_MISMATCH
-        if not self._cipher.decrypt_into(payload, stamp, _named(b"payload", chain_hash, epoch, hidden), payload):
-            return Outcome.CHECKSUM
-        return record if checksum(payload) == record.checksum else Outcome.CHECKSUM
-
-    def _hidden(self, record: BlockRecord) -> bytes:
-        num_tokens = (len(record.tokens) // 4).to_bytes(4, "little")
-        tokens = record.tokens.ljust(4 * self._block_size, b"\0")
-        return record.parent + num_tokens + tokens + record.checksum.to_bytes(_CHECKSUM_BYTES, "little")
-
-    def _head(self, hidden: bytes, stamp: bytes) -> bytes:
-        head = bytearray(self._blank)
-        head[self._at["hidden"]] = hidden
-        head[self._at["stamp"]] = stamp
-        return bytes(head)
-
-
-def _named(part: bytes, chain_hash: ChainHash, epoch: int, hidden: bytes = b"") -> bytes:
-    """What one part of a record is called, for its cipher."""
-    return part.ljust(8, b"\0") + epoch.to_bytes(8, "little") + chain_hash + hidden
-
-
-def _purpose(tier: str, use: str) -> bytes:
-    return f"kvtier {tier} {use}".encode()

@@ -35,3 +35,8 @@ def packer(blank: bytes, at: Mapping[str, slice], codes: Mapping[str, str]) -> t
 def derived(secret: str, purpose: bytes) -> bytes:
     """What stands for a secret in one use."""
     return hmac.digest(secret.encode("utf-8", "surrogatepass"), purpose, MAC)
+
+
+def purpose(tier: str, use: str) -> bytes:
+    """One use of a tier's secret or key: each tier has its own."""
+    return f"kvtier {tier} {use}".encode()

@@ -1,5 +1,6 @@
 """An object as docs/format.md describes it, byte by byte; the index that knows where blocks lie."""
 
+import hashlib
 import random
 import struct
 
@@ -8,8 +9,10 @@ import xxhash
 from doubles import FakeClock, chain_of, payload_of, record_of
 
 from kvtier.tiers.objects.index import ObjectIndex
-from kvtier.tiers.objects.layout import MAX_BLOCKS, TABLE_BYTES, ObjectSpace
-from kvtier.tiers.shared.forms import ClearForm, EncryptedForm
+from kvtier.tiers.objects.layout import MAX_BLOCKS, TABLE_BYTES, Edges, ObjectSpace
+from kvtier.tiers.shared.compressed import CompressedForm
+from kvtier.tiers.shared.encrypted import EncryptedForm
+from kvtier.tiers.shared.forms import ClearForm
 from kvtier.tiers.tier import BlockRecord, Outcome
 
 MODEL = bytes(range(32))
@@ -17,39 +20,90 @@ CHAIN = chain_of(6)
 NAMES = CHAIN.hashes
 
 
-def space_of(**more: object) -> ObjectSpace:
-    return ObjectSpace("kvtier", ClearForm(MODEL, 4096, 4, tier="objects"), 4096, 4)
+EQUAL = ObjectSpace("kvtier", ClearForm(MODEL, 4096, 4, tier="objects"), 4096, 4)
+OWN_LENGTHS = ObjectSpace("kvtier", CompressedForm(MODEL, 4096, 4, tier="objects"), 4096, 4)
+
+
+def lengths_of(space: ObjectSpace) -> list[int]:
+    """Of the records of six blocks."""
+    head, most = space.form.head_bytes, space.record_bytes
+    return [most] * 6 if space is EQUAL else [head + 1000, most, head, head + 7, most - 1, head + 2000]
+
+
+def edges_of(num_blocks: int) -> Edges:
+    """Of an object of so many blocks."""
+    return EQUAL.edges([EQUAL.record_bytes] * num_blocks)
+
+
+def sealed(table: bytes) -> memoryview:
+    """With a true checksum behind it."""
+    return memoryview(table + struct.pack("<Q", xxhash.xxh3_64_intdigest(table)))
 
 
 def test_keys_and_table_are_as_documented() -> None:
-    space = space_of()
+    space = EQUAL
     assert space.epoch_key == "kvtier/epochs/0001020304050607"
     assert space.key(NAMES[0], 1) == f"kvtier/blocks/0001020304050607/0000000000000001/{NAMES[0].hex()}"
     assert space.probe_key == "kvtier/blocks/0001020304050607/probe"
-    before = struct.pack("<8sQQ", b"kvtobj\0\1", 6, space.record_bytes) + b"".join(NAMES).ljust(8192, b"\0")
-    table = before + struct.pack("<Q", xxhash.xxh3_64_intdigest(before))
-    assert space.table(space.names(NAMES)) == table
-    assert len(table) == TABLE_BYTES == 8224
-    assert space.named(memoryview(table), NAMES[0]) == NAMES
-    # Records lie behind it, back to back.
-    assert space.span(0, 6) == (8224, 8224 + 6 * space.record_bytes)
-    assert space.span(2, 1) == (8224 + 2 * space.record_bytes, 8224 + 3 * space.record_bytes)
+    size = space.record_bytes
+    table = sealed(struct.pack("<8sQQ", b"kvtobj\0\1", 6, size) + b"".join(NAMES).ljust(8192, b"\0"))
+    edges = space.edges([size] * 6)
+    assert list(edges) == [8224 + n * size for n in range(7)]  # back to back behind the table
+    assert space.table(space.names(NAMES), edges) == table
+    assert len(table) == TABLE_BYTES == space.table_bytes == 8224
+    assert space.parse(table, NAMES[0]) == (NAMES, edges)
 
 
-def test_a_table_that_is_none_of_ours_names_nothing() -> None:
-    space = space_of()
-    table = space.table(NAMES)
-    assert space.named(memoryview(table), NAMES[1]) == []  # another object's
-    assert space.named(memoryview(table[:-1]), NAMES[0]) == []
-    for position in random.Random(1).sample(range(TABLE_BYTES), 200):
+def test_a_table_of_compressed_records_is_as_documented() -> None:
+    space, lengths = OWN_LENGTHS, lengths_of(OWN_LENGTHS)
+    model = hashlib.sha256(b"kvtier objects compressed namespace" + MODEL).hexdigest()[:16]
+    assert space.key(NAMES[0], 1) == f"kvtier/blocks/{model}/0000000000000001/{NAMES[0].hex()}"
+    start = struct.pack("<8sQQ", b"kvtobj\0\2", 6, space.form.head_bytes + 4096)
+    table = sealed(start + b"".join(NAMES).ljust(8192, b"\0") + struct.pack("<6I", *lengths).ljust(1024, b"\0"))
+    edges = space.edges(lengths)
+    assert list(edges) == [9248 + sum(lengths[:n]) for n in range(7)]
+    assert space.table(space.names(NAMES), edges) == table
+    assert len(table) == space.table_bytes == 9248
+    assert space.parse(table, NAMES[0]) == (NAMES, edges)
+
+
+@pytest.mark.parametrize("space", [EQUAL, OWN_LENGTHS], ids=["equal", "own lengths"])
+def test_a_table_that_is_none_of_ours_names_nothing(space: ObjectSpace) -> None:
+    table = space.table(NAMES, space.edges(lengths_of(space)))
+    assert space.parse(memoryview(table), NAMES[0]) is not None
+    assert space.parse(memoryview(table), NAMES[1]) is None  # another object's
+    assert space.parse(memoryview(table[:-1]), NAMES[0]) is None
+    for position in random.Random(1).sample(range(len(table)), 200):
         changed = bytearray(table)
         changed[position] ^= 0x40
-        assert space.named(memoryview(changed), NAMES[0]) == []
+        assert space.parse(memoryview(changed), NAMES[0]) is None
     # With a true checksum, but with numbers that no table has.
-    for count, size in ((0, space.record_bytes), (MAX_BLOCKS + 1, space.record_bytes), (6, space.record_bytes + 1)):
-        lie = struct.pack("<8sQQ", b"kvtobj\0\1", count, size) + table[24:-8]
-        lie += struct.pack("<Q", xxhash.xxh3_64_intdigest(lie))
-        assert space.named(memoryview(lie), NAMES[0]) == []
+    magic, size = table[:8], space.record_bytes
+    for count, most in ((0, size), (MAX_BLOCKS + 1, size), (2**64 - 1, size), (6, size + 1)):
+        assert space.parse(sealed(struct.pack("<8sQQ", magic, count, most) + table[24:-8]), NAMES[0]) is None
+
+
+def test_one_layout_is_none_in_the_other() -> None:
+    for ours, theirs in ((EQUAL, OWN_LENGTHS), (OWN_LENGTHS, EQUAL)):
+        table = theirs.table(NAMES, theirs.edges(lengths_of(theirs)))
+        assert ours.parse(memoryview(table), NAMES[0]) is None
+        # cut or filled up to the length of ours, and with a true checksum
+        as_long = sealed(table[: ours.table_bytes - 8].ljust(ours.table_bytes - 8, b"\0"))
+        assert ours.parse(as_long, NAMES[0]) is None
+        assert ours.key(NAMES[0], 1) != theirs.key(NAMES[0], 1)
+
+
+def test_a_length_that_no_record_has_makes_no_table() -> None:
+    space = OWN_LENGTHS
+    lengths = lengths_of(space)
+    for wrong in (0, 1, space.form.head_bytes - 1, space.record_bytes + 1, 2**31, 2**32 - 1):
+        for place in range(6):
+            lie = [*lengths[:place], wrong, *lengths[place + 1 :]]
+            assert space.parse(memoryview(space.table(NAMES, space.edges(lie))), NAMES[0]) is None
+    # Lengths behind the last block count for nothing.
+    table = bytearray(space.table(NAMES, space.edges(lengths))[:-8])
+    table[-4:] = b"\xff" * 4
+    assert space.parse(sealed(bytes(table)), NAMES[0]) == (NAMES, space.edges(lengths))
 
 
 def test_what_is_sealed_for_one_tier_opens_in_no_other() -> None:
@@ -72,13 +126,13 @@ def clock() -> FakeClock:
 
 def test_the_index_knows_blocks_until_they_expire_or_go(clock: FakeClock) -> None:
     index = ObjectIndex(10.0, clock=clock)
-    index.learn(b"one", NAMES[:3], 5)
+    index.learn(b"one", NAMES[:3], edges_of(5))
     assert index.leading(NAMES) == 3
     assert index.in_part(NAMES[:3]) == 3  # the object has more behind them
     assert index.in_part(NAMES[:2]) == 2
-    index.learn(b"one", NAMES[:5], 5)
+    index.learn(b"one", NAMES[:5], edges_of(5))
     assert (index.leading(NAMES), index.in_part(NAMES[:5])) == (5, 0)
-    index.learn(b"two", NAMES[5:], 1)
+    index.learn(b"two", NAMES[5:], edges_of(1))
     assert index.leading(NAMES) == 6
     clock.advance(9)
     places = index.places(NAMES)
@@ -97,13 +151,16 @@ def test_the_index_knows_blocks_until_they_expire_or_go(clock: FakeClock) -> Non
 def test_another_object_in_its_place_is_learned_anew(clock: FakeClock) -> None:
     index, other = ObjectIndex(10.0, clock=clock), chain_of(2)
     other.extend(list(range(900, 916)))
-    index.learn(b"one", NAMES, 6)
-    index.learn(b"one", NAMES[:2], 2)  # it ends earlier now
+    index.learn(b"one", NAMES, edges_of(6))
+    index.learn(b"one", NAMES[:2], edges_of(2))  # it ends earlier now
     assert index.leading(NAMES) == 2
-    index.learn(b"one", NAMES, 6)
-    index.learn(b"one", other.hashes, 6)  # it goes on otherwise now
+    index.learn(b"one", NAMES, edges_of(6))
+    index.learn(b"one", other.hashes, edges_of(6))  # it goes on otherwise now
     assert index.leading(NAMES) == 2
     assert index.leading(other.hashes) == 6
+    # the same blocks, of other lengths
+    index.learn(b"one", other.hashes[:2], OWN_LENGTHS.edges(lengths_of(OWN_LENGTHS)))
+    assert index.leading(other.hashes) == 2
     index.check()
 
 
@@ -117,7 +174,7 @@ def test_the_index_is_bounded_and_keeps_its_law(clock: FakeClock) -> None:
         held = index.places(chain.hashes)
         action = rng.random()
         if action < 0.6:
-            index.learn(chain.hashes[first], chain.hashes[first:last], rng.choice([last - first, 12 - first]))
+            index.learn(chain.hashes[first], chain.hashes[first:last], edges_of(rng.choice([last - first, 12 - first])))
         elif action < 0.8:
             index.forget([place[0] for place in held if place is not None][:1])
         else:

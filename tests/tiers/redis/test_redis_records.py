@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from kvtier.tiers.checksum import checksum
 from kvtier.tiers.redis.keyspace import Keyspace
-from kvtier.tiers.shared.forms import VERSION, ClearForm, EncryptedForm, RecordForm, format_epoch, parse_epoch
+from kvtier.tiers.shared.encrypted import EncryptedForm
+from kvtier.tiers.shared.forms import VERSION, ClearForm, RecordForm, format_epoch, parse_epoch
 from kvtier.tiers.tier import BlockRecord, Outcome
 
 MODEL, OTHER = bytes(range(32)), bytes(range(32, 64))
