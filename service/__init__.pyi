@@ -1,3 +1,4 @@
+from .alike import num_alike
 from .command_line import Exit
 from .json_text import Json, first_error, harmless, object_in, shown, writable
 from .logs import REQUEST_ID, LogFormat, LogLevel, begin_request, log_to_stderr, request_id
@@ -12,6 +13,7 @@ __all__ = [
     "first_error",
     "harmless",
     "log_to_stderr",
+    "num_alike",
     "object_in",
     "request_id",
     "shown",

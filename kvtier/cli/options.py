@@ -6,6 +6,7 @@ help is theirs alone, and cheap.
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -67,8 +68,17 @@ def given(**options: object) -> dict[str, object]:
 
 def size_given(option: str, text: str) -> int:
     """Bytes of a size as a verb's option has it. ConfigError names the option."""
+    return _size(option, text, configuration.parse_size)
+
+
+def room_given(option: str, text: str) -> int:
+    """The same of room for blocks: less than any block takes is refused, as a size whose unit was left out."""
+    return _size(option, text, configuration.parse_room)
+
+
+def _size(option: str, text: str, parsed: Callable[[object], int]) -> int:
     try:
-        return configuration.parse_size(text.strip())
+        return parsed(text.strip())
     except ValueError as error:
         raise ConfigError(f"{option} {text!r:.40}: {error}") from None
 

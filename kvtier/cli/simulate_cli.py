@@ -15,6 +15,7 @@ from kvtier.cli.options import (
     PngOption,
     check_figure,
     progress_bar,
+    room_given,
     show,
     size_given,
     table_of,
@@ -177,7 +178,7 @@ def _policies(text: str) -> list[str]:
 def _sizes(option: str, text: str | None) -> list[int]:
     """Sizes separated by commas, each once; none of them is no size."""
     given = [] if text is None or text == _NONE else text.split(",")
-    return [*dict.fromkeys(size_given(option, part) for part in given)]
+    return [*dict.fromkeys(room_given(option, part) for part in given)]
 
 
 def _duration(option: str, text: str) -> float:

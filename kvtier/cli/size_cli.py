@@ -5,9 +5,9 @@ from typing import Annotated
 
 import typer
 
-from kvtier.cli.options import JsonOption, show, size_given, table_of
+from kvtier.cli.options import JsonOption, room_given, show, table_of
 from kvtier.connector.transformers import read_config
-from kvtier.tiers import ConfigError, require_extra
+from kvtier.tiers import require_extra
 
 app = typer.Typer()
 
@@ -29,11 +29,8 @@ def size(
     as_json: JsonOption = False,
 ) -> None:
     given = {"l2": ("--memory", memory), "file": ("--disk", disk), "redis": ("--redis", redis)}
-    rooms = {tier: size_given(option, text) for tier, (option, text) in given.items() if text is not None}
-    rooms = rooms or dict.fromkeys(given, size_given("", _DEFAULT))
-    for tier, room in rooms.items():
-        if room < 1:
-            raise ConfigError(f"{given[tier][0]} {room}: use a size above 0")
+    rooms = {tier: room_given(option, text) for tier, (option, text) in given.items() if text is not None}
+    rooms = rooms or dict.fromkeys(given, room_given("", _DEFAULT))
     read_config(model)  # a file that is wrong is told at once: torch takes seconds to import
     require_extra("kvtier size", "transformers")
     from kvtier.service.sizing import sizing_of

@@ -87,7 +87,7 @@ def _add_below(answer: Json, found: dict[str, int]) -> None:
         answer["cause"] = {**answer["cause"], "block": below}
     else:
         answer["cause"] = None
-    answer["held"], answer["runs"], answer["differs"] = below, runs, None
+    answer["held"], answer["runs"], answer["differs"], answer["nothing_alike"] = below, runs, None, False
 
 
 def _of_request(loop: EngineLoop, request: str, salt: str | None) -> NamedPrompt:

@@ -4,6 +4,8 @@ import re
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Final, NamedTuple
 
+from kvtier.service import num_alike
+
 Decode = Callable[[Sequence[int]], str]
 
 _MONTHS: Final = "(Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]*"
@@ -62,6 +64,9 @@ def finding(
 ) -> Difference:
     """What differs, as far as can be told. Both prompts have the tokens `before` in front of these."""
     at, mine, theirs = differs["same"], differs["tokens"], differs["held_tokens"]
+    is_another = differs["token"] == at and not num_alike(
+        mine, theirs
+    )  # of a first block; behind it the head is shared
     place = f"differs at token {differs['token']:,}"
     if (shifted := _shifted(mine[at:], theirs[at:])) is not None:
         who, token = shifted
@@ -72,7 +77,7 @@ def finding(
         )
     if decode is None:
         own, held = (str(each[at : at + _SHOWN]) for each in (mine, theirs))
-        return Difference(f"{place}: `{own}` for `{held}`", _MOVE)
+        return Difference(f"{place}: `{own}` for `{held}`", _ANOTHER if is_another else _MOVE)
     if (cuts := _cut_anew(mine[at:], theirs[at:], decode)) is not None:
         own, held = cuts
         return Difference(
@@ -88,13 +93,15 @@ def finding(
     said = f"{place}: `{own}` for `{held}`"
     behind = [*before, *mine[:at]][-1:]
     if not {*mine[at : at + 1], *theirs[at : at + 1], *behind}.isdisjoint(special):
-        return Difference(
-            said,
-            "A special token is there: another chat template, other roles, or a system prompt that one side lacks.",
-        )
-    return Difference(said, _MOVE)
+        else_another = ", or another prompt" if is_another else ""
+        advice = "A special token is there: another chat template, other roles, or a system prompt that one side lacks"
+        return Difference(said, f"{advice}{else_another}.")
+    return Difference(said, _ANOTHER if is_another else _MOVE)
 
 
+_ANOTHER: Final = (
+    "Little before and behind is the same: another prompt, or another chat template or system prompt at its head."
+)
 _MOVE: Final = "Put what changes behind all that stays the same, to the end of the prompt."
 
 

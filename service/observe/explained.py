@@ -55,10 +55,13 @@ def explained(
     why = _CAUSES.get(cause["name"], "it could not be stored in {tier} {seconds} s ago: " + cause["name"])
     yield f"block {cause['block']} is missing: {why.format(**words)}"
     advice = _ADVICE.get(cause["name"], "See docs/faults.md for that reason.").format(**words)
+    holders = [*answer.get("tenants", ()), *answer["elsewhere"]]
     if (differs := answer["differs"]) is not None and cause["name"] in _UNKNOWN:
         start = cause["block"] * size
         line, advice = finding(differs, decode, list(tokens[max(0, start - _BEFORE) : start]), special)
         yield line
+    elif answer.get("nothing_alike") and cause["name"] in _UNKNOWN and not holders:
+        yield "nothing alike is known: no held prompt that was compared begins like it"
     for tenant in answer.get("tenants", ()):
         whose = "a request without a cache_salt" if tenant["tenant"] == "no salt" else f"cache_salt {tenant['tenant']}"
         yield f"another tenant holds the same tokens: {whose}, {tenant['blocks']} blocks"

@@ -57,6 +57,7 @@ class Explanation(StatusPart):
     runs: list[BlockRun]
     cause: MissingCause | None
     differs: TokensThatDiffer | None
+    nothing_alike: bool = False  # its first block is missing, and no held one that was compared shares tokens with it
     elsewhere: list[OtherModel]
     closed: Sequence[ClosedSlab] = ()
     tenants: Sequence[OtherTenant] = ()

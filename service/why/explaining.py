@@ -7,7 +7,7 @@ from typing import Final, Protocol
 
 import numpy as np
 
-from kvtier.service import Json
+from kvtier.service import Json, num_alike
 from kvtier.service.why.recent import UNSALTED, client_of
 from kvtier.tiers import L1, L2, BlockRecord, ChainHash, ChildBlock
 from kvtier.tiers.hierarchy import Hierarchy
@@ -58,6 +58,7 @@ def explain_chain(model: str, chain: AskedChain, hierarchy: Hierarchy | None, fi
         "runs": _runs(tiers),
         "cause": None,
         "differs": None,
+        "nothing_alike": False,
         "elsewhere": [],
         "tenants": [],
     }
@@ -74,6 +75,7 @@ def explain_chain(model: str, chain: AskedChain, hierarchy: Hierarchy | None, fi
                 # is surely of this salt.
                 held = [each for each in held if is_named_by(BlockRecord(each.chain_hash, parent, each.tokens, 0))]
             answer["differs"] = _difference(chain.tokens[known * size :], held, known * size, size)
+            answer["nothing_alike"] = not known and answer["differs"] is None
     return answer
 
 
@@ -140,13 +142,19 @@ def _children(hierarchy: Hierarchy | None, first: FirstTier | None, parent: Chai
 
 
 def _difference(rest: Sequence[int], held: Sequence[ChildBlock], start: int, size: int) -> Json | None:
-    """Where the nearest of the held blocks differs first, and both blocks' tokens."""
-    mine = np.array(rest[:size], "<u4")
+    """Where the nearest of the held blocks differs first, and both blocks' tokens.
+
+    Behind block 0 all of them share the blocks before. A first block has to share tokens of its own: None if none does.
+    """
+    mine = rest[:size]
     best: Json | None = None
+    nearest = (0, 0)
     for block in held:
-        theirs = np.frombuffer(block.tokens, "<u4")[: len(mine)]
-        differ = np.flatnonzero(mine[: len(theirs)] != theirs)
-        same = int(differ[0]) if len(differ) else len(theirs)
-        if best is None or same > best["token"] - start:
-            best = {"token": start + same, "tokens": mine.tolist(), "held_tokens": theirs.tolist(), "same": same}
+        theirs = np.frombuffer(block.tokens, "<u4")[: len(mine)].tolist()
+        same = next((i for i, (one, other) in enumerate(zip(mine, theirs, strict=False)) if one != other), len(theirs))
+        alike = num_alike(mine, theirs)
+        near = (same, alike) if start else (alike, same)
+        if (best is None and start) or near > nearest:
+            nearest = near
+            best = {"token": start + same, "tokens": list(mine), "held_tokens": theirs, "same": same}
     return best

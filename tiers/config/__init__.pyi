@@ -1,6 +1,6 @@
 from .config import Config, ConfigSource, child_environment, nearest, options
 from .environment import COMPILED, cache_directory, compiled_setting
-from .quantities import format_size, parse_duration, parse_size, parse_time, show_size
+from .quantities import format_size, parse_duration, parse_room, parse_size, parse_time, show_size
 from .router import MAX_BLOCKS, RouterConfig
 from .sections import (
     CacheConfig,
@@ -39,6 +39,7 @@ __all__ = [
     "nearest",
     "options",
     "parse_duration",
+    "parse_room",
     "parse_size",
     "parse_time",
     "show_size",

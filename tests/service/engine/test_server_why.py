@@ -98,6 +98,6 @@ def test_a_template_that_differs_is_named(server: ServerThread) -> None:
     chat = [{"role": "user", "content": "Which train goes to Rome, and when does it leave?"}]
     server.post("chat/completions", messages=chat, **{k: v for k, v in ASK.items() if k != "max_tokens"}, max_tokens=2)
     server.settle()
-    bare = [256, *range(2, 30)]  # the token that begins each turn, and other tokens behind it
+    bare = [256, *range(130, 160)]  # the token that begins each turn, and other tokens behind it
     told = says(server, "--blocks", "-", stdin=json.dumps(bare))
     assert told[-1].startswith("A special token is there: another chat template"), told

@@ -106,6 +106,44 @@ def test_what_differs_in_the_tokens(held: list[int], asked: list[int], line: str
     assert lines[-1].startswith(advice)
 
 
+def test_a_prompt_is_compared_with_nothing_that_shares_nothing() -> None:
+    model = opened(block_size=16)
+    unrelated = [*map(ord, "Write three short poems of Rome.")]
+    asked = [*map(ord, "How are trains scheduled at night?")]
+    nothing = "nothing alike is known: no held prompt that was compared begins like it"
+    assert told(model, asked)[-2] == nothing  # nothing is held at all
+    hold(model, unrelated)
+    lines = told(model, asked)
+    assert lines[-2:] == [nothing, "If it should have been stored, compare cache salt, model and chat template."]
+    assert "Write" not in "".join(lines)
+    # of several the one that shares most, if it begins otherwise, too: here all tokens but the first
+    hold(model, [SPECIAL, *asked])
+    assert told(model, asked)[-2] == "differs at token 0: the held prompt has one token more there, `<|turn|>`"
+    # the same tokens of another model are told without it
+    other = opened(b"another model".ljust(32, b"."), 16)
+    hold(other, [*map(ord, "What is held by another model alone?")])
+    lines = told(model, [*map(ord, "What is held by another model alone?")], others=[other])
+    assert nothing not in lines
+    assert "another model holds the same tokens" in lines[-2]
+    # nothing was compared: the prompt is known by its blocks' names
+    names = TokenChain(root_hash(FINGERPRINT), 16)
+    names.extend([*map(ord, "Nobody has ever asked for this before.")])
+    assert nothing not in explained(explain(model, (), BlockSelection(names.hashes), 1.0))
+
+
+def test_a_first_token_that_all_prompts_share_is_told_as_little() -> None:
+    model = opened(block_size=16)
+    hold(model, [SPECIAL, *map(ord, "Write three short poems of Rome.")])
+    asked = [SPECIAL, *map(ord, "How are trains scheduled at night?")]
+    place, advice = told(model, asked)[-2:]
+    assert place == "differs at token 1: `How ` for `Writ`"
+    assert advice.startswith("A special token is there: another chat template, other roles")
+    assert advice.endswith("or another prompt.")
+    # nobody knows that the token is special
+    answer = explain(model, (), BlockSelection((), asked, None), 1.0)
+    assert list(explained(answer))[-1].startswith("Little before and behind is the same: another prompt")
+
+
 def test_another_salt() -> None:
     model = opened()
     hold(model, TEXT, "anna")
