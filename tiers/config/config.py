@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import tomllib
 from collections.abc import Mapping
 from difflib import get_close_matches
@@ -33,6 +34,9 @@ from kvtier.tiers.config.sections import (
 ENV_PREFIX: Final = "KVTIER_"
 _FILE: Final = "KVTIER_CONFIG"  # the TOML file, if none is named
 _DELIMITER: Final = "__"
+_IN_URLS: Final = re.compile(
+    r"(?<=://)[^/\s\"]*(?=@)|(?<=\?)[^\s\"]*=[^\s\"]*"
+)  # a login; a query, which may be signed
 _DYNAMO_STRICT: Final = "DYN_KV_ENFORCE_ENGINE_HASH_STABILITY"  # Dynamo's own switch for [events] strict
 
 
@@ -215,8 +219,8 @@ def _guarded(name: str, value: object) -> str:
 
 
 def _shown(value: object) -> str:
-    """A value as the user would write it, on one line and no longer than 60 characters."""
-    text = json.dumps(value, default=str, ensure_ascii=False)
+    """A value as the user would write it, on one line and no longer than 60 characters, without passwords in URLs."""
+    text = _IN_URLS.sub("(not shown)", json.dumps(value, default=str, ensure_ascii=False))
     return text if len(text) <= 60 else f"{text[:57]}…"
 
 

@@ -7,6 +7,7 @@ from pydantic import Field, SecretStr, model_validator
 
 from kvtier.tiers.config.quantities import format_size
 from kvtier.tiers.config.values import (
+    AccessKeyId,
     Address,
     BucketName,
     ByteSize,
@@ -19,6 +20,7 @@ from kvtier.tiers.config.values import (
     Lifetime,
     NodeAddresses,
     ObjectPrefix,
+    RegionName,
     Section,
     Sightings,
     SocketPath,
@@ -195,10 +197,10 @@ class RedisConfig(Section):
 class ObjectsConfig(Section):
     bucket: BucketName | None = option(None, "bucket of an S3-compatible object store; none = tier off")
     endpoint: HttpEndpoint | None = option(None, "the store's address, as in https://HOST:PORT; none = AWS")
-    region: Annotated[str, Field(min_length=1, max_length=64)] = option(
-        "us-east-1", "the bucket's region; most stores but AWS take any"
+    region: RegionName = option("us-east-1", "the bucket's region; most stores but AWS take any")
+    access_key_id: AccessKeyId | None = option(
+        None, "who asks; none = as AWS's variables or the role of the machine say"
     )
-    access_key_id: str | None = option(None, "who asks; none = as AWS's variables or the role of the machine say")
     secret_access_key: SecretStr | None = option(None, "its key; never logged")
     virtual_hosted: bool = option(False, "the bucket's name stands in the host's, not in the path")
     ca: FileName | None = option(None, "certificate authority of an https endpoint; none = the system's")
@@ -226,6 +228,8 @@ class ObjectsConfig(Section):
             given = f'access_key_id "{self.access_key_id}"' if self.access_key_id else "secret_access_key (not shown)"
             missing = "secret_access_key" if self.access_key_id else "access_key_id"
             raise ValueError(f"{given}: {missing} is missing; set both")
+        if self.secret_access_key is not None and not _is_one_line(self.secret_access_key):
+            raise ValueError("secret_access_key (not shown): empty, or with white space around it; write the key alone")
         if self.ca is not None and not (self.endpoint or "https://").startswith("https://"):
             raise ValueError(f'ca "{self.ca}": endpoint is not https://, so nothing would be verified; write https://')
         return self
@@ -331,6 +335,12 @@ class EventsConfig(Section):
 class BreakerConfig(Section):
     failures: WholeNumber = option(5, "failures in a row that detach a tier", ge=1, le=1000)
     retry_after: Time = option("1s", "first wait before a detached tier is probed")
+
+
+def _is_one_line(secret: SecretStr) -> bool:
+    """Not so of what was read from a file with its last line's end."""
+    text = secret.get_secret_value()
+    return bool(text) and text == text.strip() and text.isprintable()
 
 
 def _require_one_seal(secret: SecretStr | None, key_file: Path | None) -> None:

@@ -3,6 +3,7 @@
 import os
 import re
 from collections.abc import Callable
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -62,7 +63,14 @@ def _text(fits: Callable[[str], object], why: str) -> BeforeValidator:
 
 def _is_address(text: str) -> bool:
     host, _, port = text.rpartition(":")
-    return bool(host) and port.isdecimal() and int(port) <= 65535
+    return bool(host) and port.isascii() and port.isdecimal() and int(port) <= 65535
+
+
+def _is_node(text: str) -> bool:
+    """An address to connect to; a resolver would take a port modulo 65536."""
+    host, _, port = text.rpartition(":")
+    names = re.fullmatch(r"[\w.-]{1,253}|\[[\da-fA-F:.]{2,64}\]", host, re.ASCII)
+    return names is not None and _is_address(text) and int(port) > 0
 
 
 def _is_endpoint(text: str) -> bool:
@@ -71,12 +79,22 @@ def _is_endpoint(text: str) -> bool:
 
 
 def _is_http(text: str) -> bool:
-    return re.fullmatch(r"https?://([\w.-]+|\[[\da-f:]+\])(:\d{1,5})?", text, re.ASCII) is not None
+    found = re.fullmatch(r"https?://([\w.-]+|\[[\da-f:]+\])(?::(\d{1,5}))?", text, re.ASCII)
+    if found is None or int(found[2] or 80) > 65535:
+        return False
+    host = found[1].strip("[]")
+    return not re.search(r"(^|[.:])(\d+|0x[\da-f]*)$|:", host) or _is_ip(host)  # else a name
 
 
-def listed(pattern: str, why: str) -> BeforeValidator:
-    """Takes texts of a pattern: a file lists them, a variable has spaces between them. Else it says `why`."""
-    fits = re.compile(pattern, re.ASCII | re.DOTALL).fullmatch
+def _is_ip(text: str) -> bool:
+    try:
+        return bool(ip_address(text))
+    except ValueError:
+        return False
+
+
+def listed(fits: Callable[[str], object], why: str) -> BeforeValidator:
+    """Takes texts that fit: a file lists them, a variable has spaces between them. Else it says `why`."""
 
     def checked(value: object) -> tuple[str, ...]:
         texts = value.split() if isinstance(value, str) else value
@@ -124,8 +142,8 @@ KeyPrefix = Annotated[
 ObjectPrefix = Annotated[
     str,
     _text(
-        re.compile(r"(?!.*//)[\w.-][\w./-]{0,63}(?<!/)", re.ASCII).fullmatch,
-        "not 1 to 64 letters, digits or any of ._-/, a slash only between two others; choose such a prefix",
+        re.compile(r"(?!.*//)(?!(.*/)?\.\.?(/|$))[\w.-][\w./-]{0,63}(?<!/)", re.ASCII).fullmatch,
+        "not 1 to 64 letters, digits or any of ._-/, with a name but . and .. between slashes; choose such a prefix",
     ),
 ]
 BucketName = Annotated[
@@ -138,6 +156,20 @@ BucketName = Annotated[
 HttpEndpoint = Annotated[
     str, _text(_is_http, "not an address of HTTP's; write it as in https://s3.example:9000, without a path")
 ]
+RegionName = Annotated[
+    str,
+    _text(
+        re.compile(r"[\w.-]{1,64}", re.ASCII).fullmatch,
+        "not 1 to 64 letters, digits or any of ._-; write it as in us-east-1",
+    ),
+]
+AccessKeyId = Annotated[
+    str,
+    _text(
+        re.compile(r"(?! )[ -~]{1,256}(?<! )").fullmatch,
+        "not 1 to 256 printable characters of ASCII; write the id alone",
+    ),
+]
 Address = Annotated[str, _text(_is_address, "not HOST:PORT; write it as in 127.0.0.1:9400")]
 ZmqEndpoint = Annotated[
     str, _text(_is_endpoint, "not an address of ZMQ's; write it as in ipc:///run/kvtier/events or tcp://127.0.0.1:5557")
@@ -145,13 +177,16 @@ ZmqEndpoint = Annotated[
 AllowedHosts = Annotated[
     tuple[str, ...],
     NoDecode,
-    listed(r"\*|[\w.-]{1,253}", 'not a list of names without a port; write one, as in ["node-a"]'),
+    listed(
+        re.compile(r"\*|[\w.-]{1,253}", re.ASCII).fullmatch,
+        'not a list of names without a port; write one, as in ["node-a"]',
+    ),
 ]
 NodeAddresses = Annotated[
     tuple[str, ...],
     NoDecode,
     listed(
-        r"[^\s,:]{1,253}:\d{1,5}|\[[0-9a-fA-F:.%]{2,64}\]:\d{1,5}",
+        _is_node,
         'not a list of HOST:PORT; write one, as in ["node-b:9402"]',
     ),
 ]

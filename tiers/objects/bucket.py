@@ -3,11 +3,11 @@
 import re
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from datetime import timedelta
 from threading import Lock
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 from kvtier.tiers import BATCH_BYTES, ConfigError, Outcome
 from kvtier.tiers.config import ObjectsConfig
@@ -17,10 +17,13 @@ if TYPE_CHECKING:
     from obstore.store import ClientConfig, S3Store
 
 SentPart = bytes | memoryview
+_Brought = TypeVar("_Brought")
 
 EXISTS: Final = "PreconditionFailed"  # the code of a refusal to create what is there
+BROKE_OFF: Final = "broke off"  # the code if the client itself failed: its credentials, or the URL, fit no request
 _CODE: Final = re.compile(r"<Code>(\w+)</Code>")
 _LONGEST_WHY: Final = 200  # characters
+_LONGEST_CA: Final = 4 << 20  # bytes
 _TIMEOUTS: Final = ("kind: Timeout", "TimedOut", "RequestTimeout")
 _NO_CREDENTIALS: Final = ("169.254.169.254", "169.254.170", "/latest/api/token", "security-credentials")
 _RETRIES: Final = 1  # of a request that failed early; of one that took its time there is none
@@ -32,7 +35,7 @@ class BucketError(Exception):
     def __init__(self, outcome: Outcome, why: str, code: str = "") -> None:
         super().__init__(why)
         self.outcome = outcome
-        self.code = code  # S3's word for it, or `credentials`; empty if nobody answered
+        self.code = code  # S3's word for it, `credentials` or BROKE_OFF; empty if nobody answered
 
 
 class ObjectRange(NamedTuple):
@@ -99,20 +102,14 @@ class Bucket:
         import obstore
 
         mode: PutMode = "create" if only_new else "overwrite"
-        try:
-            obstore.put(self._store, key, list(parts), mode=mode, use_multipart=False)
-        except (obstore.exceptions.BaseError, OSError) as error:
-            raise self._failed("put", error) from None
+        self._asked("put", lambda: obstore.put(self._store, key, list(parts), mode=mode, use_multipart=False))
         self._count("put", "sent", sum(len(part) for part in parts))
 
     def delete(self, keys: Sequence[str]) -> None:
         """What is not there is no error. BucketError."""
         import obstore
 
-        try:
-            obstore.delete(self._store, list(keys))
-        except (obstore.exceptions.BaseError, OSError) as error:
-            raise self._failed("delete", error) from None
+        self._asked("delete", lambda: obstore.delete(self._store, list(keys)))
         self._count("delete", "sent", 0)
 
     def counts(self) -> Mapping[str, int]:
@@ -127,21 +124,31 @@ class Bucket:
     def _get(self, wanted: ObjectRange) -> memoryview | BucketError:
         import obstore
 
+        start, end = wanted.start, wanted.end
         try:
-            data = obstore.get_range(self._store, wanted.key, start=wanted.start, end=wanted.end)
-        except (obstore.exceptions.BaseError, OSError) as error:
-            return self._failed("get", error)
+            data = self._asked("get", lambda: obstore.get_range(self._store, wanted.key, start=start, end=end))
+        except BucketError as error:
+            return error
         self._count("get", "received", len(data))
-        return memoryview(data)
+        return memoryview(data)[: end - start]
+
+    def _asked(self, verb: str, request: Callable[[], _Brought]) -> _Brought:
+        """What the client brings. BucketError, counted. A key id with a line's end makes it panic: no Exception."""
+        from obstore.exceptions import BaseError
+
+        try:
+            return request()
+        except BaseException as error:
+            is_panic = type(error).__name__ == "PanicException"
+            if not is_panic and not isinstance(error, BaseError | OSError | ValueError):
+                raise
+            self._count(verb, "sent", 0)
+            raise (_broken_off(error) if is_panic else error_of(error)) from None
 
     def _count(self, verb: str, way: str, num_bytes: int) -> None:
         with self._lock:
             self._counts[f"requests_{verb}"] += 1
             self._counts[f"bytes_{way}"] += num_bytes
-
-    def _failed(self, verb: str, error: Exception) -> BucketError:
-        self._count(verb, "sent", 0)
-        return error_of(error)
 
 
 def client_of(config: ObjectsConfig, timeout: float) -> "S3Store":
@@ -188,7 +195,10 @@ def client_of(config: ObjectsConfig, timeout: float) -> "S3Store":
 def _certificates(config: ObjectsConfig) -> bytes:
     assert config.ca is not None
     try:
-        text = config.ca.read_bytes()
+        if config.ca.exists() and not config.ca.is_file():  # a pipe would not end, nor would a device
+            raise OSError(0, "not a regular file")
+        with config.ca.open("rb") as file:
+            text = file.read(_LONGEST_CA)
     except OSError as error:
         why = error.strerror or str(error)
     else:
@@ -198,7 +208,11 @@ def _certificates(config: ObjectsConfig) -> bytes:
     raise ConfigError(f'[objects] ca "{config.ca}": {why}; name a PEM file of certificates') from None
 
 
-def error_of(error: Exception) -> BucketError:
+def _broken_off(error: BaseException) -> BucketError:
+    return BucketError(Outcome.IO_ERROR, f"its client broke off: {_flat(error)}", BROKE_OFF)
+
+
+def error_of(error: BaseException) -> BucketError:
     """What obstore raised, as an outcome and S3's own word."""
     text = str(error)
     found = _CODE.search(text)
@@ -206,16 +220,16 @@ def error_of(error: Exception) -> BucketError:
     if any(place in text for place in _NO_CREDENTIALS):
         return BucketError(Outcome.IO_ERROR, _flat(error), "credentials")
     if type(error).__name__ == "AlreadyExistsError":
-        return BucketError(Outcome.OK, "it is there", EXISTS)
+        return BucketError(Outcome.IO_ERROR, "it is there", EXISTS)
     if isinstance(error, FileNotFoundError) and code != "NoSuchBucket":
         return BucketError(Outcome.ABSENT, "not there", code)
     if code == "InvalidRange" or "416 Range Not Satisfiable" in text:
         return BucketError(Outcome.CHECKSUM, "the object is shorter", code)
-    if type(error).__name__ in ("PermissionDeniedError", "UnauthenticatedError"):
-        code = code or "AccessDenied"
     outcome = Outcome.TIMEOUT if any(word in text for word in _TIMEOUTS) else Outcome.IO_ERROR
     return BucketError(outcome, _flat(error), code)
 
 
-def _flat(error: Exception) -> str:
-    return " ".join(str(error).partition("Debug source")[0].split())[:_LONGEST_WHY]
+def _flat(error: BaseException) -> str:
+    """In one line, without what a server could steer a terminal with."""
+    text = " ".join(str(error).partition("Debug source")[0].split())[:_LONGEST_WHY]
+    return "".join(each if each.isprintable() else "?" for each in text)

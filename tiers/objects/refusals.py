@@ -4,7 +4,7 @@ from typing import Final
 
 from kvtier.tiers import ConfigError, KVTierError, TierUnavailable
 from kvtier.tiers.config import ObjectsConfig
-from kvtier.tiers.objects.bucket import BucketError
+from kvtier.tiers.objects.bucket import BROKE_OFF, BucketError
 
 RIGHTS: Final = "s3:GetObject, s3:PutObject and s3:DeleteObject on its objects and s3:ListBucket on itself"
 _WRONG_KEY: Final = ("SignatureDoesNotMatch", "AuthFailure")
@@ -34,4 +34,8 @@ def explanation(config: ObjectsConfig, error: BucketError) -> KVTierError:
         return ConfigError(f'[objects] bucket "{config.bucket}": {where} denies access; grant {RIGHTS}')
     if error.code in ("PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException"):
         return ConfigError(f'[objects] region "{config.region}": the bucket is in another; set its own')
+    if error.code == BROKE_OFF:
+        return TierUnavailable(
+            f"[objects] {where}: {error}; see whether AWS's variables, or what the role gives, hold a line's end"
+        )
     return TierUnavailable(f"[objects] {where}: {error}; the object tier is off")

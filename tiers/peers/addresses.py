@@ -9,6 +9,7 @@ _log = logging.getLogger(__name__)
 
 MAX_PEERS: Final = 64
 _unknown: Final[set[str]] = set()  # names that could not be looked up, and that was logged
+_too_many: Final[set[tuple[str, ...]]] = set()  # nodes with more addresses than are used, likewise
 
 
 def looked_up(nodes: Sequence[str]) -> list[tuple[str, int]]:
@@ -25,6 +26,7 @@ def looked_up(nodes: Sequence[str]) -> list[tuple[str, int]]:
             continue
         _unknown.discard(node)
         found.update(((str(info[4][0]), int(info[4][1])), None) for info in infos)
-    if len(found) > MAX_PEERS:
+    if len(found) > MAX_PEERS and tuple(nodes) not in _too_many:
+        _too_many.add(tuple(nodes))
         _log.warning("[peers] nodes: %d addresses, the first %d are used", len(found), MAX_PEERS)
     return list(found)[:MAX_PEERS]

@@ -1,0 +1,182 @@
+"""A store that lies, and settings that fit no request: a miss or one line, never an exception, never a promise."""
+
+import os
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from doubles import BLOCK_SIZE, SLOT_BYTES, chain_of
+from object_rig import FINGERPRINT, options, read, write
+from scripted_s3 import S3Script, ScriptedS3, refusal, reply, scripted_s3
+
+from kvtier.tiers.config.config import Config
+from kvtier.tiers.errors import ConfigError, TierUnavailable
+from kvtier.tiers.objects.bucket import BROKE_OFF, Bucket, BucketError, ObjectRange
+from kvtier.tiers.objects.opening import checked
+from kvtier.tiers.objects.store import ObjectStore
+from kvtier.tiers.tier import Outcome
+
+pytest.importorskip("obstore")
+
+CHAIN = chain_of(4)
+QUICK = {"deadline": "1s", "connect_timeout": "1s"}
+
+
+def store_at(server: ScriptedS3) -> ObjectStore:
+    """A tier over this server; there is no epoch yet."""
+    return ObjectStore.open(
+        options(server.endpoint, **QUICK), FINGERPRINT, slot_bytes=SLOT_BYTES, block_size=BLOCK_SIZE
+    )
+
+
+def without_epoch(answer: S3Script) -> S3Script:
+    """Says at the start that nobody ever reset, then follows the script."""
+
+    def said(connection: socket.socket, verb: str, path: str) -> None:
+        if "/epochs/" in path:
+            reply(connection, "404 Not Found", refusal("NoSuchKey"))
+        else:
+            answer(connection, verb, path)
+
+    return said
+
+
+def test_a_refusal_to_overwrite_is_not_taken_for_a_stored_block() -> None:
+    def conflict(connection: socket.socket, verb: str, path: str) -> None:
+        if verb == "PUT":
+            reply(connection, "409 Conflict", refusal("ConditionalRequestConflict"))
+        else:
+            reply(connection, "404 Not Found", refusal("NoSuchKey"))
+
+    with scripted_s3(without_epoch(conflict)) as server:
+        store = store_at(server)
+        assert write(store, CHAIN) == [Outcome.IO_ERROR, *[Outcome.PARENT_FAILED] * 3]
+        assert store.lookup(CHAIN.hashes) == 0
+        store.close()
+
+
+@pytest.mark.parametrize("status", ["409 Conflict", "304 Not Modified", "412 Precondition Failed", "418 Teapot"])
+def test_an_answer_that_makes_no_sense_is_a_failure_and_never_a_success(status: str) -> None:
+    with scripted_s3(without_epoch(lambda connection, *_: reply(connection, status))) as server:
+        store = store_at(server)
+        store._index.learn(store.space.names(CHAIN.hashes)[0], CHAIN.hashes, 4)
+        assert read(store, CHAIN) == [Outcome.IO_ERROR] * 4
+        assert store.locate(chain_of(4, first_token=500).hashes) is Outcome.IO_ERROR
+        store.close()
+
+
+def goes_on(connection: socket.socket) -> None:
+    while True:
+        connection.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+
+def drips(connection: socket.socket) -> None:
+    while True:
+        connection.sendall(b"H")
+        time.sleep(0.1)
+
+
+def says_nothing(connection: socket.socket) -> None:
+    time.sleep(3.0)
+
+
+@pytest.mark.parametrize("how", [says_nothing, goes_on, drips])
+def test_a_store_that_never_comes_to_an_end_is_a_miss_in_time(how: Callable[[socket.socket], None]) -> None:
+    with scripted_s3(without_epoch(lambda connection, *_: how(connection))) as server:
+        store = store_at(server)
+        began = time.monotonic()
+        assert store.locate(CHAIN.hashes) is Outcome.TIMEOUT
+        assert set(write(store, CHAIN)) == {Outcome.TIMEOUT, Outcome.PARENT_FAILED}
+        assert time.monotonic() - began < 20.0
+        store.close()
+
+
+def test_more_bytes_than_were_asked_for_are_cut_off() -> None:
+    def longer(connection: socket.socket, verb: str, path: str) -> None:
+        reply(connection, "206 Partial Content", b"x" * 5000, content_range="bytes 0-99/5000")
+
+    with scripted_s3(longer) as server:
+        bucket = Bucket.connect(options(server.endpoint, **QUICK), 0)
+        assert bytes(bucket.get(ObjectRange("a", 0, 100), time.monotonic() + 20)) == b"x" * 100
+        bucket.close()
+
+
+def test_what_a_store_says_cannot_steer_a_terminal() -> None:
+    body = refusal("Odd", "\x1b[2J\r\nall is well")
+    with scripted_s3(lambda connection, *_: reply(connection, "400 Bad Request", body)) as server:
+        bucket = Bucket.connect(options(server.endpoint, **QUICK), 0)
+        with pytest.raises(BucketError) as told:
+            bucket.put("a", [b"x"])
+        assert str(told.value).isprintable()
+        bucket.close()
+
+
+def test_a_refusal_that_is_not_the_stores_own_is_tried_again_later() -> None:
+    # As a proxy says it on the way: an engine is not to stay away for that.
+    with (
+        scripted_s3(lambda connection, *_: reply(connection, "403 Forbidden", b"<html>proxy</html>")) as server,
+        pytest.raises(TierUnavailable),
+    ):
+        store_at(server)
+
+
+def test_credentials_that_no_request_can_carry_turn_the_tier_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A secret of Kubernetes that ends with a line's end. The client panics, which is no Exception.
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIDEXAMPLE\n")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "the secret of a role")
+    config = options("http://127.0.0.1:1", **QUICK, access_key_id=None, secret_access_key=None)
+    with pytest.raises(TierUnavailable, match="see whether AWS's variables") as told:
+        ObjectStore.open(config, FINGERPRINT, slot_bytes=SLOT_BYTES, block_size=BLOCK_SIZE)
+    assert "the secret of a role" not in str(told.value)
+    assert "\n" not in str(told.value)
+    bucket = Bucket.connect(config, 0)
+    asked: list[Callable[[], None]] = [lambda: bucket.put("a", [b"x"]), lambda: bucket.delete(["a"])]
+    for ask in asked:
+        with pytest.raises(BucketError) as failed:
+            ask()
+        assert (failed.value.code, failed.value.outcome) == (BROKE_OFF, Outcome.IO_ERROR)
+    assert bucket.counts() == {"requests_put": 1, "requests_delete": 1, "bytes_sent": 0}
+    bucket.close()
+
+
+@pytest.mark.parametrize("what", ["pipe", "device", "directory"])
+def test_certificates_are_not_read_from_what_has_no_end(what: str, tmp_path: Path) -> None:
+    place = {"pipe": tmp_path / "pipe", "device": Path("/dev/zero"), "directory": tmp_path}[what]
+    if what == "pipe":
+        os.mkfifo(place)
+    with pytest.raises(ConfigError, match=rf'\[objects\] ca "{place}": not a regular file; name a PEM file'):
+        checked(Config(objects=options("https://127.0.0.1:1", ca=str(place))))
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"access_key_id": "", "secret_access_key": "y"}, 'access_key_id "": not 1 to 256 printable'),
+        ({"access_key_id": "x\ny", "secret_access_key": "y"}, 'access_key_id "x\\ny": not 1 to 256 printable'),
+        ({"access_key_id": "x", "secret_access_key": ""}, "secret_access_key (not shown): empty, or with white"),
+        ({"access_key_id": "x", "secret_access_key": "y\n"}, "secret_access_key (not shown): empty, or with white"),
+        ({"region": "eu-west-1\n"}, 'region "eu-west-1\\n": not 1 to 64 letters'),
+        ({"prefix": ".."}, 'prefix "..": not 1 to 64 letters'),
+        ({"prefix": "a/../b"}, 'prefix "a/../b": not 1 to 64 letters'),
+        ({"prefix": "a/."}, 'prefix "a/.": not 1 to 64 letters'),
+        ({"endpoint": "http://s3:65536"}, 'endpoint "http://s3:65536": not an address of HTTP'),
+        ({"endpoint": "http://999.1.1.1"}, 'endpoint "http://999.1.1.1": not an address of HTTP'),
+        ({"endpoint": "http://[:::]"}, 'endpoint "http://[:::]": not an address of HTTP'),
+        ({"endpoint": "http://me:word@s3"}, 'endpoint "http://(not shown)@s3": not an address of HTTP'),
+        ({"endpoint": "https://s3/b?X-Amz-Signature=1"}, 'endpoint "https://s3/b?(not shown)": not an address of HTTP'),
+    ],
+)
+def test_settings_that_fit_no_request_are_one_line(given: dict[str, object], told: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        Config.load(objects={"bucket": "mine", **given})
+    assert str(refused.value).startswith(f"[objects] {told}")
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["http://s3", "https://s3.example:9000", "http://10.0.0.1", "http://[::1]:80", "http://s3.v2"]
+)
+def test_addresses_that_are_some_are_taken(endpoint: str) -> None:
+    assert Config.load(objects={"bucket": "mine", "endpoint": endpoint}).objects.endpoint == endpoint
