@@ -15,7 +15,7 @@ import numpy as np
 from kvtier.tiers import BATCH_BYTES, BlockRecord, BlockShape, ChainHash, ConfigError, Outcome, checksum
 from kvtier.tiers.config import PeersConfig
 from kvtier.tiers.hierarchy import Hierarchy
-from kvtier.tiers.peers import RESETS, PeerFailed, prepare, receive, send, wire
+from kvtier.tiers.peers import RESETS, TAG_BYTES, PeerFailed, prepare, receive, send, wire
 from kvtier.tiers.pool import Lease
 
 _log = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ class LentModel:
         self.hierarchy = hierarchy
         self.blocks = wire.LentBlocks(fingerprint, sizes.block_bytes, sizes.block_size)
         num_slots = hierarchy.host.pool.num_slots
-        self._tags = np.zeros((num_slots, wire.TAG_BYTES), np.uint8)  # of the block in each slot …
+        self._tags = np.zeros((num_slots, TAG_BYTES), np.uint8)  # of the block in each slot …
         self._tagged = np.full(num_slots, -1, np.int64)  # … of this generation
         self._idle = threading.Condition()
         self._users: set[socket.socket] = set()  # connections that a question about it is answered on

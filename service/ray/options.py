@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from kvtier.tiers import ConfigError
 from kvtier.tiers.config import MAX_BLOCKS
 
-Text = Annotated[str, Field(min_length=1)]
+NotEmpty = Annotated[str, Field(min_length=1)]
 TimeLimit = Annotated[float, Field(gt=0, le=86400)]
 
 ROUTER: Final = "kvtier.service.ray.request_router.KVTierRequestRouter"
@@ -25,14 +25,14 @@ class RayOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    model: Text  # the checkpoint's folder, at the same path on every node; for vLLM also a name of the hub
+    model: NotEmpty  # the checkpoint's folder, at the same path on every node; for vLLM also a name of the hub
     engine: Literal["kvtier", "vllm"] = "kvtier"
     program: tuple[str, ...] = ()  # what starts the engine, if it is not beside this Python
     options: tuple[str, ...] = ()  # more words for its command line; {node}, {http}, {events}, {replay} are filled in
     env: Mapping[str, str] = {}  # of the engine, likewise filled in: `KVTIER_REDIS__URL` and others
     block_size: Annotated[int, Field(ge=1, le=4096)] | None = None  # tokens, if the engine does not tell
     max_batched_tokens: Annotated[int, Field(ge=1)] = 2048  # of one step: for Ray's own router, which wants to know it
-    router: Text = ROUTER  # or another class of Ray Serve's
+    router: NotEmpty = ROUTER  # or another class of Ray Serve's
     router_options: Mapping[str, Any] | None = None  # of its `initialize_state`; ours has what it needs without
     replicas: Annotated[int, Field(ge=1, le=10_000)] = 1
     autoscaling: Mapping[str, Any] | None = None  # Ray Serve's `AutoscalingConfig`, in place of `replicas`

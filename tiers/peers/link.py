@@ -11,6 +11,7 @@ from typing import Final
 from kvtier.tiers import BlockRecord, ChainHash, Outcome, checksum
 from kvtier.tiers.peers import wire
 from kvtier.tiers.peers.stream import PeerFailed, prepare, receive, receive_into, send
+from kvtier.tiers.peers.tags import TAG_BYTES
 from kvtier.tiers.peers.wire import Greeting, LentBlocks, PeerSession, PeerVerb, WrongWords
 
 SettleBlock = Callable[[int, "BlockRecord | Outcome"], None]
@@ -86,7 +87,7 @@ class PeerLink:
         count, _ = self._read(
             PeerVerb.LEND, receive(self._connection, wire.WORDS_BYTES + wire.PROOF_BYTES, deadline), len(names)
         )
-        session, tag_bytes = self._session, wire.TAG_BYTES
+        session, tag_bytes = self._session, TAG_BYTES
         head_bytes, slot_bytes = session.head_bytes, session.blocks.slot_bytes
         group = max(1, _GROUP_BYTES // slot_bytes)
         around = memoryview(bytearray(group * (head_bytes + tag_bytes)))

@@ -10,9 +10,8 @@ One connection is for the blocks of one model. Whoever lends speaks first. All i
    the leading ones of those asked for: head, payload, tag each
 
 A proof is HMAC-SHA256 under a key of the connection alone, over what it proves and the number of the question. A tag is
-Poly1305 over the payload, under a key made from the shared one and the head: name, parent, tokens and checksum. Such a
-key must be used for one message only, and it is: bytes of another checksum have another head. That is as strong as
-HMAC, and several times as fast. Whoever lends a block again has its tag already. Nothing is encrypted.
+a MAC over head and payload, under a key made from the shared one and the fingerprint (`BlockTags`). Whoever lends a
+block again has its tag already. Nothing is encrypted.
 """
 
 import hmac
@@ -26,12 +25,12 @@ from struct import Struct
 from typing import Final
 
 from kvtier.tiers import BlockRecord, ChainHash, ConfigError, derive, load_key
+from kvtier.tiers.peers.tags import BlockTags
 
 MAGIC: Final = b"kvtier peers 1\r\n"
 NONCE_BYTES: Final = 32
 NODE_BYTES: Final = 16
 PROOF_BYTES: Final = 32
-TAG_BYTES: Final = 16
 MAX_NAMES: Final = 1024  # in one question
 HASH_BYTES: Final = 32
 CHALLENGE_BYTES: Final = len(MAGIC) + NONCE_BYTES
@@ -39,7 +38,6 @@ CHALLENGE_BYTES: Final = len(MAGIC) + NONCE_BYTES
 _HELLO: Final = Struct(f"<{len(MAGIC)}s{NONCE_BYTES}s{HASH_BYTES}sQI{NODE_BYTES}s")
 _WELCOME: Final = Struct(f"<B{NODE_BYTES}s")
 _WORDS: Final = Struct("<BxxxI")  # verb, number
-_SLICE: Final = 256 * 1024  # bytes between two looks at whether another thread wants the GIL
 HELLO_BYTES: Final = _HELLO.size + PROOF_BYTES
 WELCOME_BYTES: Final = _WELCOME.size + PROOF_BYTES
 WORDS_BYTES: Final = _WORDS.size
@@ -80,18 +78,14 @@ class LentBlocks:
 
 
 def shared_key(path: Path) -> bytes:
-    """The key that all nodes share, from [peers] key_file. ConfigError if it or this host's OpenSSL cannot be used."""
-    from cryptography.exceptions import UnsupportedAlgorithm
-    from cryptography.hazmat.primitives.poly1305 import Poly1305
-
-    key = derive(load_key(path, "[peers] key_file"), b"kvtier peers")
+    """The key that all nodes share, from [peers] key_file. ConfigError if it cannot be used, or `aeg` is missing."""
     try:
-        Poly1305(key)
-    except UnsupportedAlgorithm:
+        BlockTags(bytes(32))
+    except ImportError as error:
         raise ConfigError(
-            f'[peers] key_file "{path}": this host\'s OpenSSL has no Poly1305 (FIPS?); leave out [peers]'
+            f"[peers] key_file \"{path}\": needs aeg 0.9 ({error}); pip install 'kvtier[peers]', or leave out [peers]"
         ) from None
-    return key
+    return derive(load_key(path, "[peers] key_file"), b"kvtier peers")
 
 
 def pack_challenge(nonce: bytes) -> bytes:
@@ -114,13 +108,10 @@ class PeerSession:
     """
 
     def __init__(self, key: bytes, challenge: bytes, nonce: bytes, blocks: LentBlocks) -> None:
-        from cryptography.hazmat.primitives.poly1305 import Poly1305
-
         self.blocks = blocks
         self._nonce = nonce
         self._key = derive(key, challenge + nonce + blocks.fingerprint)
-        self._tag_key = derive(key, b"blocks" + blocks.fingerprint)
-        self._Poly1305 = Poly1305
+        self._tags = BlockTags(derive(key, b"blocks" + blocks.fingerprint))
         self._head = Struct(f"<{HASH_BYTES}s{HASH_BYTES}sIQ{4 * blocks.block_size}s")
         self.head_bytes = self._head.size
         self.number = 0  # of the question that is under way, or was last
@@ -212,14 +203,8 @@ class PeerSession:
         return record
 
     def tag(self, head: bytes | memoryview, payload: memoryview) -> bytes:
-        """Of a block whose payload has the checksum that its head says. The GIL is held, in slices."""
-        once = blake2b(head, key=self._tag_key, digest_size=32).digest()
-        if len(payload) <= _SLICE:
-            return self._Poly1305.generate_tag(once, payload)
-        mac = self._Poly1305(once)
-        for start in range(0, len(payload), _SLICE):
-            mac.update(payload[start : start + _SLICE])
-        return mac.finalize()
+        """Of a block: 16 bytes."""
+        return self._tags.tag(head, payload)
 
     # inside
 

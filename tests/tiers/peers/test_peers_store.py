@@ -10,7 +10,7 @@ from doubles import SLOT_BYTES, chain_of, payload_of, store, wait_until
 from peers_rig import Node, ScriptedPeer, block, borrowing, buffers, key_file, record, says_held
 
 from kvtier.tiers.naming.chain import TokenChain
-from kvtier.tiers.peers import wire
+from kvtier.tiers.peers import TAG_BYTES, wire
 from kvtier.tiers.peers.resets import RESETS
 from kvtier.tiers.peers.store import PeersStore
 from kvtier.tiers.tier import BlockRecord, ChainHash, Outcome
@@ -190,8 +190,8 @@ def _other_block(connection: socket.socket, session: wire.PeerSession, names: li
 def _other_tag(connection: socket.socket, session: wire.PeerSession, names: list[bytes], chain: TokenChain) -> None:
     """The right block with the tag of another block."""
     sent, other = block(session, record(chain, 0), payload_of(names[0])), record(chain, 1)
-    tag = block(session, other, payload_of(names[1]))[-wire.TAG_BYTES :]
-    connection.sendall(session.answer(LEND, 1) + sent[: -wire.TAG_BYTES] + tag)
+    tag = block(session, other, payload_of(names[1]))[-TAG_BYTES:]
+    connection.sendall(session.answer(LEND, 1) + sent[:-TAG_BYTES] + tag)
 
 
 def _huge_count(connection: socket.socket, session: wire.PeerSession, names: list[bytes], chain: TokenChain) -> None:
