@@ -6,7 +6,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
 
@@ -33,8 +33,12 @@ _CLOSE_SECONDS: Final = 5.0
 class LentModel:
     """One model's blocks, as long as they are lent. Made by `Lender.lend`."""
 
-    def __init__(self, hierarchy: Hierarchy, fingerprint: bytes, sizes: BlockShape) -> None:
+    def __init__(
+        self, hierarchy: Hierarchy, fingerprint: bytes, sizes: BlockShape, forget: "Callable[[LentModel], None]"
+    ) -> None:
+        """`forget` is told when it is lent no more."""
         self.hierarchy = hierarchy
+        self._forget = forget
         self.blocks = wire.LentBlocks(fingerprint, sizes.block_bytes, sizes.block_size)
         num_slots = hierarchy.host.pool.num_slots
         self._tags = np.zeros((num_slots, TAG_BYTES), np.uint8)  # of the block in each slot …
@@ -74,6 +78,7 @@ class LentModel:
     def close(self) -> None:
         """Lend no more, and cut off whoever is being sent something: the memory goes away. Idempotent."""
         deadline = time.monotonic() + _CLOSE_SECONDS
+        self._forget(self)
         with self._idle:
             self._closed = True
             for connection in self._users:
@@ -114,10 +119,15 @@ class Lender:
 
     def lend(self, hierarchy: Hierarchy, fingerprint: bytes, sizes: BlockShape) -> LentModel:
         """From now on the blocks in L2 of this hierarchy. Close it before the hierarchy is closed."""
-        model = LentModel(hierarchy, fingerprint, sizes)
+        model = LentModel(hierarchy, fingerprint, sizes, self._forget)
         with self._lock:
             self._models[fingerprint] = model
         return model
+
+    def _forget(self, model: LentModel) -> None:
+        with self._lock:
+            if self._models.get(model.blocks.fingerprint) is model:
+                del self._models[model.blocks.fingerprint]
 
     def close(self) -> None:
         """Hang up on everybody. Idempotent."""
@@ -154,14 +164,19 @@ class Lender:
                 continue
             with self._lock:
                 is_full = len(self._connections) >= MAX_CONNECTIONS or self._num_strangers >= MAX_STRANGERS
-                if not is_full:
+                if not is_full and not self._closed:
                     self._connections.add(connection)
                     self._num_strangers += 1
-            if is_full:
+            if is_full or self._closed:
                 self._note("too_many")
                 connection.close()
                 continue
-            threading.Thread(target=self._serve, args=(connection,), name="kvtier-lend-to", daemon=True).start()
+            thread = threading.Thread(target=self._serve, args=(connection,), name="kvtier-lend-to", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # no thread left for it
+                self._note("not_accepted")
+                self._end(connection, is_stranger=True)
 
     def _serve(self, connection: socket.socket) -> None:
         """Thread: one connection, from its handshake to its end."""
@@ -182,11 +197,14 @@ class Lender:
         except OSError:
             self._note("cut_off_error")
         finally:
-            with self._lock:
-                self._connections.discard(connection)
-                self._num_strangers -= is_stranger
-                self._lock.notify_all()
-            connection.close()
+            self._end(connection, is_stranger=is_stranger)
+
+    def _end(self, connection: socket.socket, *, is_stranger: bool) -> None:
+        connection.close()
+        with self._lock:
+            self._connections.discard(connection)
+            self._num_strangers -= is_stranger
+            self._lock.notify_all()
 
     def _welcome(self, connection: socket.socket) -> wire.PeerSession:
         """Prove the key to each other. WrongWords; PeerFailed."""
@@ -328,7 +346,7 @@ def _listen(address: str) -> socket.socket:
     host = host.strip("[]")
     try:
         family = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
-        return socket.create_server((host, int(port)), family=family, backlog=MAX_STRANGERS)
+        return socket.create_server((host, int(port)), family=family, backlog=MAX_CONNECTIONS)
     except (OSError, ValueError, OverflowError) as error:
         number = error.errno if isinstance(error, OSError) else None
         why = os.strerror(number) if number and number > 0 else error  # else the resolver's

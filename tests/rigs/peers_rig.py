@@ -106,6 +106,7 @@ class ScriptedPeer:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         self.num_welcomed = 0
+        self.hangs: threading.Event | None = None  # new connections get nothing until it is set
         self._connections: list[socket.socket] = []
         threading.Thread(target=self._accept, daemon=True).start()
 
@@ -120,6 +121,8 @@ class ScriptedPeer:
 
     def _serve(self, connection: socket.socket) -> None:
         challenge = os.urandom(wire.NONCE_BYTES)
+        if self.hangs is not None:
+            self.hangs.wait(PATIENCE)
         try:
             connection.sendall(wire.pack_challenge(challenge))
             session, _ = wire.PeerSession.heard(self._key, challenge, _receive(connection, wire.HELLO_BYTES))

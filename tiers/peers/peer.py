@@ -1,12 +1,13 @@
 """One other node as a lender: the connections to it that lie ready, its breaker, and why it failed."""
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable
 from threading import Lock
 from typing import Final
 
-from kvtier.tiers import Breaker
+from kvtier.tiers import Breaker, Outcome
 from kvtier.tiers.peers.holders import PeerAddress
 from kvtier.tiers.peers.link import IsMyself, PeerLink
 from kvtier.tiers.peers.stream import PeerFailed
@@ -17,8 +18,10 @@ MAX_READY: Final = 2  # connections kept: as many as threads of the hierarchy us
 class OtherNode:
     """Thread-safe. After a failure it is not asked until it welcomes us again; after some in a row it is left alone."""
 
-    def __init__(self, address: PeerAddress, connect: Callable[[PeerAddress], PeerLink], breaker: Breaker) -> None:
-        """`connect` raises as `PeerLink.opened`."""
+    def __init__(
+        self, address: PeerAddress, connect: Callable[[PeerAddress, float], PeerLink], breaker: Breaker
+    ) -> None:
+        """`connect` takes so many seconds at most, and raises as `PeerLink.opened`."""
         self.address = address
         self.breaker = breaker
         self.is_myself = False
@@ -34,13 +37,13 @@ class OtherNode:
         """Whether it may be asked now: it has welcomed us, and has not failed since."""
         return self._is_up
 
-    def borrow(self) -> PeerLink:
+    def borrow(self, deadline: float) -> PeerLink:
         """A connection, a new one if none lies ready. PeerFailed; `give_back` or `failed` follows."""
         while True:
             with self._lock:
                 link = self._ready.pop() if self._ready else None
             if link is None:
-                return self._connect(self.address)
+                return self._connected(deadline - time.monotonic())
             if link.is_quiet:
                 return link
             link.close()  # the peer ended it meanwhile, as one that was idle for long
@@ -74,16 +77,24 @@ class OtherNode:
         if not is_probe and (self._is_up or not self.breaker.closed):
             return
         try:
-            link = self._connect(self.address)
-        except IsMyself:
-            self.is_myself = True
-            return
+            link = self._connected(math.inf)
         except PeerFailed as failure:
-            self.failed(None, failure)
-            self.breaker.probed(False)
+            if not self.is_myself:
+                self.failed(None, failure)
+                self.breaker.probed(False)
             return
         self.breaker.probed(True)
         self.give_back(link)
+
+    def _connected(self, seconds: float) -> PeerLink:
+        """A new connection. PeerFailed, also if this process has the peer's address by now."""
+        if seconds <= 0:
+            raise PeerFailed(Outcome.TIMEOUT, "timeout")
+        try:
+            return self._connect(self.address, seconds)
+        except IsMyself:
+            self.is_myself = True
+            raise PeerFailed(Outcome.IO_ERROR, "no_connection") from None
 
     def close(self) -> None:
         """Hang up; a connection that is in use is closed when it is given back."""

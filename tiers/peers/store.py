@@ -21,7 +21,8 @@ _log = logging.getLogger(__name__)
 
 _NAME_LIFETIME: Final = 30.0  # seconds a name is believed
 _LOOK_UP_EVERY: Final = 10.0  # seconds between two looks at the addresses of the nodes' names
-_HELD_TIME: Final = 0.02  # seconds for an answer that has begun to arrive
+_HELD_TIME: Final = 0.02  # seconds beyond the deadline for all answers that have begun to arrive, …
+_THERE_TIME: Final = 0.001  # … and for each to be read that lies there
 _TEND_EVERY: Final = 0.25  # seconds between two looks at the connections
 
 
@@ -170,7 +171,7 @@ class PeersStore:
         for peer in [each for each in self._peers.values() if each.answers]:
             link = None
             try:
-                link = peer.borrow()
+                link = peer.borrow(deadline)
                 link.ask(PeerVerb.HELD, names, deadline)
                 asked.append((peer, link))
             except PeerFailed as failed:
@@ -178,7 +179,8 @@ class PeersStore:
         by_link = {link: peer for peer, link in asked}
         for link in as_they_answer(by_link, deadline):
             try:
-                held[by_link[link].address] = link.hear_held(len(names), max(deadline, time.monotonic() + _HELD_TIME))
+                until = max(deadline + _HELD_TIME, time.monotonic() + _THERE_TIME)
+                held[by_link[link].address] = link.hear_held(len(names), until)
                 by_link[link].give_back(link)
             except PeerFailed as failed:
                 failure = self._fail(by_link[link], link, failed)
@@ -218,7 +220,7 @@ class PeersStore:
                 continue
             flight = _Flight(peer, hashes, into, positions, results)
             try:
-                link = peer.borrow()
+                link = peer.borrow(deadline)
                 link.ask(PeerVerb.LEND, [hashes[position] for position in positions[:MAX_NAMES]], deadline)
                 flights[link] = flight
             except PeerFailed as failed:
@@ -274,8 +276,8 @@ class PeersStore:
         if self._closing.is_set():  # `close` may have seen the peers of before
             self.close()
 
-    def _connect(self, address: PeerAddress) -> PeerLink:
-        return PeerLink.opened(address, self._key, self._blocks, self._config.connect_timeout)
+    def _connect(self, address: PeerAddress, seconds: float) -> PeerLink:
+        return PeerLink.opened(address, self._key, self._blocks, min(seconds, self._config.connect_timeout))
 
     def _count(self, verb: str, results: Sequence[BlockRecord | Outcome]) -> None:
         outcomes = [Outcome.OK if isinstance(result, BlockRecord) else result for result in results]

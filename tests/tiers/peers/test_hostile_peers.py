@@ -1,0 +1,127 @@
+"""Many peers that hang at once, and an address that becomes this process's own: no batch takes longer for them."""
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from doubles import chain_of
+from peers_rig import Node, Script, ScriptedPeer, borrowing, buffers, key_file
+
+from kvtier.tiers.peers import wire
+from kvtier.tiers.peers.link import IsMyself, PeerLink
+from kvtier.tiers.peers.peer import OtherNode, breaker_of
+from kvtier.tiers.peers.stream import PeerFailed
+from kvtier.tiers.tier import Outcome
+
+PeersOf = Callable[..., ScriptedPeer]
+
+
+@pytest.fixture
+def key(tmp_path: Path) -> Path:
+    return key_file(tmp_path)
+
+
+@pytest.fixture
+def over() -> Iterator[threading.Event]:
+    """Set when the story is over: so long hangs who hangs."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+@pytest.fixture
+def peer_of(key: Path) -> Iterator[Callable[[Script], ScriptedPeer]]:
+    peers: list[ScriptedPeer] = []
+
+    def make(script: Script) -> ScriptedPeer:
+        peers.append(ScriptedPeer(key, script))
+        return peers[-1]
+
+    yield make
+    for peer in peers:
+        peer.close()
+
+
+def test_peers_that_all_begin_to_answer_and_stop_cost_one_deadline(
+    key: Path, peer_of: Callable[[Script], ScriptedPeer], over: threading.Event
+) -> None:
+    def begins(connection: socket.socket, session: wire.PeerSession, verb: wire.PeerVerb, names: list[bytes]) -> None:
+        connection.sendall(session.answer(verb, len(names), b"\1" * len(names))[:1])
+        over.wait(60.0)
+
+    peers = [peer_of(begins) for _ in range(40)]
+    with borrowing(key, *(peer.address for peer in peers), deadline="1s") as tier:
+        began = time.monotonic()
+        assert tier.locate(chain_of(4).hashes) is Outcome.TIMEOUT
+        assert time.monotonic() - began < 1.0 + 0.6  # each would have had 20 ms of its own
+        assert tier.stats()["failed_timeout"] == 40
+
+
+def test_peers_that_hang_when_asked_for_new_connections_cost_one_deadline(
+    key: Path, peer_of: Callable[[Script], ScriptedPeer], over: threading.Event
+) -> None:
+    chain = chain_of(12)
+
+    def has(block: int) -> Script:
+        def script(
+            connection: socket.socket, session: wire.PeerSession, verb: wire.PeerVerb, names: list[bytes]
+        ) -> None:
+            connection.sendall(session.answer(verb, len(names), bytes(name == chain.hashes[block] for name in names)))
+
+        return script
+
+    peers = [peer_of(has(block)) for block in range(12)]
+    with borrowing(key, *(peer.address for peer in peers), deadline="1s", connect_timeout="10s") as tier:
+        assert tier.locate(chain.hashes) == 12
+        for peer in peers:
+            peer.hangs = over
+        in_use = [each.borrow(time.monotonic() + 60.0) for each in tier._peers.values()]  # as by another thread
+        began = time.monotonic()
+        results = tier.read(chain.hashes, buffers(12))
+        assert time.monotonic() - began < 5.0  # not ten seconds for each
+        assert set(results) == {Outcome.TIMEOUT}
+        for link in in_use:
+            link.close()
+
+
+def test_an_address_that_becomes_this_processs_own_is_a_failure_and_no_exception() -> None:
+    def connect(address: tuple[str, int], seconds: float) -> PeerLink:
+        raise IsMyself
+
+    node = OtherNode(("127.0.0.1", 1), connect, breaker_of(5, 1.0))
+    with pytest.raises(PeerFailed):
+        node.borrow(time.monotonic() + 60.0)
+    node.tend()
+    assert node.is_myself
+    assert not node.counts
+
+
+def test_what_is_asked_again_and_again_takes_no_more_files(key: Path) -> None:
+    def garbage(connection: socket.socket, *_: object) -> None:
+        connection.sendall(b"\0" * 3000)
+
+    peer = ScriptedPeer(key, garbage)
+    before = open_files()
+    with borrowing(key, peer.address, failures=1000, retry_after="1ms") as tier:
+        for _ in range(100):
+            tier.locate(chain_of(2).hashes)
+            for each in tier._peers.values():
+                each.tend()
+        assert tier.stats()["failed_mac"] >= 50
+    peer.close()
+    node = Node(key)
+    for _ in range(50):
+        with borrowing(key, node.address):
+            pass
+    node.close()
+    deadline = time.monotonic() + 20.0
+    while open_files() > before and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert open_files() <= before
+
+
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
