@@ -4,16 +4,18 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
-from threading import Lock
+from functools import partial
+from queue import Empty, SimpleQueue
+from threading import Event, Lock
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 from kvtier.tiers import BATCH_BYTES, ConfigError, Outcome
 from kvtier.tiers.config import ObjectsConfig
 
 if TYPE_CHECKING:
-    from obstore import PutMode
+    from obstore import GetOptions, PutMode
     from obstore.store import ClientConfig, S3Store
 
 SentPart = bytes | memoryview
@@ -26,6 +28,7 @@ _LONGEST_WHY: Final = 200  # characters
 _LONGEST_CA: Final = 4 << 20  # bytes
 _TIMEOUTS: Final = ("kind: Timeout", "TimedOut", "RequestTimeout")
 _NO_CREDENTIALS: Final = ("169.254.169.254", "169.254.170", "/latest/api/token", "security-credentials")
+_CHUNK: Final = 256 << 10  # bytes handed on at once, if there are as many
 _RETRIES: Final = 1  # of a request that failed early; of one that took its time there is none
 
 
@@ -36,6 +39,10 @@ class BucketError(Exception):
         super().__init__(why)
         self.outcome = outcome
         self.code = code  # S3's word for it, `credentials` or BROKE_OFF; empty if nobody answered
+
+
+Arrived = memoryview | BucketError | None
+"""Bytes of an object; why no more come; None when all have come."""
 
 
 class ObjectRange(NamedTuple):
@@ -67,25 +74,48 @@ class Bucket:
         timeout = config.connect_timeout + config.deadline + num_bytes / config.bandwidth
         return cls(config, client_of(config, timeout), timeout)
 
-    def fetch(self, wanted: Sequence[ObjectRange], deadline: float) -> Iterator[tuple[int, memoryview | BucketError]]:
-        """The bytes of each, as they come, by their place in `wanted`; fewer if an object ends before.
+    def stream(self, wanted: Sequence[ObjectRange], deadline: float) -> Iterator[tuple[int, Arrived]]:
+        """What comes of each, as it comes, by its place in `wanted`: bytes, and at the end None or why no more come.
 
-        Nothing comes after `deadline` (time.monotonic).
+        There may be fewer bytes than wanted, if an object ends before, but never more. Nothing comes after `deadline`
+        (time.monotonic).
         """
+        arrivals: SimpleQueue[tuple[int, Arrived]] = SimpleQueue()
+        given_up = Event()
+        waiting = set(range(len(wanted)))
+        futures: list[Future[None]] = []
         try:
-            futures = {self._pool.submit(self._get, each): i for i, each in enumerate(wanted)}
+            for i, each in enumerate(wanted):
+                future = self._pool.submit(self._bring, each, partial(_arrive, arrivals, i), given_up)
+                future.add_done_callback(partial(_end_cancelled, arrivals, i))
+                futures.append(future)
         except RuntimeError:  # closed meanwhile
-            yield from ((i, BucketError(Outcome.CLOSED, "closed")) for i in range(len(wanted)))
+            given_up.set()
+            yield from ((i, BucketError(Outcome.CLOSED, "closed")) for i in waiting)
             return
-        waiting = set(futures)
         try:
-            for future in as_completed(futures, max(0.0, deadline - time.monotonic())):
-                waiting.discard(future)
-                yield futures[future], future.result()
-        except TimeoutError:
-            for future in waiting:
+            while waiting and (left := deadline - time.monotonic()) > 0:
+                try:
+                    i, arrived = arrivals.get(timeout=left)
+                except Empty:
+                    break
+                if not isinstance(arrived, memoryview):
+                    waiting.discard(i)
+                yield i, arrived
+            yield from ((i, BucketError(Outcome.TIMEOUT, "no answer in time")) for i in waiting)
+        finally:
+            given_up.set()
+            for future in futures:
                 future.cancel()
-                yield futures[future], BucketError(Outcome.TIMEOUT, "no answer in time")
+
+    def fetch(self, wanted: Sequence[ObjectRange], deadline: float) -> Iterator[tuple[int, memoryview | BucketError]]:
+        """The same of small ranges, each when it is complete: all that came of it, or why not all did."""
+        came: dict[int, list[memoryview]] = {i: [] for i in range(len(wanted))}
+        for i, arrived in self.stream(wanted, deadline):
+            if isinstance(arrived, memoryview):
+                came[i].append(arrived)
+            else:
+                yield i, memoryview(b"".join(came[i])) if arrived is None else arrived
 
     def get(self, wanted: ObjectRange, deadline: float) -> memoryview:
         """One of `fetch`. BucketError."""
@@ -103,14 +133,15 @@ class Bucket:
 
         mode: PutMode = "create" if only_new else "overwrite"
         self._asked("put", lambda: obstore.put(self._store, key, list(parts), mode=mode, use_multipart=False))
-        self._count("put", "sent", sum(len(part) for part in parts))
+        self._count("put")
+        self._count_bytes("sent", sum(len(part) for part in parts))
 
     def delete(self, keys: Sequence[str]) -> None:
         """What is not there is no error. BucketError."""
         import obstore
 
         self._asked("delete", lambda: obstore.delete(self._store, list(keys)))
-        self._count("delete", "sent", 0)
+        self._count("delete")
 
     def counts(self) -> Mapping[str, int]:
         """Since the start: `requests_{get, put, delete}`, those that failed among them, and bytes each way."""
@@ -121,16 +152,26 @@ class Bucket:
         """What is under way ends by itself."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _get(self, wanted: ObjectRange) -> memoryview | BucketError:
+    def _bring(self, wanted: ObjectRange, arrive: Callable[[Arrived], None], given_up: Event) -> None:
+        """Thread: one request, until all has come or nobody waits for it any more."""
         import obstore
 
-        start, end = wanted.start, wanted.end
+        left = wanted.end - wanted.start
+        end: BucketError | None = None
+        options: GetOptions = {"range": (wanted.start, wanted.end)}
         try:
-            data = self._asked("get", lambda: obstore.get_range(self._store, wanted.key, start=start, end=end))
+            answer = self._asked("get", lambda: obstore.get(self._store, wanted.key, options=options))
+            chunks = answer.stream(min_chunk_size=_CHUNK)
+            while left and not given_up.is_set() and (chunk := self._asked("get", lambda: next(chunks, None))):
+                arrived = memoryview(chunk)[:left]
+                left -= len(arrived)
+                arrive(arrived)
         except BucketError as error:
-            return error
-        self._count("get", "received", len(data))
-        return memoryview(data)[: end - start]
+            end = error
+        else:
+            self._count("get")
+        self._count_bytes("received", wanted.end - wanted.start - left)
+        arrive(end)
 
     def _asked(self, verb: str, request: Callable[[], _Brought]) -> _Brought:
         """What the client brings. BucketError, counted. A key id with a line's end makes it panic: no Exception."""
@@ -142,13 +183,25 @@ class Bucket:
             is_panic = type(error).__name__ == "PanicException"
             if not is_panic and not isinstance(error, BaseError | OSError | ValueError):
                 raise
-            self._count(verb, "sent", 0)
+            self._count(verb)
             raise (_broken_off(error) if is_panic else error_of(error)) from None
 
-    def _count(self, verb: str, way: str, num_bytes: int) -> None:
+    def _count(self, verb: str) -> None:
         with self._lock:
             self._counts[f"requests_{verb}"] += 1
+
+    def _count_bytes(self, way: str, num_bytes: int) -> None:
+        with self._lock:
             self._counts[f"bytes_{way}"] += num_bytes
+
+
+def _arrive(arrivals: SimpleQueue[tuple[int, Arrived]], i: int, arrived: Arrived) -> None:
+    arrivals.put((i, arrived))
+
+
+def _end_cancelled(arrivals: SimpleQueue[tuple[int, Arrived]], i: int, ended: Future[None]) -> None:
+    if ended.cancelled():  # it never began
+        arrivals.put((i, BucketError(Outcome.CLOSED, "closed")))
 
 
 def client_of(config: ObjectsConfig, timeout: float) -> "S3Store":

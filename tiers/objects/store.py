@@ -5,6 +5,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Final
 
 from kvtier.tiers import (
@@ -18,6 +19,7 @@ from kvtier.tiers import (
     require_space,
 )
 from kvtier.tiers.config import ObjectsConfig
+from kvtier.tiers.objects.arriving import ArrivingRecords
 from kvtier.tiers.objects.bucket import EXISTS, Bucket, BucketError, ObjectRange, SentPart
 from kvtier.tiers.objects.epoch import ObjectEpoch
 from kvtier.tiers.objects.index import NAME_LIFETIME, ObjectIndex, StoredObject
@@ -254,26 +256,30 @@ class ObjectStore:
         results: list[BlockRecord | Outcome] = [Outcome.ABSENT] * len(hashes)
         parts = list(self._parts(hashes))
         wanted = [
-            ObjectRange(
-                self.space.key(stored.first, epoch), stored.edges[position], stored.edges[position + len(blocks)]
-            )
-            for stored, position, blocks in parts
+            ObjectRange(self.space.key(stored.first, epoch), stored.edges[first], stored.edges[first + len(blocks)])
+            for stored, first, blocks in parts
         ]
+        records = [self._arriving(stored, position, [into[i] for i in blocks]) for stored, position, blocks in parts]
         gone: dict[StoredObject, None] = {}
         bad: dict[StoredObject, list[int]] = {}
-        for i, answer in self._bucket.fetch(wanted, deadline):
+        for i, arrived in self._bucket.stream(wanted, deadline):
             stored, position, blocks = parts[i]
-            if not isinstance(answer, BucketError):
+            if isinstance(arrived, memoryview):
+                for number, head in records[i].take(arrived):
+                    block, place = blocks[number], position + number
+                    num_bytes = stored.edges[place + 1] - stored.edges[place]
+                    results[block] = self._verified(head, num_bytes, into[block], hashes[block], epoch)
+                continue
+            if arrived is None:
                 self._index.confirm([stored])
-                start = stored.edges[position]
-                for place, block in enumerate(blocks, position):
-                    record = answer[stored.edges[place] - start : stored.edges[place + 1] - start]
-                    results[block] = self._taken(record, hashes[block], into[block], epoch)
+                missing = Outcome.CHECKSUM  # the object is shorter
+            elif arrived.outcome is Outcome.ABSENT:
+                gone[stored] = None
+                missing = Outcome.EVICTED
             else:
-                is_gone = answer.outcome is Outcome.ABSENT
-                gone.update({stored: None} if is_gone else {})
-                for block in blocks:
-                    results[block] = Outcome.EVICTED if is_gone else answer.outcome
+                missing = arrived.outcome
+            for block in blocks[records[i].num_whole :]:
+                results[block] = missing
             if damaged := [block for block in blocks if results[block] in _BAD]:
                 bad.setdefault(stored, []).extend(damaged)
         self.announcer.missed(self._index.forget([*gone, *bad]))
@@ -315,14 +321,17 @@ class ObjectStore:
         if part is not None:
             yield part
 
-    def _taken(self, record: memoryview, chain_hash: ChainHash, into: memoryview, epoch: int) -> BlockRecord | Outcome:
-        """A block from as much of its record as came, verified."""
+    def _arriving(self, stored: StoredObject, position: int, into: Sequence[memoryview]) -> ArrivingRecords:
+        edges = stored.edges[position : position + len(into) + 1]
+        return ArrivingRecords([end - start for start, end in pairwise(edges)], self.space.form.head_bytes, into)
+
+    def _verified(
+        self, head: bytes, num_bytes: int, into: memoryview, chain_hash: ChainHash, epoch: int
+    ) -> BlockRecord | Outcome:
+        """A block whose whole record, of `num_bytes`, has come."""
         form = self.space.form
-        head, stored = bytes(record[: form.head_bytes]), record[form.head_bytes :]
-        is_whole = len(head) == form.head_bytes
-        if not is_whole or stored.nbytes != (form.stored_bytes(head) if form.stored_bytes else into.nbytes):
+        if form.stored_bytes is not None and len(head) + form.stored_bytes(head) != num_bytes:
             return Outcome.CHECKSUM
-        into[: stored.nbytes] = stored
         return form.decode(head, into, chain_hash, epoch)
 
     def _write(

@@ -150,7 +150,8 @@ def test_an_object_of_the_other_layout_in_ones_place_is_a_miss(server: ObjectSer
         written(shorter, CHAIN)
         keys = [object_of(each, CHAIN.hashes[0]) for each in (plain, shorter)]
         contents = [server.content(key) for key in keys]
-    for key, content, more in zip(keys, contents[::-1], ({}, {"compression": "zstd"}), strict=True):
+    settings: tuple[dict[str, Any], ...] = ({}, {"compression": "zstd"})
+    for key, content, more in zip(keys, contents[::-1], settings, strict=True):
         server.put(key, content)
         with opened(server.endpoint, **more) as reader:
             assert reader.locate(CHAIN.hashes) is Outcome.CHECKSUM
