@@ -5,6 +5,7 @@ from typing import Final, Literal
 
 from kvtier.connector.segments import REPAIR_RULES
 from kvtier.tiers import ConfigError
+from kvtier.tiers.naming import Lossy
 
 TILE: Final = 16  # tokens: the absolute attention tile of `exact` mode
 
@@ -34,6 +35,7 @@ class EngineConfig:
     exact_rows: int = 256
     hash_scheme: Literal["sha256", "xxh3"] = "sha256"
     epoch: int = 0
+    lossy: Lossy = "none"  # fp8: tiers that nodes share keep K and V so
     cache_salt: str | None = None  # of requests that bring none of their own
     segments: Literal["off", "on"] = "off"  # on: a prompt's segments may reuse KV from another place, approximately
     segment_min_tokens: int = 32  # shorter segments are computed
@@ -88,6 +90,7 @@ _CHOICES: Final = {
     "preemption": ("recompute", "offload"),
     "loading": ("async", "layerwise"),
     "hash_scheme": ("sha256", "xxh3"),
+    "lossy": ("none", "fp8"),
 }
 
 

@@ -17,6 +17,7 @@ def engine_config(config: Config, **options: Any) -> EngineConfig:
             "block_size": config.cache.block_size,
             "hash_scheme": config.cache.hash,
             "epoch": config.cache.epoch,
+            "lossy": config.cache.lossy,
             "partial_blocks": config.cache.partial_blocks,
             "store_generated": config.cache.store_generated,
             "cache_salt": config.cache.cache_salt,

@@ -22,7 +22,7 @@ from kvtier.connector.transformers import CacheForm, GoingOn, how_it_goes_on
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.model_caches import Expand, SequenceCache
 from kvtier.tiers import ConfigError
-from kvtier.tiers.naming import DTYPE_BYTES, KVShape, ModelIdentity
+from kvtier.tiers.naming import DTYPE_BYTES, KVShape, ModelIdentity, with_lossy
 
 _DENSE: Final = (
     "cohere", "cohere2", "exaone4", "gemma2", "gemma3_text", "gemma3n_text", "glm4", "gpt2", "gpt_neox", "granite",
@@ -146,7 +146,7 @@ class Model:
     def identity(self, config: EngineConfig) -> ModelIdentity:
         """What this model's KV depends on. Reads all weights once.
 
-        ConfigError for RoPE of an unknown kind, and in `exact` mode for a kind that has none.
+        ConfigError for RoPE of an unknown kind, in `exact` mode for a kind that has none, and as `with_lossy`.
         """
         reason = _OWN_CACHE if self.has_own_cache else _NOT_EXACT.get(self.kind)
         if config.exact and reason is not None:
@@ -160,7 +160,7 @@ class Model:
             epoch=config.epoch,
             exact_rows=config.exact_rows if config.exact else None,
         )
-        return form.named(identity)
+        return with_lossy(form.named(identity), config.lossy, form.block_bytes)
 
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, paged: PackedAttention

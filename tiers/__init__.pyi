@@ -15,6 +15,7 @@ from .errors import (
 )
 from .extras import require_extra
 from .finding import Finding, Status, error, ok, warning
+from .fp8 import LEAST_GROUP, MOST_GROUP, Fp8Codec, fp8_form
 from .kinds import L1, L2, MISS, TIERS, TierKind, lookup_results, lower_tiers, tier_captions
 from .lineage import Lineage, TellsLineage
 from .metrics import Metrics, Series
@@ -45,7 +46,9 @@ __all__ = [
     "BATCH_BYTES",
     "L1",
     "L2",
+    "LEAST_GROUP",
     "MISS",
+    "MOST_GROUP",
     "STAMP_BYTES",
     "TIERS",
     "Announcer",
@@ -65,6 +68,7 @@ __all__ = [
     "Finding",
     "FingerprintMismatch",
     "FormatError",
+    "Fp8Codec",
     "KVTierError",
     "Lineage",
     "Locates",
@@ -88,6 +92,7 @@ __all__ = [
     "checksum_of",
     "derive",
     "error",
+    "fp8_form",
     "hash_without_the_gil",
     "key_id",
     "load_key",

@@ -23,6 +23,7 @@ class TierKind:
     weight: float  # the share of computing a block that finding it here saves: where routing starts from
     aliases: tuple[str, ...] = ()  # what other publishers of KV events call the medium
     is_shared: bool = False  # nodes share it: what one has stored there, all can load
+    takes_fp8: bool = False  # [cache] lossy counts for it: blocks are packed before it has them
     module: str | None = None  # of a lower tier: the module that opens it, a `TierModule` (`hierarchy/opening.py`)
 
 
@@ -32,10 +33,26 @@ _ROWS: Final = (
     TierKind(L2, "L2", "host memory", "CPU", 0.9, aliases=("CPU_PINNED",)),
     TierKind("file", "file", "file", "STORAGE", 0.8, aliases=("DISK", "NVME"), module="kvtier.tiers.file.opening"),
     TierKind("peers", "peers", "other nodes", "PEER", 0.7, is_shared=True, module="kvtier.tiers.peers.opening"),
-    TierKind("redis", "redis", "Redis", "EXTERNAL", 0.6, is_shared=True, module="kvtier.tiers.redis.opening"),
+    TierKind(
+        "redis",
+        "redis",
+        "Redis",
+        "EXTERNAL",
+        0.6,
+        is_shared=True,
+        takes_fp8=True,
+        module="kvtier.tiers.redis.opening",
+    ),
     # its weight was not measured: its first byte comes later than that of Redis
     TierKind(
-        "objects", "objects", "object store", "OBJECT", 0.4, is_shared=True, module="kvtier.tiers.objects.opening"
+        "objects",
+        "objects",
+        "object store",
+        "OBJECT",
+        0.4,
+        is_shared=True,
+        takes_fp8=True,
+        module="kvtier.tiers.objects.opening",
     ),
 )
 

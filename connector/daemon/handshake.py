@@ -63,6 +63,7 @@ class Hello(NamedTuple):
     size: int  # bytes of L2 it would like the model to have
     reset: bool  # a reset the daemon was not told of: everything is to be forgotten first
     about: Sequence[tuple[str, str]] = ()  # the fields that the fingerprint was made from, for people; none: not known
+    lossy: str | None = None  # how tiers that nodes share keep the blocks (`ModelIdentity.lossy`); None: as they are
 
 
 class Join(NamedTuple):
@@ -110,10 +111,10 @@ def unpack_handshake(body: Any) -> Handshake:
         return Join(octets(client, ID_BYTES))
     if kind != Hello.__name__:
         raise FormatError(f"unknown handshake {kind!r:.40}")
-    fingerprint, block_size, block_bytes, size, reset, about = fields
+    fingerprint, block_size, block_bytes, size, reset, about, lossy = fields
     hello = Hello(
         octets(fingerprint, 32), number(block_size, 1 << 20), number(block_bytes, 1 << 40), number(size), flag(reset),
-        tuple((text(name), text(value)) for name, value in about),
+        tuple((text(name), text(value)) for name, value in about), None if lossy is None else text(lossy),
     )  # fmt: skip
     if not hello.block_size or not hello.block_bytes:
         raise FormatError(f"blocks of {hello.block_size} tokens and {hello.block_bytes} bytes")

@@ -20,7 +20,7 @@ from kvtier.connector.sglang.pool import PoolPages, page_blocks, pool_pages
 from kvtier.tiers import ChainHash, ConfigError, Outcome
 from kvtier.tiers.config import Config
 from kvtier.tiers.hierarchy import CacheTiers
-from kvtier.tiers.naming import root_hash
+from kvtier.tiers.naming import root_hash, with_lossy
 
 OLDEST: Final = (0, 5, 23)
 NOT_YET: Final = (0, 6)
@@ -128,6 +128,7 @@ class KVTierStorage(_OlderCalls):
         try:
             self._pages[name] = pool_pages(host_pool)
             if self._tiers is not None:  # one that came late, of a draft model
+                _require_exact(self._config, name)
                 self._keep(self._tiers, name)
         except ConfigError:
             self.close()
@@ -137,6 +138,8 @@ class KVTierStorage(_OlderCalls):
         """Open the tiers for the pages of SGLang's pools. StoreLocked where another process has them open."""
         first = self._pages[_KV]
         others = [pages for name, pages in self._pages.items() if name != _KV]
+        for name in self._pages.keys() - {_KV}:
+            _require_exact(self._config, name)
         self._slot_bytes = max([first.page_bytes, *(pages.least_slot for pages in others)])
         identity = model_identity(
             self._storage_config,
@@ -146,6 +149,7 @@ class KVTierStorage(_OlderCalls):
             self._slot_bytes,
             self._config.cache.epoch,
         )
+        identity = with_lossy(identity, self._config.cache.lossy, self._slot_bytes)
         fingerprint = identity.fingerprint()
         self._root = root_hash(fingerprint)
         self._tiers = open_tiers(self._config, fingerprint, _PageSlot(first.page_size, self._slot_bytes), identity)
@@ -305,6 +309,13 @@ def _check_ranks(storage: Any, config: Config) -> None:
     for name in ("attn_cp_size", "dcp_size"):
         if (size := getattr(storage, name)) > 1:
             raise ConfigError(f"SGLang: {name} {size}: kvtier cannot store parts of a context; set it to 1")
+
+
+def _require_exact(config: Config, pool: str) -> None:
+    """ConfigError for a further pool's pages as fp8: they are no K and V."""
+    if config.cache.lossy != "none":
+        kept = f"pool {pool!r} keeps something else than K and V"
+        raise ConfigError(f'[cache] lossy "{config.cache.lossy}": {kept}; leave it out')
 
 
 def _config_of(options: dict[str, Any]) -> Config:

@@ -35,7 +35,7 @@ from kvtier.connector.transformers.state_gate import GoingOn, how_it_goes_on
 from kvtier.connector.transformers.tier_blocks import PromptRow, TierBlocks
 from kvtier.tiers.config import Config, ConfigSource, format_size
 from kvtier.tiers.hierarchy import CacheTiers
-from kvtier.tiers.naming import root_hash
+from kvtier.tiers.naming import root_hash, with_lossy
 from kvtier.tiers.returns import Hint, hint_of
 
 if int(_version.partition(".")[0]) < 5:
@@ -92,7 +92,7 @@ class KVTier:
                 raise
             _log.warning("nothing is kept of this model: %s", error)
             return
-        named = self._form.named(identity)
+        named = with_lossy(self._form.named(identity), cache.lossy, self._form.block_bytes)
         fingerprint = named.fingerprint()
         root = root_hash(fingerprint, cache_salt=cache.cache_salt)
         self._opened = open_tiers(self._config, fingerprint, self._form, named)

@@ -19,7 +19,7 @@ from kvtier.connector.vllm.slot_plan import is_uneven
 from kvtier.connector.vllm.slots import SlotPlan
 from kvtier.tiers import ConfigError
 from kvtier.tiers.config import CacheConfig
-from kvtier.tiers.naming import DTYPE_BYTES, ModelIdentity, config_digest, root_hash
+from kvtier.tiers.naming import DTYPE_BYTES, ModelIdentity, config_digest, root_hash, with_lossy
 
 
 def fingerprint(identity: ModelIdentity, plan: SlotPlan, cache: CacheConfig) -> bytes:
@@ -33,7 +33,7 @@ def fingerprint(identity: ModelIdentity, plan: SlotPlan, cache: CacheConfig) -> 
 def identity(vllm_config: Any, kv_cache_config: Any, plan: SlotPlan, cache: CacheConfig) -> ModelIdentity:
     """Everything the KV depends on: the checkpoint, and vLLM's settings for computing and storing it.
 
-    Raises ConfigError if the model could not be told from another.
+    Raises ConfigError if the model could not be told from another, or `[cache] lossy` is not for it.
     """
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     path = checkpoint_path(model)
@@ -42,7 +42,7 @@ def identity(vllm_config: Any, kv_cache_config: Any, plan: SlotPlan, cache: Cach
     spec = specs[plan.layers[0]] if plan.layers else None
     dtype = str(model.dtype).removeprefix("torch.")
     draft = _draft_layout(vllm_config.speculative_config, plan)
-    return ModelIdentity(
+    exact = ModelIdentity(
         model=name_of(path),
         revision=revision_of(path),
         config_digest=digest,
@@ -62,6 +62,16 @@ def identity(vllm_config: Any, kv_cache_config: Any, plan: SlotPlan, cache: Cach
         hash_scheme=cache.hash if plan.canonical else hash_scheme(vllm_config.cache_config.prefix_caching_hash_algo),
         epoch=cache.epoch,
     )
+    return with_lossy(exact, cache.lossy, plan.block_bytes, unlike=_unlike(vllm_config, plan, spec))
+
+
+def _unlike(vllm_config: Any, plan: SlotPlan, spec: Any) -> str | None:
+    """What of a slot may be no number of the first layer's dtype; None if all are."""
+    if spec is not None and is_packed(spec):
+        return "this attention backend packs its blocks in its own way"
+    if has_kv(vllm_config.speculative_config):
+        return "a draft model's KV is in the same blocks"
+    return "layers differ in what they keep of a block" if is_uneven(plan) else None
 
 
 def _layers(vllm_config: Any, plan: SlotPlan) -> tuple[int, ...]:

@@ -202,4 +202,7 @@ def _configuration(tier_type: str, options: Mapping[str, Any]) -> Config:
     if config.file.path is None:
         fix = 'name a directory: "file": {"path": "/var/cache/kvtier"}'
         raise ConfigError(f"secondary tier {tier_type}, file.path: none given, so no blocks would be kept; {fix}")
+    if config.cache.lossy != "none":
+        said = f'cache.lossy "{config.cache.lossy}": vLLM\'s chunks are kept as they are'
+        raise ConfigError(f"secondary tier {tier_type}, {said}; leave it out")
     return config

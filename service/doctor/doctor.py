@@ -67,6 +67,7 @@ def examine(config: Config) -> list[Finding]:
         check_gpu(),
         check_copies(config, has_gpu=has_gpu()),
         *chain.from_iterable(module.examine(config) for _, module in lower_modules()),
+        check_lossy(config),
         check_socket(config.service),
         *check_refused(config.service),
         check_engines(),
@@ -91,6 +92,17 @@ def check_twins() -> Finding:
     loaded = sum(each.state == "loaded" for each in found)
     reasons = dict.fromkeys(each.reason for each in found if each.reason)
     return ok("compiled", "; ".join((f"{loaded} of {len(found)} twins in use", *reasons)))
+
+
+def check_lossy(config: Config) -> Finding:
+    """Whether KV is kept with loss, and whether any tier is there for which that counts."""
+    chosen = config.cache.lossy
+    if chosen == "none":
+        return ok("lossy", "none: every tier keeps KV as it is")
+    if (config.redis.url, config.objects.bucket, config.service.socket) == (None, None, None):
+        found = f"{chosen}: neither [redis] nor [objects] is there to keep it so, yet exact engines find no block"
+        return warning("lossy", found, "leave [cache] lossy out")
+    return ok("lossy", f"Redis and object store keep K and V as {chosen}; exact engines share no block with these")
 
 
 def check_socket(config: ServiceConfig) -> Finding:

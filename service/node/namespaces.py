@@ -57,6 +57,7 @@ class Namespace:
     tiers: ServedTiers
     source: EventSource | None  # what comes to the tiers and leaves them, where that is published
     lent: LentModel | None = None  # what other nodes' daemons may borrow
+    lossy: str | None = None  # how tiers that nodes share keep the blocks; None: as they are
     instance: bytes = field(default_factory=lambda: secrets.token_bytes(ID_BYTES))
     about: dict[str, str] = field(default_factory=dict)  # what the fingerprint was made from; empty: nobody has said
     members: set[NamespaceUser] = field(default_factory=set)
@@ -107,7 +108,8 @@ class Opening(NamedTuple):
         blocks = BlockDimensions(self.hello.block_size, self.hello.block_bytes)
         host = self.config.host.model_copy(update={"size": self.size, "shared": True, "pin": False})
         config = self.config.model_copy(update={"host": host})
-        hierarchy = open_hierarchy(config, self.hello.fingerprint, blocks, lease_deadline=math.inf)
+        lossy = self.hello.lossy
+        hierarchy = open_hierarchy(config, self.hello.fingerprint, blocks, lossy=lossy, lease_deadline=math.inf)
         service = config.service
         tiers = ServedTiers(
             hierarchy,
@@ -120,7 +122,9 @@ class Opening(NamedTuple):
         if config.file.path is not None and self.hello.about:
             note_model(config.file.path, self.hello.fingerprint, dict(self.hello.about))
         source = EventSource(hierarchy) if config.events.publish is not None else None
-        return Namespace(self.hello.fingerprint, blocks, self.size, tiers, source, about=dict(self.hello.about))
+        return Namespace(
+            self.hello.fingerprint, blocks, self.size, tiers, source, lossy=lossy, about=dict(self.hello.about)
+        )
 
 
 class Namespaces:
@@ -152,6 +156,11 @@ class Namespaces:
             raise ConfigError(
                 f"blocks of {blocks.block_size} tokens in {blocks.block_bytes} bytes: this model's here are "
                 f"{namespace.blocks.block_size} tokens in {namespace.blocks.block_bytes}; run one kvtier everywhere"
+            )
+        if namespace is not None and namespace.lossy != hello.lossy:
+            raise ConfigError(
+                f"[cache] lossy: blocks as {hello.lossy or 'exact'}: this model's here are "
+                f"{namespace.lossy or 'exact'}; run one kvtier everywhere"
             )
         return namespace
 

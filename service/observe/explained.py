@@ -20,6 +20,7 @@ _ADVICE: Final = {
     "reset": "Everything was forgotten; it is stored again when it is computed.",
     "short": "Less than a block is never stored: a smaller [cache] block_size would hold more of such prompts.",
 }
+_LOSSY: Final = "One engine keeps KV with loss, the other does not: give both the same [cache] lossy."
 _CAUSES: Final = {
     "absent": "the engine does not know why",
     "evicted": "it was evicted from {tier} {seconds} s ago",
@@ -69,6 +70,9 @@ def explained(
     for other in answer["elsewhere"]:
         yield from _other_model(other)
         fields = ", ".join(each["field"] for each in other.get("fields", ()))
+        if fields == "lossy":
+            advice = _LOSSY
+            continue
         what = fields or ("block size" if other["block_size"] != size else "model, dtype or layout")
         advice = (
             f"Another fingerprint ({what}) stored this prompt: run the same model with the same options everywhere."
@@ -77,6 +81,8 @@ def explained(
         yield f"a closed slab is of the same checkpoint: {slab['model']}, {show_size(slab['bytes'])}"
         yield from _fields(slab)
         advice = "Another fingerprint may have stored this prompt: run the same model with the same options everywhere."
+        if [each["field"] for each in slab.get("fields", ())] == ["lossy"]:
+            advice = _LOSSY
     if cut is not None:
         advice = "Another tokenizer made these prompts: use the engine's, or send text to it."
     yield advice

@@ -100,6 +100,10 @@ class CacheConfig(Section):
     repair_rule: Literal["deviation", "question", "first", "borders", "random"] = option(
         "deviation", "which reused tokens are computed anew"
     )
+    lossy: Literal["none", "fp8"] = option(
+        "none",
+        "fp8: Redis and object store keep K and V as fp8, with loss; exact engines never find these blocks",
+    )
     cache_salt: CacheSalt | None = option(None, "isolates a tenant: other salt, no hit")
     epoch: WholeNumber = option(0, "raise it to invalidate everything stored before", ge=0, lt=2**63)
 

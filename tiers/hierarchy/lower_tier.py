@@ -13,6 +13,7 @@ from kvtier.tiers import (
     ChainHash,
     ChildBlock,
     Direction,
+    Fp8Codec,
     KVTierError,
     Locates,
     Metrics,
@@ -25,6 +26,7 @@ from kvtier.tiers import (
 )
 from kvtier.tiers.hierarchy.busy_time import BusyTime
 from kvtier.tiers.hierarchy.io_queue import IoQueue
+from kvtier.tiers.hierarchy.packed import read_packed, write_packed
 from kvtier.tiers.hierarchy.rates import Rates
 from kvtier.tiers.pool import LOST, Departures
 from kvtier.tiers.returns import HearsEnds, ToldEnd
@@ -54,6 +56,7 @@ class PortSettings:
     num_threads: int = 2
     joined: int = 1  # blocks of small reads that one call brings together
     takes_stores: bool = True  # False: blocks are only read from the tier
+    codec: Fp8Codec | None = None  # the tier has blocks as this packs them; None: as they are
 
 
 class TierPort:
@@ -171,10 +174,10 @@ class TierPort:
     def _timed_read(
         self, tier: Tier, hashes: Sequence[ChainHash], into: Sequence[memoryview]
     ) -> list[BlockRecord | Outcome]:
-        num_bytes, start = 0, time.perf_counter()
+        num_bytes, start, codec = 0, time.perf_counter(), self.settings.codec
         self._reading.begin()
         try:
-            results = tier.read(hashes, into)
+            results = tier.read(hashes, into) if codec is None else read_packed(tier, codec, hashes, into)
             num_bytes = sum(into[i].nbytes for i, r in enumerate(results) if isinstance(r, BlockRecord))
         finally:
             end = time.perf_counter()
@@ -210,8 +213,8 @@ class TierPort:
         return [Outcome.EPOCH] * len(records) if stale else outcomes
 
     def _write(self, tier: Tier, records: Sequence[BlockRecord], payloads: Sequence[memoryview]) -> list[Outcome]:
-        began, start = self._clock(), time.perf_counter()
-        outcomes = tier.write(records, payloads)
+        began, start, codec = self._clock(), time.perf_counter(), self.settings.codec
+        outcomes = tier.write(records, payloads) if codec is None else write_packed(tier, codec, records, payloads)
         num_bytes = sum(p.nbytes for p, o in zip(payloads, outcomes, strict=True) if o is Outcome.OK)
         self._metrics.moved(self.name, "write", num_bytes, time.perf_counter() - start)
         self._judge("write", outcomes, began)

@@ -1,16 +1,20 @@
 """From a configuration to a hierarchy with its tiers open: those of the table that the configuration asks for."""
 
+import logging
 from collections.abc import Iterator
 from importlib import import_module
 from typing import Protocol, cast
 
-from kvtier.tiers import BlockShape, ConfigError, ConfiguredTier, Finding, Metrics, lower_tiers
+from kvtier.tiers import TIERS, BlockShape, ConfigError, ConfiguredTier, Finding, Fp8Codec, Metrics, lower_tiers
 from kvtier.tiers.config import Config
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy
 from kvtier.tiers.hierarchy.lower_tier import PortSettings, TierPort
+from kvtier.tiers.hierarchy.packed import PackedShape
 from kvtier.tiers.hierarchy.rates import Rates
 from kvtier.tiers.hierarchy.settings import HierarchySettings
 from kvtier.tiers.host import HostRegion, HostTier, slot_stride
+
+_log = logging.getLogger(__name__)
 
 
 class TierModule(Protocol):
@@ -48,10 +52,18 @@ def check_tiers(config: Config) -> list[str]:
     return [line for _, module in lower_modules() if (line := module.checked(config)) is not None]
 
 
-def open_hierarchy(config: Config, fingerprint: bytes, shape: BlockShape, *, lease_deadline: float = 60.0) -> Hierarchy:
+def open_hierarchy(
+    config: Config,
+    fingerprint: bytes,
+    shape: BlockShape,
+    *,
+    lossy: str | None = None,
+    lease_deadline: float = 60.0,
+) -> Hierarchy:
     """The hierarchy a configuration describes, for the blocks of one model (`ModelIdentity.fingerprint`, 32 bytes).
 
-    A promise nobody asks about is kept for `lease_deadline` seconds.
+    A promise nobody asks about is kept for `lease_deadline` seconds. `lossy` is `ModelIdentity.lossy`: how tiers that
+    nodes share keep blocks. The fingerprint is made of it, too.
 
     Raises ConfigError where memory or disk are too small or a key is not the one needed, StoreLocked, FormatError and
     FingerprintMismatch; a directory that cannot be used is one warning, and the tier attaches when it can.
@@ -75,7 +87,7 @@ def open_hierarchy(config: Config, fingerprint: bytes, shape: BlockShape, *, lea
         partial_blocks=config.cache.partial_blocks,
     )
     try:
-        ports = _open_ports(config, fingerprint, shape, metrics, rates)
+        ports = _open_ports(config, fingerprint, shape, metrics, rates, lossy)
     except BaseException:
         host.close()
         raise
@@ -99,12 +111,17 @@ def open_ports(config: Config, fingerprint: bytes, shape: BlockShape, metrics: M
 
 
 def _open_ports(
-    config: Config, fingerprint: bytes, shape: BlockShape, metrics: Metrics, rates: Rates
+    config: Config, fingerprint: bytes, shape: BlockShape, metrics: Metrics, rates: Rates, lossy: str | None = None
 ) -> list[TierPort]:
+    fp8 = None if lossy is None else Fp8Codec.of(lossy, shape.block_bytes)
     ports: list[TierPort] = []
     try:
         for name, module in lower_modules():
-            if (tier := module.configured(config, fingerprint, shape)) is not None:
+            codec = fp8 if TIERS[name].takes_fp8 else None
+            packed = shape if codec is None else PackedShape(shape.block_size, codec.packed_bytes)
+            if (tier := module.configured(config, fingerprint, packed)) is not None:
+                if codec is not None:
+                    _log.info("[cache] lossy: %s keeps K and V as %s", TIERS[name].shown, lossy)
                 breaker = config.breaker
                 patience = PortSettings(
                     tier.deadline,
@@ -112,6 +129,7 @@ def _open_ports(
                     breaker.retry_after,
                     joined=tier.joined,
                     takes_stores=tier.takes_stores,
+                    codec=codec,
                 )
                 ports.append(TierPort(name, tier.open, patience, metrics, rates))
     except BaseException:

@@ -12,6 +12,7 @@ from .chain import (
 from .identity import ModelIdentity, config_digest
 from .kept_names import KeptNames
 from .key_schemes import VllmKeys, dynamo_local_hashes, dynamo_seed, dynamo_sequence_hashes, sglang_hashes
+from .lossy import Lossy, with_lossy
 from .shape import DTYPE_BYTES, FlatShape, KVLayout, KVShape
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "KVLayout",
     "KVShape",
     "KeptNames",
+    "Lossy",
     "ModelIdentity",
     "TokenChain",
     "Tokens",
@@ -36,4 +38,5 @@ __all__ = [
     "sglang_hashes",
     "state_name",
     "token_array",
+    "with_lossy",
 ]

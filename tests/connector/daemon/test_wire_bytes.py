@@ -128,8 +128,8 @@ def test_a_reply() -> None:
     ("said", "frame"),
     [
         (
-            Hello(b"f" * 32, 16, 4096, 1 << 34, reset=True, about=(("dtype", "fp16"),)),
-            f"99{header}a548656c6c6fc420{'66' * 32}10cd1000cf{1 << 34:016x}c3 91 92 a56474797065 a466703136",
+            Hello(b"f" * 32, 16, 4096, 1 << 34, reset=True, about=(("dtype", "fp16"),), lossy="fp8"),
+            f"9a{header}a548656c6c6fc420{'66' * 32}10cd1000cf{1 << 34:016x}c3 91 92 a56474797065 a466703136 a3667038",
         ),
         (Join(b"c" * 16), f"94{header}a44a6f696ec410{c}"),
         (

@@ -29,7 +29,7 @@ from kvtier.service.doctor import doctor
 from kvtier.service.doctor import memory as doctor_memory
 from kvtier.service.doctor import refused as doctor_refused
 from kvtier.service.doctor.copies import check_copies
-from kvtier.service.doctor.doctor import check_engines, check_hashes, check_socket
+from kvtier.service.doctor.doctor import check_engines, check_hashes, check_lossy, check_socket
 from kvtier.service.doctor.memory import check_gpu, check_huge_pages, check_room, check_tunable, read_gpu
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.config.sections import FileConfig
@@ -64,12 +64,35 @@ def statuses(findings: list[Finding]) -> dict[str, Status]:
 # The verb.
 
 
+def test_kv_with_loss_is_said_and_warned_of_where_no_tier_keeps_it_so() -> None:
+    assert check_lossy(Config()) == ok("lossy", "none: every tier keeps KV as it is")
+    alone = Config.load(cache={"lossy": "fp8"})
+    assert check_lossy(alone).status is Status.WARNING
+    assert check_lossy(alone).fix == "leave [cache] lossy out"
+    for section in ({"redis": {"url": "redis://h"}}, {"objects": {"bucket": "blocks"}}, {"service": {"socket": "/s"}}):
+        found = check_lossy(Config.load(None, **section, cache={"lossy": "fp8"}))
+        assert found == ok(
+            "lossy", "Redis and object store keep K and V as fp8; exact engines share no block with these"
+        )
+
+
 def test_every_check_has_a_line_and_leaves_nothing_behind(disk_dir: Path) -> None:
     done = run("doctor", "--json", file__path=str(disk_dir), file__size="64MiB", host__size="64MiB")
     lines: list[dict[str, str]] = json.loads(done.stdout)
     assert [line["check"] for line in lines] == [
         *("hashes", "compiled", "memory", "memlock", "huge pages", "glibc", "GPU", "copies"),
-        *("free space", "O_DIRECT", "disk rate", "encryption", "peers", "redis", "objects", "daemon", "engines"),
+        *(
+            "free space",
+            "O_DIRECT",
+            "disk rate",
+            "encryption",
+            "peers",
+            "redis",
+            "objects",
+            "lossy",
+            "daemon",
+            "engines",
+        ),
     ]
     assert all(line.keys() == {"check", "status", "found", "fix"} for line in lines)
     found = {line["status"] for line in lines}

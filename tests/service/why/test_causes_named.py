@@ -22,6 +22,7 @@ from kvtier.tiers.config.config import Config
 from kvtier.tiers.hierarchy import Wanted
 from kvtier.tiers.naming.chain import TokenChain, root_hash
 from kvtier.tiers.naming.identity import ModelIdentity
+from kvtier.tiers.naming.lossy import with_lossy
 
 BLOCK = 4  # tokens
 FINGERPRINT = b"one model".ljust(32, b".")
@@ -184,6 +185,21 @@ def test_another_models_fingerprint_field_by_field() -> None:
     ]
     assert told_layers.startswith("6 values, ")
     assert lines[-1].startswith("Another fingerprint (kv_dtype, layers, epoch) stored this prompt")
+
+
+def test_an_engine_that_keeps_kv_with_loss() -> None:
+    mine = ModelIdentity(
+        model="tiny", revision="ab" * 20, config_digest="0" * 64, dtype="bfloat16", kv_dtype="bfloat16",
+        compute_dtype="bfloat16", num_kv_heads=2, head_dim=8, block_size=BLOCK, layers=(0,),
+    )  # fmt: skip
+    theirs = with_lossy(mine, "fp8", SLOT_BYTES)
+    for here, there in ((mine, theirs), (theirs, mine)):
+        model, other = opened(here.fingerprint()), opened(there.fingerprint())
+        model.about, other.about = here.told(), there.told()
+        hold(other, TEXT)
+        lines = told(model, TEXT, others=[other])
+        assert lines[-2] == f"  lossy: {here.lossy or 'none'} here, {there.lossy or 'none'} there"
+        assert lines[-1] == "One engine keeps KV with loss, the other does not: give both the same [cache] lossy."
 
 
 def test_an_engine_says_what_its_fingerprint_is_made_from(monkeypatch: pytest.MonkeyPatch) -> None:
