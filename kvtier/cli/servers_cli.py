@@ -62,7 +62,9 @@ def serve(
 
     tiers = check_tiers(settings)  # a wrong setting is told now, not to the first engine
     listening = HttpSocket(settings.service.http, names=settings.service.allowed_hosts)
-    with Publisher(settings.events) if settings.events.publish is not None else nullcontext() as publisher:
+    has_peers = settings.peers.listen is not None
+    publishes = settings.events.publish is not None
+    with Publisher(settings.events, has_peers=has_peers) if publishes else nullcontext() as publisher:
         try:
             daemon = Daemon(settings, path, publisher=publisher)
         except BaseException:

@@ -7,7 +7,7 @@ from typing import Final
 import numpy as np
 
 from kvtier.service.events.wire import BlockRemoved, BlockStored, KVEvent, external_hash, namespace_of
-from kvtier.tiers import TIERS, BlockRecord, ChainHash, TierKind
+from kvtier.tiers import L2, TIERS, BlockRecord, ChainHash, TierKind
 from kvtier.tiers.hierarchy import Event, Removed
 from kvtier.tiers.naming import is_named_by, root_hash
 
@@ -42,6 +42,8 @@ class AnnouncedBlocks:
         self._children: dict[ChainHash, dict[ChainHash, None]] = {}  # a parent, held or not → blocks held
         self.num_announced = 0
         self.num_withheld = 0  # blocks that came and are never announced
+        self.num_hidden = 0  # blocks in host memory whose chain is not whole, or not known to begin anywhere
+        self._in_host = 1 << self._places[L2]
 
     def begin_at(self, root: ChainHash) -> list[KVEvent]:
         """Chains begin at `root`, a tenant's or an adapter's: announce what is held behind it, now and later."""
@@ -73,7 +75,7 @@ class AnnouncedBlocks:
                 lines.removed(name, tier)
         self._blocks.clear()
         self._children.clear()
-        self.num_announced = 0
+        self.num_announced = self.num_hidden = 0
         return lines.events
 
     def snapshot(self) -> list[KVEvent]:
@@ -90,6 +92,8 @@ class AnnouncedBlocks:
         announced = {name for name, block in self._blocks.items() if block.is_announced}
         assert announced == reachable, "what is announced is not what can be found"
         assert self.num_announced == len(announced), "count of announced blocks"
+        hidden = [block for block in self._blocks.values() if block.tiers & self._in_host and not block.is_announced]
+        assert self.num_hidden == len(hidden), "count of hidden blocks"
         assert all(block.tiers for block in self._blocks.values()), "a block that no tier holds"
         links = {(block.parent, name) for name, block in self._blocks.items()}
         assert links == {(parent, child) for parent, held in self._children.items() for child in held}, "links"
@@ -115,6 +119,8 @@ class AnnouncedBlocks:
                 return
             block = self._blocks[name] = _Block(record.parent, record.tokens)
             self._children.setdefault(record.parent, {})[name] = None
+        if 1 << tier & ~block.tiers & self._in_host and not block.is_announced:
+            self.num_hidden += 1
         block.tiers |= 1 << tier
         if block.is_announced:
             lines.stored(name, block, tier)
@@ -128,6 +134,8 @@ class AnnouncedBlocks:
         block.tiers &= ~(1 << tier)
         if block.is_announced:
             lines.removed(name, tier)
+        elif 1 << tier == self._in_host:
+            self.num_hidden -= 1
         if block.tiers:
             return
         self._retract(name, lines)
@@ -145,6 +153,7 @@ class AnnouncedBlocks:
             block = self._blocks[name]
             block.is_announced = True
             self.num_announced += 1
+            self.num_hidden -= bool(block.tiers & self._in_host)
             for tier in _bits(block.tiers):
                 lines.stored(name, block, tier)
             waiting += self._children.get(name, ())
@@ -158,6 +167,7 @@ class AnnouncedBlocks:
             if block.is_announced:
                 block.is_announced = False
                 self.num_announced -= 1
+                self.num_hidden += bool(block.tiers & self._in_host)
                 for tier in _bits(block.tiers):
                     lines.removed(name, tier)
                 waiting += self._children.get(name, ())

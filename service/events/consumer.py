@@ -8,13 +8,12 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Final, Literal, NamedTuple, TypeAlias
+from typing import Final, Literal, NamedTuple, Protocol, TypeAlias
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from kvtier.service.events.guard import CurveKeys
-from kvtier.service.events.prefix_index import PrefixIndex
 from kvtier.service.events.sequence import ForgetAll, NumberedBatch, Sequencer, Step
 from kvtier.service.events.wire import MAX_PAYLOAD, AllBlocksCleared, KVEvent, decode_batch, pieces
 from kvtier.tiers import ConfigError, FormatError
@@ -60,6 +59,16 @@ class FeedState(NamedTuple):
     why: str | None = None  # it is refused
 
 
+class EventSink(Protocol):
+    """What events add up to: a `PrefixIndex`, or what else is to be known of a publisher's blocks."""
+
+    def apply(self, worker: str, event: KVEvent) -> None:
+        """What a worker announced, in that order."""
+
+    def drop(self, worker: str) -> None:
+        """Forget all that it announced."""
+
+
 class EventConsumer:
     """Reads the events of the publisher at `publish` into `sink` as those of `worker`, on its own thread until `close`.
 
@@ -73,7 +82,7 @@ class EventConsumer:
     def __init__(
         self,
         worker: str,
-        sink: PrefixIndex,
+        sink: EventSink,
         publish: str,
         replay: str | None = None,
         *,

@@ -29,6 +29,7 @@ class CurveKeys:
     public: bytes
     secret: bytes
     other: bytes
+    lets_own_in: bool = False  # whoever has this very pair may connect, too: another node's daemon
 
     @classmethod
     def load(cls, section: str, own: Path | None, other_name: str, other: Path | None) -> "CurveKeys | None":
@@ -48,6 +49,10 @@ class CurveKeys:
             raise ConfigError(f"{option}: others can read this secret; chmod 600 it")
         return cls(public, secret, _certificate(f'[{section}] {other_name} "{other}"', other)[0])
 
+    def of_a_node(self) -> "CurveKeys":
+        """What a daemon presents to another one, whose publisher has the same pair and `lets_own_in`."""
+        return CurveKeys(self.public, self.secret, self.public)
+
     def guard(self, bound: "zmq.Socket[bytes]", domain: bytes = b"kvtier") -> None:
         """Before `bind`: let nobody in but whom `answer` does."""
         bound.curve_server = True
@@ -65,7 +70,8 @@ class CurveKeys:
         A request is version, number, domain, address, identity, mechanism and the client's key of 32 bytes.
         """
         mechanism, key = request[5:7] if len(request) == 7 else (b"", b"")
-        known = mechanism == b"CURVE" and key == z85.decode(self.other)
+        accepted = [z85.decode(each) for each in ([self.other, self.public] if self.lets_own_in else [self.other])]
+        known = mechanism == b"CURVE" and key in accepted
         number = request[1] if len(request) > 1 else b""
         return [b"1.0", number, *((b"200", b"OK") if known else (b"400", b"unknown key")), b"", b""], known
 

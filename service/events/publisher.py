@@ -7,6 +7,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Final, Protocol
 
 import zmq
@@ -65,12 +66,17 @@ class Publisher:
     last of the numbers that it missed, of which the first clears, up to the present number.
     """
 
-    def __init__(self, config: EventsConfig, dp_rank: int = 0) -> None:
-        """Bind. Raises ConfigError if an address cannot be bound."""
+    def __init__(self, config: EventsConfig, dp_rank: int = 0, *, has_peers: bool = False) -> None:
+        """Bind. Raises ConfigError if an address cannot be bound.
+
+        With `has_peers` other nodes' daemons may follow, too: with CURVE keys, whoever has the publishers' own pair.
+        """
         assert config.publish is not None
         self._dp_rank = dp_rank
         self._topic, self._form = config.topic, config.form
         self._keys = CurveKeys.load("events", config.curve_key_file, "curve_reader_file", config.curve_reader_file)
+        if self._keys is not None and has_peers:
+            self._keys = replace(self._keys, lets_own_in=True)
         for option, address in (("publish", config.publish), ("replay", config.replay)):
             if address is not None:
                 if not config.allow_remote:
@@ -122,6 +128,11 @@ class Publisher:
     def forget(self, fingerprint: bytes) -> None:
         """The model's tiers are closed: nothing of it is held any more."""
         self._submit(1, lambda: self._send(fingerprint, self._announced_of(fingerprint).clear()))
+
+    def tells_all(self, fingerprint: bytes) -> bool:
+        """Whether every block that the model has in host memory is announced, of those taken in. For any thread."""
+        announced = self._announced.get(fingerprint)
+        return announced is None or not (announced.num_withheld or announced.num_hidden)
 
     def flush(self, timeout: float) -> bool:
         """Wait until all that was handed over is published. False if time runs out first."""
@@ -305,12 +316,21 @@ class TierFeed:
         self._fingerprint = fingerprint
         self._sources = sources
         self._roots: dict[ChainHash, None] = {}
+        self._has_all_roots = True
 
     def begin_at(self, root: ChainHash) -> None:
         """Chains begin at `root`, a tenant's or an adapter's: say so when it is first met."""
-        if root not in self._roots and len(self._roots) < MAX_ROOTS:
+        if root not in self._roots:
+            if len(self._roots) >= MAX_ROOTS:
+                self._has_all_roots = False
+                return
             self._roots[root] = None
             self._publisher.begin_at(self._fingerprint, root)
+
+    @property
+    def tells_all(self) -> bool:
+        """`Publisher.tells_all`, of all tenants. For any thread."""
+        return self._has_all_roots and self._publisher.tells_all(self._fingerprint)
 
     def pump(self) -> bool:
         """Hand over what there is, as far as the publisher has room. True if something is left: tiers remember it."""

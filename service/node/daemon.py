@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
@@ -17,11 +18,13 @@ from kvtier.service.node.lending import Lender
 from kvtier.service.node.listener import Listener
 from kvtier.service.node.loop import Loop, now
 from kvtier.service.node.namespaces import Namespace, Namespaces, Opening
+from kvtier.service.node.peer_feeds import PeerFeeds
 from kvtier.service.node.refusals import Refusals
 from kvtier.service.node.session import Session
 from kvtier.service.why import RequestLog
 from kvtier.tiers import ConfigError, TierUnavailable
 from kvtier.tiers.config import Config
+from kvtier.tiers.peers import FEEDS, EventsAt
 
 if TYPE_CHECKING:
     from kvtier.service.events import Publisher
@@ -68,6 +71,8 @@ class Daemon:
         """
         self.config = config
         self.publisher = publisher
+        if config.peers.nodes and config.peers.events:
+            FEEDS.open = PeerFeeds(config.events).open
         self.lease_deadline = lease_deadline
         self.loop = Loop()
         self.counts: Counter[str] = Counter()
@@ -287,7 +292,10 @@ class Daemon:
             if self.lender is not None:
                 result.lent = self.lender.lend(result.hierarchy, fingerprint, result.blocks)
             if self.publisher is not None and result.source is not None:
-                result.tiers.feed = self.publisher.feed(fingerprint, result.source)
+                result.tiers.feed = feed = self.publisher.feed(fingerprint, result.source)
+                at = EventsAt.bound(self.publisher.endpoint, self.publisher.replay_endpoint)
+                if result.lent is not None and at.publish:
+                    result.lent.events = lambda: replace(at, tells_all=feed.tells_all)
             for cache_salt, num_bytes in self.limits.items():
                 result.tiers.quotas.set(cache_salt, max(num_bytes, result.hierarchy.host.region.slot_stride))
         for session, hello in waiting:
@@ -320,6 +328,7 @@ class Daemon:
         is_due = at - self._ticked >= _TICK
         progressed, self._progressed = self._progressed, False
         feeds = False
+        is_announced_soon = progressed and not is_due and self.publisher is not None
         for namespace in self._namespaces if progressed or is_due else ():
             progressed, namespace.progressed = namespace.progressed, False
             if progressed or is_due:
@@ -337,7 +346,7 @@ class Daemon:
                 session.pass_time(at)
                 if not session.said_hello and at - session.since > _HELLO_DEADLINE:
                     session.end_connection("silent")
-        return _TICK if self.has_waiting else _IDLE_TICK
+        return _TICK if self.has_waiting or is_announced_soon else _IDLE_TICK
 
 
 def _client(session: Session) -> ClientView:

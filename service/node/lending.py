@@ -15,7 +15,7 @@ import numpy as np
 from kvtier.tiers import BATCH_BYTES, BlockRecord, BlockShape, ChainHash, ConfigError, Outcome, checksum
 from kvtier.tiers.config import PeersConfig
 from kvtier.tiers.hierarchy import Hierarchy
-from kvtier.tiers.peers import RESETS, TAG_BYTES, PeerFailed, prepare, receive, send, wire
+from kvtier.tiers.peers import RESETS, TAG_BYTES, EventsAt, PeerFailed, prepare, receive, send, wire
 from kvtier.tiers.pool import Lease
 
 _log = logging.getLogger(__name__)
@@ -40,6 +40,7 @@ class LentModel:
         self.hierarchy = hierarchy
         self._forget = forget
         self.blocks = wire.LentBlocks(fingerprint, sizes.block_bytes, sizes.block_size)
+        self.events: Callable[[], EventsAt] = EventsAt  # where they tell of these blocks; nowhere
         num_slots = hierarchy.host.pool.num_slots
         self._tags = np.zeros((num_slots, TAG_BYTES), np.uint8)  # of the block in each slot …
         self._tagged = np.full(num_slots, -1, np.int64)  # … of this generation
@@ -236,14 +237,16 @@ class Lender:
             elif verb is wire.PeerVerb.HELD:
                 flags = bytes(self._held(model, names))
                 send(connection, [session.answer(verb, len(names), flags)], deadline)
+            elif verb is wire.PeerVerb.EVENTS:
+                send(connection, [session.answer(verb, 1, model.events().pack())], deadline)
             else:
                 self._lend_blocks(connection, session, model, names)
 
     def _say_none(
         self, connection: socket.socket, session: wire.PeerSession, verb: wire.PeerVerb, num_names: int
     ) -> None:
-        is_held = verb is wire.PeerVerb.HELD
-        answer = session.answer(verb, num_names if is_held else 0, bytes(num_names if is_held else 0))
+        nothing = {wire.PeerVerb.HELD: bytes(num_names), wire.PeerVerb.EVENTS: EventsAt().pack()}.get(verb, b"")
+        answer = session.answer(verb, num_names if verb is wire.PeerVerb.HELD else 0, nothing)
         send(connection, [answer], time.monotonic() + self._config.deadline)
 
     def _held(self, model: LentModel, names: Sequence[ChainHash]) -> list[bool]:

@@ -114,7 +114,7 @@ def _lower(port: TierPort, values: MetricValues) -> statuses.LowerTierStatus:
     room = [statuses.StorageRoom(**each._asdict()) for each in port.room()]
     told: dict[str, Any] = {"room": room} if room else {}  # a tier that does not tell has no such field
     if (borrowed := borrowed_by(port)) is not None:
-        told |= {"answering": borrowed.num_answering, "failures": borrowed.failures}
+        told |= {"answering": borrowed.num_answering, "failures": borrowed.failures, "sure": borrowed.num_sure}
     return statuses.LowerTierStatus(slots=slots, breakers=breakers, **told)
 
 

@@ -110,6 +110,7 @@ class LowerTierStatus(StatusPart):
     breakers: dict[str, str]  # by direction
     room: list[StorageRoom] = []
     answering: int = 0  # other nodes, of the tier in their memory
+    sure: int = 0  # of these, whose KV events tell all that they hold
     failures: Counts = {}  # of these, by reason
 
 

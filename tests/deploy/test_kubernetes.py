@@ -21,6 +21,7 @@ from kvtier.cli.verbs import load
 from kvtier.service.cluster.cluster import GRACE
 from kvtier.service.router.spec import ReplicaSpec
 from kvtier.tiers.config.config import Config
+from kvtier.tiers.peers.events_at import EventsAt
 
 FOLDER: Final = ROOT / "deploy" / "kubernetes"
 OVERLAYS: Final = ("gpu", "model-claim", "monitoring", "peers", "vllm")
@@ -189,6 +190,14 @@ def test_daemons_lend_to_each_other_and_to_nobody_else(monkeypatch: pytest.Monke
     )
     policy = found("NetworkPolicy", "peers", objects)["spec"]["ingress"]
     assert policy == [{"from": [{"podSelector": {"matchLabels": {COMPONENT: "node"}}}], "ports": [{"port": "peers"}]}]
+    # Each can follow the others' events: over TCP, with the keys that all publishers have. Everybody may connect there.
+    (events_policy,) = found("NetworkPolicy", "node", objects)["spec"]["ingress"]
+    assert events_policy == {"ports": [{"port": "events"}, {"port": "replay"}]}
+    events = {name: value for name, value in environment(pod).items() if "EVENTS" in name}
+    at = EventsAt.bound(*(events[f"KVTIER_EVENTS__{name}"] for name in ("PUBLISH", "REPLAY")))
+    assert at.reached_at("10.1.0.4").publish == "tcp://10.1.0.4:5567"
+    assert peers.events
+    assert "KVTIER_EVENTS__CURVE_KEY_FILE" in events
     (init,) = (each for each in pod["initContainers"] if each["name"] == "peer-key")
     assert told["KVTIER_PEERS__KEY_FILE"] == f"{init['command'][-1]}{Path(init['command'][-2]).name}"
     assert "secret generic kvtier-peer-key --from-file=peers.key" in PAGE.read_text()

@@ -1,21 +1,32 @@
 """What the stories of node to node share: a key, a node that lends out of a hierarchy, a peer that follows a script."""
 
+import json
 import os
 import socket
 import threading
+import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from doubles import BLOCK_SIZE, SLOT_BYTES, hierarchy_of, payload_of, wait_until
+from node_rig import free_port
+from service_rig import DaemonProcess, end_child
 
+from kvtier.service.events.publisher import Publisher
 from kvtier.service.node.lending import Lender
+from kvtier.service.node.peer_feeds import PeerFeeds
 from kvtier.tiers.checksum import checksum
 from kvtier.tiers.config.config import Config
+from kvtier.tiers.config.sections import EventsConfig
+from kvtier.tiers.hierarchy.events import EventSource
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy
 from kvtier.tiers.naming.chain import TokenChain
 from kvtier.tiers.peers import wire
+from kvtier.tiers.peers.events_at import EventsAt
+from kvtier.tiers.peers.following import FEEDS
 from kvtier.tiers.peers.store import PeersStore
 from kvtier.tiers.tier import BlockRecord
 
@@ -163,3 +174,88 @@ def block(session: wire.PeerSession, told: BlockRecord, payload: bytes) -> bytes
     """A block as an honest node sends it."""
     head = session.pack_head(told)
     return head + payload + session.tag(head, memoryview(payload))
+
+
+class Fleet:
+    """Daemons that know one another."""
+
+    def __init__(self, home: Path, key: Path, count: int, *, tell: bool = False, **options: str) -> None:
+        """With `tell` each publishes its KV events."""
+        self.addresses = [f"127.0.0.1:{free_port()}" for _ in range(count)]
+        self.sockets = [home / f"{i}" for i in range(count)]
+        self.key = key
+        self._options, self._tell = options, tell
+        self.daemons = [self.start(i) for i in range(count)]
+
+    def start(self, number: int, **options: str) -> DaemonProcess:
+        """The daemon of that number. Its own address is among the nodes, as behind one name for all."""
+        given = {"host__size": "1MiB", "peers__connect_timeout": "20s", "peers__deadline": "20s", **self._options}
+        peers = {"listen": self.addresses[number], "nodes": " ".join(self.addresses), "key_file": str(self.key)}
+        given |= {f"peers__{name}": value for name, value in peers.items()}
+        given |= (self.tells() if self._tell else {}) | options
+        return DaemonProcess(self.sockets[number], **given)
+
+    @staticmethod
+    def tells() -> dict[str, str]:
+        """Options with which other nodes can follow a daemon's KV events."""
+        publish, replay = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
+        events = {"publish": publish, "replay": replay, "allow_remote": "true"}
+        return {f"events__{name}": value for name, value in events.items()}
+
+    def status(self, number: int) -> dict[str, Any]:
+        with urllib.request.urlopen(f"http://{self.daemons[number].http}/status", timeout=60) as answer:
+            found: dict[str, Any] = json.load(answer)
+        return found
+
+    def peers(self, number: int) -> dict[str, Any]:
+        """What its status says of the tier in other nodes' memory; of one model."""
+        (model,) = self.status(number)["models"]
+        found: dict[str, Any] = model["tiers"]["peers"]
+        return found
+
+    def metrics(self, number: int) -> str:
+        with urllib.request.urlopen(f"http://{self.daemons[number].http}/metrics", timeout=60) as answer:
+            text: str = answer.read().decode()
+        return text
+
+    def close(self) -> None:
+        for daemon in self.daemons:
+            end_child(daemon.process)
+
+
+class TellingNode(Node):
+    """A node whose KV events tell what it holds, once the story says so: `tell`."""
+
+    def __init__(
+        self, key: Path, chain: TokenChain, *, events: Mapping[str, Any] | None = None, **options: Any
+    ) -> None:
+        """Chains begin where `chain` does."""
+        super().__init__(key, **options)
+        ports = {"publish": f"tcp://127.0.0.1:{free_port()}", "replay": f"tcp://127.0.0.1:{free_port()}"}
+        self.publisher = Publisher(EventsConfig.model_validate({**ports, **(events or {})}), has_peers=True)
+        self.feed = self.publisher.feed(FINGERPRINT, EventSource(self.hierarchy))
+        self.feed.begin_at(chain.root)
+        at = EventsAt.bound(self.publisher.endpoint, self.publisher.replay_endpoint)
+        self.model.events = lambda: replace(at, tells_all=self.feed.tells_all)
+
+    def tell(self) -> None:
+        """Publish what changed since the last time."""
+        wait_until(lambda: self.hierarchy.drain(PATIENCE))
+        while self.feed.pump():
+            continue
+        assert self.publisher.flush(PATIENCE)
+
+    def close(self) -> None:
+        self.publisher.close()
+        super().close()
+
+
+@contextmanager
+def following(key: Path, *nodes: str, keys: EventsConfig | None = None, **options: Any) -> Iterator[PeersStore]:
+    """As `borrowing`, in a process that can follow KV events, as a daemon."""
+    FEEDS.open = PeerFeeds(keys or EventsConfig()).open
+    try:
+        with borrowing(key, *nodes, **options) as store:
+            yield store
+    finally:
+        FEEDS.open = None

@@ -134,6 +134,17 @@ class PeersConfig(Section):
     key_file: FileName | None = option(
         None, "file with the key that all nodes share: a block is trusted only with it; needed by listen and nodes"
     )
+    events: bool = option(
+        True,
+        "know by other nodes' KV events which blocks they hold, if they publish and replay them at tcp:// addresses; "
+        "off: always ask",
+    )
+    max_blocks: WholeNumber = option(
+        1_000_000,
+        "blocks of other nodes known by their events, of each model; a node with more is asked",
+        ge=1,
+        le=100_000_000,
+    )
     connect_timeout: Time = option("100ms", "longest a connection may take to open")
     deadline: Time = option("250ms", "longest a batch may take, besides its size over bandwidth")
     bandwidth: ByteSize = option("50MB", "bytes per second a batch is given time for")

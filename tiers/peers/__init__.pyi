@@ -1,7 +1,23 @@
 from . import wire
+from .announced import AnnouncedNames
+from .events_at import EventsAt
+from .following import FEEDS
 from .resets import RESETS
 from .store import PeersStore
 from .stream import PeerFailed, prepare, receive, receive_into, send
 from .tags import TAG_BYTES
 
-__all__ = ["RESETS", "TAG_BYTES", "PeerFailed", "PeersStore", "prepare", "receive", "receive_into", "send", "wire"]
+__all__ = [
+    "FEEDS",
+    "RESETS",
+    "TAG_BYTES",
+    "AnnouncedNames",
+    "EventsAt",
+    "PeerFailed",
+    "PeersStore",
+    "prepare",
+    "receive",
+    "receive_into",
+    "send",
+    "wire",
+]

@@ -10,6 +10,7 @@ from typing import Final
 
 from kvtier.tiers import BlockRecord, ChainHash, Outcome, checksum
 from kvtier.tiers.peers import wire
+from kvtier.tiers.peers.events_at import EVENTS_BYTES, EventsAt
 from kvtier.tiers.peers.stream import PeerFailed, prepare, receive, receive_into, send
 from kvtier.tiers.peers.tags import TAG_BYTES
 from kvtier.tiers.peers.wire import Greeting, LentBlocks, PeerSession, PeerVerb, WrongWords
@@ -76,6 +77,15 @@ class PeerLink:
         if count != num_names or not set(flags) <= {0, 1}:
             raise PeerFailed(Outcome.IO_ERROR, "garbage")
         return [flag == 1 for flag in flags]
+
+    def hear_events(self, deadline: float) -> EventsAt:
+        """Where the peer says that its KV events are."""
+        size = wire.WORDS_BYTES + EVENTS_BYTES + wire.PROOF_BYTES
+        _, said = self._read(PeerVerb.EVENTS, receive(self._connection, size, deadline), 1)
+        try:
+            return EventsAt.unpack(said)
+        except WrongWords as wrong:
+            raise _wrong(wrong) from None
 
     def hear_blocks(
         self, names: Sequence[ChainHash], into: Sequence[memoryview], settle: SettleBlock, deadline: float

@@ -1,5 +1,7 @@
 """The tier of other nodes' memory from its section of the configuration, and what the doctor asks. A `TierModule`."""
 
+from collections.abc import Iterator
+
 from kvtier.tiers import BATCH_BYTES, BlockShape, ConfigError, ConfiguredTier, Finding, error, ok, warning
 from kvtier.tiers.config import Config
 from kvtier.tiers.peers.addresses import looked_up
@@ -34,7 +36,24 @@ def checked(config: Config) -> str | None:
     shared_key(peers.key_file)
     borrows = f"borrows from {', '.join(peers.nodes)}" if peers.nodes else "borrows from nobody"
     lends = f"lends on {peers.listen}" if peers.listen is not None else "lends nothing"
-    return f"[peers] {borrows}, {lends}"
+    return "; ".join([f"[peers] {borrows}, {lends}", *_knowledge(config)])
+
+
+def _knowledge(config: Config) -> Iterator[str]:
+    """How this node knows what others hold, and others what it does."""
+    if config.peers.nodes:
+        yield (
+            "knows what others hold by their KV events where they tell, else it asks"
+            if config.peers.events
+            else "asks others what they hold"
+        )
+    if config.peers.listen is not None:
+        is_told = all(each and each.startswith("tcp://") for each in (config.events.publish, config.events.replay))
+        yield (
+            "its KV events tell others what it holds"
+            if is_told
+            else "others have to ask it: [events] publish and replay are not both tcp:// addresses"
+        )
 
 
 def examine(config: Config) -> list[Finding]:

@@ -10,6 +10,9 @@ from typing import Final
 from kvtier.tiers import BlockRecord, ChainHash, Direction, Outcome, require_buffers, require_space
 from kvtier.tiers.config import Config
 from kvtier.tiers.peers.addresses import looked_up
+from kvtier.tiers.peers.announced import AnnouncedNames
+from kvtier.tiers.peers.flight import Flight
+from kvtier.tiers.peers.following import Following
 from kvtier.tiers.peers.holders import PeerAddress, PeerHolders
 from kvtier.tiers.peers.link import PeerLink, as_they_answer
 from kvtier.tiers.peers.peer import OtherNode, breaker_of
@@ -33,6 +36,9 @@ class PeersStore:
     deadline: `deadline` seconds and its bytes over `bandwidth`. A peer that fails costs the blocks it was asked for,
     and after some failures in a row it is left alone for a while.
 
+    What peers hold is known by their KV events if these can be followed, else by asking them, for a while. Both are
+    hints: a block is what it should be only once it was read and verified.
+
     It takes no stores. After a reset it holds nothing: what peers have may be what was to be forgotten.
     """
 
@@ -42,7 +48,8 @@ class PeersStore:
         self._breaker = config.breaker
         self._blocks = blocks
         self._key = key
-        self._holders = PeerHolders(_NAME_LIFETIME)
+        self._holders = PeerHolders(_NAME_LIFETIME)  # as peers said when they were asked
+        self._following = Following(config.peers, blocks.fingerprint)
         self._peers: dict[PeerAddress, OtherNode] = {}  # replaced whole, by the tending thread alone
         self._lock = threading.Lock()  # guards what follows; never held across I/O
         self._counts: Counter[str] = Counter()
@@ -64,13 +71,27 @@ class PeersStore:
     # names: no I/O
 
     def lookup(self, hashes: Sequence[ChainHash]) -> int:
-        return self._holders.leading(hashes)
+        at, told = self._holders.leading(hashes), self._told().values()
+        while told and at < len(hashes):
+            end = next((end for names in told if (end := names.leading(hashes, at)) > at), at)
+            if end == at:
+                break
+            at = end + self._holders.leading(hashes[end:])
+        return at
 
     def holds(self, hashes: Sequence[ChainHash]) -> list[bool]:
-        return [peer is not None for peer in self._holders.of(hashes)]
+        told = self._told().values()
+        asked = self._holders.of(hashes)
+        return [
+            peer is not None or any(names.holds(name) for names in told)
+            for name, peer in zip(hashes, asked, strict=True)
+        ]
 
     def locate(self, hashes: Sequence[ChainHash]) -> int | Outcome:
-        """Every peer that answers is asked, all at once; of several that hold a block, the one with the longest run."""
+        """Every peer that answers is asked, all at once; of several that hold a block, the one with the longest run.
+
+        One whose events tell all that it holds is not asked.
+        """
         if self._is_off:
             return 0
         deadline = time.monotonic() + self._config.deadline
@@ -78,7 +99,12 @@ class PeersStore:
         while found < len(hashes):
             window = hashes[found : found + MAX_NAMES]
             held, failure = self._ask_all(window, deadline)
-            there = self._learn(window, held)
+            told = {
+                address: [names.holds(name) for name in window]
+                for address, names in self._told().items()
+                if address not in held
+            }
+            there = self._learn(window, held, told)
             found += there
             if there < len(window):
                 if failure is not None and not held and not found:
@@ -132,7 +158,10 @@ class PeersStore:
         return direction == "write" or any(peer.answers for peer in self._peers.values())
 
     def stats(self) -> Mapping[str, int]:
-        """Counts since it was opened: {read, locate}_{outcome}, failed_{reason}; names known, and peers that answer."""
+        """Counts since it was opened: {read, locate}_{outcome}, failed_{reason}, hints_{right, wrong}, questions.
+
+        Now: `names` known by asking, `told` by events; peers `answering`, and of these `sure`, whose events tell all.
+        """
         with self._lock:
             counts, failed = dict(self._counts), Counter(self._retired)
         peers = list(self._peers.values())
@@ -141,14 +170,17 @@ class PeersStore:
         reasons = {f"failed_{reason}": count for reason, count in failed.items()}
         answering = sum(peer.answers for peer in peers)
         evicted = counts.get("read_evicted", 0)
+        counts |= self._following.stats()
         return {**counts, **reasons, "evicted": evicted, "names": len(self._holders), "answering": answering}
 
     def check(self) -> None:
         self._holders.check()
+        self._following.check()
 
     def close(self) -> None:
         """Hang up. Idempotent."""
         self._closing.set()
+        self._following.close()
         for peer in self._peers.values():
             peer.close()
 
@@ -168,7 +200,7 @@ class PeersStore:
         asked: list[tuple[OtherNode, PeerLink]] = []
         held: dict[PeerAddress, list[bool]] = {}
         failure: Outcome | None = None
-        for peer in [each for each in self._peers.values() if each.answers]:
+        for peer in [each for each in self._peers.values() if each.answers and not self._following.is_sure_of(each)]:
             link = None
             try:
                 link = peer.borrow(deadline)
@@ -176,6 +208,8 @@ class PeersStore:
                 asked.append((peer, link))
             except PeerFailed as failed:
                 failure = self._fail(peer, link, failed)
+        with self._lock:
+            self._counts["questions"] += len(asked)
         by_link = {link: peer for peer, link in asked}
         for link in as_they_answer(by_link, deadline):
             try:
@@ -186,20 +220,53 @@ class PeersStore:
                 failure = self._fail(by_link[link], link, failed)
         return held, failure
 
-    def _learn(self, names: Sequence[ChainHash], held: Mapping[PeerAddress, Sequence[bool]]) -> int:
-        """Note whom to ask for each block, with as few flights as can be; returns how many leading ones are held."""
+    def _learn(
+        self,
+        names: Sequence[ChainHash],
+        held: Mapping[PeerAddress, Sequence[bool]],
+        told: Mapping[PeerAddress, Sequence[bool]],
+    ) -> int:
+        """Note whom to ask for each block, with as few flights as can be; returns how many leading ones are held.
+
+        What is `told` by events is known anyway, until events say otherwise.
+        """
         at = 0
         while at < len(names):
             ends = {
                 address: next((i for i in range(at, len(names)) if not flags[i]), len(names))
-                for address, flags in held.items()
+                for address, flags in (*held.items(), *told.items())
             }
             best = max(ends, key=ends.__getitem__, default=None)
             if best is None or ends[best] == at:
                 break
-            self._holders.add(best, names[at : ends[best]])
+            if best in held:
+                self._holders.add(best, names[at : ends[best]])
             at = ends[best]
         return at
+
+    def _told(self) -> Mapping[PeerAddress, AnnouncedNames]:
+        """What peers hold by their events."""
+        return {} if self._is_off else self._following.believed(self._peers)
+
+    def _whom(self, hashes: Sequence[ChainHash]) -> tuple[list[PeerAddress | None], set[int]]:
+        """Whom to ask for each block, in few flights, and which blocks are asked for because events name them.
+
+        Of several peers with equally long runs, one by the block's name, so that not all nodes ask the same.
+        """
+        whom, hinted, at = self._holders.of(hashes), set[int](), 0
+        told = self._told() if None in whom else {}
+        while told and at < len(hashes):
+            end = at + 1
+            if whom[at] is None:
+                ends = {address: names.leading(hashes, at) for address, names in told.items()}
+                best = max(ends, key=lambda address: (ends[address], hash((address, hashes[at]))))
+                for position in range(at, ends[best]):
+                    if whom[position] is None:
+                        whom[position] = best
+                        hinted.add(position)
+                end = max(end, ends[best])
+            at = end
+        return whom, hinted
 
     def _take_off(
         self,
@@ -207,18 +274,20 @@ class PeersStore:
         into: Sequence[memoryview],
         results: list[BlockRecord | Outcome],
         deadline: float,
-    ) -> "dict[PeerLink, _Flight]":
+    ) -> dict[PeerLink, Flight]:
         """Ask every peer for its blocks. What cannot be asked has its outcome."""
         by_peer: dict[PeerAddress, list[int]] = {}
-        for position, address in enumerate(self._holders.of(hashes)):
+        whom, hinted = self._whom(hashes)
+        for position, address in enumerate(whom):
             if address is not None:
                 by_peer.setdefault(address, []).append(position)
-        flights: dict[PeerLink, _Flight] = {}
+        flights: dict[PeerLink, Flight] = {}
         for address, positions in by_peer.items():
             peer, link = self._peers.get(address), None
             if peer is None or not peer.breaker.closed:
                 continue
-            flight = _Flight(peer, hashes, into, positions, results)
+            flight = Flight(peer, hashes, into, positions, results)
+            flight.hinted = hinted.intersection(positions[:MAX_NAMES])
             try:
                 link = peer.borrow(deadline)
                 link.ask(PeerVerb.LEND, [hashes[position] for position in positions[:MAX_NAMES]], deadline)
@@ -227,7 +296,7 @@ class PeersStore:
                 flight.lost(self._fail(peer, link, failed))
         return flights
 
-    def _land(self, flight: "_Flight", link: PeerLink, deadline: float) -> None:
+    def _land(self, flight: Flight, link: PeerLink, deadline: float) -> None:
         is_late = time.monotonic() >= deadline and not link.is_quiet  # another peer took all the time: not its fault
         try:
             flight.hear(link, deadline)
@@ -239,6 +308,8 @@ class PeersStore:
                 self._fail(flight.peer, link, failed)
         else:
             flight.peer.give_back(link, lent=True)
+            if flight.hinted:
+                self._following.judge(flight.peer.address, flight.hints)
 
     def _fail(self, peer: OtherNode, link: PeerLink | None, failure: PeerFailed) -> Outcome:
         """A peer failed: what it was believed to hold is not asked of it any more."""
@@ -257,7 +328,9 @@ class PeersStore:
                 if self._closing.is_set():
                     return
                 peer.tend()
+            self._following.tend(self._peers, self._fail)
             self._closing.wait(_TEND_EVERY)
+        self._following.close()  # `close` may have come while a stream was opened
 
     def _adopt(self, addresses: Sequence[PeerAddress]) -> None:
         """Know these peers and no others."""
@@ -283,40 +356,3 @@ class PeersStore:
         outcomes = [Outcome.OK if isinstance(result, BlockRecord) else result for result in results]
         with self._lock:
             self._counts.update(f"{verb}_{outcome}" for outcome in outcomes)
-
-
-class _Flight:
-    """What one peer was asked for, of one batch."""
-
-    def __init__(
-        self,
-        peer: OtherNode,
-        hashes: Sequence[ChainHash],
-        into: Sequence[memoryview],
-        positions: list[int],
-        results: list[BlockRecord | Outcome],
-    ) -> None:
-        self.peer = peer
-        self._hashes = hashes
-        self._into = into
-        self._positions = positions
-        self._results = results
-        self._open = set(positions)  # no outcome yet
-
-    def hear(self, link: PeerLink, deadline: float) -> None:
-        """PeerFailed; what came before is good."""
-        asked = self._positions[:MAX_NAMES]
-        names, into = [self._hashes[p] for p in asked], [self._into[p] for p in asked]
-        link.hear_blocks(names, into, self._settle, deadline)
-        self.lost(Outcome.ABSENT)  # more than one question has names: not asked
-
-    def lost(self, outcome: Outcome) -> None:
-        """What has not come will not."""
-        for position in self._open:
-            self._results[position] = outcome
-        self._open.clear()
-
-    def _settle(self, number: int, result: BlockRecord | Outcome) -> None:
-        position = self._positions[number]
-        self._results[position] = result
-        self._open.discard(position)

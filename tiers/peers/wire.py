@@ -6,8 +6,8 @@ One connection is for the blocks of one model. Whoever lends speaks first. All i
 2. hello: magic, a nonce, fingerprint, bytes and tokens of a block, who asks; proof
 3. welcome: the reply, who lends; proof
 4. questions: verb, number of names, the names; proof
-5. answers: verb, a number. To HELD then a byte for each name, to LEND nothing; proof. To LEND that many blocks follow,
-   the leading ones of those asked for: head, payload, tag each
+5. answers: verb, a number. To HELD then a byte for each name, to EVENTS an `EventsAt`, to LEND nothing; proof. To LEND
+   that many blocks follow, the leading ones of those asked for: head, payload, tag each
 
 A proof is HMAC-SHA256 under a key of the connection alone, over what it proves and the number of the question. A tag is
 a MAC over head and payload, under a key made from the shared one and the fingerprint (`BlockTags`). Whoever lends a
@@ -54,6 +54,10 @@ class PeerVerb(IntEnum):
 
     HELD = 1  # which of these blocks are held?
     LEND = 2  # these blocks
+    EVENTS = 3  # where are this node's KV events of the model (whose fingerprint is the one name)?
+
+
+_VERBS: Final = frozenset(PeerVerb)
 
 
 class Greeting(IntEnum):
@@ -162,7 +166,7 @@ class PeerSession:
     def question_bytes(words: bytes) -> int:
         """How many bytes follow the first words of a question. WrongWords if no question begins so."""
         verb, count = _WORDS.unpack(words)
-        if verb not in (PeerVerb.HELD, PeerVerb.LEND) or not 0 < count <= MAX_NAMES:
+        if verb not in _VERBS or not 0 < count <= MAX_NAMES:
             raise WrongWords("question")
         return int(count) * HASH_BYTES + PROOF_BYTES
 

@@ -1,6 +1,5 @@
 """Node to node: daemons as processes, each with an L2 of its own, that read one another's blocks out of memory."""
 
-import json
 import os
 import signal
 import socket
@@ -15,10 +14,9 @@ from typing import Any
 import pytest
 from doubles import BLOCK_SIZE, SLOT_BYTES, chain_of, wait_until
 from doubles import store as store_in
-from node_rig import free_port
 from peers_rig import FINGERPRINT as MODEL
-from peers_rig import Node, borrowing, buffers, key_file
-from service_rig import DaemonProcess, DaemonThread, attach, end_child, load, store, where
+from peers_rig import Fleet, Node, borrowing, buffers, key_file
+from service_rig import DaemonThread, attach, end_child, load, store, where
 
 from kvtier.service.node import lending
 from kvtier.tiers.config.config import Config
@@ -30,38 +28,11 @@ from kvtier.tiers.peers.stream import PeerFailed
 from kvtier.tiers.tier import BlockRecord, Outcome
 
 
-class Fleet:
-    """Daemons that know one another."""
-
-    def __init__(self, home: Path, key: Path, count: int, **options: str) -> None:
-        self.addresses = [f"127.0.0.1:{free_port()}" for _ in range(count)]
-        self.sockets = [home / f"{i}" for i in range(count)]
-        self.key = key
-        self._options = options
-        self.daemons = [self.start(i) for i in range(count)]
-
-    def start(self, number: int, **options: str) -> DaemonProcess:
-        """The daemon of that number. Its own address is among the nodes, as behind one name for all."""
-        given = {"host__size": "1MiB", "peers__connect_timeout": "20s", "peers__deadline": "20s", **self._options}
-        peers = {"listen": self.addresses[number], "nodes": " ".join(self.addresses), "key_file": str(self.key)}
-        given |= {f"peers__{name}": value for name, value in peers.items()} | options
-        return DaemonProcess(self.sockets[number], **given)
-
-    def status(self, number: int) -> dict[str, Any]:
-        with urllib.request.urlopen(f"http://{self.daemons[number].http}/status", timeout=60) as answer:
-            found: dict[str, Any] = json.load(answer)
-        return found
-
-    def close(self) -> None:
-        for daemon in self.daemons:
-            end_child(daemon.process)
-
-
 @pytest.fixture
 def fleet_of(home: Path, tmp_path: Path) -> Iterator[Callable[..., Fleet]]:
     with ExitStack() as stack:
 
-        def make(count: int, **options: str) -> Fleet:
+        def make(count: int, **options: Any) -> Fleet:
             fleet = Fleet(home, key_file(tmp_path), count, **options)
             stack.callback(fleet.close)
             return fleet

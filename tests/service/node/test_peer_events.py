@@ -1,0 +1,503 @@
+"""What other nodes hold, known by their KV events: nobody is asked, a wrong hint is a miss, a bad stream is left."""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from doubles import chain_of, payload_of, store, wait_until
+from node_rig import free_port
+from object_rig import BUCKET, NO_OBJECTS, object_server
+from peers_rig import FINGERPRINT, Fleet, TellingNode, buffers, following, key_file
+from redis_rig import NO_REDIS, standalone
+from service_rig import attach, end_child, load, where
+from service_rig import store as store_at
+from zmq.auth import create_certificates
+
+from kvtier.service.events.publisher import Publisher
+from kvtier.service.events.wire import AllBlocksCleared
+from kvtier.service.node.peer_feeds import PeerFeeds
+from kvtier.tiers.config.sections import EventsConfig
+from kvtier.tiers.hierarchy.cache_tiers import Attribution
+from kvtier.tiers.hierarchy.events import Removed, Stored
+from kvtier.tiers.naming.chain import TokenChain
+from kvtier.tiers.peers import announced
+from kvtier.tiers.peers import following as following_module
+from kvtier.tiers.peers.events_at import EventsAt
+from kvtier.tiers.peers.store import PeersStore
+from kvtier.tiers.tier import BlockRecord, Outcome
+
+CHAIN = chain_of(8)
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Peers are asked where their events are four times a second."""
+    monkeypatch.setattr(following_module, "_ASK_EVERY", 0.2)
+
+
+@pytest.fixture
+def key(tmp_path: Path) -> Path:
+    return key_file(tmp_path)
+
+
+@pytest.fixture
+def made() -> Iterator[list[TellingNode]]:
+    nodes: list[TellingNode] = []
+    yield nodes
+    for node in nodes:
+        node.close()
+
+
+@pytest.fixture
+def node(key: Path, made: list[TellingNode]) -> TellingNode:
+    made.append(TellingNode(key, CHAIN))
+    return made[0]
+
+
+def count(tier: PeersStore, name: str) -> int:
+    return tier.stats().get(name, 0)
+
+
+def sure(tier: PeersStore, num_peers: int = 1) -> None:
+    """Wait until so many peers need not be asked."""
+    wait_until(lambda: count(tier, "sure") == num_peers)
+
+
+def read(tier: PeersStore, chain: TokenChain, first: int = 0, last: int | None = None) -> list[Outcome]:
+    """Read blocks; what came has its name's bytes."""
+    names = chain.hashes[first:last]
+    into = buffers(len(names))
+    results = tier.read(names, into)
+    for name, result, buffer in zip(names, results, into, strict=True):
+        if isinstance(result, BlockRecord):
+            assert (result.chain_hash, bytes(buffer)) == (name, payload_of(name))
+    return [Outcome.OK if isinstance(result, BlockRecord) else result for result in results]
+
+
+def test_what_events_tell_nobody_is_asked(key: Path, node: TellingNode) -> None:
+    assert store(node.hierarchy, CHAIN, 0, 6) == 6
+    node.tell()
+    with following(key, node.address) as tier:
+        wait_until(lambda: tier.lookup(CHAIN.hashes) == 6)
+        sure(tier)
+        asked = count(tier, "questions")
+        # Held and not held: both are known without a word to the peer.
+        assert tier.holds(CHAIN.hashes) == [True] * 6 + [False] * 2
+        assert (tier.locate(CHAIN.hashes), tier.locate(chain_of(4, first_token=500).hashes)) == (6, 0)
+        assert read(tier, CHAIN, 0, 6) == [Outcome.OK] * 6
+        assert (count(tier, "questions") - asked, count(tier, "hints_right"), count(tier, "hints_wrong")) == (0, 1, 0)
+        # What comes and what goes is told.
+        assert store(node.hierarchy, CHAIN, 6, 8) == 2
+        node.tell()
+        wait_until(lambda: tier.lookup(CHAIN.hashes) == 8)
+        node.hierarchy.host.pool.evict(CHAIN.hashes[2:])
+        node.tell()
+        wait_until(lambda: tier.lookup(CHAIN.hashes) == 2)
+        assert count(tier, "questions") == asked
+
+
+def test_blocks_of_several_peers_and_of_the_one_that_has_to_be_asked(key: Path, made: list[TellingNode]) -> None:
+    made += [TellingNode(key, CHAIN) for _ in range(3)]
+    for node, (first, last) in zip(made, ((0, 3), (0, 5), (5, 8)), strict=True):
+        store(node.hierarchy, CHAIN, first, last)
+    made[0].tell()
+    made[1].tell()
+    made[2].model.events = EventsAt  # publishes nothing
+    with following(key, *(node.address for node in made)) as tier:
+        wait_until(lambda: tier.lookup(CHAIN.hashes) == 5)
+        sure(tier, 2)
+        assert tier.locate(CHAIN.hashes) == 8
+        assert count(tier, "questions") == 1
+        assert read(tier, CHAIN) == [Outcome.OK] * 8
+        # The longest run is one flight.
+        wait_until(lambda: [node.lender.counts["blocks"] for node in made] == [0, 5, 3])
+
+
+def test_a_hint_that_came_too_late_is_a_miss_and_is_not_given_twice(
+    key: Path, node: TellingNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(announced, "_DOUBT", 1.0)
+    store(node.hierarchy, CHAIN)
+    node.tell()
+    with following(key, node.address) as tier:
+        wait_until(lambda: tier.lookup(CHAIN.hashes) == 8)
+        sure(tier)
+        node.hierarchy.host.pool.evict(CHAIN.hashes[5:])  # and its events are slow
+        assert read(tier, CHAIN) == [Outcome.OK] * 5 + [Outcome.EVICTED] * 3
+        assert (tier.lookup(CHAIN.hashes), count(tier, "hints_wrong"), count(tier, "sure")) == (5, 1, 0)
+        # For a while the peer is asked, too: what it really holds is found.
+        assert tier.locate(chain_of(2, first_token=900).hashes) == 0
+        assert count(tier, "questions") == 1
+        # Then its events are told, and count again.
+        node.tell()
+        sure(tier)
+        assert tier.lookup(CHAIN.hashes) == 5
+
+
+def test_a_peer_whose_events_lie_costs_some_misses_and_is_then_asked(key: Path, made: list[TellingNode]) -> None:
+    made += [TellingNode(key, CHAIN, slots=64), TellingNode(key, CHAIN)]
+    liar, honest = made
+    chains = [chain_of(2, first_token=1000 * i) for i in range(announced.MAX_DOUBTS)]
+    for chain in chains:  # it has none of them
+        records = [BlockRecord(name, chain.parent(i), chain.block_tokens(i), 0) for i, name in enumerate(chain.hashes)]
+        liar.publisher.announce(FINGERPRINT, [Stored("l2", tuple(records))])
+    other = chain_of(4, first_token=90_000)
+    store(honest.hierarchy, other)
+    honest.tell()
+    with following(key, *(node.address for node in made)) as tier:
+        wait_until(lambda: all(tier.lookup(chain.hashes) == len(chain.hashes) for chain in [*chains, other]))
+        for chain in chains:
+            assert read(tier, chain) == [Outcome.EVICTED] * 2
+            assert tier.lookup(chain.hashes) == 0
+        assert count(tier, "hints_wrong") == announced.MAX_DOUBTS
+        # Its events count no more. What it really has is found by asking it.
+        fresh = chain_of(2, first_token=80_000)
+        store(liar.hierarchy, fresh)
+        liar.tell()
+        assert (tier.lookup(fresh.hashes), tier.locate(fresh.hashes), count(tier, "questions")) == (0, 2, 1)
+        assert read(tier, fresh) == [Outcome.OK] * 2
+        # Nobody else's blocks were touched.
+        assert (tier.lookup(other.hashes), read(tier, other)) == (4, [Outcome.OK] * 4)
+        assert not [name for name in tier.stats() if name.startswith("failed")]
+
+
+class Losing:
+    """The publisher's socket, from which batches are lost: what a subscriber that is too slow sees."""
+
+    def __init__(self, publisher: Publisher) -> None:
+        self._publisher = publisher
+        self._socket = publisher._publish
+        publisher._publish = self  # type: ignore[assignment]
+
+    def send_multipart(self, frames: list[bytes]) -> None:
+        """Into the void."""
+
+    def close(self) -> None:
+        self._publisher._publish = self._socket
+
+
+def test_after_a_gap_the_peer_is_asked_until_the_gap_is_filled(key: Path, node: TellingNode) -> None:
+    store(node.hierarchy, CHAIN, 0, 4)
+    node.tell()
+    with following(key, node.address) as tier:
+        wait_until(lambda: tier.lookup(CHAIN.hashes) == 4)
+        sure(tier)
+        # The replay is not answered for now, and batches are lost. The next one shows it.
+        node.publisher._from = lambda first: iter([[b"", b"kv", b"no number", b""]])  # type: ignore[method-assign]
+        losing = Losing(node.publisher)
+        node.hierarchy.host.pool.evict(CHAIN.hashes[2:])
+        node.tell()
+        losing.close()
+        other = chain_of(2, first_token=700)
+        store(node.hierarchy, other)
+        node.tell()
+        wait_until(lambda: count(tier, "sure") == 0)
+        # It is not believed, and asked.
+        assert (tier.lookup(CHAIN.hashes), tier.locate(CHAIN.hashes), tier.locate(other.hashes)) == (0, 2, 2)
+        assert count(tier, "questions") == 2
+        assert read(tier, other) == [Outcome.OK] * 2
+        # The replay answers again: what was missed is read, in order.
+        del node.publisher._from
+        sure(tier)
+        assert (tier.lookup(CHAIN.hashes), tier.lookup(other.hashes)) == (2, 2)
+
+
+def test_all_cleared_and_a_reset_leave_nothing_to_ask_for(key: Path, node: TellingNode) -> None:
+    store(node.hierarchy, CHAIN)
+    node.tell()
+    with following(key, node.address) as tier:
+        wait_until(lambda: tier.lookup(CHAIN.hashes) == 8)
+        node.publisher._submit(1, lambda: node.publisher._send(FINGERPRINT, [AllBlocksCleared()]))
+        wait_until(lambda: tier.lookup(CHAIN.hashes) == 0)
+        assert count(tier, "told") == 0
+        # The other node was reset: what it stores from then on is not lent, whatever its events say.
+        node.hierarchy.reset()
+        store(node.hierarchy, CHAIN)
+        node.tell()
+        wait_until(lambda: count(tier, "sure") == 0 and tier.lookup(CHAIN.hashes) == 0)
+        assert tier.locate(CHAIN.hashes) == 0
+        assert count(tier, "hints_wrong") == 0
+
+
+def test_a_stream_that_ends_is_not_believed_and_the_peer_is_asked(key: Path, node: TellingNode) -> None:
+    store(node.hierarchy, CHAIN)
+    node.tell()
+    with following(key, node.address) as tier:
+        wait_until(lambda: tier.lookup(CHAIN.hashes) == 8)
+        node.publisher.close()
+        wait_until(lambda: count(tier, "sure") == 0)
+        assert (tier.lookup(CHAIN.hashes), tier.locate(CHAIN.hashes)) == (0, 8)
+        assert read(tier, CHAIN) == [Outcome.OK] * 8
+
+
+def test_a_slow_stream_delays_no_lookup_and_is_caught_up_with(
+    key: Path, node: TellingNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with following(key, node.address) as tier:
+        sure(tier)
+        send = node.publisher._publish_batch
+
+        def slowly(fingerprint: bytes, events: Any) -> None:
+            time.sleep(0.5)
+            send(fingerprint, events)
+
+        monkeypatch.setattr(node.publisher, "_publish_batch", slowly)
+        chains = [chain_of(2, first_token=100 * i) for i in range(1, 5)]
+        for chain in chains:
+            store(node.hierarchy, chain)
+            node.feed.pump()
+        began = time.monotonic()
+        assert tier.locate(chains[-1].hashes) == 0  # not told yet, and nobody waits for it
+        assert time.monotonic() - began < 0.5
+        wait_until(lambda: all(tier.lookup(chain.hashes) == 2 for chain in chains))
+        assert count(tier, "questions") == 0
+
+
+def test_more_blocks_than_there_is_room_for_are_asked_for(key: Path, node: TellingNode) -> None:
+    store(node.hierarchy, CHAIN)
+    node.tell()
+    with following(key, node.address, max_blocks=5) as tier:
+        wait_until(lambda: count(tier, "told") == 5)
+        wait_until(lambda: tier.locate(CHAIN.hashes) == 8)
+        assert count(tier, "questions") >= 1
+        assert read(tier, CHAIN) == [Outcome.OK] * 8
+
+
+def test_a_node_that_does_not_announce_all_is_asked(key: Path, node: TellingNode) -> None:
+    store(node.hierarchy, CHAIN, 0, 2)
+    node.tell()
+    with following(key, node.address) as tier:
+        sure(tier)
+        # A tenant whose root its events do not know: the block is in memory, and is not announced.
+        tenant = chain_of(2, salt="tenant")
+        store(node.hierarchy, tenant)
+        node.tell()
+        assert not node.feed.tells_all
+        wait_until(lambda: count(tier, "sure") == 0)
+        assert (tier.lookup(tenant.hashes), tier.locate(tenant.hashes)) == (0, 2)
+        assert tier.lookup(CHAIN.hashes) == 2  # what is told still counts
+        # Once it is, the peer is left in peace again.
+        node.feed.begin_at(tenant.root)
+        node.tell()
+        sure(tier)
+        assert tier.lookup(tenant.hashes) == 2
+
+
+def test_a_peer_that_is_gone_is_not_believed_though_its_events_were_live(key: Path, node: TellingNode) -> None:
+    store(node.hierarchy, CHAIN)
+    node.tell()
+    with following(key, node.address) as tier:
+        wait_until(lambda: tier.lookup(CHAIN.hashes) == 8)
+        node.lender.close()  # its publisher still answers
+        assert read(tier, CHAIN) == [Outcome.IO_ERROR] * 8
+        assert (tier.lookup(CHAIN.hashes), tier.holds(CHAIN.hashes), tier.locate(CHAIN.hashes)) == (0, [False] * 8, 0)
+
+
+def guarded(keys: Path, own: str = "publisher") -> dict[str, Path]:
+    return {"curve_key_file": keys / f"{own}.key_secret", "curve_reader_file": keys / "reader.key"}
+
+
+def test_nodes_read_one_another_with_the_publishers_own_keys(
+    key: Path, made: list[TellingNode], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = os.umask(0o077)
+    for name in ("publisher", "reader", "stranger"):
+        create_certificates(tmp_path, name)
+    os.umask(before)
+    made.append(TellingNode(key, CHAIN, events=guarded(tmp_path)))
+    store(made[0].hierarchy, CHAIN)
+    made[0].tell()
+    with following(key, made[0].address, keys=EventsConfig.model_validate(guarded(tmp_path))) as tier:
+        wait_until(lambda: tier.lookup(CHAIN.hashes) == 8)
+    # Others are turned away, and the peer is asked: over the other connection, with the other key.
+    for others in (EventsConfig(), EventsConfig.model_validate(guarded(tmp_path, "stranger"))):
+        caplog.clear()
+        with following(key, made[0].address, keys=others) as tier:
+            wait_until(lambda: "are not read: the handshake failed" in caplog.text)
+            assert (tier.lookup(CHAIN.hashes), tier.locate(CHAIN.hashes)) == (0, 8)
+
+
+def test_a_publisher_without_peers_lets_no_node_in(tmp_path: Path) -> None:
+    before = os.umask(0o077)
+    for name in ("publisher", "reader"):
+        create_certificates(tmp_path, name)
+    os.umask(before)
+    ports = {name: f"tcp://127.0.0.1:{free_port()}" for name in ("publish", "replay")}
+    config = EventsConfig.model_validate({**ports, **guarded(tmp_path)})
+    names = announced.AnnouncedNames(announced.NamesRoom(100))
+    with Publisher(config) as publisher:
+        feed = PeerFeeds(config).open(FINGERPRINT, ports["publish"], ports["replay"], names)
+        wait_until(lambda: publisher.counts["keys_refused"] >= 1)
+        assert not feed.is_live
+        assert feed.close()
+
+
+@pytest.mark.parametrize(
+    "at",
+    [
+        EventsAt("tcp://127.0.0.1:1", "tcp://127.0.0.1:1", tells_all=True),  # nobody is there
+        EventsAt("tcp://10.0.0.1:5567", "tcp://127.0.0.1:5568", tells_all=True),  # not of the machine that lends
+        EventsAt("tcp://no such host:x", "tcp://127.0.0.1:5568", tells_all=True),  # no address
+    ],
+)
+def test_an_address_that_is_none_is_no_reason_to_fail(key: Path, node: TellingNode, at: EventsAt) -> None:
+    store(node.hierarchy, CHAIN)
+    node.model.events = lambda: at
+    with following(key, node.address) as tier:
+        wait_until(lambda: node.lender.counts["welcomed"] >= 1)
+        assert tier.locate(CHAIN.hashes) == 8
+        assert read(tier, CHAIN) == [Outcome.OK] * 8
+        assert count(tier, "sure") == 0
+
+
+def test_off_means_that_peers_are_asked(key: Path, node: TellingNode) -> None:
+    store(node.hierarchy, CHAIN)
+    node.tell()
+    with following(key, node.address, events=False) as tier:
+        assert (tier.lookup(CHAIN.hashes), tier.locate(CHAIN.hashes), count(tier, "questions")) == (0, 8, 1)
+    node.publisher.announce(FINGERPRINT, [Removed("l2", ())])
+
+
+# Daemons as processes
+
+
+@pytest.fixture
+def fleet_of(home: Path, tmp_path: Path) -> Iterator[Callable[..., Fleet]]:
+    with ExitStack() as stack:
+
+        def make(count: int, **options: Any) -> Fleet:
+            fleet = Fleet(home, key_file(tmp_path), count, tell=True, **options)
+            stack.callback(fleet.close)
+            return fleet
+
+        yield make
+
+
+def knows(fleet: Fleet, number: int, num_told: int, num_sure: int = 1) -> None:
+    """Wait until a daemon knows so many blocks of others, and need not ask so many nodes."""
+
+    def is_so() -> bool:
+        told = [line for line in fleet.metrics(number).splitlines() if line.startswith("kvtier_peers_told_blocks{")]
+        return [float(line.split()[-1]) for line in told] == [num_told] and fleet.peers(number)["sure"] == num_sure
+
+    wait_until(is_so)
+
+
+def test_a_fleet_knows_what_it_holds_also_after_a_kill_and_a_restart(fleet_of: Callable[..., Fleet]) -> None:
+    fleet, chain = fleet_of(2), chain_of(8)
+    other, mine = chain_of(4, first_token=900), chain_of(2, first_token=500)
+    assert "knows what others hold by their KV events" in "".join(fleet.daemons[0].lines)
+    first, second = (attach(path) for path in fleet.sockets)
+    assert store_at(first, chain) == 8
+    knows(fleet, 1, 8)
+    assert where(second, chain) == Attribution(8, peers=8)
+    assert load(second, chain) == 8
+    # kill -9: nothing of it is promised any more, and nobody waits for it.
+    assert store_at(first, other) == 4
+    knows(fleet, 1, 12)
+    fleet.daemons[0].process.kill()
+    fleet.daemons[0].process.wait(60)
+    first.close()
+    began = time.monotonic()
+    assert load(second, other) == 0
+    assert time.monotonic() - began < 20.0
+    assert load(second, chain) == 8  # its own by now
+    # It starts anew, elsewhere for its events, with an empty memory. What it computes then is told again.
+    end_child(fleet.daemons[0].process)
+    fleet.daemons[0] = fleet.start(0)
+    again = attach(fleet.sockets[0])
+    knows(fleet, 1, 0)
+    assert store_at(second, mine) == 2  # with the first block stored of a tenant, all of it is announced
+    knows(fleet, 0, 10)
+    assert store_at(again, other) == 4
+    knows(fleet, 1, 4)
+    assert (load(second, other), load(again, chain)) == (4, 8)
+    again.close()
+    second.close()
+
+
+def test_a_reset_on_one_node_ends_what_its_events_promise(fleet_of: Callable[..., Fleet]) -> None:
+    fleet, chain = fleet_of(2), chain_of(8)
+    first, second = (attach(path) for path in fleet.sockets)
+    assert store_at(first, chain) == 8
+    knows(fleet, 1, 8)
+    first.reset()
+    # What it stores from now on has other bytes, maybe: it is not lent.
+    assert store_at(first, chain) == 8
+    wait_until(lambda: fleet.peers(1)["sure"] == 0)
+    assert where(second, chain) == Attribution(8, miss=8)
+    first.close()
+    second.close()
+
+
+@pytest.mark.parametrize(
+    "tier",
+    [
+        pytest.param("redis", marks=pytest.mark.skipif(NO_REDIS is not None, reason=str(NO_REDIS))),
+        pytest.param("objects", marks=pytest.mark.skipif(NO_OBJECTS is not None, reason=str(NO_OBJECTS))),
+    ],
+)
+def test_what_a_node_is_known_to_hold_is_not_asked_of_what_all_share(
+    fleet_of: Callable[..., Fleet], tmp_path: Path, tier: str
+) -> None:
+    chains = [chain_of(8, first_token=1000 * i) for i in range(1, 5)]
+    others = [chain_of(8, first_token=1000 * i) for i in range(5, 9)]
+    with ExitStack() as stack:
+        if tier == "redis":
+            server = stack.enter_context(standalone())
+            shared = {"redis__url": server.url, "redis__secret": "a secret of the fleet"}
+
+            def asked() -> int:
+                """Questions for blocks, and blocks read."""
+                lines = server.cli("INFO", "commandstats").decode().splitlines()
+                calls = {line.split(":")[0]: int(line.split("calls=")[1].split(",")[0]) for line in lines[1:]}
+                return calls.get("cmdstat_exists", 0) + calls.get("cmdstat_get", 0)
+        else:
+            bucket = stack.enter_context(object_server(tmp_path))
+            login = {"access_key_id": "a node", "secret_access_key": "a secret of the node", "secret": 32 * "s"}
+            given = {
+                "bucket": BUCKET,
+                "endpoint": bucket.endpoint,
+                "connect_timeout": "20s",
+                "deadline": "20s",
+                **login,
+            }
+            shared = {f"objects__{name}": value for name, value in given.items()}
+
+            def asked() -> int:
+                """Requests that bring something."""
+                lines = fleet.metrics(1).splitlines()
+                counts = [
+                    line for line in lines if line.startswith("kvtier_storage_requests_total") and 'kind="get"' in line
+                ]
+                return sum(int(float(line.split()[-1])) for line in counts)
+
+        fleet = fleet_of(2, **shared)
+        first, second = (attach(path) for path in fleet.sockets)
+        for chain in (*chains, *others):
+            assert store_at(first, chain) == 8
+        knows(fleet, 1, 64)
+        # Both have the blocks. Nothing is asked of what all share.
+        before = asked()
+        for chain in chains:
+            assert where(second, chain) == Attribution(8, peers=8)
+            assert load(second, chain) == 8
+        told = asked() - before
+        # A node that has to ask its peers asks both at once.
+        end_child(fleet.daemons[1].process)
+        second.close()
+        fleet.daemons[1] = fleet.start(1, peers__events="false")
+        second = attach(fleet.sockets[1])
+        wait_until(lambda: fleet.peers(1)["answering"] == 1)
+        before = asked()
+        for chain in others:
+            assert where(second, chain).miss == 0
+        questions = asked() - before
+        assert questions >= len(others)
+        assert told <= 1 < questions  # an object store's epoch is looked at now and then
+        first.close()
+        second.close()

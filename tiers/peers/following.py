@@ -1,0 +1,186 @@
+"""What other nodes' KV events tell of their memory: whose are followed, and which of them are believed."""
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from threading import Lock
+from typing import Final, Protocol
+
+from kvtier.tiers import ChainHash, ConfigError, Outcome
+from kvtier.tiers.config import PeersConfig
+from kvtier.tiers.peers.announced import MAX_DOUBTS, AnnouncedNames, NamesRoom
+from kvtier.tiers.peers.events_at import EventsAt
+from kvtier.tiers.peers.holders import PeerAddress
+from kvtier.tiers.peers.link import PeerLink
+from kvtier.tiers.peers.peer import OtherNode
+from kvtier.tiers.peers.stream import PeerFailed
+from kvtier.tiers.peers.wire import PeerVerb
+
+_log = logging.getLogger(__name__)
+
+_ASK_EVERY: Final = 5.0  # seconds between two questions where a peer's events are
+
+
+class EventFeed(Protocol):
+    """One peer's events of one model, as they are read on a thread of their own."""
+
+    @property
+    def is_live(self) -> bool:
+        """Whether all that was published has been taken in, but for what is on its way."""
+
+    def stop(self) -> None:
+        """Read no more, soon."""
+
+
+OpenFeed = Callable[[bytes, str, str, AnnouncedNames], EventFeed]
+"""Follow a model (fingerprint) at a publisher's two ZMQ addresses, into the names. ConfigError for an address."""
+
+
+class FeedOpener:
+    """Who can follow KV events in this process. Nobody, unless it is a daemon that says so: events are its business."""
+
+    def __init__(self) -> None:
+        self.open: OpenFeed | None = None
+
+
+FEEDS: Final = FeedOpener()
+
+
+class _Followed:
+    """One peer's events."""
+
+    def __init__(self, names: AnnouncedNames) -> None:
+        self.names = names
+        self.at = EventsAt()
+        self.asked_at = float("-inf")  # when it last said where its events are, since it welcomed us
+        self.feed: EventFeed | None = None
+
+    @property
+    def is_believed(self) -> bool:
+        """Whether it may be asked for a block because its events name it."""
+        return self.feed is not None and self.feed.is_live and self.names.num_doubts < MAX_DOUBTS
+
+    @property
+    def is_sure(self) -> bool:
+        """Whether, besides, it holds nothing that its events do not name."""
+        return self.is_believed and self.at.tells_all and self.names.is_whole and not self.names.num_doubts
+
+    def close(self) -> None:
+        if self.feed is not None:
+            self.feed.stop()
+        self.names.close()
+
+
+class Following:
+    """The events of all peers of one model. `tend` belongs to one thread; the rest may be asked by any.
+
+    A peer's events are believed while they are live: nothing is missing, and the publisher answers. A peer whose events
+    are not, or that holds more than it announces, has to be asked by names.
+    """
+
+    def __init__(self, config: PeersConfig, fingerprint: bytes) -> None:
+        self._config = config
+        self._fingerprint = fingerprint
+        self._open = FEEDS.open if config.events else None
+        self._room = NamesRoom(config.max_blocks)
+        self._followed: dict[PeerAddress, _Followed] = {}  # replaced whole, by the tending thread
+        self._lock = Lock()
+        self._counts: Counter[str] = Counter()  # flights that events sent: hints_{right, wrong}
+
+    # whom to ask: no I/O
+
+    def believed(self, peers: Mapping[PeerAddress, OtherNode]) -> dict[PeerAddress, AnnouncedNames]:
+        """Names by those peers that answer and whose events count."""
+        return {
+            address: each.names
+            for address, each in self._followed.items()
+            if each.is_believed and (peer := peers.get(address)) is not None and peer.answers
+        }
+
+    def is_sure_of(self, peer: OtherNode) -> bool:
+        """Whether the peer need not be asked."""
+        followed = self._followed.get(peer.address)
+        return followed is not None and followed.is_sure
+
+    def judge(self, address: PeerAddress, asked: Sequence[tuple[ChainHash, bool]]) -> None:
+        """What became of blocks that were asked for because events name them: each name, and whether it is gone.
+
+        The first that is gone is doubted. A peer lends the leading ones of a question, so the others may be there.
+        """
+        wrong = next((name for name, is_gone in asked if is_gone), None)
+        with self._lock:
+            self._counts["hints_right" if wrong is None else "hints_wrong"] += 1
+        if wrong is not None and (followed := self._followed.get(address)) is not None:
+            followed.names.doubt(wrong)
+
+    def stats(self) -> dict[str, int]:
+        """Its counts, `told`: names known now, and `sure`: peers that need not be asked."""
+        followed = list(self._followed.values())
+        names = sum(len(each.names) for each in followed)
+        return {**self._counts, "told": names, "sure": sum(each.is_sure for each in followed)}
+
+    # upkeep
+
+    def tend(
+        self,
+        peers: Mapping[PeerAddress, OtherNode],
+        fail: Callable[[OtherNode, PeerLink | None, PeerFailed], Outcome],
+    ) -> None:
+        """Ask peers where their events are, now and then, and follow them there. Waits for peers."""
+        if self._open is None:
+            return
+        gone = [each for address, each in self._followed.items() if address not in peers]
+        self._followed = {address: self._followed.get(address) or self._new() for address in peers}
+        for each in gone:
+            each.close()
+        for address, followed in self._followed.items():
+            if not peers[address].answers:
+                followed.asked_at = float("-inf")  # whoever welcomes us next may be another process
+            elif time.monotonic() - followed.asked_at >= _ASK_EVERY:
+                followed.asked_at = time.monotonic()
+                self._ask(followed, peers[address], self._open, fail)
+
+    def check(self) -> None:
+        for each in self._followed.values():
+            each.names.check()
+        self._room.check()
+
+    def close(self) -> None:
+        for each in self._followed.values():
+            each.close()
+
+    def _new(self) -> _Followed:
+        return _Followed(AnnouncedNames(self._room))
+
+    def _ask(
+        self,
+        followed: _Followed,
+        peer: OtherNode,
+        open_feed: OpenFeed,
+        fail: Callable[[OtherNode, PeerLink | None, PeerFailed], Outcome],
+    ) -> None:
+        link, deadline = None, time.monotonic() + self._config.deadline
+        try:
+            link = peer.borrow(deadline)
+            link.ask(PeerVerb.EVENTS, [self._fingerprint], deadline)
+            at = link.hear_events(deadline).reached_at(peer.address[0])
+        except PeerFailed as failed:
+            fail(peer, link, failed)
+            return
+        peer.give_back(link)
+        was, followed.at = followed.at, at
+        if (was.publish, was.replay) == (at.publish, at.replay):
+            return
+        if followed.feed is not None:
+            followed.feed.stop()
+            followed.feed = None
+        followed.names.close()
+        followed.names = AnnouncedNames(self._room)
+        if at.publish:
+            try:
+                followed.feed = open_feed(self._fingerprint, at.publish, at.replay, followed.names)
+            except ConfigError as refused:
+                _log.warning("[peers] %s:%d: its events cannot be followed: %s", *peer.address, refused)
+                return
+            _log.info("[peers] %s:%d: its events at %s tell which blocks it holds", *peer.address, at.publish)
