@@ -8,6 +8,7 @@ from .memory_use import MemoryUse
 from .namespaces import Namespace, OperatorHold
 from .operator_access import NotThere, held_open, hold_open, name_of, release_hold
 from .past_lookups import OptimumWatch, Watched
+from .peer_feeds import PeerFeeds
 from .pins import Pins, PinView
 from .quota import MAX_QUOTAS
 from .selection import BlockSelection
@@ -23,6 +24,7 @@ __all__ = [
     "NotThere",
     "OperatorHold",
     "OptimumWatch",
+    "PeerFeeds",
     "PinView",
     "Pins",
     "TraceRecorder",

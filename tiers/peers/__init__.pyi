@@ -1,5 +1,5 @@
 from . import wire
-from .announced import AnnouncedNames
+from .announced import AnnouncedNames, NamesRoom
 from .events_at import EventsAt
 from .following import FEEDS
 from .resets import RESETS
@@ -13,6 +13,7 @@ __all__ = [
     "TAG_BYTES",
     "AnnouncedNames",
     "EventsAt",
+    "NamesRoom",
     "PeerFailed",
     "PeersStore",
     "prepare",

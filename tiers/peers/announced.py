@@ -2,6 +2,8 @@
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice, takewhile
+from operator import itemgetter
 from threading import Lock
 from typing import Final
 
@@ -13,6 +15,7 @@ KEY_BYTES: Final = 8
 MAX_DOUBTS: Final = 16
 """Flights that a peer's events sent in vain, after which they are not believed until some doubts have passed."""
 
+_KEY: Final = itemgetter(slice(-KEY_BYTES, None))
 _DOUBT: Final = 30.0  # seconds for which a name that was not there is not believed
 
 
@@ -112,11 +115,10 @@ class AnnouncedNames:
     def leading(self, names: Sequence[ChainHash], first: int = 0) -> int:
         """Where the run of held blocks that begins at `first` ends."""
         keys, doubts = self._keys, self._doubts
-        for at in range(first, len(names)):
-            key = names[at][-KEY_BYTES:]
-            if key not in keys or key in doubts:
-                return at
-        return len(names)
+        following = takewhile(keys.__contains__, map(_KEY, islice(names, first, None)))
+        if doubts:
+            following = takewhile(lambda key: key not in doubts, following)
+        return first + sum(1 for _ in following)
 
     def check(self) -> None:
         """Raise AssertionError if more is doubted than may be."""
