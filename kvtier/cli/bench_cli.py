@@ -67,5 +67,5 @@ def run_bench(
         outcome = run_bench(options, begins)
     show(outcome.json, table_of(outcome.table), as_json=as_json)
     outcome.save(png, html)
-    failed = all(sum(each.errors.values()) == each.requests for each in outcome.figures)
+    failed = all(0 < each.requests == sum(each.errors.values()) for each in outcome.figures)
     raise typer.Exit(Exit.FAILED if failed else Exit.OK if outcome.measured.is_whole else Exit.DEGRADED)

@@ -78,7 +78,8 @@ def run_bench(options: BenchOptions, begins: Callable[[int], Callable[[], None]]
 
     Ctrl-C ends it early, with what there is by then. ConfigError if a server does not answer at the start.
     """
-    return asyncio.run(_run(options, begins))
+    sessions = _sessions(options)  # outside of the loop: there Ctrl-C would wait until all are made
+    return asyncio.run(_run(options, sessions, begins))
 
 
 def _sessions(options: BenchOptions) -> list[ScriptedSession]:
@@ -88,8 +89,9 @@ def _sessions(options: BenchOptions) -> list[ScriptedSession]:
     return sessions_of_trace(options.trace, shape.num_requests, shape.answer_tokens, options.speed)
 
 
-async def _run(options: BenchOptions, begins: Callable[[int], Callable[[], None]]) -> BenchResult:
-    sessions = _sessions(options)
+async def _run(
+    options: BenchOptions, sessions: list[ScriptedSession], begins: Callable[[int], Callable[[], None]]
+) -> BenchResult:
     async with AsyncExitStack() as opened:
         servers = []
         for url in options.urls:

@@ -2,10 +2,12 @@
 
 import multiprocessing
 import os
-from collections.abc import Callable, Sequence
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Final
 
 import numpy as np
@@ -84,21 +86,52 @@ def sweep(
             runs.append(replay.run(capacity))
         progress(len(runs), len(runs))
         return runs
-    # Not forked: a progress bar has a thread.
-    context = multiprocessing.get_context("spawn")
-    start = partial(ProcessPoolExecutor, workers, context)
-    with start(initializer=_begin, initargs=(replay.trace, replay.block_bytes)) as pool:
-        waiting = {pool.submit(_run, capacity): at for at, capacity in enumerate(capacities)}
+    # Not forks of this process: a progress bar has a thread.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    pool = ProcessPoolExecutor(workers, context, initializer=_begin, initargs=(replay.trace, replay.block_bytes))
+    others = {*multiprocessing.active_children()}
+    try:
+        with _without_interrupts():
+            waiting = {pool.submit(_run, capacity): at for at, capacity in enumerate(capacities)}
         done: dict[int, SimulatedRun] = {}
         progress(0, len(waiting))
         for future in as_completed(waiting):
             done[waiting[future]] = future.result()
             progress(len(done), len(waiting))
+    except BaseException:  # Ctrl-C, too: a pool would run to its end all that was submitted
+        for worker in {*multiprocessing.active_children()} - others:
+            worker.terminate()
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
     return [done[at] for at in range(len(capacities))]
 
 
+@contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """Ctrl-C waits, and what is started meanwhile never sees it: a terminal sends it to all, and each would say where.
+
+    Who started them ends them.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _begin(trace: RequestTrace, block_bytes: int) -> None:
+    threading.Thread(target=_follow, daemon=True).start()
     _REPLAYS.append(TraceReplay(trace, block_bytes))
+
+
+def _follow() -> None:
+    """End this worker with the process that started it: nobody else ends it if that one was killed."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _run(capacity: Capacity) -> SimulatedRun:

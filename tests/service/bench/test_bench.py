@@ -1,5 +1,6 @@
 """Stories of `kvtier bench` against a plain OpenAI server that says no more than it must, and goes wrong somehow."""
 
+import asyncio
 import json
 import signal
 import subprocess
@@ -13,11 +14,12 @@ from typing import Any
 import pytest
 from command_rig import kvtier
 
-from kvtier.service.bench import asking
+from kvtier.service.bench import asking, bench
+from kvtier.service.bench.asking import Server
 from kvtier.service.bench.bench import BenchOptions, BenchResult, run_bench
 from kvtier.service.bench.from_trace import sessions_of_trace
 from kvtier.service.bench.load import LoadPace
-from kvtier.service.bench.patterns import PATTERNS, Shape, sessions_of
+from kvtier.service.bench.patterns import PATTERNS, ScriptedSession, Shape, sessions_of
 from kvtier.tiers.errors import ConfigError
 
 ODD = {"prompt_tokens": "many", "completion_tokens": 1.5, "prompt_tokens_details": {"cached_tokens": -1}}
@@ -230,6 +232,35 @@ def test_the_verb_prints_a_table_and_writes_a_page_and_a_picture(
     ended = kvtier("bench", url, *small, "--json")
     assert json.loads(ended.stdout)["servers"][0]["requests"] == 3
     assert kvtier("bench", url, "--concurrency", 0).returncode == 2
+
+
+def test_ctrl_c_while_prompts_are_made_does_not_wait_for_them(
+    plain: tuple[str, type[Plain]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    went_on = False
+
+    def many(_: Shape) -> list[ScriptedSession]:
+        nonlocal went_on
+        signal.raise_signal(signal.SIGINT)
+        went_on = True
+        return []
+
+    monkeypatch.setattr(bench, "sessions_of", many)
+    ended = kvtier("bench", plain[0])
+    assert (ended.returncode, ended.stdout, ended.stderr, went_on) == (130, "", "", False)
+
+
+def test_ctrl_c_before_the_first_answer_is_no_failure(
+    plain: tuple[str, type[Plain]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def pressed(*_: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+        await asyncio.sleep(60)
+
+    monkeypatch.setattr(Server, "ask", pressed)
+    ended = kvtier("bench", plain[0], "--prompt-tokens", "8", "--concurrency", 1)
+    assert ended.returncode == 3
+    assert "interrupted: " in ended.stdout
 
 
 def test_ctrl_c_prints_what_was_measured_so_far(plain: tuple[str, type[Plain]]) -> None:

@@ -1,16 +1,23 @@
 """Stories of simulated tiers: beside a plain LRU, with tiers below, and on the command line."""
 
 import json
+import os
 import random
 import re
+import signal
+import subprocess
+import sys
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 from command_rig import kvtier
 from doubles import BLOCK_SIZE, SLOT_BYTES
+from service_rig import environment
 
 from kvtier.service.simulation.replay import TraceReplay, sweep
 from kvtier.service.simulation.simulated_tiers import Capacity, SimulatedTiers
@@ -152,6 +159,52 @@ def test_a_wrong_option_is_one_line(tmp_path: Path, options: list[str], complain
     ended = kvtier("simulate", written(tmp_path / "trace", chats(3)), "--token-bytes", 16, *options)
     assert ended.returncode == 2
     assert ended.stderr.startswith(f"kvtier: {complaint}")
+
+
+def endless(path: Path) -> subprocess.Popen[str]:
+    """`kvtier simulate` with two workers busy for long; in a session of its own, as behind a terminal."""
+    command = [sys.executable, "-m", "kvtier.cli", "simulate", str(written(path / "trace", chats(20_000)))]
+    command += ["--memory", "1MiB,2MiB,4MiB,8MiB", "--token-bytes", "16", "--processes", "2"]
+    process = subprocess.Popen(
+        command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    wait_for_processes(process.pid, 5)  # with the server that forks, and who tracks its resources
+    return process
+
+
+def alive_in(group: int) -> list[int]:
+    """The processes of a group that have not ended."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with suppress(OSError):
+                state, _, own = (entry / "stat").read_text().rpartition(")")[2].split()[:3]
+                found += [int(entry.name)] if int(own) == group and state != "Z" else []
+    return found
+
+
+def wait_for_processes(group: int, number: int) -> None:
+    """Until so many are alive in a group."""
+    end = time.monotonic() + 60
+    while len(alive := alive_in(group)) != number:
+        assert time.monotonic() < end, alive
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("everybody", [True, False], ids=["a terminal's Ctrl-C", "a signal to it alone"])
+def test_ctrl_c_ends_it_and_its_workers_at_once(tmp_path: Path, everybody: bool) -> None:
+    process = endless(tmp_path)
+    (os.killpg if everybody else os.kill)(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out, err) == (130, "", "")
+    wait_for_processes(process.pid, 0)
+
+
+def test_its_workers_end_with_it_when_it_is_killed(tmp_path: Path) -> None:
+    process = endless(tmp_path)
+    process.kill()
+    process.communicate(timeout=30)  # nobody holds its streams any more
+    wait_for_processes(process.pid, 0)
 
 
 def test_every_wrong_line_of_a_trace_is_told_with_status_2(tmp_path: Path) -> None:
