@@ -46,6 +46,13 @@ class Remembers(Protocol):
     departures: Departures
 
 
+@runtime_checkable
+class StaysOpen(Protocol):
+    """A tier whose writes could not be mended by opening it anew: each request stands for itself."""
+
+    stays_open: bool
+
+
 @dataclass(frozen=True, slots=True)
 class PortSettings:
     """How patient the hierarchy is with one tier."""
@@ -271,12 +278,14 @@ class TierPort:
         """Whether the storage answers again; on this port's threads.
 
         A tier that does not is opened anew at once: its file may have been replaced. Where that fails both directions
-        are off until it succeeds.
+        are off until it succeeds. One that `StaysOpen` goes on with its reads.
         """
         tier = self.tier
         if tier is not None:
             if tier.probe(direction):
                 return True
+            if direction == "write" and isinstance(tier, StaysOpen) and self.breakers["read"].closed:
+                return False
             self._detach(tier)
         fresh = self._attach((KVTierError, OSError))
         return fresh is not None and fresh.probe(direction)

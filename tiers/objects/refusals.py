@@ -1,14 +1,24 @@
 """What a user must fix if the bucket refuses, in one line without secrets."""
 
+import logging
+from threading import Lock
 from typing import Final
 
 from kvtier.tiers import ConfigError, KVTierError, TierUnavailable
 from kvtier.tiers.config import ObjectsConfig
 from kvtier.tiers.objects.bucket import BROKE_OFF, BucketError
 
+_log = logging.getLogger(__name__)
+
 RIGHTS: Final = "s3:GetObject, s3:PutObject and s3:DeleteObject on its objects and s3:ListBucket on itself"
 _WRONG_KEY: Final = ("SignatureDoesNotMatch", "AuthFailure")
-_WRONG_ID: Final = ("InvalidAccessKeyId", "InvalidToken", "ExpiredToken", "InvalidClientTokenId")
+_WRONG_ID: Final = ("InvalidAccessKeyId", "InvalidToken", "InvalidClientTokenId")
+_IN_TIME: Final = {  # what mends itself, or is mended, with no other setting
+    "ExpiredToken": "its credentials have expired; renew them",
+    "ExpiredTokenException": "its credentials have expired; renew them",
+    "RequestTimeTooSkewed": "the store's clock and this machine's differ; set them",
+}
+_MOST_TOLD: Final = 16
 
 
 def place_of(config: ObjectsConfig) -> str:
@@ -34,8 +44,26 @@ def explanation(config: ObjectsConfig, error: BucketError) -> KVTierError:
         return ConfigError(f'[objects] bucket "{config.bucket}": {where} denies access; grant {RIGHTS}')
     if error.code in ("PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException"):
         return ConfigError(f'[objects] region "{config.region}": the bucket is in another; set its own')
+    if error.code in _IN_TIME:
+        return TierUnavailable(f"[objects] {where}: {_IN_TIME[error.code]}; the object tier is off")
     if error.code == BROKE_OFF:
         return TierUnavailable(
             f"[objects] {where}: {error}; see whether AWS's variables, or what the role gives, hold a line's end"
         )
     return TierUnavailable(f"[objects] {where}: {error}; the object tier is off")
+
+
+class ToldRefusals:
+    """Logs why the bucket refuses what it is asked, each of S3's words once: counters say no more than `io_error`."""
+
+    def __init__(self, config: ObjectsConfig) -> None:
+        self._config = config
+        self._lock = Lock()
+        self._told: set[str] = set()
+
+    def tell(self, error: BucketError) -> None:
+        with self._lock:
+            if not error.code or error.code in self._told or len(self._told) >= _MOST_TOLD:
+                return
+            self._told.add(error.code)
+        _log.warning("blocks are not stored: %s", explanation(self._config, error))

@@ -24,7 +24,7 @@ from kvtier.tiers.objects.bucket import EXISTS, Bucket, BucketError, ObjectRange
 from kvtier.tiers.objects.epoch import ObjectEpoch
 from kvtier.tiers.objects.index import NAME_LIFETIME, ObjectIndex, StoredObject
 from kvtier.tiers.objects.layout import MAX_BLOCKS, ObjectSpace
-from kvtier.tiers.objects.refusals import explanation
+from kvtier.tiers.objects.refusals import ToldRefusals, explanation
 from kvtier.tiers.shared import SharedChanges, cut_off, form_of
 
 _log = logging.getLogger(__name__)
@@ -51,6 +51,7 @@ class ObjectStore:
         self._index = ObjectIndex(min(config.ttl, NAME_LIFETIME))
         self.announcer = SharedChanges(config.ttl)
         self._epoch = ObjectEpoch(bucket, space.epoch_key, self._forget_all)
+        self._refusals = ToldRefusals(config)
         self._part_blocks = max(1, config.part_size // space.record_bytes)
         self._lock = threading.Lock()  # guards what follows; never held across I/O
         self._counts: Counter[str] = Counter()
@@ -74,6 +75,8 @@ class ObjectStore:
             store.close()
             raise explanation(config, failure)
         return store
+
+    stays_open = True  # see `StaysOpen`
 
     # Names: no I/O.
 
@@ -347,6 +350,7 @@ class ObjectStore:
                 end = min(len(records), done + MAX_BLOCKS)
                 done += self._put(records[done:end], payloads[done:end], epoch, deadline)
         except BucketError as error:
+            self._refusals.tell(error)
             return done, error
         return done, None
 

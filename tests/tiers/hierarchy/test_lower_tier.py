@@ -284,6 +284,34 @@ def test_a_probe_that_fails_anew_leaves_the_other_direction_in_use(story: Story)
         assert not port.writable
 
 
+def test_a_tier_that_stays_open_is_not_opened_anew_while_it_can_be_read(story: Story) -> None:
+    class ReadOnly(MemoryTier):
+        stays_open = True
+
+        def probe(self, direction: Direction) -> bool:
+            return direction == "read" and not self.broken
+
+    tier, opened = ReadOnly(), list[ReadOnly]()
+    tier.fill(CHAIN)
+    tier.write_fails = {HASHES[0]: Outcome.IO_ERROR}
+
+    def reach() -> ReadOnly:
+        opened.append(tier)
+        return tier
+
+    port = story.port(reach, failures=1)
+    write(port, 0)
+    for _ in range(3):
+        story.probe(port, after=32)
+        assert (port.lookup(HASHES), port.writable, len(opened)) == (4, False, 1)
+    # If its reads fail, too, it is.
+    tier.broken = True
+    read(port, HASHES)
+    story.probe(port, after=32)
+    assert tier.closed
+    assert len(opened) >= 2
+
+
 def test_a_hung_probe_counts_as_failed_and_its_late_answer_as_nothing(story: Story) -> None:
     gate, asked = Event(), Event()
 

@@ -1,5 +1,6 @@
 """A store that lies, and settings that fit no request: a miss or one line, never an exception, never a promise."""
 
+import logging
 import os
 import socket
 import time
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from doubles import BLOCK_SIZE, SLOT_BYTES, chain_of, payload_of, record_of
-from object_rig import FINGERPRINT, options, read, write
+from object_rig import BUCKET, FINGERPRINT, options, read, write
 from scripted_s3 import S3Script, ScriptedS3, refusal, reply, scripted_s3
 
 from kvtier.tiers.checksum import checksum
@@ -153,6 +154,36 @@ def test_a_refusal_that_is_not_the_stores_own_is_tried_again_later() -> None:
         pytest.raises(TierUnavailable),
     ):
         store_at(server)
+
+
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [("ExpiredToken", "its credentials have expired; renew them"), ("RequestTimeTooSkewed", "clock and this machine")],
+)
+def test_what_passes_is_no_reason_to_stay_away(code: str, told: str) -> None:
+    with (
+        scripted_s3(lambda connection, *_: reply(connection, "403 Forbidden", refusal(code))) as server,
+        pytest.raises(TierUnavailable, match=told),
+    ):
+        store_at(server)
+
+
+def test_a_bucket_that_takes_nothing_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    def read_only(connection: socket.socket, verb: str, path: str) -> None:
+        if verb == "PUT":
+            reply(connection, "403 Forbidden", refusal("AccessDenied"))
+        else:
+            reply(connection, "404 Not Found", refusal("NoSuchKey"))
+
+    with scripted_s3(read_only) as server, caplog.at_level(logging.WARNING):
+        store = store_at(server)
+        for _ in range(3):
+            assert write(store, CHAIN)[0] is Outcome.IO_ERROR
+        store.close()
+    (line,) = [record.message for record in caplog.records]
+    assert line.startswith(
+        f'blocks are not stored: [objects] bucket "{BUCKET}": {server.endpoint} denies access; grant'
+    )
 
 
 def test_credentials_that_no_request_can_carry_turn_the_tier_off(monkeypatch: pytest.MonkeyPatch) -> None:
