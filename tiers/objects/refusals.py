@@ -45,12 +45,14 @@ def explanation(config: ObjectsConfig, error: BucketError) -> KVTierError:
     if error.code in ("PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException"):
         return ConfigError(f'[objects] region "{config.region}": the bucket is in another; set its own')
     if error.code in _IN_TIME:
-        return TierUnavailable(f"[objects] {where}: {_IN_TIME[error.code]}; the object tier is off")
+        return TierUnavailable(f"[objects] {where}: {_IN_TIME[error.code]}")
     if error.code == BROKE_OFF:
         return TierUnavailable(
             f"[objects] {where}: {error}; see whether AWS's variables, or what the role gives, hold a line's end"
         )
-    return TierUnavailable(f"[objects] {where}: {error}; the object tier is off")
+    if error.code:
+        return TierUnavailable(f"[objects] {where}: it answers {error.code}; see what that means there")
+    return TierUnavailable(f"[objects] {where}: {error}; see whether it runs, and is reached from here")
 
 
 class ToldRefusals:

@@ -18,6 +18,7 @@ from kvtier.tiers.peers.wire import Greeting, LentBlocks, PeerSession, PeerVerb,
 SettleBlock = Callable[[int, "BlockRecord | Outcome"], None]
 """Told once per position of a question what became of it."""
 
+_POLL_SECONDS: Final = 60.0  # waited at once: poll takes no more milliseconds than an int
 _GROUP_BYTES: Final = 1 << 20  # received by one call at most, if that is more than a block
 
 
@@ -143,7 +144,7 @@ def as_they_answer(links: Iterable[PeerLink], deadline: float) -> Iterator[PeerL
         for number in waiting:
             poll.register(number, select.POLLIN)
         while waiting and (left := deadline - time.monotonic()) > 0:
-            for number, _ in poll.poll(math.ceil(1000 * left)):
+            for number, _ in poll.poll(math.ceil(1000 * min(left, _POLL_SECONDS))):
                 poll.unregister(number)
                 yield waiting.pop(number)
     yield from waiting.values()

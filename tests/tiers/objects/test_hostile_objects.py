@@ -158,7 +158,11 @@ def test_a_refusal_that_is_not_the_stores_own_is_tried_again_later() -> None:
 
 @pytest.mark.parametrize(
     ("code", "told"),
-    [("ExpiredToken", "its credentials have expired; renew them"), ("RequestTimeTooSkewed", "clock and this machine")],
+    [
+        ("QuotaExceeded", "it answers QuotaExceeded; see what that means there"),
+        ("ExpiredToken", "its credentials have expired; renew them"),
+        ("RequestTimeTooSkewed", "clock and this machine"),
+    ],
 )
 def test_what_passes_is_no_reason_to_stay_away(code: str, told: str) -> None:
     with (

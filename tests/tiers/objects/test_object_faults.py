@@ -167,7 +167,7 @@ def test_a_server_that_hangs_is_a_miss_at_the_deadline_and_is_used_again(server:
 
 
 def test_a_server_that_hangs_at_start_is_as_one_that_is_away(server: ObjectServer) -> None:
-    with server.frozen(), pytest.raises(TierUnavailable, match="the object tier is off"):
+    with server.frozen(), pytest.raises(TierUnavailable, match="see whether it runs, and is reached from here"):
         open_store(server.endpoint, deadline="300ms", connect_timeout="300ms")
 
 

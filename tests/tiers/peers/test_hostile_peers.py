@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from doubles import chain_of
+from doubles import chain_of, store
 from peers_rig import Node, Script, ScriptedPeer, borrowing, buffers, key_file
 
 from kvtier.tiers.peers import wire
 from kvtier.tiers.peers.link import IsMyself, PeerLink
 from kvtier.tiers.peers.peer import OtherNode, breaker_of
 from kvtier.tiers.peers.stream import PeerFailed
-from kvtier.tiers.tier import Outcome
+from kvtier.tiers.tier import BlockRecord, Outcome
 
 PeersOf = Callable[..., ScriptedPeer]
 
@@ -85,6 +85,19 @@ def test_peers_that_hang_when_asked_for_new_connections_cost_one_deadline(
         assert set(results) == {Outcome.TIMEOUT}
         for link in in_use:
             link.close()
+
+
+def test_a_batch_may_have_months(key: Path) -> None:
+    # `bandwidth` is a byte a second at the least.
+    chain, nodes = chain_of(512), [Node(key, slots=600), Node(key, slots=600)]
+    assert store(nodes[0].hierarchy, chain, 0, 256) == store(nodes[1].hierarchy, chain, 256, 512) == 256
+    with borrowing(key, *(node.address for node in nodes), bandwidth=1) as tier:
+        names = chain.hashes * 2
+        assert tier._seconds(len(names)) > 2**31 / 1000
+        assert tier.locate(chain.hashes) == 512
+        assert all(isinstance(result, BlockRecord) for result in tier.read(names, buffers(len(names))))
+    for node in nodes:
+        node.close()
 
 
 def test_an_address_that_becomes_this_processs_own_is_a_failure_and_no_exception() -> None:
