@@ -35,3 +35,4 @@ class AnswerHead:
     status: int
     headers: Headers
     replica: str  # `ReplicaID.unique_id`
+    is_broken: bool = False  # the engine hung up on it: the request may be what ended it

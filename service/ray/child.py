@@ -8,7 +8,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, Final
 
 from kvtier.tiers import KVTierError
@@ -21,14 +22,23 @@ _MAX_PAGE: Final = 1 << 20  # bytes
 _LOOPBACK: Final = "127.0.0.1"
 
 
-def free_ports(count: int) -> list[int]:
-    """Ports of this machine that nobody listens on now. Another may take one before it is used."""
-    sockets = [socket.create_server(("", 0)) for _ in range(count)]
-    try:
-        return [each.getsockname()[1] for each in sockets]
-    finally:
+@contextmanager
+def held_ports(count: int) -> Iterator[list[int]]:
+    """Ports of this machine that nobody uses, and that the kernel gives to nobody else until the end of the block.
+
+    An engine may load for minutes before it listens. It can meanwhile, as servers set SO_REUSEADDR: the sockets that
+    hold the ports do so, too, and do not listen (socket(7), ip(7)).
+    """
+    with ExitStack() as held:
+        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:
-            each.close()
+            each.bind(("", 0))  # without the option: two of them never get one port
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        yield [each.getsockname()[1] for each in sockets]
+
+
+def _its_lines() -> str:
+    return f"read why in Ray's log worker-*-{os.getpid()}.err of this node"
 
 
 class EngineChild:
@@ -51,10 +61,12 @@ class EngineChild:
         until = time.monotonic() + timeout
         while not self.is_healthy():
             if (status := self._process.poll()) is not None:
-                raise KVTierError(f"the engine ended with status {status} before it was ready; see its lines above")
+                raise KVTierError(f"the engine ended with status {status} before it was ready; {_its_lines()}")
             if time.monotonic() > until:
                 self.stop(0.0)
-                raise KVTierError(f"the engine was not ready after {timeout:g} s; raise start_timeout, or see its log")
+                raise KVTierError(
+                    f"the engine was not ready after {timeout:g} s; raise start_timeout, or {_its_lines()}"
+                )
             time.sleep(_LOOK)
         status, body = self._page("/v1/models")
         if status != http.client.OK:

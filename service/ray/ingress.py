@@ -22,9 +22,13 @@ from kvtier.service.web import read_body
 
 _MAX_BODY: Final = 8 << 20  # bytes
 _MAX_TRIES: Final = 3  # replicas that a request is given to, before a byte of its answer is sent
+_MAX_BROKEN: Final = 2  # of these, replicas that may end under it: the request may be what ends them
 _AGAIN: Final = (429, 500, 502, 503)  # another replica may do better
 _REPLICA: Final = b"x-kvtier-replica"
 _PAGES: Final = ("/metrics", "/status", "/healthz", "/health", "/readyz")  # each engine's own, and no answer for all
+
+
+_Begun = tuple[AnswerHead, AsyncIterator[bytes]]  # of an answer
 
 
 class Ingress:
@@ -67,25 +71,32 @@ class Ingress:
         response.raw_headers = named
         return response
 
-    async def _begun(self, asked: EngineRequest) -> tuple[AnswerHead, AsyncIterator[bytes]]:
-        """The first answer that is no refusal, of `_MAX_TRIES` replicas; else the last. Raises OpenAIError."""
-        last: tuple[AnswerHead, AsyncIterator[bytes]] | OpenAIError | None = None
-        for _ in range(_MAX_TRIES):
+    async def _begun(self, asked: EngineRequest) -> _Begun:
+        """The first answer that is no refusal, of `_MAX_TRIES` replicas; else what tells most. Raises OpenAIError."""
+        last: _Begun | OpenAIError | None = None
+        num_broken = num_tries = 0
+        while num_tries < _MAX_TRIES and num_broken < _MAX_BROKEN:
+            num_tries += 1
             response = self._engines.remote(asked)
             try:
                 head = await anext(response)
             except BackPressureError:
                 raise busy("every replica is at its limit, and so is the queue; try again later") from None
             except (ray.exceptions.RayError, DeploymentUnavailableError, StopAsyncIteration) as error:
-                last = OpenAIError(502, f"no replica could answer ({type(error).__name__}); try again", code="broken")
+                num_broken += isinstance(error, ray.exceptions.RayError)
+                if last is None or isinstance(last, OpenAIError):  # what an engine says tells more
+                    why = f"no replica could answer ({type(error).__name__}); try again"
+                    last = OpenAIError(502, why, code="broken")
                 continue
             except BaseException:
                 response.cancel()
                 raise
             assert isinstance(head, AnswerHead)
-            last = head, _pieces(response)
             if head.status not in _AGAIN:
-                return last
+                return head, _pieces(response)
+            num_broken += head.is_broken
+            if not isinstance(last, tuple) or last[0].status != 429:  # busy tells a client most
+                last = head, _pieces(response)
             asked = replace(asked, tried=asked.tried | {head.replica})
         assert last is not None
         if isinstance(last, OpenAIError):

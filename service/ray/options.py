@@ -17,6 +17,7 @@ TimeLimit = Annotated[float, Field(gt=0, le=86400)]
 ROUTER: Final = "kvtier.service.ray.request_router.KVTierRequestRouter"
 _VLLM_BLOCK: Final = 16  # tokens, of vLLM's cache on most devices
 _CHOSEN: Final = {"kvtier": ("--http", "--model"), "vllm": ("--block-size", "--host", "--port")}  # words of ours
+_MAX_WAITING: Final = 65_536  # that `[server] max_waiting` may be
 _ENDPOINTS: Final = ("tcp://{node}:{events}", "tcp://{node}:{replay}")
 
 
@@ -66,7 +67,7 @@ class RayOptions(BaseModel):
 
     def environment(self, ports: Mapping[str, str]) -> dict[str, str]:
         """What is added to a replica's environment for its engine."""
-        own = {} if self.engine == "vllm" else _kvtier_events()
+        own = {} if self.engine == "vllm" else _kvtier_own(self.max_requests)
         return {name: _filled(value, ports) for name, value in {**own, **self.env}.items()}
 
     def endpoints(self, ports: Mapping[str, str]) -> tuple[str, str] | None:
@@ -106,9 +107,11 @@ class RayOptions(BaseModel):
         return [self.model, *address, "--block-size", str(self.told_block_size), "--kv-events-config", events]
 
 
-def _kvtier_events() -> dict[str, str]:
+def _kvtier_own(max_requests: int) -> dict[str, str]:
+    """It publishes events, and refuses nothing that Ray Serve sends it: what is too much waits there."""
     publish, replay = _ENDPOINTS
     return {
+        "KVTIER_SERVER__MAX_WAITING": str(min(max_requests, _MAX_WAITING)),
         "KVTIER_EVENTS__PUBLISH": publish,
         "KVTIER_EVENTS__REPLAY": replay,
         "KVTIER_EVENTS__ALLOW_REMOTE": "true",

@@ -12,9 +12,9 @@ from ray import serve
 
 from kvtier.service.openai import OpenAIError
 from kvtier.service.ray.asked import METADATA, AnswerHead, EngineRequest
-from kvtier.service.ray.child import EngineChild, free_ports
+from kvtier.service.ray.child import EngineChild, held_ports
 from kvtier.service.ray.options import RayOptions
-from kvtier.service.router import Deadlines, ReplicaClient, ReplicaFailed, ReplicaProfile
+from kvtier.service.router import Deadlines, Failure, ReplicaClient, ReplicaFailed, ReplicaProfile
 from kvtier.tiers import KVTierError
 
 _PORTS: Final = ("http", "events", "replay")
@@ -24,15 +24,15 @@ class EngineReplica:
     """Deployed by `build`; Ray Serve calls every method. The engine is ready once the constructor has ended."""
 
     def __init__(self, options: RayOptions) -> None:
-        numbers = free_ports(len(_PORTS))
-        self._options, self._port = options, numbers[0]
-        ports = {name: str(number) for name, number in zip(_PORTS, numbers, strict=True)}
-        ports["node"] = self._node = ray.util.get_node_ip_address()
-        self._endpoints = options.endpoints(ports)
+        self._options, self._node = options, ray.util.get_node_ip_address()
         self._name = serve.get_replica_context().replica_id.unique_id
         self._client: ReplicaClient | None = None
-        self._engine = EngineChild(options.command(ports), options.environment(ports), self._port)
-        self._models = self._engine.wait_ready(options.start_timeout)
+        with held_ports(len(_PORTS)) as numbers:
+            self._port = numbers[0]
+            ports = {name: str(number) for name, number in zip(_PORTS, numbers, strict=True)} | {"node": self._node}
+            self._endpoints = options.endpoints(ports)
+            self._engine = EngineChild(options.command(ports), options.environment(ports), self._port)
+            self._models = self._engine.wait_ready(options.start_timeout)
 
     def record_replica_metadata(self) -> dict[str, Any]:
         """What request routers read of it, once."""
@@ -69,12 +69,18 @@ class EngineReplica:
         try:
             answer = await self._client.ask(*asked, deadlines)
         except ReplicaFailed as error:
-            yield AnswerHead(http.client.BAD_GATEWAY, [(b"content-type", b"application/json")], self._name)
+            is_broken = error.failure is Failure.BROKEN
+            yield AnswerHead(http.client.BAD_GATEWAY, [(b"content-type", b"application/json")], self._name, is_broken)
             why = f"the engine of replica {self._name} could not answer; try again"
             yield json.dumps(OpenAIError(http.client.BAD_GATEWAY, why, code=error.failure).content).encode()
             return
         try:
-            yield AnswerHead(answer.status, [(bytes(name), bytes(value)) for name, value in answer.headers], self._name)
+            here = f"http://127.0.0.1:{self._port}".encode()  # nobody else's: a redirect becomes one of this server
+            headers = [
+                (bytes(name), bytes(value).removeprefix(here) if name == b"location" else bytes(value))
+                for name, value in answer.headers
+            ]
+            yield AnswerHead(answer.status, headers, self._name)
             piece = await answer.first()
             while piece:
                 yield piece

@@ -1,6 +1,6 @@
 from . import summary
 from .app import serve
-from .client import Deadlines, Headers, ReplicaClient, ReplicaFailed
+from .client import Deadlines, Failure, Headers, ReplicaClient, ReplicaFailed
 from .holdings import FleetHoldings, Held, joined
 from .policy import CROWD, LOAD_WEIGHT, WEIGHTS, Candidate, Choice, Reason, choose, choose_or_stick, sticky
 from .prompts import READ, KnownPrompt, read_prompt
@@ -19,6 +19,7 @@ __all__ = [
     "Candidate",
     "Choice",
     "Deadlines",
+    "Failure",
     "FleetHoldings",
     "Headers",
     "Held",

@@ -94,7 +94,7 @@ class RayApp:
     def engines(self) -> list[int]:
         """The pids of the engines' processes."""
         programs = {"kvtier.cli", "vllm.entrypoints.openai.api_server"}
-        return _pids(lambda words: not programs.isdisjoint(words) and "--model" in words)
+        return pids(lambda words: not programs.isdisjoint(words) and "--model" in words)
 
 
 def _answer(text: str, headers: Any, usage: Any) -> Answer:
@@ -103,7 +103,7 @@ def _answer(text: str, headers: Any, usage: Any) -> Answer:
     return Answer(text, headers["x-kvtier-replica"], usage.prompt_tokens, {k: v for k, v in cached.items() if v})
 
 
-def _pids(wanted: Callable[[Sequence[str]], bool]) -> list[int]:
+def pids(wanted: Callable[[Sequence[str]], bool]) -> list[int]:
     found = []
     for entry in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
@@ -126,7 +126,7 @@ def ray_cluster(num_nodes: int) -> Iterator[Cluster]:
     finally:
         ray.shutdown()
         cluster.shutdown()
-        until(lambda: not _pids(lambda words: "raylet" in words[0]), 60)
+        until(lambda: not pids(lambda words: "raylet" in words[0]), 60)
 
 
 def add_node(cluster: Cluster) -> Any:

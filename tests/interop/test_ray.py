@@ -1,6 +1,7 @@
 """Our application on a real Ray cluster of several nodes' processes: `make test-ray`."""
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 
 pytest.importorskip("ray", reason="needs Ray Serve; run `make test-ray`")
 
+import httpx2
 import openai
 from ray_rig import Crowd, RayApp, add_node, application, kill, ray_cluster, until
 from server_rig import save_checkpoint
@@ -63,6 +65,16 @@ def test_what_engines_refuse_and_what_they_do_not_serve_is_told_as_they_tell_it(
     with pytest.raises(openai.NotFoundError, match="/metrics"):
         app.client.get("../metrics", cast_to=object)
     assert [each.id for each in app.client.models.list().data] == ["tiny"]
+    redirect = httpx2.get(f"{app.url}/metrics/", follow_redirects=False, timeout=30)
+    assert (redirect.status_code, redirect.headers["location"]) == (307, "/metrics")
+
+
+def test_more_than_engines_compute_at_once_waits_and_is_answered(app: RayApp) -> None:
+    # Each engine computes 16 at once; Ray Serve gives it up to 256.
+    with ThreadPoolExecutor(200) as clients:
+        answers = list(clients.map(lambda number: app.ask([f"question {number}"]), range(200)))
+    assert len({answer.replica for answer in answers}) == 2
+    assert app.status()["under_way"] == 0
 
 
 def test_an_engine_a_replica_and_a_node_die_under_load_and_no_answer_is_wrong(app: RayApp, cluster: Any) -> None:

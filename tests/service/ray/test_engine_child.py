@@ -2,17 +2,20 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import zmq
 from event_rig import until
 from node_rig import free_port
 from pydantic import ValidationError
 
-from kvtier.service.ray.child import EngineChild, free_ports
+from kvtier.service.ray.child import EngineChild, held_ports
 from kvtier.service.ray.options import RayOptions
 from kvtier.tiers.errors import ConfigError, KVTierError
 
@@ -44,6 +47,7 @@ def test_our_engine_is_told_model_address_and_where_to_publish() -> None:
         *(sys.executable, "-m", "kvtier.cli", "engine", "--model", "/m", "--http", "127.0.0.1:8001", "--exact")
     ]
     assert options.environment(PORTS) == {
+        "KVTIER_SERVER__MAX_WAITING": "256",  # as `max_requests`: it refuses nothing that it is given
         "KVTIER_EVENTS__PUBLISH": "tcp://10.0.0.7:8002",
         "KVTIER_EVENTS__REPLAY": "tcp://10.0.0.7:8003",
         "KVTIER_EVENTS__ALLOW_REMOTE": "true",
@@ -105,9 +109,9 @@ def test_options_that_contradict_each_other_are_refused() -> None:
 
 
 def test_ready_is_who_answers_and_a_stopped_one_is_gone() -> None:
-    port = free_ports(1)[0]
-    engine = EngineChild([sys.executable, "-c", SERVER, str(port)], {}, port)
-    assert engine.wait_ready(60) == {"data": []}
+    with held_ports(1) as (port,):
+        engine = EngineChild([sys.executable, "-c", SERVER, str(port)], {}, port)
+        assert engine.wait_ready(60) == {"data": []}
     assert engine.is_healthy()
     engine.stop(10)
     assert not engine.is_healthy()
@@ -122,6 +126,25 @@ def test_an_engine_that_ends_or_is_never_ready_is_one_line() -> None:
     with pytest.raises(KVTierError, match=r"not ready after 0.5 s; raise start_timeout"):
         engine.wait_ready(0.5)
     assert engine._process.poll() is not None
+
+
+def test_a_port_waits_for_its_engine_however_long_that_loads() -> None:
+    with held_ports(64) as numbers, held_ports(64) as others:
+        assert len({*numbers, *others}) == 128
+        # Nobody else gets one.
+        for port in numbers[:8]:
+            with socket.socket() as other, pytest.raises(OSError, match="in use"):
+                other.bind(("127.0.0.1", port))
+        # Servers do: ours and vLLM's over HTTP, and ZMQ's publishers.
+        http, events, replay, *_ = numbers
+        context: zmq.Context[Any] = zmq.Context()
+        publisher, router = context.socket(zmq.PUB), context.socket(zmq.ROUTER)
+        publisher.bind(f"tcp://*:{events}")
+        router.bind(f"tcp://127.0.0.1:{replay}")
+        with socket.create_server(("127.0.0.1", http)) as server, socket.create_connection(("127.0.0.1", http)):
+            server.settimeout(30)
+            server.accept()[0].close()
+        context.destroy(linger=0)
 
 
 def test_it_dies_with_a_replica_that_is_killed() -> None:
