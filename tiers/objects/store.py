@@ -187,13 +187,8 @@ class ObjectStore:
     def stats(self) -> Mapping[str, int]:
         """Counts since open: {read, write, locate}_{outcome}, requests_{kind}, bytes_{way}, evicted; known names."""
         with self._lock:
-            counts = dict(self._counts)
-        return {
-            **counts,
-            **self._bucket.counts(),
-            "evicted": counts.get("read_evicted", 0),
-            "names": len(self._index),
-        }
+            counts = {**self._counts, **self._bucket.counts(), "names": len(self._index)}
+        return {**counts, "evicted": counts.get("read_evicted", 0)}
 
     def check(self) -> None:
         self._index.check()
