@@ -37,6 +37,8 @@ def test_the_daemon_takes_its_command(service: dict[str, str]) -> None:
     assert str(parsed["socket"]) == f"/run/{service['RuntimeDirectory']}/kv.sock"
     assert service["Environment"] == f"KVTIER_FILE__PATH=/var/lib/{service['StateDirectory']}/slabs"
     assert service["RuntimeDirectoryMode"] == service["StateDirectoryMode"] == "0700"
+    # who has the directory of the socket mounted finds the next daemon's socket there, too
+    assert service["RuntimeDirectoryPreserve"] == "restart"
     assert int(service["TimeoutStopSec"]) == GRACE
     # wrong options stay wrong: it is not started again for them
     assert service["RestartPreventExitStatus"] == "2"
