@@ -1,6 +1,7 @@
 """The tier of other nodes' memory from its section of the configuration, and what the doctor asks. A `TierModule`."""
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 from kvtier.tiers import BATCH_BYTES, BlockShape, ConfigError, ConfiguredTier, Finding, error, ok, warning
 from kvtier.tiers.config import Config
@@ -11,6 +12,7 @@ from kvtier.tiers.peers.stream import PeerFailed
 from kvtier.tiers.peers.wire import LentBlocks, shared_key
 
 _ANSWER_SECONDS = 2.0  # a doctor is more patient than a tier
+_ASKED_AT_ONCE = 16
 
 
 def configured(config: Config, fingerprint: bytes, shape: BlockShape) -> ConfiguredTier | None:
@@ -57,7 +59,7 @@ def _knowledge(config: Config) -> Iterator[str]:
 
 
 def examine(config: Config) -> list[Finding]:
-    """Every address that [peers] nodes have. Each answer has a deadline of seconds."""
+    """Every address that [peers] nodes have, some at once, and every node that has none. Each answer has a deadline."""
     peers = config.peers
     if not peers.nodes and peers.listen is None:
         return [ok("peers", "off: no [peers] nodes and no listen")]
@@ -69,10 +71,10 @@ def examine(config: Config) -> list[Finding]:
         return [error("peers", found, fix)]
     if not peers.nodes:
         return [ok("peers", f"lends on {peers.listen}, borrows from nobody: no [peers] nodes")]
-    addresses = looked_up(peers.nodes)
-    if not addresses:
-        return [warning("peers", f"{', '.join(peers.nodes)}: no address", "fix [peers] nodes, or start these nodes")]
-    return [_asked(address, key) for address in addresses]
+    unknown = [node for node in peers.nodes if not looked_up([node])]
+    findings = [warning(f"peer {node}", "no address", "fix [peers] nodes, or start this node") for node in unknown]
+    with ThreadPoolExecutor(_ASKED_AT_ONCE) as pool:
+        return [*findings, *pool.map(lambda address: _asked(address, key), looked_up(peers.nodes))]
 
 
 def _asked(address: tuple[str, int], key: bytes) -> Finding:
