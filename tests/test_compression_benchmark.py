@@ -1,5 +1,6 @@
 """Stories of benchmarks/compression.py: blocks are a model's KV, a row follows from its rates, Redis keeps less."""
 
+import _lossy
 import compression
 import numpy as np
 import pytest
@@ -39,10 +40,31 @@ def test_a_row_follows_from_its_rates() -> None:
     assert 0 < below < restore
 
 
+def test_a_row_of_fp8_tells_what_was_lost() -> None:
+    blocks = np.frombuffer(made_up_kv(2 * 65_536), np.uint8).reshape(2, -1)
+    row = _lossy.packed("nobody", "bfloat16", blocks, 64)
+    assert row["ratio"] == round(2 / (1 + 1 / 64), 3)
+    assert float(str(row["with zstd"])) > float(str(row["ratio"]))
+    assert 0.02 < float(str(row["error"])) < float(str(row["largest error"])) < 2**-4
+    assert min(float(str(row[verb])) for verb in ("pack GB/s", "unpack GB/s")) > 0
+
+
+@pytest.mark.skipif(not compression.FIXTURE.exists(), reason="the trained model is not beside this checkout")
+def test_rows_of_answers_tell_exact_kv_from_others() -> None:
+    exact, scaled, cast = _lossy.answers(compression.FIXTURE, quick=True)
+    assert (exact["KL, most"], exact["logits apart, most"], exact["as exact"]) == (0, 0, 1)
+    for row in (scaled, cast):
+        assert 0 < float(str(row["KL, mean"])) < float(str(row["KL, most"])) < 0.1
+        assert float(str(row["right"])) > 0.9
+
+
 @pytest.mark.skipif(NO_REDIS is not None, reason=str(NO_REDIS))
 def test_a_server_keeps_less_of_what_is_compressed() -> None:
     blocks = np.frombuffer(made_up_kv(8 * 262_144), np.uint8).reshape(8, -1)
     with standalone() as server:
         plain, shorter = (compression.over_redis(server, blocks, how, 1) for how in ("none", "zstd"))
+        packed = compression.over_redis(server, blocks, "none", 1, fp8=True)
+    assert float(str(packed["KiB kept a block"])) < 0.9 * float(str(plain["KiB kept a block"]))
+    assert (plain["[cache] lossy"], packed["[cache] lossy"]) == ("none", "fp8")
     assert float(str(shorter["KiB kept a block"])) < 0.9 * float(str(plain["KiB kept a block"]))
     assert min(float(str(row[verb])) for row in (plain, shorter) for verb in ("SET GB/s", "GET GB/s")) > 0
