@@ -20,7 +20,7 @@ from kvtier.tiers.pool import Lease
 
 _log = logging.getLogger(__name__)
 
-MAX_CONNECTIONS: Final = 128
+MAX_CONNECTIONS: Final = 512  # a thread each: MAX_PEERS nodes, with two of their own for each of four models
 MAX_STRANGERS: Final = 16  # of these, such as have not proven yet that they have the key
 _HELLO_SECONDS: Final = 5.0  # for the whole handshake
 _IDLE_SECONDS: Final = 300.0  # without a question

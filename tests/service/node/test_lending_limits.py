@@ -11,7 +11,9 @@ from doubles import BLOCK_SIZE, SLOT_BYTES, chain_of, hierarchy_of, store, wait_
 from peers_rig import FINGERPRINT, PATIENCE, Node, Sizes, key_file
 
 from kvtier.tiers.peers import wire
+from kvtier.tiers.peers.addresses import MAX_PEERS
 from kvtier.tiers.peers.link import PeerLink
+from kvtier.tiers.peers.peer import MAX_READY
 from kvtier.tiers.peers.stream import PeerFailed
 
 
@@ -66,6 +68,15 @@ def test_a_thousand_strangers_leave_no_file_and_no_thread(node: Node) -> None:
     wait_until(lambda: sum(counts.values()) == 1000 and node.lender.num_connections == 0)
     assert {reason.partition("_")[0] for reason in counts} <= {"stranger", "too"}, counts
     wait_until(lambda: (len(list(Path("/proc/self/fd").iterdir())), threading.active_count()) <= before)
+
+
+def test_there_is_a_place_for_a_whole_fleet(node: Node, key: Path) -> None:
+    # As many nodes as a lender's names may stand for, with as many connections as each keeps for two models.
+    links = [link_to(node, key) for _ in range(MAX_PEERS * MAX_READY * 2)]
+    assert node.lender.counts == {"welcomed": len(links)}
+    for link in links:
+        link.close()
+    wait_until(lambda: not node.lender.num_connections)
 
 
 def test_a_model_that_was_closed_is_forgotten(node: Node) -> None:
