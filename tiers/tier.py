@@ -175,6 +175,15 @@ class Locates(Protocol):
 
 
 @runtime_checkable
+class HearsOthers(Protocol):
+    """A tier that `Locates`, and mostly knows what others store there: they tell it."""
+
+    @property
+    def knows_all(self) -> bool:
+        """Whether `locate` would tell no more than `lookup` does now. No I/O."""
+
+
+@runtime_checkable
 class Enumerates(Protocol):
     """A tier that can list what it holds. A store that is shared with others does not."""
 

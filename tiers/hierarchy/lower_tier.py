@@ -14,6 +14,7 @@ from kvtier.tiers import (
     ChildBlock,
     Direction,
     Fp8Codec,
+    HearsOthers,
     KVTierError,
     Locates,
     Metrics,
@@ -97,6 +98,7 @@ class TierPort:
         self.is_shared = False  # the tier `Locates`
         self.tells_children: TellsChildren | None = None  # the tier, if it does
         self.hears_ends: HearsEnds | None = None  # the tier, if it does
+        self._hears_others: HearsOthers | None = None  # the tier, if it does
         self.departures: Departures | None = None  # what left the tier lately, if it remembers
         self._sent: Departures | None = None  # what was stored in a tier that tells nobody what it drops
         self._shared_forgot_at = 0  # the last reset that a tier which nodes share was told of
@@ -146,8 +148,10 @@ class TierPort:
 
     @property
     def locates(self) -> bool:
-        """Whether the tier holds blocks that only asking it would show, and answers now."""
-        return self._readable() is not None and self.is_shared
+        """Whether the tier may hold blocks that only asking it would show, and answers now."""
+        if self._readable() is None or not self.is_shared:
+            return False
+        return self._hears_others is None or not self._hears_others.knows_all
 
     def locate(self, hashes: Sequence[ChainHash]) -> int | Outcome:
         """`Locates.locate`, reported to the read breaker. Called on this port's threads."""
@@ -335,6 +339,7 @@ class TierPort:
                     self.is_shared = isinstance(tier, Locates)  # asked once: it costs more than a lookup
                     self.tells_children = tier if isinstance(tier, TellsChildren) else None
                     self.hears_ends = tier if isinstance(tier, HearsEnds) else None
+                    self._hears_others = tier if isinstance(tier, HearsOthers) else None
                     remembers: object = tier
                     if isinstance(remembers, Remembers):
                         self.departures = remembers.departures

@@ -84,14 +84,16 @@ class AnnouncedNames:
         """Nothing is known of the peer: what comes now is all it holds."""
         with self._lock:
             self._room.give_back(len(self._keys))
-            self._keys, self._doubts, self.is_whole = set(), {}, True
+            gone, self._keys, self._doubts, self.is_whole = self._keys, set(), {}, True
+        _let_go(gone)
 
     def close(self) -> None:
         """Forget all; nothing is stored any more. Idempotent."""
         with self._lock:
             self._closed = True
             self._room.give_back(len(self._keys))
-            self._keys = set()
+            gone, self._keys = self._keys, set()
+        _let_go(gone)
 
     def doubt(self, name: ChainHash) -> None:
         """The peer was asked for this block, and did not send it."""
@@ -129,3 +131,9 @@ class AnnouncedNames:
     def _forget_doubts(self) -> None:
         now = self._clock()
         self._doubts = {key: until for key, until in self._doubts.items() if until > now}
+
+
+def _let_go(keys: set[bytes]) -> None:
+    """One by one: a million at once would keep all other threads waiting."""
+    while keys:
+        keys.pop()

@@ -114,6 +114,11 @@ class PeersStore:
         self._count("locate", [Outcome.OK])
         return found
 
+    @property
+    def knows_all(self) -> bool:
+        peers = list(self._peers.values())
+        return self._is_off or all(self._following.is_sure_of(peer) for peer in peers if peer.answers)
+
     # blocks
 
     def read(self, hashes: Sequence[ChainHash], into: Sequence[memoryview]) -> list[BlockRecord | Outcome]:

@@ -1,6 +1,7 @@
 """What other nodes hold, known by their KV events: nobody is asked, a wrong hint is a miss, a bad stream is left."""
 
 import os
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -8,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from doubles import chain_of, payload_of, store, wait_until
+from doubles import SLOT_BYTES, chain_of, payload_of, store, wait_until
 from node_rig import free_port
 from object_rig import BUCKET, NO_OBJECTS, object_server
-from peers_rig import FINGERPRINT, Fleet, TellingNode, buffers, following, key_file
+from peers_rig import FINGERPRINT, Fleet, ScriptedPeer, TellingNode, buffers, following, key_file
 from redis_rig import NO_REDIS, standalone
 from service_rig import attach, end_child, load, where
 from service_rig import store as store_at
@@ -23,8 +24,14 @@ from kvtier.service.node.peer_feeds import PeerFeeds
 from kvtier.tiers.config.sections import EventsConfig
 from kvtier.tiers.hierarchy.cache_tiers import Attribution
 from kvtier.tiers.hierarchy.events import Removed, Stored
+from kvtier.tiers.hierarchy.hierarchy import Hierarchy
+from kvtier.tiers.hierarchy.lower_tier import PortSettings, TierPort
+from kvtier.tiers.hierarchy.rates import Rates
+from kvtier.tiers.hierarchy.settings import HierarchySettings
+from kvtier.tiers.host.host import HostRegion, HostTier
+from kvtier.tiers.metrics import Metrics
 from kvtier.tiers.naming.chain import TokenChain
-from kvtier.tiers.peers import announced
+from kvtier.tiers.peers import announced, wire
 from kvtier.tiers.peers import following as following_module
 from kvtier.tiers.peers.events_at import EventsAt
 from kvtier.tiers.peers.store import PeersStore
@@ -352,6 +359,53 @@ def test_an_address_that_is_none_is_no_reason_to_fail(key: Path, node: TellingNo
         assert tier.locate(CHAIN.hashes) == 8
         assert read(tier, CHAIN) == [Outcome.OK] * 8
         assert count(tier, "sure") == 0
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"\2" + bytes(256),  # no flag
+        b"\1" + b"tcp://127.0.0.1:5567".ljust(128, b"\0") + bytes(128),  # one address
+        b"\0" + b"ipc:///run/kvtier/events".ljust(128, b"\0") + b"ipc:///run/kvtier/replay".ljust(128, b"\0"),
+        b"\1" + b"\xff" * 256,
+    ],
+)
+def test_garbage_about_events_is_a_failure_of_the_peer(key: Path, said: bytes) -> None:
+    def script(connection: socket.socket, session: wire.PeerSession, verb: wire.PeerVerb, names: list[bytes]) -> None:
+        assert (verb, names) == (wire.PeerVerb.EVENTS, [FINGERPRINT])
+        connection.sendall(session.answer(verb, 1, said))
+
+    peer = ScriptedPeer(key, script)
+    with following(key, peer.address, failures=2, retry_after="60s", answering=0) as tier:
+        wait_until(lambda: count(tier, "failed_garbage") == 2)
+        wait_until(lambda: count(tier, "answering") == 0)
+        assert (tier.locate(CHAIN.hashes), tier.knows_all) == (0, True)
+    peer.close()
+
+
+def test_a_lookup_that_finds_nothing_does_not_wait_if_all_is_known(key: Path, node: TellingNode) -> None:
+    metrics, rates = Metrics(), Rates("load")
+    host = HostTier(HostRegion.allocate(8, SLOT_BYTES, huge_pages=False, prefault=False))
+    with following(key, node.address) as tier:
+        port = TierPort("peers", lambda: tier, PortSettings(takes_stores=False), metrics, rates)
+        hierarchy = Hierarchy(host, [port], HierarchySettings(prefetch_deadline=60.0), metrics, rates)
+        sure(tier)
+        assert not port.locates
+        claim = hierarchy.ask(CHAIN.hashes, CHAIN.root)
+        assert (hierarchy.poll(claim), claim.found) == (0, Attribution(8, miss=8))
+        # What a peer is known to hold is brought.
+        store(node.hierarchy, CHAIN)
+        node.tell()
+        wait_until(lambda: tier.lookup(CHAIN.hashes) == 8)
+        claim = hierarchy.ask(CHAIN.hashes[:2], CHAIN.root)
+        wait_until(lambda: hierarchy.poll(claim) == 2)
+        assert claim.found == Attribution(2, peers=2)
+        hierarchy.cancel(claim)
+        # Without its events it has to be asked.
+        node.publisher.close()
+        wait_until(lambda: port.locates)
+        hierarchy.check()
+        hierarchy.close()
 
 
 def test_off_means_that_peers_are_asked(key: Path, node: TellingNode) -> None:
