@@ -7,6 +7,7 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from kvtier.tiers import ConfigError
+from kvtier.tiers.config import is_endpoint
 
 _EVENTS: Final = ("events", "replay", "node", "node_replay")
 _KNOWN: Final = (*_EVENTS, "block_size", "addresses")
@@ -82,7 +83,7 @@ class ReplicaSpec:
                 raise _wrong(text, f"{name} is given twice; remove one")
             given[name] = value
         for name in _EVENTS:
-            if name in given and not given[name].startswith(("tcp://", "ipc://")):
+            if name in given and (not is_endpoint(given[name]) or given[name].endswith(":0")):
                 raise _wrong(text, f"{name} is not an endpoint; write it like ipc:///run/kvtier/events")
         for one, other in (("replay", "events"), ("node_replay", "node")):
             if one in given and other not in given:
@@ -124,11 +125,12 @@ def _address(text: str, url: str) -> tuple[str, int, bool]:
     except ValueError:
         raise wrong from None
     is_bare = not (parts.username or parts.password or parts.query or parts.fragment or parts.path.strip("/"))
-    if parts.scheme not in ("http", "https") or not host or not port or not is_bare:
+    is_text = url.isprintable() and " " not in url
+    if parts.scheme not in ("http", "https") or not host or not port or not is_bare or not is_text:
         raise wrong
     return host, port, parts.scheme == "https"
 
 
 def _wrong(text: str, why: str) -> ConfigError:
-    shown = text.rpartition("@")[2]  # the part before it may be a password
+    shown = "".join(each if each.isprintable() else "?" for each in text.rpartition("@")[2])  # before: a password
     return ConfigError(f'[router] replicas "{shown if len(shown) <= 80 else shown[:79] + "…"}": {why}')

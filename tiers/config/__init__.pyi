@@ -13,7 +13,7 @@ from .sections import (
     ServerConfig,
     ServiceConfig,
 )
-from .values import ByteSize, Lifetime
+from .values import ByteSize, Lifetime, is_endpoint
 
 __all__ = [
     "COMPILED",
@@ -36,6 +36,7 @@ __all__ = [
     "child_environment",
     "compiled_setting",
     "format_size",
+    "is_endpoint",
     "nearest",
     "options",
     "parse_duration",

@@ -73,7 +73,8 @@ def _is_node(text: str) -> bool:
     return names is not None and _is_address(text) and int(port) > 0
 
 
-def _is_endpoint(text: str) -> bool:
+def is_endpoint(text: str) -> bool:
+    """Whether ZMQ could bind or connect there."""
     scheme, _, rest = text.partition("://")
     return _is_address(rest) if scheme == "tcp" else scheme == "ipc" and bool(rest) and "\0" not in rest
 
@@ -172,7 +173,7 @@ AccessKeyId = Annotated[
 ]
 Address = Annotated[str, _text(_is_address, "not HOST:PORT; write it as in 127.0.0.1:9400")]
 ZmqEndpoint = Annotated[
-    str, _text(_is_endpoint, "not an address of ZMQ's; write it as in ipc:///run/kvtier/events or tcp://127.0.0.1:5557")
+    str, _text(is_endpoint, "not an address of ZMQ's; write it as in ipc:///run/kvtier/events or tcp://127.0.0.1:5557")
 ]
 AllowedHosts = Annotated[
     tuple[str, ...],
