@@ -5,6 +5,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Final
 
@@ -158,7 +159,8 @@ class ObjectStore:
         names.update(self.space.names(unknown))
         gone = self._index.forget(dict.fromkeys(place[0] for place in places if place is not None))
         self.announcer.missed([*gone, *unknown])
-        self._delete(names, self._deadline(0))
+        if not self._delete(names, self._deadline(0)):
+            _log.warning("[objects] %d objects may be there still: the bucket did not answer; purge again", len(names))
 
     def reset(self) -> None:
         """Forget every block, in all processes. Returns at once: until the bucket knows, everything is a miss here."""
@@ -166,9 +168,8 @@ class ObjectStore:
         with self._lock:
             if self._closed:
                 return
-            self._resetting = threading.Thread(
-                target=self._epoch.settle, args=(self._deadline(0),), name="kvtier-objects-reset", daemon=True
-            )
+            told = partial(self._epoch.settle, self._deadline(0))
+            self._resetting = threading.Thread(target=told, name="kvtier-objects-reset", daemon=True)
             self._resetting.start()
 
     # Looking after it.
@@ -229,8 +230,7 @@ class ObjectStore:
             if table is None:
                 learned[i] = BucketError(Outcome.CHECKSUM, "no object of ours")
                 continue
-            names = table.names
-            learned[i] = len(names)
+            learned[i] = len(names := table.names)
             if self._epoch.value == epoch:
                 chain = hashes[places[i] : places[i] + len(names)]
                 pairs = zip(self.space.names(chain), names, strict=False)
@@ -292,10 +292,9 @@ class ObjectStore:
 
     def _is_another(self, stored: StoredObject, epoch: int, deadline: float) -> bool:
         """Whether somebody stored other blocks there since, as they may once an object has expired."""
+        wanted = ObjectRange(self.space.key(stored.first, epoch), 0, self.space.table_bytes)
         try:
-            found = self._bucket.get(
-                ObjectRange(self.space.key(stored.first, epoch), 0, self.space.table_bytes), deadline
-            )
+            found = self._bucket.get(wanted, deadline)
         except BucketError as error:
             return error.outcome is not Outcome.CHECKSUM  # gone, or not to be judged now
         table = self.space.parse(found, stored.first)
@@ -374,15 +373,17 @@ class ObjectStore:
             self._index.learn(names[0], hashes, edges)
         return len(records)
 
-    def _delete(self, names: set[bytes], deadline: float) -> None:
-        """The bucket is told nothing once the deadline has passed: what is damaged there is found again."""
+    def _delete(self, names: set[bytes], deadline: float) -> bool:
+        """Whether they are gone. Nothing is told once the deadline has passed: what is damaged there is found again."""
         epoch = self._epoch.value
         if not names or epoch is None or self._closed or time.monotonic() >= deadline:
-            return
+            return not names
         try:
             self._bucket.delete([self.space.key(name, epoch) for name in names])
         except BucketError as error:
             self._count("delete", [error.outcome])
+            return False
+        return True
 
     def _forget_all(self) -> None:
         """Another epoch has begun."""

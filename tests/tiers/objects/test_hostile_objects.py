@@ -190,6 +190,22 @@ def test_a_bucket_that_takes_nothing_says_so_once(caplog: pytest.LogCaptureFixtu
     )
 
 
+def test_a_purge_that_the_bucket_did_not_hear_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    def stays(connection: socket.socket, verb: str, path: str) -> None:
+        if verb in ("POST", "DELETE"):
+            reply(connection, "403 Forbidden", refusal("AccessDenied"))
+        else:
+            reply(connection, "200 OK")
+
+    with scripted_s3(without_epoch(stays)) as server, caplog.at_level(logging.WARNING):
+        store = store_at(server)
+        assert write(store, CHAIN) == [Outcome.OK] * 4
+        store.discard(CHAIN.hashes)
+        assert store.stats()["delete_io_error"] == 1
+        store.close()
+    assert "[objects] 1 objects may be there still" in caplog.text
+
+
 def test_credentials_that_no_request_can_carry_turn_the_tier_off(monkeypatch: pytest.MonkeyPatch) -> None:
     # A secret of Kubernetes that ends with a line's end. The client panics, which is no Exception.
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIDEXAMPLE\n")
