@@ -2,7 +2,7 @@ from .breaker import Breaker
 from .checksum import checksum, checksum_of, hash_without_the_gil
 from .cipher import STAMP_BYTES, Encryption, NameCipher, RecordCipher, derive, key_id, load_key
 from .compression import BlockCodec, require_compression
-from .compression_worth import made_up_kv, rates_of, verdict
+from .compression_worth import compression_finding, rates_of
 from .errors import (
     ConfigError,
     FingerprintMismatch,
@@ -92,6 +92,7 @@ __all__ = [
     "TierUnavailable",
     "checksum",
     "checksum_of",
+    "compression_finding",
     "derive",
     "error",
     "fp8_form",
@@ -100,7 +101,6 @@ __all__ = [
     "load_key",
     "lookup_results",
     "lower_tiers",
-    "made_up_kv",
     "ok",
     "rates_of",
     "require_buffers",
@@ -110,6 +110,5 @@ __all__ = [
     "require_space",
     "tier_captions",
     "value",
-    "verdict",
     "warning",
 ]

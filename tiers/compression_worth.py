@@ -8,6 +8,7 @@ from typing import Final
 import numpy as np
 
 from kvtier.tiers.compression import BlockCodec
+from kvtier.tiers.finding import Finding, ok
 
 SAMPLE_BYTES: Final = 2 << 20
 _ROUNDS: Final = 3  # the best counts
@@ -47,6 +48,12 @@ def made_up_kv(num_bytes: int = SAMPLE_BYTES) -> bytes:
     """Numbers in bf16 around zero, as KV is for a codec: no model is needed."""
     numbers = np.random.default_rng(0).standard_normal(num_bytes // 2, np.float32)
     return (numbers.view(np.uint32) >> 16).astype("<u2").tobytes()
+
+
+def compression_finding(tier: str, compression: str, rate: float) -> Finding:
+    """What the doctor says of a tier whose store brings `rate` bytes a second; `compression` is its setting."""
+    found = f"{verdict(rate, rates_of(made_up_kv()))}; [{tier}] compression is {compression}"
+    return ok(f"{tier} compression", found)
 
 
 def verdict(rate: float, rates: CodecRates) -> str:

@@ -80,6 +80,12 @@ class Metrics:
             "tier",
             "way",
         )
+        self._saved = self._counter(
+            "kvtier_compression_saved_bytes",
+            "Bytes of blocks that compression kept off the way to a tier's storage and back",
+            "tier",
+            "way",
+        )
         self._breaker = self._gauge("kvtier_breaker_open", "1 while a tier is detached", "tier", "direction")
         self._selective = self._gauge(
             "kvtier_selective_admission", "1 while a tier takes only blocks that were seen before", "tier", "why"
@@ -160,9 +166,12 @@ class Metrics:
         self._totals_before[tier] = total
 
     def paid(self, tier: str, name: str, total: int) -> None:
-        """What a tier's storage was asked since the start: `requests_{kind}` or `bytes_{way}`, as the tier counts."""
+        """What a tier's storage was asked since the start: `requests_{kind}` or `bytes_{way}`, as the tier counts.
+
+        Or what compression saved there, `saved_{way}`.
+        """
         what, _, which = name.partition("_")
-        counter = self._requests if what == "requests" else self._traffic
+        counter = {"requests": self._requests, "bytes": self._traffic, "saved": self._saved}[what]
         key = f"{tier} {name}"
         counter.labels(tier, which).inc(max(0, total - self._totals_before.get(key, 0)))
         self._totals_before[key] = total

@@ -115,6 +115,8 @@ def _lower(port: TierPort, values: MetricValues) -> statuses.LowerTierStatus:
     told: dict[str, Any] = {"room": room} if room else {}  # a tier that does not tell has no such field
     if (borrowed := borrowed_by(port)) is not None:
         told |= {"answering": borrowed.num_answering, "failures": borrowed.failures, "sure": borrowed.num_sure}
+    if saved := values.of("kvtier_compression_saved_bytes", port.name):
+        told["saved"] = saved
     return statuses.LowerTierStatus(slots=slots, breakers=breakers, **told)
 
 

@@ -112,6 +112,7 @@ class LowerTierStatus(StatusPart):
     answering: int = 0  # other nodes, of the tier in their memory
     sure: int = 0  # of these, whose KV events tell all that they hold
     failures: Counts = {}  # of these, by reason
+    saved: Counts = {}  # bytes that compression kept off the way, sent and received
 
 
 class AgeCounts(StatusPart):

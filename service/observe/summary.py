@@ -66,7 +66,9 @@ def _model(model: ModelStatus) -> Iterable[str]:
         yield row("kept", f"{_many(l2.pinned, 'block')} pinned, {_many(l2.quotas, 'quota')}")
     for name, tier in model.tiers.items():
         breakers = ", ".join(f"{direction} {state}" for direction, state in tier.breakers.items())
-        yield row(name, f"slots {counts(tier.slots)}; breakers {breakers}")
+        saved = {way: show_size(num_bytes) for way, num_bytes in tier.saved.items() if num_bytes}
+        less = f"; compression saved {counts(saved)}" if tier.saved else ""
+        yield row(name, f"slots {counts(tier.slots)}; breakers {breakers}{less}")
     found = counts(lookups)
     yield row("lookups", f"{sum(lookups.values())} blocks, {hit_share(lookups):.1%} found; {found}")
     yield row("not served", counts(model.missed))

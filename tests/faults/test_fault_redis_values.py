@@ -70,7 +70,7 @@ def tier(
 
 
 in_every_form = pytest.mark.parametrize(
-    "tier", ["clear", "sealed", "encrypted", "compressed", "compressed sealed"], indirect=True
+    "tier", ["clear", "sealed", "encrypted", "compressed", "compressed sealed", "compressed encrypted"], indirect=True
 )
 
 

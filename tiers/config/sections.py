@@ -195,15 +195,6 @@ class RedisConfig(Section):
     in_flight: ByteSize = option("64MiB", "bytes of requests and replies under way at once")
 
     @model_validator(mode="after")
-    def _lengths_tell_nothing(self) -> Self:
-        if self.compression != "none" and self.key_file is not None:
-            raise ValueError(
-                f'compression "{self.compression}": with key_file, too, a value\'s length would tell of what is in it; '
-                "remove one of them"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _one_seal(self) -> Self:
         _require_one_seal(self.secret, self.key_file)
         return self
@@ -226,7 +217,7 @@ class ObjectsConfig(Section):
         None, "file with the key that encrypts what is stored, AES-256-GCM; instead of secret"
     )
     compression: Literal["none", "zstd"] = option(
-        "none", "zstd: objects are shorter, without loss; pays unless the way to the store is very fast"
+        "none", "zstd: objects are shorter, without loss; pays where the way to the store is slow, or its room dear"
     )
     prefix: ObjectPrefix = option("kvtier", "what every object's key begins with")
     ttl: Lifetime = option("7d", "age at which the bucket's lifecycle rule removes an object")

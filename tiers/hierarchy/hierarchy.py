@@ -378,6 +378,6 @@ class Hierarchy:
                 for key, count in stats.items():
                     if key.startswith("slots_"):
                         self.metrics.pool(port.name, key.removeprefix("slots_"), count)
-                    elif key.startswith(("requests_", "bytes_")):
+                    elif key.startswith(("requests_", "bytes_", "saved_")):
                         self.metrics.paid(port.name, key, count)
                 self.metrics.room(port.name, port.room())

@@ -186,10 +186,19 @@ class ObjectStore:
         return True
 
     def stats(self) -> Mapping[str, int]:
-        """Counts since open: {read, write, locate}_{outcome}, requests_{kind}, bytes_{way}, evicted; known names."""
+        """Counts since open: {read, write, locate}_{outcome}, requests_{kind}, bytes_{way}, evicted; known names.
+
+        With compression also saved_{way}, in bytes.
+        """
         with self._lock:
-            counts = {**self._counts, **self._bucket.counts(), "names": len(self._index)}
-        return {**counts, "evicted": counts.get("read_evicted", 0)}
+            counts = dict(self._counts)
+        return {
+            **counts,
+            **self._bucket.counts(),
+            **(self.space.form.saved.counts() if self.space.form.saved else {}),
+            "evicted": counts.get("read_evicted", 0),
+            "names": len(self._index),
+        }
 
     def check(self) -> None:
         self._index.check()

@@ -210,10 +210,14 @@ class RedisStore:
         return reply == b"OK" or (isinstance(reply, Refusal) and reply.code == "OOM")
 
     def stats(self) -> Mapping[str, int]:
-        """Counts since open: {read, write, locate, expire}_{outcome}, evicted; and names known now."""
+        """Counts since open: {read, write, locate, expire}_{outcome}, evicted; and names known now.
+
+        With compression also saved_{way}, in bytes.
+        """
         with self._lock:
             counts = dict(self._counts)
-        return {**counts, "evicted": counts.get("read_evicted", 0), "names": len(self._names)}
+        saved = self.space.form.saved.counts() if self.space.form.saved else {}
+        return {**counts, **saved, "evicted": counts.get("read_evicted", 0), "names": len(self._names)}
 
     def room(self) -> Sequence[StoragePlace]:
         """As `TellsRoom`: the memory of each server."""

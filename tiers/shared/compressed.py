@@ -7,6 +7,7 @@ from typing import Final
 
 from kvtier.tiers import BlockCodec, BlockRecord, ChainHash, Outcome, checksum
 from kvtier.tiers.shared.heads import MAC, derived, layout, packer, purpose
+from kvtier.tiers.shared.saved import SavedBytes
 
 VERSION: Final = 2
 _HASH_BYTES: Final = 32
@@ -27,6 +28,7 @@ class CompressedForm:
         self, fingerprint: bytes, slot_bytes: int, block_size: int, secret: str | None = None, tier: str = "redis"
     ) -> None:
         self._codec = BlockCodec(slot_bytes)
+        self.saved = SavedBytes(slot_bytes)
         self._slot_bytes = slot_bytes
         self._mac: hmac.HMAC | None = None
         self._seal_bytes = _CHECKSUM_BYTES
@@ -69,6 +71,7 @@ class CompressedForm:
     def encode(self, record: BlockRecord, payload: memoryview, epoch: int) -> tuple[bytes, memoryview]:
         """What is shorter has memory of its own; what does not shrink is sent from where it lies."""
         split, stored = self._codec.shrink(payload)
+        self.saved.sent(stored.nbytes)
         unsealed = self._unsealed(record, epoch, split, stored.nbytes)
         return unsealed + self._seal(unsealed, stored), stored
 
@@ -90,7 +93,10 @@ class CompressedForm:
             return Outcome.KEY_MISMATCH
         if not self._codec.restore(split, stored, payload):
             return Outcome.CHECKSUM
-        return record if checksum(payload) == xxh3 else Outcome.CHECKSUM
+        if checksum(payload) != xxh3:
+            return Outcome.CHECKSUM
+        self.saved.received(num_stored)
+        return record
 
     def _unsealed(self, record: BlockRecord, epoch: int, split: int, num_stored: int) -> bytes:
         """The head but for its seal."""

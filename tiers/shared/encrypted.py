@@ -9,6 +9,7 @@ import numpy as np
 
 from kvtier.tiers import STAMP_BYTES, BlockCodec, BlockRecord, ChainHash, Outcome, RecordCipher, checksum, derive
 from kvtier.tiers.shared.heads import layout, purpose
+from kvtier.tiers.shared.saved import SavedBytes
 
 _HASH_BYTES: Final = 32
 _NAME_BYTES: Final = 8  # of a namespace's name, in keys
@@ -34,6 +35,7 @@ class EncryptedForm:
         codec: BlockCodec | None = None,
     ) -> None:
         self._codec = codec
+        self.saved = None if codec is None else SavedBytes(slot_bytes)
         use = "" if codec is None else "compressed "
         self._cipher = RecordCipher(key, purpose(tier, f"{use}record") + fingerprint)
         self._name_key = derive(key, purpose(tier, f"{use}name") + fingerprint)
@@ -75,6 +77,8 @@ class EncryptedForm:
             payload = into
         hidden = self._cipher.seal(self._hidden(record, more), _named(b"head", record.chain_hash, epoch))
         stamp = self._cipher.encrypt_into(payload, _named(b"payload", record.chain_hash, epoch, hidden), into)
+        if self.saved is not None:
+            self.saved.sent(into.nbytes)
         return self._head(hidden, stamp, into.nbytes), into
 
     def decode(
@@ -97,7 +101,11 @@ class EncryptedForm:
             split, length = _STORED.unpack(more)
             if self._padded(length) != num_stored or not self._codec.restore(split, stored[:length], payload):
                 return Outcome.CHECKSUM
-        return record if checksum(payload) == xxh3 else Outcome.CHECKSUM
+        if checksum(payload) != xxh3:
+            return Outcome.CHECKSUM
+        if self.saved is not None:
+            self.saved.received(num_stored)
+        return record
 
     def _padded(self, num_bytes: int) -> int:
         part = -(-self._slot_bytes // _LENGTHS)

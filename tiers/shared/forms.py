@@ -11,6 +11,7 @@ from kvtier.tiers import BlockCodec, BlockRecord, ChainHash, Outcome, checksum, 
 from kvtier.tiers.shared.compressed import CompressedForm
 from kvtier.tiers.shared.encrypted import EncryptedForm
 from kvtier.tiers.shared.heads import MAC, derived, layout, packer, purpose
+from kvtier.tiers.shared.saved import SavedBytes
 
 VERSION: Final = 1
 _HASH_BYTES: Final = 32
@@ -29,6 +30,10 @@ class RecordForm(Protocol):
     name: str
     """Sixteen hexadecimal digits that stand for the model, and for secret or key, in every key."""
     head_bytes: int
+
+    @property
+    def saved(self) -> SavedBytes | None:
+        """What compression saved; None of a form without."""
 
     @property
     def stored_bytes(self) -> Callable[[bytes], int] | None:
@@ -100,6 +105,7 @@ class ClearForm:
     """
 
     stored_bytes = None
+    saved = None
 
     def __init__(
         self, fingerprint: bytes, slot_bytes: int, block_size: int, secret: str | None = None, tier: str = "redis"

@@ -8,6 +8,7 @@ import struct
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,12 @@ import fault_rig
 import object_rig
 import pytest
 import redis_stories
+import service_rig
 import xxhash
 import zstandard
 from doubles import SLOT_BYTES, chain_of, store, wait_until
 from fault_rig import fetch, forget_l2, settle
+from http_rig import ServedDaemon
 from object_rig import (
     BUCKET,
     ObjectServer,
@@ -36,6 +39,7 @@ from object_rig import (
     written,
 )
 from redis_stories import kv_of
+from service_rig import attach
 
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.errors import ConfigError
@@ -93,6 +97,8 @@ def test_what_one_node_stores_another_finds_shorter_and_the_same(
         assert read(writer, chain) == [Outcome.OK] * 40
         (key,) = server.keys()
         lengths = lengths_in(writer, server.content(key))
+        saved = 40 * writer.space.record_bytes - sum(lengths)
+        assert (writer.stats()["saved_sent"], writer.stats()["saved_received"]) == (saved, saved)
         head = writer.space.form.head_bytes
         for name, length in zip(chain.hashes, lengths, strict=True):
             assert (length < head + SLOT_BYTES) == (name[0] % 2)
@@ -125,7 +131,39 @@ def test_a_hierarchy_serves_what_every_node_that_is_gone_has_stored(
     assert fetch(second, CHAIN) == 8  # compares every byte
     forget_l2(second)
     assert fetch(second, CHAIN) == 8
+    assert second.stats()['kvtier_compression_saved_bytes_total{tier="objects",way="received"}'] > SLOT_BYTES
     settle(second)
+
+
+@pytest.fixture
+def served(server: ObjectServer, home: Path) -> Iterator[ServedDaemon]:
+    objects = {"bucket": BUCKET, "endpoint": server.endpoint, "access_key_id": "a", "secret_access_key": "b"}
+    daemon = ServedDaemon(
+        home / "s",
+        host={"size": 1 << 20},
+        service={"socket": str(home / "s")},
+        objects={**objects, "compression": "zstd", "connect_timeout": "20s", "deadline": "20s"},
+    )
+    yield daemon
+    daemon.check()
+    daemon.close()
+
+
+def test_a_daemon_tells_what_it_saved(served: ServedDaemon, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service_rig, "payload_of", mixed)
+    tiers = attach(home / "s")
+    assert service_rig.store(tiers, CHAIN) == 8
+
+    def told() -> Any:
+        (model,) = served.client.get("/status").json()["models"]
+        return model["tiers"]["objects"].get("saved")
+
+    wait_until(told)
+    assert told()["sent"] > SLOT_BYTES
+    assert "; compression saved sent " in served.client.get("/summary").text
+    metrics = served.client.get("/metrics").text.splitlines()
+    assert [line for line in metrics if line.startswith("kvtier_compression_saved_bytes_total{") and "objects" in line]
+    tiers.close()
 
 
 def test_readers_of_every_setting_find_their_own_and_delete_nothing(server: ObjectServer, tmp_path: Path) -> None:

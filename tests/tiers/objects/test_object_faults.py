@@ -381,9 +381,11 @@ def test_bad_options_are_one_line(given: dict[str, object], told: str) -> None:
 def test_the_doctor_says_whether_the_bucket_answers(server: ObjectServer) -> None:
     (off,) = examine(Config())
     assert (off.check, off.status.value, off.found) == ("objects", "ok", "off: no [objects] bucket")
-    (finding,) = examine(Config(objects=options(server.endpoint)))
-    assert f"bucket {BUCKET} at {server.endpoint} answers in " in finding.found
-    assert server.keys() == []  # it wrote nothing
+    reached, worth = examine(Config(objects=options(server.endpoint)))
+    assert f"bucket {BUCKET} at {server.endpoint} answers in " in reached.found
+    assert (worth.check, worth.status.value) == ("objects compression", "ok")
+    assert worth.found.endswith("; [objects] compression is none")
+    assert server.keys() == []  # it left nothing
     (away,) = examine(Config(objects=options("http://127.0.0.1:1", deadline="1s", connect_timeout="1s")))
     assert away.status.value == "error"
     assert "127.0.0.1:1" in away.found

@@ -5,27 +5,47 @@ import hmac
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import doubles
+import fault_rig
 import msgpack
 import numpy as np
 import pytest
 import redis_stories
 import xxhash
 import zstandard
-from doubles import SLOT_BYTES, chain_of
-from redis_rig import NO_REDIS, RedisServer, standalone
-from redis_stories import CHAIN, FINGERPRINT, OTHER, SECRET, key_of, kv_of, open_store, opened, read, whole, written
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from doubles import SLOT_BYTES, chain_of, store
+from fault_rig import fetch, forget_l2, settle
+from redis_rig import NO_REDIS, RedisServer, cluster, standalone
+from redis_stories import (
+    CHAIN,
+    FINGERPRINT,
+    OTHER,
+    SECRET,
+    key_of,
+    kv_of,
+    open_store,
+    opened,
+    over_redis,
+    protection,
+    read,
+    whole,
+    written,
+)
 
+from kvtier.tiers import compression_worth
 from kvtier.tiers.checksum import checksum
-from kvtier.tiers.compression import AS_IS
+from kvtier.tiers.compression import AS_IS, BlockCodec
 from kvtier.tiers.compression_worth import CodecRates, made_up_kv, rates_of
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.errors import ConfigError
-from kvtier.tiers.redis import doctor_rate, opening
+from kvtier.tiers.redis import opening
 from kvtier.tiers.redis.doctor_rate import check_compression
 from kvtier.tiers.shared.compressed import VERSION, CompressedForm
+from kvtier.tiers.shared.encrypted import EncryptedForm
 from kvtier.tiers.tier import BlockRecord, Outcome
 
 on_a_server = pytest.mark.skipif(NO_REDIS is not None, reason=str(NO_REDIS))
@@ -150,6 +170,93 @@ def test_of_a_sealed_record_nothing_is_decompressed_that_nobody_sealed(monkeypat
     assert taken(form, bytes(value)) is Outcome.CHECKSUM
 
 
+# Encrypted, too.
+
+KEY = bytes(range(100, 132))
+HIDDEN = EncryptedForm(FINGERPRINT, SLOT_BYTES, 4, KEY, codec=BlockCodec(SLOT_BYTES))
+PART = SLOT_BYTES // 16
+
+
+def put_hidden(payload: bytes = PAYLOAD) -> bytes:
+    head, stored = HIDDEN.encode(replace(RECORD, checksum=checksum(memoryview(payload))), memoryview(payload), EPOCH)
+    assert HIDDEN.stored_bytes is not None
+    assert (len(head), HIDDEN.stored_bytes(head)) == (HIDDEN.head_bytes, stored.nbytes)
+    return head + bytes(stored)
+
+
+def taken_hidden(value: bytes, chain_hash: bytes = HASH, epoch: int = EPOCH) -> BlockRecord | Outcome:
+    slot = memoryview(bytearray(value[HIDDEN.head_bytes :].ljust(SLOT_BYTES, b"\xee")[:SLOT_BYTES]))
+    result = HIDDEN.decode(value[: HIDDEN.head_bytes], slot, chain_hash, epoch)
+    assert isinstance(result, Outcome) or checksum(slot) == result.checksum
+    return result
+
+
+def test_an_encrypted_record_is_compressed_before_and_as_documented() -> None:
+    """Opened with nothing of ours."""
+    value = put_hidden()
+    head, body = value[: HIDDEN.head_bytes], value[HIDDEN.head_bytes :]
+    fields = msgpack.unpackb(head[4:])
+    hidden, stamp = fields["hidden"], fields["stamp"]
+    assert list(fields.items()) == [
+        ("version", 2),
+        ("codec", "zstd+aes-256-gcm"),
+        ("payload_len", SLOT_BYTES),
+        ("stored_len", len(body).to_bytes(4, "little")),
+        ("hidden", hidden),
+        ("stamp", stamp),
+    ]
+
+    def digest(key: bytes, data: bytes, person: bytes = b"", size: int = 32) -> bytes:
+        return hashlib.blake2b(data, key=key, person=person, digest_size=size).digest()
+
+    named = EPOCH.to_bytes(8, "little") + HASH
+    context = digest(KEY, b"kvtier redis compressed record" + FINGERPRINT, b"kvtier-context")
+    associated = b"head\0\0\0\0" + named
+    opened = AESGCM(digest(context, associated, b"kvtier-record")).decrypt(hidden[:12], hidden[12:], associated)
+    before = PARENT + (4).to_bytes(4, "little") + RECORD.tokens + RECORD.checksum.to_bytes(8, "little")
+    assert opened[: len(before)] == before
+    split, length = opened[len(before)], int.from_bytes(opened[len(before) + 1 :], "little")
+    associated = b"payload\0" + named + hidden
+    padded = AESGCM(digest(context, associated, b"kvtier-record")).decrypt(stamp[:12], body + stamp[12:], associated)
+    assert len(padded) == -(-length // PART) * PART < SLOT_BYTES
+    assert not any(padded[length:])
+    restored = memoryview(bytearray(SLOT_BYTES))
+    assert BlockCodec(SLOT_BYTES).restore(split, memoryview(padded)[:length], restored)
+    assert restored == PAYLOAD
+    name_key = digest(KEY, b"kvtier redis compressed name" + FINGERPRINT, b"kvtier-context")
+    assert HIDDEN.name == digest(name_key, b"", size=8).hex()
+    assert HIDDEN.names([HASH]) == [digest(name_key, HASH).hex().encode()]
+
+
+def test_an_encrypted_record_comes_back_and_no_other() -> None:
+    value = put_hidden()
+    assert taken_hidden(value) == RECORD
+    assert taken_hidden(value, PARENT) is Outcome.CHECKSUM
+    assert taken_hidden(value, epoch=EPOCH + 1) is Outcome.CHECKSUM
+    noise = noise_of(HASH)
+    as_it_is = put_hidden(noise)
+    assert len(as_it_is) == HIDDEN.head_bytes + SLOT_BYTES
+    assert taken_hidden(as_it_is) == replace(RECORD, checksum=checksum(memoryview(noise)))
+    # Any changed bit is found, and so is any other length.
+    for position in (*range(HIDDEN.head_bytes), *range(HIDDEN.head_bytes, len(value), 97)):
+        changed = bytearray(value)
+        changed[position] ^= 1
+        assert isinstance(taken_hidden(bytes(changed)), Outcome)
+    at = value.index(b"stored_len") + 12
+    for told in (0, len(value) - HIDDEN.head_bytes - PART, SLOT_BYTES, SLOT_BYTES + PART, 2**32 - 1):
+        assert taken_hidden(value[:at] + told.to_bytes(4, "little") + value[at + 4 :]) is Outcome.CHECKSUM
+    # The head of one and what is stored of another are no record.
+    assert taken_hidden(value[: HIDDEN.head_bytes] + put_hidden()[HIDDEN.head_bytes :]) is Outcome.CHECKSUM
+
+
+def test_lengths_of_encrypted_records_are_few() -> None:
+    payloads = [kv_of(hashlib.sha256(bytes([i])).digest()) for i in range(40)]
+    lengths = {len(put_hidden(payload)) - HIDDEN.head_bytes for payload in payloads}
+    assert len({len(put(FORMS["sealed"], payload)) for payload in payloads}) > 10
+    assert len(lengths) <= 2
+    assert {length % PART for length in lengths} == {0}
+
+
 # Over a server.
 
 
@@ -167,16 +274,39 @@ def kv(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @on_a_server
-@pytest.mark.parametrize("more", [{}, {"secret": SECRET}], ids=["in the clear", "sealed"])
+@pytest.mark.parametrize("form", ["compressed", "compressed sealed", "compressed encrypted"])
 @pytest.mark.usefixtures("kv")
-def test_nodes_share_blocks_that_are_shorter_on_the_server(server: RedisServer, more: dict[str, Any]) -> None:
-    with opened(server.url, compression="zstd", **more) as one, opened(server.url, compression="zstd", **more) as two:
+def test_nodes_share_blocks_that_are_shorter_on_the_server(server: RedisServer, form: str, tmp_path: Path) -> None:
+    more = protection(form, tmp_path)
+    with opened(server.url, **more) as one, opened(server.url, **more) as two:
         written(one, CHAIN)
         assert whole(read(one, CHAIN))
         assert two.locate(CHAIN.hashes) == len(CHAIN.hashes)
         assert whole(read(two, CHAIN))
         sizes = [len(server.value_of(key_of(one, name))) - one.space.head_bytes for name in CHAIN.hashes]
         assert max(sizes) < 0.85 * SLOT_BYTES
+        saved = len(sizes) * SLOT_BYTES - sum(sizes)
+        assert (one.stats()["saved_sent"], one.stats()["saved_received"]) == (saved, saved)
+        assert (two.stats()["saved_sent"], two.stats()["saved_received"]) == (0, saved)
+
+
+@on_a_server
+@pytest.mark.usefixtures("kv")
+def test_what_it_saved_is_told_to_prometheus(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fault_rig, "payload_of", kv_of)
+    hierarchy = over_redis(server.url, compression="zstd")
+    assert store(hierarchy, CHAIN) == len(CHAIN.hashes)
+    assert hierarchy.drain(60)
+    forget_l2(hierarchy)
+    assert fetch(hierarchy, CHAIN) == len(CHAIN.hashes)
+    stats = hierarchy.stats()
+    series = 'kvtier_compression_saved_bytes_total{{tier="redis",way="{}"}}'
+    sent, received = (stats[series.format(way)] for way in ("sent", "received"))
+    assert sent == received > 0.1 * len(CHAIN.hashes) * SLOT_BYTES
+    settle(hierarchy)
+    plain = over_redis(server.url)
+    assert not [name for name in plain.stats() if name.startswith("kvtier_compression")]
+    settle(plain)
 
 
 @on_a_server
@@ -258,7 +388,7 @@ def test_the_doctor_says_whether_it_would_pay_and_leaves_nothing(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for restore, told in ((1e12, "compression would pay: "), (1.0, "compression would not pay: ")):
-        monkeypatch.setattr(doctor_rate, "rates_of", lambda _, restore=restore: CodecRates(1.5, 1e9, restore))
+        monkeypatch.setattr(compression_worth, "rates_of", lambda _, restore=restore: CodecRates(1.5, 1e9, restore))
         (finding,) = check_compression(Config.load(redis={"url": server.url}).redis)
         assert finding.check == "redis compression"
         assert finding.found.startswith(told)
@@ -270,6 +400,18 @@ def test_the_doctor_says_whether_it_would_pay_and_leaves_nothing(
     server.kill()
     assert check_compression(Config.load(redis={"url": server.url, "connect_timeout": "500ms"}).redis) == []
     assert check_compression(Config.load().redis) == []
+
+
+@on_a_server
+def test_the_doctor_says_it_of_a_cluster_too_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compression_worth, "rates_of", lambda _: CodecRates(1.5, 1e9, 1e12))
+    with cluster() as nodes:
+        (finding,) = check_compression(Config.load(redis={"url": nodes.url, "mode": "cluster"}).redis)
+        assert finding.found.startswith("compression would pay: ")
+        assert not [key for server in nodes.masters for key in server.all_keys()]
+        for server in nodes.masters:
+            server.kill()
+        assert check_compression(Config.load(redis={"url": nodes.url, "mode": "cluster"}).redis) == []
 
 
 def test_what_is_below_the_limit_is_faster_compressed() -> None:
@@ -284,11 +426,6 @@ def test_what_is_below_the_limit_is_faster_compressed() -> None:
     measured = rates_of(sample)
     assert 1.3 < measured.ratio < 1.7
     assert min(measured.shrink, measured.restore) > 0
-
-
-def test_with_a_key_it_is_refused_for_lengths_would_tell(tmp_path: object) -> None:
-    with pytest.raises(ConfigError, match=r"length would tell.*remove one of them"):
-        Config.load(redis={"url": "redis://127.0.0.1", "compression": "zstd", "key_file": f"{tmp_path}/key"})
 
 
 def test_without_the_package_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
