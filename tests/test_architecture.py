@@ -80,6 +80,7 @@ FOR_ENGINES: Final = {
 EXPLAINED: Final = {
     "tiers/file/store.py:open": "the tier's whole configuration; every caller names each",
     "tiers/file/store.py:FileStore": "a tier's verbs, and what it tells: children, lineage, ends, room",
+    "service/observe/statuses.py": "all fields of all statuses, so that a reader finds them in one place",
     "service/archive/archive.py:export_blocks": "the namespace, and all that may be said of its export",
     "kvtier/cli/servers_cli.py:serve_engine": "one parameter for each option of the command line",
     "kvtier/cli/servers_cli.py:route": "the same",

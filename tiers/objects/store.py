@@ -1,9 +1,7 @@
 """Blocks as objects in a bucket: runs of a chain, each record verified whole before it is used (docs/format.md)."""
 
 import logging
-import threading
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
@@ -26,7 +24,7 @@ from kvtier.tiers.objects.epoch import ObjectEpoch
 from kvtier.tiers.objects.index import NAME_LIFETIME, ObjectIndex, StoredObject
 from kvtier.tiers.objects.layout import MAX_BLOCKS, ObjectSpace
 from kvtier.tiers.objects.refusals import ToldRefusals, explanation
-from kvtier.tiers.shared import SharedChanges, cut_off, form_of
+from kvtier.tiers.shared import OutcomeCounts, SharedChanges, TierLife, cut_off, form_of
 
 _log = logging.getLogger(__name__)
 
@@ -54,10 +52,8 @@ class ObjectStore:
         self._epoch = ObjectEpoch(bucket, space.epoch_key, self._forget_all)
         self._refusals = ToldRefusals(config)
         self._part_blocks = max(1, config.part_size // space.record_bytes)
-        self._lock = threading.Lock()  # guards what follows; never held across I/O
-        self._counts: Counter[str] = Counter()
-        self._resetting: threading.Thread | None = None
-        self._closed = False
+        self._counts = OutcomeCounts()
+        self._life = TierLife("kvtier-objects-reset")
 
     @classmethod
     def open(cls, config: ObjectsConfig, fingerprint: bytes, *, slot_bytes: int, block_size: int) -> "ObjectStore":
@@ -124,7 +120,7 @@ class ObjectStore:
             if self._epoch.value != epoch:
                 results = [Outcome.EPOCH] * len(hashes)
         self.announcer.seen(result for result in results if isinstance(result, BlockRecord))
-        self._count("read", results)
+        self._counts.add("read", results)
         return results
 
     def write(self, records: Sequence[BlockRecord], payloads: Sequence[memoryview]) -> list[Outcome]:
@@ -145,7 +141,7 @@ class ObjectStore:
         if failure is not None:
             outcomes = cut_off([*outcomes, *[failure.outcome] * (len(records) - done)])
         self.announcer.seen(records[:done])
-        self._count("write", outcomes)
+        self._counts.add("write", outcomes)
         return outcomes
 
     def discard(self, hashes: Sequence[ChainHash]) -> None:
@@ -165,12 +161,7 @@ class ObjectStore:
     def reset(self) -> None:
         """Forget every block, in all processes. Returns at once: until the bucket knows, everything is a miss here."""
         self._epoch.reset()
-        with self._lock:
-            if self._closed:
-                return
-            told = partial(self._epoch.settle, self._deadline(0))
-            self._resetting = threading.Thread(target=told, name="kvtier-objects-reset", daemon=True)
-            self._resetting.start()
+        self._life.tell(partial(self._epoch.settle, self._deadline(0)))
 
     # Looking after it.
 
@@ -190,35 +181,22 @@ class ObjectStore:
 
         With compression also saved_{way}, in bytes.
         """
-        with self._lock:
-            counts = dict(self._counts)
-        return {
-            **counts,
-            **self._bucket.counts(),
-            **(self.space.form.saved.counts() if self.space.form.saved else {}),
-            "evicted": counts.get("read_evicted", 0),
-            "names": len(self._index),
-        }
+        saved = self.space.form.saved.counts() if self.space.form.saved else {}
+        return {**self._counts.counts(), **self._bucket.counts(), **saved, "names": len(self._index)}
 
     def check(self) -> None:
         self._index.check()
 
     def close(self) -> None:
         """Refuse new calls; a reset still to be told is told first, within its deadline. Idempotent."""
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            resetting = self._resetting
-        if resetting is not None:
-            resetting.join(self._bucket.timeout)
-        self._bucket.close()
+        if self._life.close(self._bucket.timeout):
+            self._bucket.close()
 
     # Inside.
 
     def _current(self, deadline: float) -> int | BucketError:
         """The epoch all processes are in now, or why it is not known."""
-        if self._closed:
+        if self._life.is_closed:
             return BucketError(Outcome.CLOSED, "closed")
         if (failure := self._epoch.settle(deadline)) is not None:
             return failure
@@ -254,7 +232,7 @@ class ObjectStore:
 
     def _located(self, found: int, failure: BucketError | None) -> int | Outcome:
         failed = failure is not None and failure.outcome is not Outcome.ABSENT
-        self._count("locate", [failure.outcome if failed and failure is not None else Outcome.OK])
+        self._counts.add("locate", [failure.outcome if failed and failure is not None else Outcome.OK])
         return failure.outcome if failed and failure is not None and not found else found
 
     def _read(
@@ -385,12 +363,12 @@ class ObjectStore:
     def _delete(self, names: set[bytes], deadline: float) -> bool:
         """Whether they are gone. Nothing is told once the deadline has passed: what is damaged there is found again."""
         epoch = self._epoch.value
-        if not names or epoch is None or self._closed or time.monotonic() >= deadline:
+        if not names or epoch is None or self._life.is_closed or time.monotonic() >= deadline:
             return not names
         try:
             self._bucket.delete([self.space.key(name, epoch) for name in names])
         except BucketError as error:
-            self._count("delete", [error.outcome])
+            self._counts.add("delete", [error.outcome])
             return False
         return True
 
@@ -402,8 +380,3 @@ class ObjectStore:
     def _deadline(self, num_blocks: int) -> float:
         seconds = self._config.deadline + num_blocks * self.space.record_bytes / self._config.bandwidth
         return time.monotonic() + seconds
-
-    def _count(self, verb: str, results: Sequence[BlockRecord | Outcome]) -> None:
-        outcomes = [Outcome.OK if isinstance(result, BlockRecord) else result for result in results]
-        with self._lock:
-            self._counts.update(f"{verb}_{outcome}" for outcome in outcomes)

@@ -1,10 +1,9 @@
 """L3 in Redis or Valkey: blocks that nodes share, each record verified whole before it is used (docs/format.md)."""
 
 import logging
-import threading
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Final, cast
 
 import redis
@@ -34,7 +33,7 @@ from kvtier.tiers.redis.room import ServersRoom
 from kvtier.tiers.redis.stream import WireError
 from kvtier.tiers.redis.wire import Refusal
 from kvtier.tiers.returns import ToldEnd
-from kvtier.tiers.shared import SharedChanges, cut_off, form_of
+from kvtier.tiers.shared import OutcomeCounts, SharedChanges, TierLife, cut_off, form_of
 
 _log = logging.getLogger(__name__)
 
@@ -69,10 +68,8 @@ class RedisStore:
         self._expiries = LearnedExpiries(config.ttl) if config.expiry == "learned" else None
         self._epoch = Epoch(self._batches, self._forget_all)
         self._room = ServersRoom(nodes.clients)
-        self._lock = threading.Lock()  # guards what follows; never held across I/O
-        self._counts: Counter[str] = Counter()
-        self._resetting: threading.Thread | None = None
-        self._closed = False
+        self._counts = OutcomeCounts()
+        self._life = TierLife("kvtier-redis-reset")
 
     @classmethod
     def open(cls, config: RedisConfig, fingerprint: bytes, *, slot_bytes: int, block_size: int) -> "RedisStore":
@@ -124,9 +121,9 @@ class RedisStore:
                 if answer is False or answer is Outcome.ABSENT:
                     self.announcer.missed(window[there : there + 1])
                 failure = answer if isinstance(answer, Outcome) and answer is not Outcome.ABSENT else None
-                self._count("locate", [failure or Outcome.OK])
+                self._counts.add("locate", [failure or Outcome.OK])
                 return failure if failure is not None and not found else found
-        self._count("locate", [Outcome.OK])
+        self._counts.add("locate", [Outcome.OK])
         return found
 
     # Blocks.
@@ -146,7 +143,7 @@ class RedisStore:
         for position, was_known in zip(gone, known, strict=True):
             if was_known and results[position] is Outcome.ABSENT:
                 results[position] = Outcome.EVICTED
-        self._count("read", results)
+        self._counts.add("read", results)
         if bad := [h for h, result in zip(hashes, results, strict=True) if result in _BAD]:
             _log.warning("[redis] %d records are not what their keys say, first %s; deleted", len(bad), bad[0].hex())
             self._discard(bad, deadline)
@@ -168,7 +165,7 @@ class RedisStore:
         self._names.add(h for h, outcome in zip(hashes, outcomes, strict=True) if outcome is Outcome.OK)
         self._names.forget(h for h, outcome in zip(hashes, outcomes, strict=True) if outcome is not Outcome.OK)
         self.announcer.seen(record for record, outcome in zip(records, outcomes, strict=True) if outcome is Outcome.OK)
-        self._count("write", outcomes)
+        self._counts.add("write", outcomes)
         if self._expiries is not None:
             self._expiries.stored(h for h, outcome in zip(hashes, outcomes, strict=True) if outcome is Outcome.OK)
             self._set_expiries(self._expiries, deadline)
@@ -186,13 +183,7 @@ class RedisStore:
     def reset(self) -> None:
         """Forget every block, in all processes. Returns at once: until the servers know, everything is a miss here."""
         self._epoch.reset()
-        with self._lock:
-            if self._closed:
-                return
-            self._resetting = threading.Thread(
-                target=self._epoch.settle, args=(self._deadline(0),), name="kvtier-redis-reset", daemon=True
-            )
-            self._resetting.start()
+        self._life.tell(partial(self._epoch.settle, self._deadline(0)))
 
     # Looking after it.
 
@@ -214,14 +205,12 @@ class RedisStore:
 
         With compression also saved_{way}, in bytes.
         """
-        with self._lock:
-            counts = dict(self._counts)
         saved = self.space.form.saved.counts() if self.space.form.saved else {}
-        return {**counts, **saved, "evicted": counts.get("read_evicted", 0), "names": len(self._names)}
+        return {**self._counts.counts(), **saved, "names": len(self._names)}
 
     def room(self) -> Sequence[StoragePlace]:
         """As `TellsRoom`: the memory of each server."""
-        return () if self._closed else self._room.told()
+        return () if self._life.is_closed else self._room.told()
 
     def check(self) -> None:
         self._names.check()
@@ -230,20 +219,14 @@ class RedisStore:
 
     def close(self) -> None:
         """Refuse new calls; a reset still to be told is told first, within its deadline. Idempotent."""
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            resetting = self._resetting
-        if resetting is not None:
-            resetting.join(self._config.connect_timeout + self._config.deadline)
-        self._batches.close()
+        if self._life.close(self._config.connect_timeout + self._config.deadline):
+            self._batches.close()
 
     # Inside.
 
     def _batch(self, hashes: Sequence[ChainHash], deadline: float, work: LaneWork) -> list[BlockResult | None]:
         """What became of each block under `work`, in the epoch all processes are in now. None: stopped before it."""
-        if self._closed:
+        if self._life.is_closed:
             return [Outcome.CLOSED] * len(hashes)
         if not hashes:
             return []
@@ -271,14 +254,13 @@ class RedisStore:
         gone = [name for name, answer in zip(names, answers, strict=True) if answer is Outcome.ABSENT]
         self._names.forget(gone)
         self.announcer.missed(gone)
-        self._count("expire", [each if isinstance(each, Outcome) else Outcome.IO_ERROR for each in answers])
+        self._counts.add("expire", [each if isinstance(each, Outcome) else Outcome.IO_ERROR for each in answers])
 
     def _all_read(self, hashes: Sequence[ChainHash], records: list[BlockRecord]) -> list[BlockRecord | Outcome]:
         """As nearly every batch ends: what `read` does then, in few steps."""
         self._names.add(hashes)
         self.announcer.seen(records)
-        with self._lock:
-            self._counts["read_ok"] += len(records)
+        self._counts.add_ok("read", len(records))
         return list(records)
 
     def _forget_all(self) -> None:
@@ -291,11 +273,6 @@ class RedisStore:
     def _deadline(self, num_blocks: int) -> float:
         seconds = self._config.deadline + num_blocks * self.space.value_bytes / self._config.bandwidth
         return time.monotonic() + seconds
-
-    def _count(self, verb: str, results: Sequence[BlockRecord | Outcome]) -> None:
-        outcomes = [Outcome.OK if isinstance(result, BlockRecord) else result for result in results]
-        with self._lock:
-            self._counts.update(f"{verb}_{outcome}" for outcome in outcomes)
 
 
 def _survey_all(client: RedisClient, label: str, value_bytes: int, *, by_expiry: bool) -> int:

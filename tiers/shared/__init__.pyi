@@ -1,12 +1,15 @@
 from .changes import MAX_NAMES, SharedChanges
 from .forms import ClearForm, RecordForm, form_of, format_epoch, parse_epoch
-from .outcomes import cut_off
+from .life import TierLife
+from .outcomes import OutcomeCounts, cut_off
 
 __all__ = [
     "MAX_NAMES",
     "ClearForm",
+    "OutcomeCounts",
     "RecordForm",
     "SharedChanges",
+    "TierLife",
     "cut_off",
     "form_of",
     "format_epoch",
