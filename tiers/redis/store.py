@@ -178,7 +178,9 @@ class RedisStore:
 
     def discard(self, hashes: Sequence[ChainHash]) -> None:
         """Delete blocks (found bad, or asked to), for everybody. What a server does not hear of is forgotten here."""
-        self._discard(hashes, self._deadline(0))
+        answers = self._discard(hashes, self._deadline(0))
+        if unsure := sum(answer is not Outcome.OK for answer in answers) * (not self._closed):
+            _log.warning("[redis] %d blocks may be there still: no server confirmed that it deleted them", unsure)
 
     def reset(self) -> None:
         """Forget every block, in all processes. Returns at once: until the servers know, everything is a miss here."""
@@ -238,12 +240,11 @@ class RedisStore:
         answers, seen = self._batches.run(hashes, epoch, deadline, work)
         return answers if self._epoch.learn(epoch, seen) else [Outcome.EPOCH] * len(hashes)
 
-    def _discard(self, hashes: Sequence[ChainHash], deadline: float) -> None:
+    def _discard(self, hashes: Sequence[ChainHash], deadline: float) -> Sequence[BlockResult | None]:
         """`discard` before `deadline`; servers are told nothing once it has passed, which is no fault of theirs."""
         self._names.forget(hashes)
         self.announcer.missed(hashes)
-        if time.monotonic() < deadline:
-            self._batch(hashes, deadline, Lane.unlink)
+        return self._batch(hashes, deadline, Lane.unlink) if time.monotonic() < deadline else []
 
     def _set_expiries(self, expiries: LearnedExpiries, deadline: float) -> None:
         """Tell the servers what is due, before `deadline`. What one is not told keeps the expiry it has."""

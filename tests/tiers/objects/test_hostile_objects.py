@@ -203,7 +203,7 @@ def test_a_purge_that_the_bucket_did_not_hear_says_so(caplog: pytest.LogCaptureF
         store.discard(CHAIN.hashes)
         assert store.stats()["delete_io_error"] == 1
         store.close()
-    assert "[objects] 1 objects may be there still" in caplog.text
+    assert "[objects] 1 may be there still" in caplog.text
 
 
 def test_credentials_that_no_request_can_carry_turn_the_tier_off(monkeypatch: pytest.MonkeyPatch) -> None:

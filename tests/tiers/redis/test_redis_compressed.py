@@ -366,6 +366,19 @@ def test_both_settings_over_one_server_find_their_own_and_delete_nothing(server:
 
 
 @on_a_server
+def test_a_purge_that_no_server_heard_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    with standalone() as server, opened(server.url, compression="zstd") as store:
+        written(store, CHAIN)
+        store.discard(CHAIN.hashes[:1])
+        assert "there still" not in caplog.text
+        server.kill()
+        store.discard(CHAIN.hashes[1:])
+        store.close()
+        store.discard(CHAIN.hashes)
+    told = f"[redis] {len(CHAIN.hashes) - 1} blocks may be there still: no server confirmed that it deleted them"
+    assert [record.message for record in caplog.records if "there still" in record.message] == [told]
+
+
 def test_the_start_says_what_is_used(server: RedisServer, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     open_store(server.url).close()
