@@ -1,11 +1,15 @@
 """Flight: the blocks of one batch that one peer is asked for, and what becomes of each."""
 
 from collections.abc import Sequence
+from typing import Final
 
 from kvtier.tiers import BlockRecord, ChainHash, Outcome
 from kvtier.tiers.peers.link import PeerLink
 from kvtier.tiers.peers.peer import OtherNode
 from kvtier.tiers.peers.wire import MAX_NAMES
+
+WRONG: Final = frozenset({Outcome.EVICTED, Outcome.CHECKSUM, Outcome.KEY_MISMATCH})
+"""What becomes of a block that a peer does not have as it should."""
 
 
 class Flight:
@@ -29,8 +33,8 @@ class Flight:
 
     @property
     def hints(self) -> list[tuple[ChainHash, bool]]:
-        """The blocks of `hinted`, and whether each is gone."""
-        return [(self._hashes[p], self._results[p] is Outcome.EVICTED) for p in self._positions if p in self.hinted]
+        """The blocks of `hinted`, and whether the peer had something else of each, or nothing."""
+        return [(self._hashes[p], self._results[p] in WRONG) for p in self._positions if p in self.hinted]
 
     def hear(self, link: PeerLink, deadline: float) -> None:
         """PeerFailed; what came before is good."""

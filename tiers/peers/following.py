@@ -104,11 +104,11 @@ class Following:
         return followed is not None and followed.is_sure
 
     def judge(self, address: PeerAddress, asked: Sequence[tuple[ChainHash, bool]]) -> None:
-        """What became of blocks that were asked for because events name them: each name, and whether it is gone.
+        """What became of blocks that were asked for because events name them: each name, and whether that was wrong.
 
-        The first that is gone is doubted. A peer lends the leading ones of a question, so the others may be there.
+        The first that was is doubted. A peer lends the leading ones of a question, so the others may be there.
         """
-        wrong = next((name for name, is_gone in asked if is_gone), None)
+        wrong = next((name for name, is_wrong in asked if is_wrong), None)
         with self._lock:
             self._counts["hints_right" if wrong is None else "hints_wrong"] += 1
         if wrong is not None and (followed := self._followed.get(address)) is not None:

@@ -11,7 +11,7 @@ from kvtier.tiers import BlockRecord, ChainHash, Direction, Outcome, require_buf
 from kvtier.tiers.config import Config
 from kvtier.tiers.peers.addresses import looked_up
 from kvtier.tiers.peers.announced import AnnouncedNames
-from kvtier.tiers.peers.flight import Flight
+from kvtier.tiers.peers.flight import WRONG, Flight
 from kvtier.tiers.peers.following import Following
 from kvtier.tiers.peers.holders import PeerAddress, PeerHolders
 from kvtier.tiers.peers.link import PeerLink, as_they_answer
@@ -311,10 +311,12 @@ class PeersStore:
                 link.close()
             else:
                 self._fail(flight.peer, link, failed)
+            if failed.outcome not in WRONG:
+                return  # it says nothing of the blocks
         else:
             flight.peer.give_back(link, lent=True)
-            if flight.hinted:
-                self._following.judge(flight.peer.address, flight.hints)
+        if flight.hinted:
+            self._following.judge(flight.peer.address, flight.hints)
 
     def _fail(self, peer: OtherNode, link: PeerLink | None, failure: PeerFailed) -> Outcome:
         """A peer failed: what it was believed to hold is not asked of it any more."""

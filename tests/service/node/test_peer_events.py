@@ -12,7 +12,7 @@ import pytest
 from doubles import SLOT_BYTES, chain_of, payload_of, store, wait_until
 from node_rig import free_port
 from object_rig import BUCKET, NO_OBJECTS, object_server
-from peers_rig import FINGERPRINT, Fleet, ScriptedPeer, TellingNode, buffers, following, key_file
+from peers_rig import FINGERPRINT, Fleet, ScriptedPeer, TellingNode, block, buffers, following, key_file, record
 from redis_rig import NO_REDIS, standalone
 from service_rig import attach, end_child, load, where
 from service_rig import store as store_at
@@ -359,6 +359,27 @@ def test_an_address_that_is_none_is_no_reason_to_fail(key: Path, node: TellingNo
         assert tier.locate(CHAIN.hashes) == 8
         assert read(tier, CHAIN) == [Outcome.OK] * 8
         assert count(tier, "sure") == 0
+
+
+def test_a_block_that_was_not_what_events_named_is_not_promised_again_at_once(key: Path, node: TellingNode) -> None:
+    store(node.hierarchy, CHAIN)
+    node.tell()
+
+    def script(connection: socket.socket, session: wire.PeerSession, verb: wire.PeerVerb, names: list[bytes]) -> None:
+        """Its events are true, its bytes are not."""
+        if verb is wire.PeerVerb.EVENTS:
+            connection.sendall(session.answer(verb, 1, node.model.events().pack()))
+        else:
+            connection.sendall(session.answer(verb, 1) + block(session, record(CHAIN, 0), bytes(SLOT_BYTES)))
+
+    peer = ScriptedPeer(key, script)
+    with following(key, peer.address) as tier:
+        wait_until(lambda: tier.lookup(CHAIN.hashes) == 8)
+        assert read(tier, CHAIN) == [Outcome.CHECKSUM] * 8
+        wait_until(lambda: count(tier, "answering") == 1)
+        assert (tier.lookup(CHAIN.hashes), count(tier, "hints_wrong"), count(tier, "failed_checksum")) == (0, 1, 1)
+        assert tier.holds(CHAIN.hashes) == [False] + [True] * 7
+    peer.close()
 
 
 @pytest.mark.parametrize(
