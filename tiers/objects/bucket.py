@@ -219,7 +219,7 @@ def client_of(config: ObjectsConfig, timeout: float) -> "S3Store":
     if config.ca is not None:
         options["root_certificate"] = _certificates(config)
     more = {
-        "endpoint": config.endpoint,
+        "endpoint": _endpoint(config),
         "access_key_id": config.access_key_id,
         "secret_access_key": config.secret_access_key and config.secret_access_key.get_secret_value(),
     }
@@ -243,6 +243,14 @@ def client_of(config: ObjectsConfig, timeout: float) -> "S3Store":
         )
     except (BaseError, ValueError, OSError) as error:
         raise ConfigError(f'[objects] bucket "{config.bucket}": the client refuses it: {_flat(error)}') from None
+
+
+def _endpoint(config: ObjectsConfig) -> str | None:
+    """As the client takes it: with the bucket's name, if hosts have that. AWS's own it knows itself."""
+    if config.endpoint is None or not config.virtual_hosted:
+        return config.endpoint
+    scheme, _, host = config.endpoint.partition("://")
+    return config.endpoint if host.startswith(f"{config.bucket}.") else f"{scheme}://{config.bucket}.{host}"
 
 
 def _certificates(config: ObjectsConfig) -> bytes:

@@ -155,7 +155,7 @@ class ObjectStore:
         names.update(self.space.names(unknown))
         gone = self._index.forget(dict.fromkeys(place[0] for place in places if place is not None))
         self.announcer.missed([*gone, *unknown])
-        if not self._delete(names, self._deadline(0)) and not self._closed:
+        if not self._delete(names, self._deadline(0)) and not self._life.is_closed:
             _log.warning("[objects] %d may be there still: the bucket did not confirm that it deleted them", len(names))
 
     def reset(self) -> None:

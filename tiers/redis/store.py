@@ -179,7 +179,7 @@ class RedisStore:
     def discard(self, hashes: Sequence[ChainHash]) -> None:
         """Delete blocks (found bad, or asked to), for everybody. What a server does not hear of is forgotten here."""
         answers = self._discard(hashes, self._deadline(0))
-        if unsure := sum(answer is not Outcome.OK for answer in answers) * (not self._closed):
+        if unsure := sum(answer is not Outcome.OK for answer in answers) * (not self._life.is_closed):
             _log.warning("[redis] %d blocks may be there still: no server confirmed that it deleted them", unsure)
 
     def reset(self) -> None:

@@ -137,6 +137,29 @@ def test_blocks_that_came_whole_before_a_store_hung_up_are_served() -> None:
         store.close()
 
 
+@pytest.mark.parametrize(
+    ("endpoint", "virtual_hosted", "asked"),
+    [
+        ("http://s3.example:9000", False, f"http://s3.example:9000/{BUCKET}/a"),
+        ("http://s3.example:9000", True, f"http://{BUCKET}.s3.example:9000/a"),
+        (f"http://{BUCKET}.s3.example", True, f"http://{BUCKET}.s3.example/a"),
+    ],
+)
+def test_the_bucket_is_named_in_the_path_or_in_the_host(
+    endpoint: str, virtual_hosted: bool, asked: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A proxy is told whole addresses.
+    with scripted_s3(lambda connection, *_: reply(connection, "404 Not Found", refusal("NoSuchKey"))) as proxy:
+        monkeypatch.setenv("http_proxy", proxy.endpoint)
+        monkeypatch.delenv("no_proxy", raising=False)
+        monkeypatch.delenv("NO_PROXY", raising=False)
+        bucket = Bucket.connect(options(endpoint, virtual_hosted=virtual_hosted, **QUICK), 0)
+        with pytest.raises(BucketError):
+            bucket.get(ObjectRange("a", 0, 1), time.monotonic() + 20)
+        bucket.close()
+        assert proxy.asked == [("GET", asked)]
+
+
 def test_what_a_store_says_cannot_steer_a_terminal() -> None:
     body = refusal("Odd", "\x1b[2J\r\nall is well")
     with scripted_s3(lambda connection, *_: reply(connection, "400 Bad Request", body)) as server:
