@@ -29,6 +29,7 @@ from kvtier.tiers.config.values import (
     Topic,
     WholeNumber,
     ZmqEndpoint,
+    is_numeric,
     option,
     require_both,
     require_local,
@@ -236,6 +237,10 @@ class ObjectsConfig(Section):
             raise ValueError(f"{given}: {missing} is missing; set both")
         if self.secret_access_key is not None and not _is_one_line(self.secret_access_key):
             raise ValueError("secret_access_key (not shown): empty, or with white space around it; write the key alone")
+        if self.virtual_hosted and is_numeric(self.endpoint or ""):
+            raise ValueError(
+                f'virtual_hosted true: "{self.endpoint}" has no name to stand before; write a host\'s name'
+            )
         if self.ca is not None and not (self.endpoint or "https://").startswith("https://"):
             raise ValueError(f'ca "{self.ca}": endpoint is not https://, so nothing would be verified; write https://')
         return self

@@ -87,6 +87,11 @@ def _is_http(text: str) -> bool:
     return not re.search(r"(^|[.:])(\d+|0x[\da-f]*)$|:", host) or _is_ip(host)  # else a name
 
 
+def is_numeric(endpoint: str) -> bool:
+    """Whether the host of an `HttpEndpoint` is an address, which has no names below it."""
+    return _is_ip(re.sub(r"^https?://|:\d+$", "", endpoint).strip("[]"))
+
+
 def _is_ip(text: str) -> bool:
     try:
         return bool(ip_address(text))

@@ -269,6 +269,11 @@ def test_certificates_are_not_read_from_what_has_no_end(what: str, tmp_path: Pat
         ({"prefix": "a/../b"}, 'prefix "a/../b": not 1 to 64 letters'),
         ({"prefix": "a/."}, 'prefix "a/.": not 1 to 64 letters'),
         ({"endpoint": "http://s3:65536"}, 'endpoint "http://s3:65536": not an address of HTTP'),
+        (
+            {"endpoint": "http://10.0.0.1:9", "virtual_hosted": True},
+            'virtual_hosted true: "http://10.0.0.1:9" has no name',
+        ),
+        ({"endpoint": "http://[::1]", "virtual_hosted": True}, 'virtual_hosted true: "http://[::1]" has no name'),
         ({"endpoint": "http://999.1.1.1"}, 'endpoint "http://999.1.1.1": not an address of HTTP'),
         ({"endpoint": "http://[:::]"}, 'endpoint "http://[:::]": not an address of HTTP'),
         ({"endpoint": "http://me:word@s3"}, 'endpoint "http://(not shown)@s3": not an address of HTTP'),
