@@ -28,20 +28,21 @@ COPY connector connector
 COPY engine engine
 COPY service service
 
+# What options of a configuration need is in every image: nothing can be installed in one that runs.
 FROM sources AS build-plain
-RUN python -m venv /opt/kvtier && /opt/kvtier/bin/pip install .
+RUN python -m venv /opt/kvtier && /opt/kvtier/bin/pip install ".[compression,encryption,objects,peers]"
 
 FROM sources AS build-cpu
 ARG TORCH=torch==2.13.0
 ARG PIP_EXTRA_INDEX_URL
 RUN .ci/venv-with-torch /opt/kvtier "$TORCH" >constraints.txt \
-    && /opt/kvtier/bin/pip install --constraint constraints.txt ".[engine]"
+    && /opt/kvtier/bin/pip install --constraint constraints.txt ".[compression,encryption,engine,objects,peers]"
 
 FROM sources AS build-cuda
 ARG TORCH=torch
 ARG PIP_EXTRA_INDEX_URL
 RUN .ci/venv-with-torch /opt/kvtier "$TORCH" >constraints.txt \
-    && /opt/kvtier/bin/pip install --constraint constraints.txt ".[cuda,engine]"
+    && /opt/kvtier/bin/pip install --constraint constraints.txt ".[compression,cuda,encryption,engine,objects,peers]"
 
 
 # The compiled twins, of the same sources for the same Python: `kvtier compile` without what else the command needs.

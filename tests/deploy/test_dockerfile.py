@@ -4,6 +4,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from fnmatch import fnmatch
 from functools import cache
 from typing import Final, NamedTuple
@@ -102,8 +103,24 @@ def test_torch_is_where_an_engine_runs() -> None:
     assert with_torch == {"model", "engine-a", "engine-b"}
     assert {images[name] for name in images.keys() - with_torch} == {"kvtier:plain"}
     asked = {word for each in line_of("build-plain") if each.verb == "RUN" for word in each.words}
-    assert "." in asked
-    assert not any("torch" in word or word.startswith(".[") for word in asked)
+    assert not any("torch" in word for word in asked)
+    assert extras_of("build-plain").isdisjoint({"engine", "cuda", "transformers"})
+
+
+def extras_of(stage: str) -> set[str]:
+    """The extras with which kvtier is installed there."""
+    words = " ".join(word for each in line_of(stage) if each.verb == "RUN" for word in each.words)
+    (names,) = re.findall(r"\.\[([\w,]+)\]", words)
+    return set(names.split(","))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_what_options_need_is_in_every_image(target: str) -> None:
+    """Nothing can be installed in a container that runs: it is read-only."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    options = {"compression", "encryption", "objects", "peers"}  # of [redis], [file], [objects], [peers]
+    assert options < extras.keys()
+    assert options <= extras_of(f"build-{target}")
 
 
 @pytest.mark.parametrize("target", TARGETS)
