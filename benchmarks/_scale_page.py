@@ -30,11 +30,12 @@ def tables() -> dict[str, str]:
     made["assumed"] = table([{"assumed": name, "": value} for name, value in document["setup"].items()])
     made["machine"] = _machine(document)
     compressed = json.loads((RESULTS / "compression.json").read_text())
-    kinds, tiers, packed, answers = (
+    kinds, tiers, kept, packed, answers = (
         [row for row in compressed["results"] if column in row]
-        for column in ("ratio, plain", "SET GB/s", "with zstd", "right")
+        for column in ("ratio, plain", "SET GB/s", "KiB in a bucket", "with zstd", "right")
     )
-    made["compression"] = f"{table(kinds)}\n{table(tiers)}\n{_machine(compressed)}"
+    told = [table(rows) for rows in (kinds, tiers, kept) if rows]
+    made["compression"] = "\n".join([*told, _machine(compressed)])
     made["lossy"] = f"{table(packed)}\n{table(answers)}\n{_machine(compressed)}" if packed else ""
     return made
 

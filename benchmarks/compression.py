@@ -11,6 +11,7 @@ that of the block, "largest error" the largest single one over the block's large
 the ratio with compression after it.
 
 Then the Redis tier itself, over a server on this machine: what a batch of such blocks takes there, with and without.
+And what an object store has to keep of them, tables included: rates of moto's server would tell nothing of others.
 
 Last, what loss does to answers: the trained model reads documents and is asked about them. The question is computed
 over the documents' KV as it was, as fp8 with scales, or cast to e4m3 without. "as exact" is the share of answers that
@@ -23,6 +24,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 import numpy as np
@@ -37,8 +39,10 @@ from kvtier.tiers import BlockRecord, Outcome, checksum, fp8_form, rates_of
 from kvtier.tiers.config import Config
 from kvtier.tiers.hierarchy import open_hierarchy
 from kvtier.tiers.naming import KVShape, TokenChain, root_hash
+from kvtier.tiers.objects import ObjectStore
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests" / "rigs"))
+from object_rig import NO_OBJECTS, ObjectServer, object_server, options
 from redis_rig import NO_REDIS, RedisServer, standalone
 
 FIXTURE: Final = Path(__file__).resolve().parents[2] / "shared" / "fixture"
@@ -112,13 +116,8 @@ def measure(whose: str, dtype: str, blocks: NDArray[np.uint8]) -> dict[str, obje
     }
 
 
-def over_redis(
-    server: RedisServer, blocks: NDArray[np.uint8], compression: str, rounds: int, *, fp8: bool = False
-) -> dict[str, object]:
-    """The tier's own reads and writes of one batch: the best of some rounds, and what the server keeps of a block.
-
-    `fp8`: the blocks, of bf16, are packed on their way.
-    """
+def batch_of(blocks: NDArray[np.uint8]) -> tuple[list[BlockRecord], list[memoryview]]:
+    """The blocks as consecutive ones of a chain."""
     chain = TokenChain(root_hash(FINGERPRINT), BLOCK_SIZE)
     chain.extend(range(len(blocks) * BLOCK_SIZE))
     payloads = [memoryview(block.tobytes()) for block in blocks]
@@ -126,6 +125,17 @@ def over_redis(
         BlockRecord(name, chain.parent(i), chain.block_tokens(i), checksum(payloads[i]))
         for i, name in enumerate(chain.hashes)
     ]
+    return records, payloads
+
+
+def over_redis(
+    server: RedisServer, blocks: NDArray[np.uint8], compression: str, rounds: int, *, fp8: bool = False
+) -> dict[str, object]:
+    """The tier's own reads and writes of one batch: the best of some rounds, and what the server keeps of a block.
+
+    `fp8`: the blocks, of bf16, are packed on their way.
+    """
+    records, payloads = batch_of(blocks)
     targets = [memoryview(bytearray(len(payload))) for payload in payloads]
     config = Config.load(
         host={"size": 1 << 26, "pin": False},
@@ -143,7 +153,7 @@ def over_redis(
         times["SET"].append(time.perf_counter() - began)
         assert set(outcomes) == {Outcome.OK}, outcomes
         began = time.perf_counter()
-        results = store.read(chain.hashes, targets)
+        results = store.read([record.chain_hash for record in records], targets)
         times["GET"].append(time.perf_counter() - began)
         assert fp8 or (results == records and targets == payloads)
         assert [each.checksum for each in results if isinstance(each, BlockRecord)] == list(map(checksum, targets))
@@ -158,6 +168,27 @@ def over_redis(
         "GET GB/s": round(num_bytes / min(times["GET"]) / 1e9, 3),
         "KiB kept a block": round(kept / 1024, 1),
     }
+
+
+def over_objects(server: ObjectServer, blocks: NDArray[np.uint8], key_file: Path) -> Iterator[dict[str, object]]:
+    """What a bucket keeps of a block, stored in one batch: without compression, with it, and encrypted after it."""
+    key_file.touch(0o600)
+    key_file.write_text("5a" * 32)
+    records, payloads = batch_of(blocks)
+    ways: dict[str, dict[str, str]] = {"none": {}, "zstd": {"compression": "zstd"}}
+    for way, more in (ways | {"zstd, then key_file": ways["zstd"] | {"key_file": str(key_file)}}).items():
+        server.empty()
+        store = ObjectStore.open(
+            options(server.endpoint, **more), FINGERPRINT, slot_bytes=len(payloads[0]), block_size=BLOCK_SIZE
+        )
+        assert set(store.write(records, payloads)) == {Outcome.OK}
+        store.close()
+        kept = sum(len(server.content(key)) for key in server.keys("kvtier/blocks")) / len(blocks)
+        yield {
+            "[objects] compression": way,
+            "block KiB": len(payloads[0]) >> 10,
+            "KiB in a bucket": round(kept / 1024, 1),
+        }
 
 
 def _used(server: RedisServer) -> int:
@@ -184,6 +215,10 @@ def main() -> int:
         for compression, fp8 in (("none", False), ("zstd", False), ("none", True), ("zstd", True)):
             progress(f"Redis, compression {compression}{', as fp8' if fp8 else ''}")
             rows.append(over_redis(server, largest, compression, 2 if chosen.quick else 7, fp8=fp8))
+    if NO_OBJECTS is None:
+        progress("an object store")
+        with TemporaryDirectory() as directory, object_server(Path(directory)) as bucket:
+            rows += over_objects(bucket, largest, Path(directory) / "key")
     if FIXTURE.exists():
         progress("answers")
         rows += answers(FIXTURE, chosen.quick)

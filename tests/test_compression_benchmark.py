@@ -1,10 +1,13 @@
-"""Stories of benchmarks/compression.py: blocks are a model's KV, a row follows from its rates, Redis keeps less."""
+"""Stories of benchmarks/compression.py: blocks are a model's KV, a row follows from its rates, a store keeps less."""
+
+from pathlib import Path
 
 import _lossy
 import compression
 import numpy as np
 import pytest
 import torch
+from object_rig import ObjectServer
 from redis_rig import NO_REDIS, standalone
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -56,6 +59,14 @@ def test_rows_of_answers_tell_exact_kv_from_others() -> None:
     for row in (scaled, cast):
         assert 0 < float(str(row["KL, mean"])) < float(str(row["KL, most"])) < 0.1
         assert float(str(row["right"])) > 0.9
+
+
+def test_a_bucket_keeps_less_of_what_is_compressed_also_if_it_is_encrypted(s3: ObjectServer, tmp_path: Path) -> None:
+    blocks = np.frombuffer(made_up_kv(8 * 262_144), np.uint8).reshape(8, -1)
+    rows = compression.over_objects(s3, blocks, tmp_path / "key")
+    plain, shorter, hidden = (float(str(row["KiB in a bucket"])) for row in rows)
+    assert 256 < plain < 260
+    assert shorter <= hidden < 0.8 * plain
 
 
 @pytest.mark.skipif(NO_REDIS is not None, reason=str(NO_REDIS))
