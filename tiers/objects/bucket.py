@@ -1,6 +1,7 @@
 """One bucket through obstore: requests with a deadline, counted, their errors told apart. Knows no blocks."""
 
 import re
+import ssl
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,6 +25,8 @@ _Brought = TypeVar("_Brought")
 EXISTS: Final = "PreconditionFailed"  # the code of a refusal to create what is there
 BROKE_OFF: Final = "broke off"  # the code if the client itself failed: its credentials, or the URL, fit no request
 _CODE: Final = re.compile(r"<Code>(\w+)</Code>")
+_CAUSE: Final = re.compile(r"\b(?:message|error): (\"[^\"]+\"|InvalidCertificate\(\w+)")
+_RETRIED: Final = re.compile(r" in \S+s, after \d+ retries, max_retries: \d+, retry_timeout: \S+s ")
 _LONGEST_WHY: Final = 200  # characters
 _LONGEST_CA: Final = 4 << 20  # bytes
 _TIMEOUTS: Final = ("kind: Timeout", "TimedOut", "RequestTimeout")
@@ -263,9 +266,12 @@ def _certificates(config: ObjectsConfig) -> bytes:
     except OSError as error:
         why = error.strerror or str(error)
     else:
-        if b"-----BEGIN CERTIFICATE-----" in text:
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=text.decode("ascii", "ignore"))
+        except (ssl.SSLError, ValueError):
+            why = "no certificates"
+        else:
             return text
-        why = "no certificates"
     raise ConfigError(f'[objects] ca "{config.ca}": {why}; name a PEM file of certificates') from None
 
 
@@ -291,6 +297,8 @@ def error_of(error: BaseException) -> BucketError:
 
 
 def _flat(error: BaseException) -> str:
-    """In one line, without what a server could steer a terminal with."""
-    text = " ".join(str(error).partition("Debug source")[0].split())[:_LONGEST_WHY]
+    """In one line, without what a server could steer a terminal with. What lies beneath stands in obstore's notes."""
+    text, _, notes = str(error).partition("Debug source")
+    causes = _CAUSE.findall(notes)
+    text = " ".join((causes[-1].strip('"') if causes else _RETRIED.sub(" ", text)).split())[:_LONGEST_WHY]
     return "".join(each if each.isprintable() else "?" for each in text)

@@ -248,6 +248,21 @@ def test_credentials_that_no_request_can_carry_turn_the_tier_off(monkeypatch: py
     bucket.close()
 
 
+@pytest.mark.parametrize("content", [b"", b"\xff", b"-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"])
+def test_a_file_without_certificates_is_named(content: bytes, tmp_path: Path) -> None:
+    (place := tmp_path / "ca.pem").write_bytes(content)
+    with pytest.raises(ConfigError, match=rf'^\[objects\] ca "{place}": no certificates; name a PEM file'):
+        checked(Config(objects=options("https://127.0.0.1:1", ca=str(place))))
+
+
+def test_why_nobody_answers_is_told() -> None:
+    for endpoint, why in (("http://127.0.0.1:1", "Connection refused"), ("http://none.invalid", "lookup")):
+        bucket = Bucket.connect(options(endpoint, **QUICK), 0)
+        with pytest.raises(BucketError, match=why):
+            bucket.put("a", [b"x"])
+        bucket.close()
+
+
 @pytest.mark.parametrize("what", ["pipe", "device", "directory"])
 def test_certificates_are_not_read_from_what_has_no_end(what: str, tmp_path: Path) -> None:
     place = {"pipe": tmp_path / "pipe", "device": Path("/dev/zero"), "directory": tmp_path}[what]
