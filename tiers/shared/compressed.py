@@ -6,14 +6,13 @@ from hashlib import sha256
 from typing import Final
 
 from kvtier.tiers import BlockCodec, BlockRecord, ChainHash, Outcome, checksum
-from kvtier.tiers.shared.heads import MAC, derived, layout, packer, purpose
+from kvtier.tiers.shared.heads import HeadSeal, derived, layout, packer, purpose
 from kvtier.tiers.shared.saved import SavedBytes
 
 VERSION: Final = 2
 _HASH_BYTES: Final = 32
 _NAME_BYTES: Final = 8  # of a namespace's name, in keys
 _CHECKSUM_BYTES: Final = 8
-_MAC_BYTES: Final = 32
 
 
 class CompressedForm:
@@ -30,13 +29,10 @@ class CompressedForm:
         self._codec = BlockCodec(slot_bytes)
         self.saved = SavedBytes(slot_bytes)
         self._slot_bytes = slot_bytes
-        self._mac: hmac.HMAC | None = None
-        self._seal_bytes = _CHECKSUM_BYTES
+        self._seal = HeadSeal(secret, purpose(tier, "compressed record"))
         namespace = purpose(tier, "compressed namespace") + fingerprint
         self.name = sha256(namespace).hexdigest()[: 2 * _NAME_BYTES]
         if secret is not None:
-            self._mac = hmac.new(derived(secret, purpose(tier, "compressed record")), digestmod=MAC)
-            self._seal_bytes = _MAC_BYTES
             self.name = derived(secret, namespace).hex()[: 2 * _NAME_BYTES]
         blank, at = layout(
             {
@@ -52,14 +48,14 @@ class CompressedForm:
                 "split": bytes(1),
                 "stored_len": bytes(4),
                 "xxh3": bytes(_CHECKSUM_BYTES),
-                "seal": bytes(self._seal_bytes),
+                "seal": bytes(self._seal.num_bytes),
             }
         )
         self.head_bytes = len(blank)
         self._stored_at = at["stored_len"]
         codes = {"epoch": "Q", "chain_hash": "32s", "parent": "32s", "num_tokens": "I"}
         codes |= {"tokens": f"{4 * block_size}s", "split": "B", "stored_len": "I", "xxh3": "Q"}
-        self._fields, self._between = packer(blank[: -self._seal_bytes], at, codes)
+        self._fields, self._between = packer(blank[: -self._seal.num_bytes], at, codes)
 
     def stored_bytes(self, head: bytes) -> int:
         """How many bytes the head says to stand behind it: whatever is there, if it is no head of ours."""
@@ -73,18 +69,18 @@ class CompressedForm:
         split, stored = self._codec.shrink(payload)
         self.saved.sent(stored.nbytes)
         unsealed = self._unsealed(record, epoch, split, stored.nbytes)
-        return unsealed + self._seal(unsealed, stored), stored
+        return unsealed + self._seal.of(unsealed, stored), stored
 
     def decode(
         self, head: bytes, payload: memoryview, chain_hash: ChainHash, epoch: int, seen: int | None = None
     ) -> BlockRecord | Outcome:
         """Decompresses where the bytes came: `payload` is a slot that begins with them. `seen` counts for nothing."""
-        unsealed = head[: -self._seal_bytes]
+        unsealed = head[: -self._seal.num_bytes]
         num_stored = self.stored_bytes(head)
         if num_stored > self._slot_bytes:
             return Outcome.CHECKSUM
         stored = payload[:num_stored]
-        if not hmac.compare_digest(head[-self._seal_bytes :], self._seal(unsealed, stored)):
+        if not hmac.compare_digest(head[-self._seal.num_bytes :], self._seal.of(unsealed, stored)):
             return Outcome.CHECKSUM
         fields = self._fields.unpack(unsealed)
         parent, num_tokens, tokens, split, xxh3 = fields[5], fields[7], fields[9], fields[11], fields[15]
@@ -105,11 +101,3 @@ class CompressedForm:
             c[0], epoch, c[1], record.chain_hash, c[2], record.parent, c[3], len(record.tokens) // 4, c[4],
             record.tokens, c[5], split, c[6], num_stored, c[7], record.checksum, c[8],
         )  # fmt: skip
-
-    def _seal(self, unsealed: bytes, stored: memoryview) -> bytes:
-        if self._mac is None:
-            return checksum(memoryview(unsealed)).to_bytes(_CHECKSUM_BYTES, "little")
-        mac = self._mac.copy()
-        mac.update(unsealed)
-        mac.update(stored)  # lets go of the GIL
-        return mac.digest()

@@ -10,14 +10,13 @@ from pydantic import SecretStr
 from kvtier.tiers import BlockCodec, BlockRecord, ChainHash, Outcome, checksum, load_key, require_compression
 from kvtier.tiers.shared.compressed import CompressedForm
 from kvtier.tiers.shared.encrypted import EncryptedForm
-from kvtier.tiers.shared.heads import MAC, derived, layout, packer, purpose
+from kvtier.tiers.shared.heads import HeadSeal, derived, layout, packer, purpose
 from kvtier.tiers.shared.saved import SavedBytes
 
 VERSION: Final = 1
 _HASH_BYTES: Final = 32
 _NAME_BYTES: Final = 8  # of a namespace's name, in keys
 _CHECKSUM_BYTES: Final = 8
-_MAC_BYTES: Final = 32
 _EPOCH_END: Final = 1 << 62  # beyond it a reset could not raise it any more
 
 
@@ -99,9 +98,8 @@ def form_of(tier: str, config: FormOptions, fingerprint: bytes, slot_bytes: int,
 
 
 class ClearForm:
-    """Tokens and payload as they are. xxh3 seals the head, which tells accidents; a secret seals all, which tells
-    forgeries too: HMAC-SHA256 over head and payload, by a key made from the secret. Each tier has its own key of a
-    secret: a record of one is none in another.
+    """Tokens and payload as they are, with a `HeadSeal`. Each tier has its own key of a secret: a record of one is none
+    in another.
     """
 
     stored_bytes = None
@@ -110,12 +108,9 @@ class ClearForm:
     def __init__(
         self, fingerprint: bytes, slot_bytes: int, block_size: int, secret: str | None = None, tier: str = "redis"
     ) -> None:
-        self._mac: hmac.HMAC | None = None
-        self._seal_bytes = _CHECKSUM_BYTES
+        self._seal = HeadSeal(secret, purpose(tier, "record"))
         self.name = fingerprint.hex()[: 2 * _NAME_BYTES]
         if secret is not None:
-            self._mac = hmac.new(derived(secret, purpose(tier, "record")), digestmod=MAC)
-            self._seal_bytes = _MAC_BYTES
             self.name = derived(secret, purpose(tier, "namespace") + fingerprint).hex()[: 2 * _NAME_BYTES]
         blank, at = layout(
             {
@@ -129,13 +124,13 @@ class ClearForm:
                 "tokens": bytes(4 * block_size),
                 "payload_len": slot_bytes,
                 "xxh3": bytes(_CHECKSUM_BYTES),
-                "seal": bytes(self._seal_bytes),
+                "seal": bytes(self._seal.num_bytes),
             }
         )
         self.head_bytes = len(blank)
         codes = {"epoch": "Q", "chain_hash": "32s", "parent": "32s", "num_tokens": "I"}
         codes |= {"tokens": f"{4 * block_size}s", "xxh3": "Q"}
-        self._fields, self._between = packer(blank[: -self._seal_bytes], at, codes)
+        self._fields, self._between = packer(blank[: -self._seal.num_bytes], at, codes)
 
     def names(self, hashes: Iterable[ChainHash]) -> list[bytes]:
         return [chain_hash.hex().encode() for chain_hash in hashes]
@@ -143,13 +138,13 @@ class ClearForm:
     def encode(self, record: BlockRecord, payload: memoryview, epoch: int) -> tuple[bytes, memoryview]:
         """The payload is sent from where it lies."""
         unsealed = self._unsealed(record, epoch)
-        return unsealed + self._seal(unsealed, payload), payload
+        return unsealed + self._seal.of(unsealed, payload), payload
 
     def decode(
         self, head: bytes, payload: memoryview, chain_hash: ChainHash, epoch: int, seen: int | None = None
     ) -> BlockRecord | Outcome:
-        unsealed = head[: -self._seal_bytes]
-        if not hmac.compare_digest(head[-self._seal_bytes :], self._seal(unsealed, payload)):
+        unsealed = head[: -self._seal.num_bytes]
+        if not hmac.compare_digest(head[-self._seal.num_bytes :], self._seal.of(unsealed, payload)):
             return Outcome.CHECKSUM
         _, _, _, _, _, parent, _, num_tokens, _, tokens, _, xxh3, _ = self._fields.unpack(unsealed)
         record = BlockRecord(chain_hash, parent, tokens[: 4 * num_tokens], xxh3)
@@ -164,11 +159,3 @@ class ClearForm:
             c[0], epoch, c[1], record.chain_hash, c[2], record.parent, c[3], len(record.tokens) // 4, c[4],
             record.tokens, c[5], record.checksum, c[6],
         )  # fmt: skip
-
-    def _seal(self, unsealed: bytes, payload: memoryview) -> bytes:
-        if self._mac is None:
-            return checksum(memoryview(unsealed)).to_bytes(_CHECKSUM_BYTES, "little")
-        mac = self._mac.copy()
-        mac.update(unsealed)
-        mac.update(payload)  # lets go of the GIL
-        return mac.digest()

@@ -7,7 +7,11 @@ from typing import Final
 
 import msgpack
 
-MAC: Final = "sha256"
+from kvtier.tiers import checksum
+
+_MAC: Final = "sha256"
+_CHECKSUM_BYTES: Final = 8
+_MAC_BYTES: Final = 32
 _PREFIX_BYTES: Final = 4  # u32: length of the header behind it
 
 
@@ -32,9 +36,27 @@ def packer(blank: bytes, at: Mapping[str, slice], codes: Mapping[str, str]) -> t
     return Struct(f"{shape}{len(blank) - end}s"), [*between, blank[end:]]
 
 
+class HeadSeal:
+    """What ends a head in the clear: xxh3 of all before it, which tells accidents. A secret seals all, which tells
+    forgeries too: HMAC-SHA256 over head and payload, by a key made from the secret for one `purpose`.
+    """
+
+    def __init__(self, secret: str | None, purpose: bytes) -> None:
+        self.num_bytes = _CHECKSUM_BYTES if secret is None else _MAC_BYTES
+        self._mac = None if secret is None else hmac.new(derived(secret, purpose), digestmod=_MAC)
+
+    def of(self, unsealed: bytes, payload: memoryview) -> bytes:
+        if self._mac is None:
+            return checksum(memoryview(unsealed)).to_bytes(_CHECKSUM_BYTES, "little")
+        mac = self._mac.copy()
+        mac.update(unsealed)
+        mac.update(payload)  # lets go of the GIL
+        return mac.digest()
+
+
 def derived(secret: str, purpose: bytes) -> bytes:
     """What stands for a secret in one use."""
-    return hmac.digest(secret.encode("utf-8", "surrogatepass"), purpose, MAC)
+    return hmac.digest(secret.encode("utf-8", "surrogatepass"), purpose, _MAC)
 
 
 def purpose(tier: str, use: str) -> bytes:
