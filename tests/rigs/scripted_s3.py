@@ -1,6 +1,7 @@
 """An S3 server that follows a script: it answers each request with what a broken or hostile one would say."""
 
 import socket
+import ssl
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,11 +27,12 @@ def refusal(code: str, message: str = "") -> bytes:
 class ScriptedS3:
     """Listens on loopback; a thread for each connection. `asked` has every request's verb and path."""
 
-    def __init__(self, answer: S3Script) -> None:
+    def __init__(self, answer: S3Script, tls: ssl.SSLContext | None = None) -> None:
         self._answer = answer
+        self._tls = tls
         self.asked: list[tuple[str, str]] = []
         self._listener = socket.create_server(("127.0.0.1", 0))
-        self.endpoint = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self.endpoint = f"http{'s' * (tls is not None)}://127.0.0.1:{self._listener.getsockname()[1]}"
         self._thread = threading.Thread(target=self._accept)
         self._thread.start()
 
@@ -48,6 +50,11 @@ class ScriptedS3:
             threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
+        if self._tls is not None:
+            try:
+                connection = self._tls.wrap_socket(connection, server_side=True)
+            except OSError:
+                return
         with connection, connection.makefile("rb") as lines:
             try:
                 while request := lines.readline():
@@ -64,8 +71,8 @@ class ScriptedS3:
 
 
 @contextmanager
-def scripted_s3(answer: S3Script) -> Iterator[ScriptedS3]:
-    server = ScriptedS3(answer)
+def scripted_s3(answer: S3Script, tls: ssl.SSLContext | None = None) -> Iterator[ScriptedS3]:
+    server = ScriptedS3(answer, tls)
     try:
         yield server
     finally:

@@ -23,9 +23,11 @@ SentPart = bytes | memoryview
 _Brought = TypeVar("_Brought")
 
 EXISTS: Final = "PreconditionFailed"  # the code of a refusal to create what is there
+CERTIFICATE: Final = "certificate"  # the code if the server's is not accepted
 BROKE_OFF: Final = "broke off"  # the code if the client itself failed: its credentials, or the URL, fit no request
 _CODE: Final = re.compile(r"<Code>(\w+)</Code>")
-_CAUSE: Final = re.compile(r"\b(?:message|error): (\"[^\"]+\"|InvalidCertificate\(\w+)")
+_CAUSE: Final = re.compile(r"\b(?:message|error): (\"[^\"]+\")")
+_CERTIFICATE: Final = re.compile(r"\berror: InvalidCertificate\(\s*(?:\w+\(\s*)*(\w+)")
 _RETRIED: Final = re.compile(r" in \S+s, after \d+ retries, max_retries: \d+, retry_timeout: \S+s ")
 _LONGEST_WHY: Final = 200  # characters
 _LONGEST_CA: Final = 4 << 20  # bytes
@@ -41,7 +43,7 @@ class BucketError(Exception):
     def __init__(self, outcome: Outcome, why: str, code: str = "") -> None:
         super().__init__(why)
         self.outcome = outcome
-        self.code = code  # S3's word for it, `credentials` or BROKE_OFF; empty if nobody answered
+        self.code = code  # S3's word for it, `credentials`, CERTIFICATE or BROKE_OFF; empty if nobody answered
 
 
 Arrived = memoryview | BucketError | None
@@ -286,6 +288,8 @@ def error_of(error: BaseException) -> BucketError:
     code = found[1] if found else ""
     if any(place in text for place in _NO_CREDENTIALS):
         return BucketError(Outcome.IO_ERROR, _flat(error), "credentials")
+    if found := _CERTIFICATE.search(text):
+        return BucketError(Outcome.IO_ERROR, f"its certificate is not accepted ({found[1]})", CERTIFICATE)
     if type(error).__name__ == "AlreadyExistsError":
         return BucketError(Outcome.IO_ERROR, "it is there", EXISTS)
     if isinstance(error, FileNotFoundError) and code != "NoSuchBucket":

@@ -6,7 +6,7 @@ from typing import Final
 
 from kvtier.tiers import ConfigError, KVTierError, TierUnavailable
 from kvtier.tiers.config import ObjectsConfig
-from kvtier.tiers.objects.bucket import BROKE_OFF, BucketError
+from kvtier.tiers.objects.bucket import BROKE_OFF, CERTIFICATE, BucketError
 
 _log = logging.getLogger(__name__)
 
@@ -46,6 +46,8 @@ def explanation(config: ObjectsConfig, error: BucketError) -> KVTierError:
         return ConfigError(f'[objects] region "{config.region}": the bucket is in another; set its own')
     if error.code in _IN_TIME:
         return TierUnavailable(f"[objects] {where}: {_IN_TIME[error.code]}")
+    if error.code == CERTIFICATE:
+        return TierUnavailable(f"[objects] {where}: {error}; name the file of who signed it as ca")
     if error.code == BROKE_OFF:
         return TierUnavailable(
             f"[objects] {where}: {error}; see whether AWS's variables, or what the role gives, hold a line's end"

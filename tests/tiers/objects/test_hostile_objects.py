@@ -3,6 +3,7 @@
 import logging
 import os
 import socket
+import ssl
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 from doubles import BLOCK_SIZE, SLOT_BYTES, chain_of, payload_of, record_of
 from object_rig import BUCKET, FINGERPRINT, options, read, write
+from redis_rig import Certificate
 from scripted_s3 import S3Script, ScriptedS3, refusal, reply, scripted_s3
 
 from kvtier.tiers.checksum import checksum
@@ -253,6 +255,16 @@ def test_a_file_without_certificates_is_named(content: bytes, tmp_path: Path) ->
     (place := tmp_path / "ca.pem").write_bytes(content)
     with pytest.raises(ConfigError, match=rf'^\[objects\] ca "{place}": no certificates; name a PEM file'):
         checked(Config(objects=options("https://127.0.0.1:1", ca=str(place))))
+
+
+def test_a_certificate_that_nobody_vouches_for_is_told(tmp_path: Path) -> None:
+    made = Certificate.make(tmp_path)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(made.certificate, made.key)
+    with scripted_s3(lambda *_: None, context) as server, pytest.raises(TierUnavailable) as told:
+        store_at(server)
+    assert "its certificate is not accepted (" in str(told.value)
+    assert str(told.value).endswith("; name the file of who signed it as ca")
 
 
 def test_why_nobody_answers_is_told() -> None:
