@@ -49,7 +49,8 @@ _KINDS: Final = tuple(
 _SHOWN: Final = 4  # tokens of each that are shown where nothing is known of them
 _SAME: Final = 8  # characters that have to be the same behind a difference of tokens: the text is one, cut in two ways
 _GOES_ON: Final = 3  # characters behind what changes that are the same
-_MANY: Final = 3  # tokens that have to be the same, one place further on
+_MANY: Final = 3  # tokens that have to be the same, some places further on
+_FURTHER: Final = 16  # places
 
 
 class Difference(NamedTuple):
@@ -69,11 +70,13 @@ def finding(
     )  # of a first block; behind it the head is shared
     place = f"differs at token {differs['token']:,}"
     if (shifted := _shifted(mine[at:], theirs[at:])) is not None:
-        who, token = shifted
-        shown = str(token) if decode is None else f"`{decode([token])}`"
+        who, more = shifted
+        number = "one token" if len(more) == 1 else f"{len(more)} tokens"
+        shown = ", ".join(map(str, more)) if decode is None else f"`{decode(more)}`"
+        template = "another choice of add_special_tokens" if len(more) == 1 else "text before all that stays the same"
         return Difference(
-            f"{place}: {who} prompt has one token more there, {shown}",
-            "Another chat template, or another choice of add_special_tokens: use the same in every client.",
+            f"{place}: {who} prompt has {number} more there, {shown}",
+            f"Another chat template, or {template}: use the same in every client.",
         )
     if decode is None:
         own, held = (str(each[at : at + _SHOWN]) for each in (mine, theirs))
@@ -121,14 +124,15 @@ def changing_part(mine: str, theirs: str) -> tuple[str, str, str] | None:
     return None
 
 
-def _shifted(mine: Sequence[int], theirs: Sequence[int]) -> tuple[str, int] | None:
-    """Whose prompt has one token more at the difference, and which; None: neither has."""
-    length = min(len(mine), len(theirs)) - 1
-    if length < _MANY:
-        return None
-    if list(mine[1 : length + 1]) == list(theirs[:length]):
-        return "this", mine[0]
-    return ("the held", theirs[0]) if list(theirs[1 : length + 1]) == list(mine[:length]) else None
+def _shifted(mine: Sequence[int], theirs: Sequence[int]) -> tuple[str, list[int]] | None:
+    """Whose prompt has some tokens more at the difference, and which; None: neither has."""
+    size = min(len(mine), len(theirs))
+    for more in range(1, min(_FURTHER, size // 2, size - _MANY) + 1):
+        if list(mine[more:size]) == list(theirs[: size - more]):
+            return "this", list(mine[:more])
+        if list(theirs[more:size]) == list(mine[: size - more]):
+            return "the held", list(theirs[:more])
+    return None
 
 
 def _cut_anew(mine: Sequence[int], theirs: Sequence[int], decode: Decode) -> tuple[str, str] | None:

@@ -120,6 +120,12 @@ def test_a_prompt_is_compared_with_nothing_that_shares_nothing() -> None:
     # of several the one that shares most, if it begins otherwise, too: here all tokens but the first
     hold(model, [SPECIAL, *asked])
     assert told(model, asked)[-2] == "differs at token 0: the held prompt has one token more there, `<|turn|>`"
+    # of a template that writes several tokens before the text
+    turn = [SPECIAL, *map(ord, "user:"), *map(ord, "Which train is the first to Rome?")]
+    hold(model, turn)
+    place, advice = told(model, turn[6:])[-2:]
+    assert place == "differs at token 0: the held prompt has 6 tokens more there, `<|turn|>user:`"
+    assert advice == "Another chat template, or text before all that stays the same: use the same in every client."
     # the same tokens of another model are told without it
     other = opened(b"another model".ljust(32, b"."), 16)
     hold(other, [*map(ord, "What is held by another model alone?")])
