@@ -5,8 +5,9 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import numpy as np
 import torch
@@ -14,7 +15,8 @@ from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from kvtier.connector.models import cache_option
-from kvtier.tiers import BlockCodec, Fp8Codec, fp8_form
+from kvtier.tiers import BlockCodec, Fp8Codec, Fp8Loops
+from kvtier.tiers.compiled import twin
 
 ROUNDS: Final = 3
 SAMPLES: Final = 100  # of four documents, each with four questions
@@ -26,9 +28,11 @@ Loss = Callable[[torch.Tensor], torch.Tensor]
 
 def packed(whose: str, dtype: str, blocks: NDArray[np.uint8], group: int) -> dict[str, object]:
     """One row for blocks `[blocks, bytes]`, a scale for each `group` numbers. What comes back packs to the same."""
-    codec = Fp8Codec.of(fp8_form(dtype, group), blocks.shape[1])
+    python, loops = Fp8Codec(dtype, group, blocks.shape[1]), twin("kvtier.tiers.fp8_compiled")
+    codec = python if loops is None else Fp8Codec(dtype, group, blocks.shape[1], cast(Fp8Loops, loops))
     zstd = BlockCodec(codec.packed_bytes)
-    errors, largest, shorter, packing, unpacking = [list[float]() for _ in range(5)]
+    errors, largest, shorter = [list[float]() for _ in range(3)]
+    rates: dict[str, list[float]] = {}
     for block in blocks:
         payload, target = memoryview(block.tobytes()), memoryview(bytearray(len(block)))
         stored = codec.pack(payload)
@@ -39,8 +43,10 @@ def packed(whose: str, dtype: str, blocks: NDArray[np.uint8], group: int) -> dic
         errors.append(float((after - before).norm() / before.norm()))
         largest.append(float((after - before).abs().max() / before.abs().max()))
         shorter.append(len(block) / zstd.shrink(stored)[1].nbytes)
-        packing.append(len(block) / _fastest(lambda p=payload: codec.pack(p)))  # type: ignore[misc]
-        unpacking.append(len(block) / _fastest(lambda s=stored, t=target: codec.unpack(s, t)))  # type: ignore[misc]
+        for which, way in ((codec, ""), (python, ", Python")):
+            pack, unpack = partial(which.pack, payload), partial(which.unpack, stored, target)
+            rates.setdefault(f"pack{way} GB/s", []).append(len(block) / _fastest(pack))
+            rates.setdefault(f"unpack{way} GB/s", []).append(len(block) / _fastest(unpack))
     return {
         "KV of": whose,
         "as fp8 from": dtype,
@@ -48,8 +54,7 @@ def packed(whose: str, dtype: str, blocks: NDArray[np.uint8], group: int) -> dic
         "with zstd": round(statistics.median(shorter), 3),
         "error": round(statistics.median(errors), 4),
         "largest error": round(max(largest), 4),
-        "pack GB/s": round(statistics.median(packing) / 1e9, 3),
-        "unpack GB/s": round(statistics.median(unpacking) / 1e9, 3),
+        **{name: round(statistics.median(each) / 1e9, 3) for name, each in rates.items()},
     }
 
 

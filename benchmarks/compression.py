@@ -8,7 +8,7 @@ blocks. A store slower than "reads below" brings a compressed block sooner: it t
 
 The same blocks as fp8 (`[cache] lossy`), with a scale for each head and token. "error" is the norm of what is lost over
 that of the block, "largest error" the largest single one over the block's largest number, of all blocks. "with zstd" is
-the ratio with compression after it.
+the ratio with compression after it. Loops are compiled where that is built; "Python" is the way without.
 
 Then the Redis tier itself, over a server on this machine: what a batch of such blocks takes there, with and without.
 And what an object store has to keep of them, tables included: rates of moto's server would tell nothing of others.

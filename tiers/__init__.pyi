@@ -15,7 +15,7 @@ from .errors import (
 )
 from .extras import require_extra
 from .finding import Finding, Status, error, ok, warning
-from .fp8 import LEAST_GROUP, MOST_GROUP, Fp8Codec, fp8_form
+from .fp8 import LEAST_GROUP, MOST_GROUP, Fp8Codec, Fp8Loops, fp8_form
 from .kinds import L1, L2, MISS, TIERS, TierKind, lookup_results, lower_tiers, tier_captions
 from .lineage import Lineage, TellsLineage
 from .metrics import Metrics, Series
@@ -70,6 +70,7 @@ __all__ = [
     "FingerprintMismatch",
     "FormatError",
     "Fp8Codec",
+    "Fp8Loops",
     "HearsOthers",
     "KVTierError",
     "Lineage",

@@ -7,7 +7,7 @@ rounded, and what comes back packs to the same bytes again: a block that goes ar
 docs/format.md.
 """
 
-from typing import Final, Self
+from typing import Final, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,12 +18,19 @@ LEAST_GROUP: Final = 8  # numbers: with fewer of them scales would take too much
 MOST_GROUP: Final = 128
 _NAME: Final = "fp8-e4m3"
 _BITS: Final = {"bfloat16": np.uint16, "float16": np.uint16, "float32": np.uint32}
-_MOST: Final = {"bfloat16": (2 - 2**-7) * 2.0**127, "float16": 65504.0, "float32": float(np.finfo(np.float32).max)}
+_MOST: Final = {
+    "bfloat16": (2 - 2**-7) * 2.0**127,
+    "float16": 65504.0,
+    "float32": float(np.finfo(np.float32).max),
+}
+_KINDS: Final = tuple(_BITS)  # their places are the twin's numbers for them
 _FITS: Final = 464 / 512  # mantissa of the largest number that is rounded to 448, the largest of e4m3
 _NAN: Final = 0x7F  # without its sign
 _BIAS: Final = 127  # of a group's exponent, as a byte
-_LAST_SCALE: Final = 247  # of float32's largest number
-_REBASED: Final = 120  # between the exponents' biases of float32 and e4m3: shifted by it the bits are the same
+_SCALES: Final = (1, 247)  # from where float32 has no fewer bits, to that of its largest number
+_REBASED: Final = 120 << 3  # between the exponents' biases of float32 and e4m3, above three bits
+_LEAST_NORMAL: Final = 121 << 23  # 2^-6 as float32; below it e4m3 counts in steps of 2^-9
+_STEPS: Final = np.float32(2**14)  # plus it, a float32 has its last bit there
 _PIECE: Final = 1 << 16  # numbers at once: what they need meanwhile stays in a CPU's cache
 
 
@@ -32,13 +39,27 @@ def fp8_form(dtype: str, group: int) -> str:
     return f"{_NAME}/{dtype}/{group}"
 
 
+class Fp8Loops(Protocol):
+    """The loops compiled, `fp8_compiled.pyx`: the same bytes. Numbers are u16 or u32, by `kind` of which dtype."""
+
+    def pack(
+        self, numbers: NDArray[np.generic], codes: NDArray[np.uint8], scales: NDArray[np.uint8], group: int, kind: int
+    ) -> bool:
+        """False if a number is not finite."""
+
+    def unpack(
+        self, codes: NDArray[np.uint8], scales: NDArray[np.uint8], numbers: NDArray[np.generic], group: int, kind: int
+    ) -> bool:
+        """False for a code or a scale that nobody packs."""
+
+
 class Fp8Codec:
     """Packs payloads of `num_bytes` each into `packed_bytes`: a byte for each number, then one for each group.
 
     Thread-safe: it keeps nothing. A group is `group` consecutive numbers.
     """
 
-    def __init__(self, dtype: str, group: int, num_bytes: int) -> None:
+    def __init__(self, dtype: str, group: int, num_bytes: int, loops: Fp8Loops | None = None) -> None:
         """FormatError for numbers or groups that a block of so many bytes does not consist of."""
         if dtype not in _BITS or not LEAST_GROUP <= group <= MOST_GROUP or num_bytes < 1:
             raise FormatError(f"fp8: groups of {group} {dtype} are none that can be packed")
@@ -48,41 +69,38 @@ class Fp8Codec:
         if rest or self._count % group:
             raise FormatError(f"fp8: {num_bytes} bytes are not whole groups of {group} {dtype}")
         self.packed_bytes = self._count + self._count // group
-        self._piece = max(1, _PIECE // group) * group
+        self._piece = _PIECE // group * group
+        self._loops = loops
 
     @classmethod
-    def of(cls, form: str, num_bytes: int) -> Self:
+    def of(cls, form: str, num_bytes: int, loops: Fp8Loops | None = None) -> Self:
         """The codec that `fp8_form` names. FormatError for another form, or one that does not fit the block."""
         name, _, told = form.partition("/")
         dtype, _, group = told.partition("/")
         if name != _NAME or not group.isdecimal() or len(group) > 3:
             raise FormatError(f"lossy form {form!r:.60}: not known here; run one kvtier everywhere")
-        return cls(dtype, int(group), num_bytes)
+        return cls(dtype, int(group), num_bytes, loops)
 
     def pack(self, payload: memoryview) -> memoryview | None:
         """Memory of its own; None if a number is not finite: e4m3 has no infinity, and such a block is of no use."""
         packed = np.empty(self.packed_bytes, np.uint8)
         codes, scales = packed[: self._count], packed[self._count :]
         numbers = np.frombuffer(payload, self._bits)
+        if self._loops is not None:
+            is_finite = self._loops.pack(numbers, codes, scales, self._group, _KINDS.index(self._dtype))
+            return memoryview(packed) if is_finite else None
         for at in range(0, self._count, self._piece):
-            whole = self._floats(numbers[at : at + self._piece]).reshape(-1, self._group)
-            largest = np.abs(whole).max(axis=1)  # NaN if one is
+            rows = self._floats(numbers[at : at + self._piece]).reshape(-1, self._group)
+            largest = np.abs(rows).max(axis=1)  # NaN if one is
             if not np.isfinite(largest).all():
                 return None
             mantissas, exponents = np.frexp(largest)
-            scale = np.clip(exponents + np.where(mantissas <= _FITS, -9, -8), -_BIAS, None)
-            scales[at // self._group :][: len(scale)] = scale + _BIAS
-            bits = _scaled(whole, -scale - _REBASED).view(np.uint32).reshape(-1)
-            signs = bits >> 24
-            signs &= 0x80
-            rounded = bits >> 20  # to the nearest, and to the even one of two
-            rounded &= 1
-            rounded += 0x7FFFF
-            rounded += bits
-            rounded >>= 20
-            rounded &= _NAN
-            rounded |= signs
-            codes[at : at + len(bits)] = rounded
+            scale = exponents + np.where(mantissas <= _FITS, _BIAS - 9, _BIAS - 8)
+            scale[largest == 0] = 0
+            scale = np.maximum(scale, _SCALES[0])
+            scales[at // self._group :][: len(scale)] = scale
+            rows *= np.ldexp(np.float32(1), _BIAS - scale)[:, None]
+            codes[at : at + rows.size] = _codes(rows.reshape(-1))
         return memoryview(packed)
 
     def unpack(self, packed: memoryview, into: memoryview) -> bool:
@@ -95,28 +113,19 @@ class Fp8Codec:
         whole = np.frombuffer(packed, np.uint8).copy()
         codes, scales = whole[: self._count], whole[self._count :]
         numbers = np.frombuffer(into, self._bits)
-        if int(scales.max()) > _LAST_SCALE:
+        if self._loops is not None:
+            return self._loops.unpack(codes, scales, numbers, self._group, _KINDS.index(self._dtype))
+        if int(scales.min()) < _SCALES[0] or int(scales.max()) > _SCALES[1] or ((codes & _NAN) == _NAN).any():
             return False
+        most = _MOST[self._dtype]
         for at in range(0, self._count, self._piece):
-            bits = codes[at : at + self._piece].astype(np.uint32)
-            signs = bits & 0x80
-            bits &= _NAN
-            if int(bits.max()) == _NAN:
-                return False
-            signs <<= 24
-            bits <<= 20
-            bits |= signs
-            scale = scales[at // self._group :][: len(bits) // self._group].astype(np.int32) - _BIAS
-            floats = _scaled(bits.view(np.float32).reshape(-1, self._group), scale + _REBASED)
-            if int(scale.max()) >= self._near_the_top:
-                np.clip(floats, -_MOST[self._dtype], _MOST[self._dtype], out=floats)
-            self._write(floats.reshape(-1), numbers[at : at + self._piece])
+            rows = np.take(_VALUES, codes[at : at + self._piece]).reshape(-1, self._group)
+            exponents = scales[at // self._group :][: len(rows)].astype(np.int32) - _BIAS
+            with np.errstate(over="ignore"):
+                rows *= np.ldexp(np.float32(1), exponents)[:, None]
+            np.clip(rows, -most, most, out=rows)  # rounding may have given more than the dtype has
+            self._write(rows.reshape(-1), numbers[at : at + self._piece])
         return True
-
-    @property
-    def _near_the_top(self) -> int:
-        """The scale from which on rounding may give more than the dtype has."""
-        return int(np.frexp(_MOST[self._dtype])[1]) - 8
 
     def _floats(self, numbers: NDArray[np.uint16] | NDArray[np.uint32]) -> NDArray[np.float32]:
         """A copy of the numbers as float32: exact."""
@@ -132,11 +141,32 @@ class Fp8Codec:
             numbers.view(self._dtype)[:] = floats
 
 
-def _scaled(rows: NDArray[np.float32], exponents: NDArray[np.int32]) -> NDArray[np.float32]:
-    """The rows times two to the power of their exponents, in place: exact, if the result has bits for it."""
-    first = np.clip(exponents, -126, 127)
-    rows *= np.ldexp(np.float32(1), first)[:, None]
-    if np.any(first != exponents):
-        with np.errstate(over="ignore"):  # behind it comes what brings it back within range
-            rows *= np.ldexp(np.float32(1), exponents - first)[:, None]
-    return rows
+def _codes(floats: NDArray[np.float32]) -> NDArray[np.uint32]:
+    """The codes of numbers up to 464: the nearest, of two the even one.
+
+    None of it needs float32's subnormal numbers, which a thread may have switched off.
+    """
+    bits = floats.view(np.uint32)
+    magnitudes: NDArray[np.uint32] = bits & np.uint32(0x7FFFFFFF)
+    small = np.flatnonzero(magnitudes < _LEAST_NORMAL)
+    steps = (magnitudes[small].view(np.float32) + _STEPS).view(np.uint32) & 0xF
+    codes = magnitudes >> np.uint32(20)
+    codes &= 1
+    codes += 0x7FFFF
+    codes += magnitudes
+    codes >>= 20
+    codes -= _REBASED
+    codes[small] = steps
+    codes |= (bits >> 24) & 0x80
+    return codes
+
+
+def _all_values() -> NDArray[np.float32]:
+    """What each code stands for."""
+    code = np.arange(256)
+    exponent, mantissa = code >> 3 & 15, code & 7
+    values = np.where(exponent > 0, np.ldexp(1 + mantissa / 8, exponent - 7), mantissa * 2.0**-9)
+    return np.where(code & 0x80, -values, values).astype(np.float32)
+
+
+_VALUES: Final = _all_values()

@@ -257,6 +257,22 @@ def test_a_draft_models_pool_comes_late_and_has_its_own_name(
         storage.register_mem_host_pool_v2(large, PoolName.AUXILIARY_SWA)
 
 
+def test_kv_with_loss_has_another_name_and_further_pools_cannot_be_kept_so(arguments: SimpleNamespace) -> None:
+    pool = rig.keys_and_values(dtype=torch.bfloat16)
+    names = []
+    for lossy in ("none", "fp8"):
+        storage = rig.open_storage(rig.storage_config({"cache": {"lossy": lossy}}), {PoolName.KV: pool})
+        names.append(storage._root)
+        storage.close()
+    assert names[0] != names[1]
+    for pools, said in (
+        (drafting(), "pool 'draft' keeps something else than K and V"),
+        ({PoolName.KV: rig.latents()}, "kind 'mla'"),
+    ):
+        with pytest.raises(ConfigError, match=rf'\[cache\] lossy "fp8": {said}.*; leave it out'):
+            rig.open_storage(rig.storage_config({"cache": {"lossy": "fp8"}}), pools)
+
+
 def test_pools_nobody_can_tell_pages_of_are_refused_with_the_way_out(open_storage: Open) -> None:
     class DeepSeekV4PagedHostPool:
         layout = "page_first"

@@ -160,7 +160,7 @@ def test_every_setting_that_changes_kv_is_another_name(tmp_path: Path, monkeypat
     plan = slot_plan(config, kv_cache, canonical=False)
 
     def named(**changed: Any) -> bytes:
-        cache = CacheConfig(epoch=changed.pop("epoch", 0))
+        cache = CacheConfig(epoch=changed.pop("epoch", 0), lossy=changed.pop("lossy", "none"))
         algorithm = changed.pop("algorithm", "sha256")
         monkeypatch.setattr(config.cache_config, "prefix_caching_hash_algo", algorithm)
         settings = SimpleNamespace(**{**vars(config.model_config), **changed})
@@ -175,6 +175,7 @@ def test_every_setting_that_changes_kv_is_another_name(tmp_path: Path, monkeypat
         named(dtype=torch.float16),
         named(quantization="fp8"),
         named(epoch=1),
+        named(lossy="fp8"),
         named(algorithm="sha256_cbor"),
         named(model=str(other)),
         named(hf_overrides={"rope_theta": 5}, hf_config=overridden),
@@ -183,6 +184,20 @@ def test_every_setting_that_changes_kv_is_another_name(tmp_path: Path, monkeypat
     ]
     assert len(set(names)) == len(names)
     assert named() == names[0]
+
+
+def test_latents_with_loss_are_refused(tmp_path: Path) -> None:
+    path = make_checkpoint("llama", tmp_path / "m")
+    spec = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
+    config, kv_cache = configs(spec)
+    model = {"model": str(path), "dtype": torch.bfloat16, "quantization": None, "hf_overrides": {}, "revision": None}
+    model |= {"hf_config_path": None, "quantization_config": None}
+    config.model_config = SimpleNamespace(**model, is_encoder_decoder=False)
+    config.cache_config = SimpleNamespace(prefix_caching_hash_algo="sha256")
+    plan = slot_plan(config, kv_cache, canonical=False)
+    assert identity(config, kv_cache, plan, CacheConfig()).lossy is None
+    with pytest.raises(ConfigError, match=r"\[cache\] lossy \"fp8\": kind 'mla': .*; leave it out"):
+        identity(config, kv_cache, plan, CacheConfig(lossy="fp8"))
 
 
 # --- where the bytes go ----------------------------------------------------------------------------------------------

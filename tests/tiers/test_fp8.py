@@ -10,12 +10,40 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from kvtier.tiers.compiled import twin
 from kvtier.tiers.errors import FormatError
 from kvtier.tiers.fp8 import Fp8Codec, fp8_form
 
 GROUP: Final = 16
 DTYPES: Final = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 each_dtype = pytest.mark.parametrize("dtype", DTYPES)
+LOOPS: Final[Any] = twin("kvtier.tiers.fp8_compiled")
+
+
+def codec_of(dtype: str, group: int, num_bytes: int) -> Fp8Codec:
+    """The Python one, held to the same outcome as the compiled one where that is built."""
+    return Both(dtype, group, num_bytes) if LOOPS is not None else Fp8Codec(dtype, group, num_bytes)
+
+
+class Both(Fp8Codec):
+    """Whatever is packed or unpacked goes both ways, and comes out the same."""
+
+    def __init__(self, dtype: str, group: int, num_bytes: int) -> None:
+        super().__init__(dtype, group, num_bytes)
+        self.compiled = Fp8Codec(dtype, group, num_bytes, LOOPS)
+
+    def pack(self, payload: memoryview) -> memoryview | None:
+        ours, theirs = super().pack(payload), self.compiled.pack(payload)
+        assert (ours is None) == (theirs is None)
+        assert ours is None or ours == theirs
+        return ours
+
+    def unpack(self, packed: memoryview, into: memoryview) -> bool:
+        other = memoryview(bytearray(into.nbytes))
+        is_whole = self.compiled.unpack(packed, other)
+        assert super().unpack(packed, into) is is_whole
+        assert not is_whole or into == other
+        return is_whole
 
 
 def bytes_of(numbers: "torch.Tensor | Sequence[float]", dtype: str) -> bytes:
@@ -28,7 +56,7 @@ def numbers_of(payload: "bytes | bytearray", dtype: str) -> NDArray[np.float64]:
 
 
 def packed(payload: bytes, dtype: str, group: int = GROUP) -> bytes:
-    stored = Fp8Codec(dtype, group, len(payload)).pack(memoryview(payload))
+    stored = codec_of(dtype, group, len(payload)).pack(memoryview(payload))
     assert stored is not None
     return bytes(stored)
 
@@ -36,7 +64,7 @@ def packed(payload: bytes, dtype: str, group: int = GROUP) -> bytes:
 def restored(stored: bytes, dtype: str, num_bytes: int, group: int = GROUP) -> bytes:
     """Unpacked in the buffer that begins with it."""
     buffer = bytearray(stored.ljust(num_bytes, b"\xee")[: max(num_bytes, len(stored))])
-    assert Fp8Codec(dtype, group, num_bytes).unpack(memoryview(buffer)[: len(stored)], memoryview(buffer)[:num_bytes])
+    assert codec_of(dtype, group, num_bytes).unpack(memoryview(buffer)[: len(stored)], memoryview(buffer)[:num_bytes])
     return bytes(buffer[:num_bytes])
 
 
@@ -126,7 +154,7 @@ def test_the_edges(dtype: str) -> None:
 @pytest.mark.parametrize("place", [0, GROUP - 1, 70_000 // GROUP * GROUP + 3])
 def test_a_number_that_is_not_finite_is_refused_wherever_it_is(dtype: str, bad: float, place: int) -> None:
     row = torch.ones(80_000, dtype=torch.float64)
-    codec = Fp8Codec(dtype, GROUP, row.numel() * DTYPES[dtype].itemsize)
+    codec = codec_of(dtype, GROUP, row.numel() * DTYPES[dtype].itemsize)
     assert codec.pack(memoryview(bytes_of(row, dtype))) is not None
     row[place] = bad
     assert codec.pack(memoryview(bytes_of(row, dtype))) is None
@@ -145,24 +173,24 @@ def test_bytes_are_as_documented() -> None:
 @each_dtype
 def test_what_nobody_packed_is_not_unpacked(dtype: str) -> None:
     payload = bytes_of(torch.linspace(-3, 3, 8 * GROUP), dtype)
-    stored, codec = packed(payload, dtype), Fp8Codec(dtype, GROUP, len(payload))
+    stored, codec = packed(payload, dtype), codec_of(dtype, GROUP, len(payload))
     target = memoryview(bytearray(len(payload)))
     assert codec.unpack(memoryview(stored), target)
     assert codec.packed_bytes == len(stored) == 8 * GROUP + 8
     for wrong in (stored[:-1], stored + b"\0", b"", payload + b"\0"):
         assert not codec.unpack(memoryview(wrong), target)
-    for at, byte in ((0, 0x7F), (5, 0xFF), (8 * GROUP, 248), (len(stored) - 1, 255)):
+    for at, byte in ((0, 0x7F), (5, 0xFF), (8 * GROUP, 248), (8 * GROUP + 1, 0), (len(stored) - 1, 255)):
         assert not codec.unpack(memoryview(stored[:at] + bytes([byte]) + stored[at + 1 :]), target)
 
 
 @each_dtype
 def test_any_bytes_give_finite_numbers_or_nothing(dtype: str) -> None:
     draw = np.random.default_rng(1)
-    codec = Fp8Codec(dtype, GROUP, 64 * DTYPES[dtype].itemsize)
+    codec = codec_of(dtype, GROUP, 64 * DTYPES[dtype].itemsize)
     taken = 0
     for _ in range(300):
         target = bytearray(codec.num_bytes)
-        if codec.unpack(memoryview(draw.integers(0, 250, codec.packed_bytes, np.uint8).tobytes()), memoryview(target)):
+        if codec.unpack(memoryview(draw.integers(1, 250, codec.packed_bytes, np.uint8).tobytes()), memoryview(target)):
             taken += 1
             assert np.isfinite(numbers_of(target, dtype)).all()
     assert taken > 100
@@ -177,3 +205,49 @@ def test_forms_that_do_not_fit_are_refused() -> None:
     for num_bytes in (0, 255, 64, 128 + 2):
         with pytest.raises(FormatError):
             Fp8Codec.of(fp8_form("bfloat16", 64), num_bytes)
+
+
+@pytest.mark.skipif(LOOPS is None, reason="not built: `make compiled`")
+def test_all_numbers_of_16_bits_go_both_ways_the_same() -> None:
+    """Every finite number, beside a large one, a small one, and alone among its like."""
+    for dtype in ("bfloat16", "float16"):
+        every = np.arange(1 << 16, dtype=np.uint16)
+        finite_bits = every[np.isfinite(torch.from_numpy(every).view(DTYPES[dtype]).float().numpy())]
+        for beside in (1.0, 2.0**-10, 60000.0, 0.0):
+            rows = np.full((len(finite_bits), GROUP), 0, np.uint16)
+            rows[:, 1:] = np.frombuffer(bytes_of([beside], dtype), np.uint16)
+            rows[:, 0] = finite_bits
+            round_trip(rows.tobytes(), dtype)
+
+
+@pytest.mark.skipif(LOOPS is None, reason="not built: `make compiled`")
+def test_compiled_loops_take_no_arrays_that_do_not_belong_together() -> None:
+    codes, scales, numbers = np.zeros(32, np.uint8), np.ones(2, np.uint8), np.zeros(32, np.uint16)
+    assert LOOPS.unpack(codes, scales, numbers, 16, 0)
+    for arguments in (
+        (codes[1:], scales, numbers, 16, 0), (codes, scales[1:], numbers, 16, 0), (codes, scales, numbers[1:], 16, 0),
+        (codes, scales, numbers, 16, 2), (codes, scales, numbers, 16, 3), (codes, scales, numbers, 0, 0),
+        (codes, scales, numbers, 256, 0), (codes, scales, numbers, -16, 0),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match="group"):
+            LOOPS.unpack(*arguments)
+        with pytest.raises(ValueError, match="group"):
+            LOOPS.pack(arguments[2], arguments[0], arguments[1], *arguments[3:])
+    assert LOOPS.pack(numbers[:0], codes[:0], scales[:0], 16, 0)
+
+
+@each_dtype
+def test_a_thread_without_subnormal_numbers_packs_the_same(dtype: str) -> None:
+    """As a library that was built for speed leaves a process, and all its threads."""
+    draw = torch.randn(40 * GROUP, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    sizes = 10.0 ** torch.linspace(-5, 0, len(draw), dtype=torch.float64)
+    payload = bytes_of((draw * sizes).reshape(GROUP, -1).T, dtype)
+    stored = packed(payload, dtype)
+    before = restored(stored, dtype, len(payload))
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor always has them")
+    try:
+        assert packed(payload, dtype) == stored
+        assert restored(stored, dtype, len(payload)) == before
+    finally:
+        torch.set_flush_denormal(False)

@@ -3,9 +3,20 @@
 import logging
 from collections.abc import Iterator
 from importlib import import_module
-from typing import Protocol, cast
+from typing import Final, Protocol, cast
 
-from kvtier.tiers import TIERS, BlockShape, ConfigError, ConfiguredTier, Finding, Fp8Codec, Metrics, lower_tiers
+from kvtier.tiers import (
+    TIERS,
+    BlockShape,
+    ConfigError,
+    ConfiguredTier,
+    Finding,
+    Fp8Codec,
+    Fp8Loops,
+    Metrics,
+    lower_tiers,
+)
+from kvtier.tiers.compiled import twin
 from kvtier.tiers.config import Config
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy
 from kvtier.tiers.hierarchy.lower_tier import PortSettings, TierPort
@@ -15,6 +26,8 @@ from kvtier.tiers.hierarchy.settings import HierarchySettings
 from kvtier.tiers.host import HostRegion, HostTier, slot_stride
 
 _log = logging.getLogger(__name__)
+
+_LOOPS: Final = "kvtier.tiers.fp8_compiled"
 
 
 class TierModule(Protocol):
@@ -113,7 +126,7 @@ def open_ports(config: Config, fingerprint: bytes, shape: BlockShape, metrics: M
 def _open_ports(
     config: Config, fingerprint: bytes, shape: BlockShape, metrics: Metrics, rates: Rates, lossy: str | None = None
 ) -> list[TierPort]:
-    fp8 = None if lossy is None else Fp8Codec.of(lossy, shape.block_bytes)
+    fp8 = None if lossy is None else Fp8Codec.of(lossy, shape.block_bytes, cast("Fp8Loops | None", twin(_LOOPS)))
     ports: list[TierPort] = []
     try:
         for name, module in lower_modules():
