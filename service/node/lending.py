@@ -15,7 +15,7 @@ import numpy as np
 from kvtier.tiers import BATCH_BYTES, BlockRecord, BlockShape, ChainHash, ConfigError, Outcome, checksum
 from kvtier.tiers.config import PeersConfig
 from kvtier.tiers.hierarchy import Hierarchy
-from kvtier.tiers.peers import RESETS, TAG_BYTES, EventsAt, PeerFailed, prepare, receive, send, wire
+from kvtier.tiers.peers import RESETS, TAG_BYTES, EventsAt, PeerFailed, address_text, prepare, receive, send, wire
 from kvtier.tiers.pool import Lease
 
 _log = logging.getLogger(__name__)
@@ -110,7 +110,7 @@ class Lender:
         self._in_flight = 0  # bytes of blocks leased for others
         self._closed = False
         self._listener = _listen(config.listen)
-        self.address = "{}:{}".format(*self._listener.getsockname()[:2])
+        self.address = address_text(self._listener.getsockname())
         self._thread = threading.Thread(target=self._accept, name="kvtier-lend", daemon=True)
         self._thread.start()
 
@@ -196,7 +196,7 @@ class Lender:
         except wire.WrongWords as wrong:
             self._note(f"{'stranger' if is_stranger else 'cut_off'}_{wrong}")
         except OSError:
-            self._note("cut_off_error")
+            self._note(f"{'stranger' if is_stranger else 'cut_off'}_error")
         finally:
             self._end(connection, is_stranger=is_stranger)
 

@@ -1,4 +1,5 @@
 from . import wire
+from .addresses import address_text
 from .announced import AnnouncedNames, NamesRoom
 from .events_at import EventsAt
 from .following import FEEDS
@@ -16,6 +17,7 @@ __all__ = [
     "NamesRoom",
     "PeerFailed",
     "PeersStore",
+    "address_text",
     "prepare",
     "receive",
     "receive_into",

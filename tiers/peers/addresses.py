@@ -12,6 +12,12 @@ _unknown: Final[set[str]] = set()  # names that could not be looked up, and that
 _too_many: Final[set[tuple[str, ...]]] = set()  # nodes with more addresses than are used, likewise
 
 
+def address_text(address: Sequence[object]) -> str:
+    """HOST:PORT of a socket's address, as [peers] nodes takes it."""
+    host, port = str(address[0]), address[1]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def looked_up(nodes: Sequence[str]) -> list[tuple[str, int]]:
     """Up to MAX_PEERS addresses of the HOST:PORTs, in order, each once. Waits for a resolver, as long as that takes."""
     found: dict[tuple[str, int], None] = {}

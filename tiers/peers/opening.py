@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from kvtier.tiers import BATCH_BYTES, BlockShape, ConfigError, ConfiguredTier, Finding, error, ok, warning
 from kvtier.tiers.config import Config
-from kvtier.tiers.peers.addresses import looked_up
+from kvtier.tiers.peers.addresses import address_text, looked_up
 from kvtier.tiers.peers.link import IsMyself, PeerLink
 from kvtier.tiers.peers.store import PeersStore
 from kvtier.tiers.peers.stream import PeerFailed
@@ -79,7 +79,7 @@ def examine(config: Config) -> list[Finding]:
 
 def _asked(address: tuple[str, int], key: bytes) -> Finding:
     """Whether a daemon answers there, under the same key."""
-    name = f"peer {address[0]}:{address[1]}"
+    name = f"peer {address_text(address)}"
     try:
         PeerLink.opened(address, key, LentBlocks(bytes(32), 1, 1), _ANSWER_SECONDS).close()
     except IsMyself:

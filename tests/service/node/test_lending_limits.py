@@ -73,7 +73,7 @@ def test_a_thousand_strangers_leave_no_file_and_no_thread(node: Node) -> None:
 def test_there_is_a_place_for_a_whole_fleet(node: Node, key: Path) -> None:
     # As many nodes as a lender's names may stand for, with as many connections as each keeps for two models.
     links = [link_to(node, key) for _ in range(MAX_PEERS * MAX_READY * 2)]
-    assert node.lender.counts == {"welcomed": len(links)}
+    wait_until(lambda: node.lender.counts == {"welcomed": len(links)})
     for link in links:
         link.close()
     wait_until(lambda: not node.lender.num_connections)

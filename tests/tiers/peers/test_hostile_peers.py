@@ -19,6 +19,14 @@ from kvtier.tiers.peers.stream import PeerFailed
 from kvtier.tiers.tier import BlockRecord, Outcome
 
 
+def has_ipv6() -> bool:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
+
+
 @pytest.fixture
 def key(tmp_path: Path) -> Path:
     return key_file(tmp_path)
@@ -87,6 +95,18 @@ def test_peers_that_hang_when_asked_for_new_connections_cost_one_deadline(
         assert set(results) == {Outcome.TIMEOUT}
         for link in in_use:
             link.close()
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6 on loopback")
+def test_an_address_of_ipv6_is_said_as_it_is_written(key: Path) -> None:
+    node, chain = Node(key, address="[::1]:0"), chain_of(2)
+    assert node.address.startswith("[::1]:")
+    store(node.hierarchy, chain)
+    with borrowing(key, node.address) as tier:
+        assert tier.locate(chain.hashes) == 2
+    (finding,) = examine(peers_config(key, node.address))
+    assert finding.check == f"peer {node.address}"
+    node.close()
 
 
 def test_a_batch_may_have_months(key: Path) -> None:
