@@ -7,8 +7,9 @@ looks at them. Blocks are lent again and again, so the lender has their tags but
 connection, with the same options, and ask for a batch at a time. With two threads, as the hierarchy reads, each has a
 connection of its own.
 
-Both sides take turns. Ratios are of two passes of one round, and their median counts. CPU seconds are this process's
-alone. The last columns are what one core computes, of blocks of that size; HMAC and Poly1305 are what the tag is not.
+Both sides take turns. Ratios are of two passes of one round, and their median counts. CPU seconds are those of both
+ends, which share this machine's cores: half of them, on two cores, is the least time a GB can take. The last columns
+are what one core computes, of blocks of that size; HMAC and Poly1305 are what the tag is not.
 """
 
 import hmac
@@ -22,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any, Final
 
@@ -79,19 +81,22 @@ def lend(blocks: BenchBlocks, config: Config, told: int) -> None:
     while True:
         connection, _ = bare.accept()
         prepare(connection)
-        views = [region.slot(slot) for slot in slots[: blocks.per_batch]]
-        threading.Thread(target=send_bare, args=(connection, views), daemon=True).start()
+        views = [region.slot(slot) for slot in slots]
+        batches = (views[: blocks.per_batch], views[blocks.per_batch :])
+        threading.Thread(target=send_bare, args=(connection, batches), daemon=True).start()
 
 
-def send_bare(connection: socket.socket, views: Sequence[memoryview]) -> None:
-    """A batch for each byte that comes."""
-    while connection.recv(1):
-        send(connection, views, time.monotonic() + FOREVER)
+def send_bare(connection: socket.socket, batches: Sequence[Sequence[memoryview]]) -> None:
+    """A batch for each byte that comes, by turns."""
+    for number in count():
+        if not connection.recv(1):
+            return
+        send(connection, batches[number % len(batches)], time.monotonic() + FOREVER)
 
 
 @contextmanager
-def lending(blocks: BenchBlocks, config: Config) -> Iterator[tuple[str, int]]:
-    """The address of a lender, and the port of a bare socket, of another process."""
+def lending(blocks: BenchBlocks, config: Config) -> Iterator[tuple[str, int, int]]:
+    """The address of a lender, and the port of a bare socket, of another process, and its id."""
     told, tell = os.pipe()
     sys.stdout.flush()
     if not (child := os.fork()):
@@ -103,7 +108,7 @@ def lending(blocks: BenchBlocks, config: Config) -> Iterator[tuple[str, int]]:
     try:
         with os.fdopen(told) as lines:
             address, _, port = lines.readline().partition(" ")
-        yield address, int(port)
+        yield address, int(port), child
     finally:
         os.kill(child, 9)
         os.waitpid(child, 0)
@@ -112,8 +117,11 @@ def lending(blocks: BenchBlocks, config: Config) -> Iterator[tuple[str, int]]:
 class PeersBench:
     """One block size and number of threads."""
 
-    def __init__(self, blocks: BenchBlocks, num_threads: int, num_bytes: int, config: Config, port: int) -> None:
+    def __init__(
+        self, blocks: BenchBlocks, num_threads: int, num_bytes: int, config: Config, port: int, lender: int
+    ) -> None:
         self.blocks = blocks
+        self.lender = lender
         self.num_threads = num_threads
         self.num_batches = max(2, num_bytes // BATCH_BYTES // num_threads)  # of each thread
         self.speeds: dict[str, list[Speed]] = {side: [] for side in SIDES}
@@ -145,12 +153,17 @@ class PeersBench:
     def timed(self, work: Callable[[int], None]) -> Speed:
         """One pass, of all threads."""
         assert self.store.locate(self.blocks.names) == len(self.blocks.names)
-        cpu, start = time.process_time(), time.perf_counter()
+        cpu, start = self.cpu_seconds(), time.perf_counter()
         with ThreadPoolExecutor(self.num_threads) as threads:
             list(threads.map(work, range(self.num_threads)))
-        wall, cpu = time.perf_counter() - start, time.process_time() - cpu
+        wall, cpu = time.perf_counter() - start, self.cpu_seconds() - cpu
         moved = self.num_threads * self.num_batches * self.blocks.per_batch * self.blocks.block_bytes / 1e9
         return Speed(moved / wall, cpu / moved)
+
+    def cpu_seconds(self) -> float:
+        """Of this process and the other one, as it counts them: in ticks."""
+        ticks = Path(f"/proc/{self.lender}/stat").read_text().rpartition(")")[2].split()[11:13]
+        return time.process_time() + sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
 
     def read(self, thread: int) -> None:
         """Ours."""
@@ -235,10 +248,10 @@ def main() -> int:
         key_file.write_bytes(os.urandom(32))
         for block_kib in sizes:
             blocks = BenchBlocks(block_kib << 10)
-            with lending(blocks, configured(key_file)) as (address, port):
+            with lending(blocks, configured(key_file)) as (address, port, lender):
                 for num_threads in (1, 2):
                     progress(f"blocks of {block_kib} KiB, {num_threads} threads")
-                    bench = PeersBench(blocks, num_threads, num_bytes, configured(key_file, address), port)
+                    bench = PeersBench(blocks, num_threads, num_bytes, configured(key_file, address), port, lender)
                     bench.run(rounds)
                     rows.append(bench.row())
                     bench.close()
