@@ -1,22 +1,32 @@
 """Records that lie one behind the other, put where they belong as their bytes come."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 
 class ArrivingRecords:
     """Heads are kept apart, and what is behind each goes into its slot at once: no record waits for the next one."""
 
-    def __init__(self, lengths: Sequence[int], head_bytes: int, into: Sequence[memoryview]) -> None:
-        """`lengths` of whole records, in bytes: at least `head_bytes`, at most those and a slot of `into`."""
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        head_bytes: int,
+        into: Sequence[memoryview],
+        tell: Callable[[int, bytes], None],
+    ) -> None:
+        """`lengths` of whole records, in bytes: at least `head_bytes`, at most those and a slot of `into`.
+
+        `tell` is called for each record when it is whole, with its number and head.
+        """
         self.num_whole = 0
+        self._tell = tell
         self._lengths = lengths
         self._head_bytes = head_bytes
         self._into = into
         self._head = bytearray()
         self._rest = memoryview(b"")  # of the slot that is being filled
 
-    def take(self, came: memoryview) -> Iterator[tuple[int, bytes]]:
-        """Number and head of each record that is whole with these bytes. What is behind the last one is left alone."""
+    def take(self, came: memoryview) -> None:
+        """The next bytes. What is behind the last record is left alone."""
         while came and self.num_whole < len(self._lengths):
             if missing := self._head_bytes - len(self._head):
                 self._head += came[:missing]
@@ -28,6 +38,7 @@ class ArrivingRecords:
             self._rest[:fits] = came[:fits]
             self._rest, came = self._rest[fits:], came[fits:]
             if not self._rest:
-                self.num_whole += 1
-                yield self.num_whole - 1, bytes(self._head)
+                head, number = bytes(self._head), self.num_whole
                 self._head.clear()
+                self.num_whole += 1
+                self._tell(number, head)

@@ -5,11 +5,9 @@ import ssl
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from datetime import timedelta
-from functools import partial
-from queue import Empty, SimpleQueue
-from threading import Event, Lock
+from threading import Lock
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 from kvtier.tiers import BATCH_BYTES, ConfigError, Outcome
@@ -33,7 +31,6 @@ _LONGEST_WHY: Final = 200  # characters
 _LONGEST_CA: Final = 4 << 20  # bytes
 _TIMEOUTS: Final = ("kind: Timeout", "TimedOut", "RequestTimeout")
 _NO_CREDENTIALS: Final = ("169.254.169.254", "169.254.170", "/latest/api/token", "security-credentials")
-_CHUNK: Final = 256 << 10  # bytes handed on at once, if there are as many
 _RETRIES: Final = 1  # of a request that failed early; of one that took its time there is none
 
 
@@ -46,8 +43,8 @@ class BucketError(Exception):
         self.code = code  # S3's word for it, `credentials`, CERTIFICATE or BROKE_OFF; empty if nobody answered
 
 
-Arrived = memoryview | BucketError | None
-"""Bytes of an object; why no more come; None when all have come."""
+TakeBytes = Callable[[memoryview], object]
+_CLOSED: Final = BucketError(Outcome.CLOSED, "closed")
 
 
 class ObjectRange(NamedTuple):
@@ -72,6 +69,7 @@ class Bucket:
         self._pool = ThreadPoolExecutor(config.connections, thread_name_prefix="kvtier-objects")
         self._lock = Lock()  # guards what follows
         self._counts: Counter[str] = Counter()
+        self._closed = False
 
     @classmethod
     def connect(cls, config: ObjectsConfig, num_bytes: int = BATCH_BYTES) -> "Bucket":
@@ -79,48 +77,43 @@ class Bucket:
         timeout = config.connect_timeout + config.deadline + num_bytes / config.bandwidth
         return cls(config, client_of(config, timeout), timeout)
 
-    def stream(self, wanted: Sequence[ObjectRange], deadline: float) -> Iterator[tuple[int, Arrived]]:
-        """What comes of each, as it comes, by its place in `wanted`: bytes, and at the end None or why no more come.
+    def bring(
+        self, wanted: Sequence[ObjectRange], take: Sequence[TakeBytes], deadline: float
+    ) -> Iterator[tuple[int, BucketError | None]]:
+        """Ask for all ranges at once; tells how each ended, by its place in `wanted`: None if all there is has come.
 
-        There may be fewer bytes than wanted, if an object ends before, but never more. Nothing comes after `deadline`
-        (time.monotonic).
+        What comes of a range goes to its `take` piece by piece, on another thread: never more than was wanted, and
+        nothing once its end was told, `deadline` (time.monotonic) has passed, or the caller has left.
         """
-        arrivals: SimpleQueue[tuple[int, Arrived]] = SimpleQueue()
-        given_up = Event()
-        waiting = set(range(len(wanted)))
-        futures: list[Future[None]] = []
+        takers = [_Taker(each) for each in take]
+        futures: dict[Future[BucketError | None], int] = {}
+        waiting: set[Future[BucketError | None]] = set()
         try:
             for i, each in enumerate(wanted):
-                future = self._pool.submit(self._bring, each, partial(_arrive, arrivals, i), given_up)
-                future.add_done_callback(partial(_end_cancelled, arrivals, i))
-                futures.append(future)
-        except RuntimeError:  # closed meanwhile
-            given_up.set()
-            yield from ((i, BucketError(Outcome.CLOSED, "closed")) for i in waiting)
-            return
-        try:
-            while waiting and (left := deadline - time.monotonic()) > 0:
-                try:
-                    i, arrived = arrivals.get(timeout=left)
-                except Empty:
-                    break
-                if not isinstance(arrived, memoryview):
-                    waiting.discard(i)
-                yield i, arrived
-            yield from ((i, BucketError(Outcome.TIMEOUT, "no answer in time")) for i in waiting)
+                futures[self._pool.submit(self._bring, each, takers[i])] = i
+            waiting.update(futures)
+            for future in as_completed(futures, max(0.0, deadline - time.monotonic())):
+                waiting.discard(future)
+                yield futures[future], _CLOSED if future.cancelled() else future.result()
+        except TimeoutError:
+            for future in waiting:
+                takers[futures[future]].give_up()
+                yield futures[future], BucketError(Outcome.TIMEOUT, "no answer in time")
+        except RuntimeError:  # no thread takes a request any more
+            if not self._closed:
+                raise
+            yield from ((i, _CLOSED) for i in range(len(wanted)))
         finally:
-            given_up.set()
+            for taker in takers:
+                taker.give_up()
             for future in futures:
                 future.cancel()
 
     def fetch(self, wanted: Sequence[ObjectRange], deadline: float) -> Iterator[tuple[int, memoryview | BucketError]]:
-        """The same of small ranges, each when it is complete: all that came of it, or why not all did."""
-        came: dict[int, list[memoryview]] = {i: [] for i in range(len(wanted))}
-        for i, arrived in self.stream(wanted, deadline):
-            if isinstance(arrived, memoryview):
-                came[i].append(arrived)
-            else:
-                yield i, memoryview(b"".join(came[i])) if arrived is None else arrived
+        """The bytes of small ranges, each when it is complete; fewer if an object ends before."""
+        came = [bytearray() for _ in wanted]
+        for i, failure in self.bring(wanted, [each.extend for each in came], deadline):
+            yield i, failure or memoryview(came[i])
 
     def get(self, wanted: ObjectRange, deadline: float) -> memoryview:
         """One of `fetch`. BucketError."""
@@ -155,28 +148,30 @@ class Bucket:
 
     def close(self) -> None:
         """What is under way ends by itself."""
+        self._closed = True
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _bring(self, wanted: ObjectRange, arrive: Callable[[Arrived], None], given_up: Event) -> None:
+    def _bring(self, wanted: ObjectRange, taker: "_Taker") -> BucketError | None:
         """Thread: one request, until all has come or nobody waits for it any more."""
         import obstore
 
-        left = wanted.end - wanted.start
-        end: BucketError | None = None
+        num_bytes = left = wanted.end - wanted.start
         options: GetOptions = {"range": (wanted.start, wanted.end)}
         try:
             answer = self._asked("get", lambda: obstore.get(self._store, wanted.key, options=options))
-            chunks = answer.stream(min_chunk_size=_CHUNK)
-            while left and not given_up.is_set() and (chunk := self._asked("get", lambda: next(chunks, None))):
-                arrived = memoryview(chunk)[:left]
-                left -= len(arrived)
-                arrive(arrived)
+            pieces = answer.stream(min_chunk_size=1)  # as they come: the client copies what it brings together
+            while left and (piece := self._asked("get", lambda: next(pieces, None))):
+                came = memoryview(piece)[:left]
+                left -= len(came)
+                if not taker.take(came):
+                    break
         except BucketError as error:
-            end = error
+            return error
         else:
             self._count("get")
-        self._count_bytes("received", wanted.end - wanted.start - left)
-        arrive(end)
+        finally:
+            self._count_bytes("received", num_bytes - left)
+        return None
 
     def _asked(self, verb: str, request: Callable[[], _Brought]) -> _Brought:
         """What the client brings. BucketError, counted. A key id with a line's end makes it panic: no Exception."""
@@ -200,13 +195,25 @@ class Bucket:
             self._counts[f"bytes_{way}"] += num_bytes
 
 
-def _arrive(arrivals: SimpleQueue[tuple[int, Arrived]], i: int, arrived: Arrived) -> None:
-    arrivals.put((i, arrived))
+class _Taker:
+    """Hands on what comes of one request, until it is given up."""
 
+    def __init__(self, take: TakeBytes) -> None:
+        self._take = take
+        self._lock = Lock()
+        self._given_up = False
 
-def _end_cancelled(arrivals: SimpleQueue[tuple[int, Arrived]], i: int, ended: Future[None]) -> None:
-    if ended.cancelled():  # it never began
-        arrivals.put((i, BucketError(Outcome.CLOSED, "closed")))
+    def take(self, came: memoryview) -> bool:
+        """False if nobody waits for it any more."""
+        with self._lock:
+            if not self._given_up:
+                self._take(came)
+            return not self._given_up
+
+    def give_up(self) -> None:
+        """From now on nothing is handed on; what is being handed on just now is waited for."""
+        with self._lock:
+            self._given_up = True
 
 
 def client_of(config: ObjectsConfig, timeout: float) -> "S3Store":

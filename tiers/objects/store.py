@@ -27,6 +27,7 @@ from kvtier.tiers.objects.refusals import ToldRefusals, explanation
 from kvtier.tiers.shared import OutcomeCounts, SharedChanges, TierLife, cut_off, form_of
 
 _log = logging.getLogger(__name__)
+_Part = tuple[StoredObject, int, list[int]]  # a request's: an object, a position in it, which blocks lie from there on
 
 _TIER: Final = "objects"
 _MOST_TABLES: Final = 16  # asked for at once
@@ -244,25 +245,19 @@ class ObjectStore:
             ObjectRange(self.space.key(stored.first, epoch), stored.edges[first], stored.edges[first + len(blocks)])
             for stored, first, blocks in parts
         ]
-        records = [self._arriving(stored, position, [into[i] for i in blocks]) for stored, position, blocks in parts]
+        records = [self._arriving(part, hashes, into, epoch, results) for part in parts]
         gone: dict[StoredObject, None] = {}
         bad: dict[StoredObject, list[int]] = {}
-        for i, arrived in self._bucket.stream(wanted, deadline):
-            stored, position, blocks = parts[i]
-            if isinstance(arrived, memoryview):
-                for number, head in records[i].take(arrived):
-                    block, place = blocks[number], position + number
-                    num_bytes = stored.edges[place + 1] - stored.edges[place]
-                    results[block] = self._verified(head, num_bytes, into[block], hashes[block], epoch)
-                continue
-            if arrived is None:
+        for i, failure in self._bucket.bring(wanted, [each.take for each in records], deadline):
+            stored, _, blocks = parts[i]
+            if failure is None:
                 self._index.confirm([stored])
                 missing = Outcome.CHECKSUM  # the object is shorter
-            elif arrived.outcome is Outcome.ABSENT:
+            elif failure.outcome is Outcome.ABSENT:
                 gone[stored] = None
                 missing = Outcome.EVICTED
             else:
-                missing = arrived.outcome
+                missing = failure.outcome
             for block in blocks[records[i].num_whole :]:
                 results[block] = missing
             if damaged := [block for block in blocks if results[block] in _BAD]:
@@ -288,9 +283,9 @@ class ObjectStore:
         ours = self.space.names(stored.blocks)
         return table is not None and (table.edges != stored.edges or table.names[: len(ours)] != ours)
 
-    def _parts(self, hashes: Sequence[ChainHash]) -> Iterator[tuple[StoredObject, int, list[int]]]:
+    def _parts(self, hashes: Sequence[ChainHash]) -> Iterator[_Part]:
         """Requests that bring the blocks known here: an object, a position in it, which blocks lie from there on."""
-        part: tuple[StoredObject, int, list[int]] | None = None
+        part: _Part | None = None
         for block, place in enumerate(self._index.places(hashes)):
             if place is None:
                 continue
@@ -305,9 +300,24 @@ class ObjectStore:
         if part is not None:
             yield part
 
-    def _arriving(self, stored: StoredObject, position: int, into: Sequence[memoryview]) -> ArrivingRecords:
-        edges = stored.edges[position : position + len(into) + 1]
-        return ArrivingRecords([end - start for start, end in pairwise(edges)], self.space.form.head_bytes, into)
+    def _arriving(
+        self,
+        part: _Part,
+        hashes: Sequence[ChainHash],
+        into: Sequence[memoryview],
+        epoch: int,
+        results: list[BlockRecord | Outcome],
+    ) -> ArrivingRecords:
+        """The records of a part: each is verified when it is whole, on the thread that brings it."""
+        stored, position, blocks = part
+        edges = stored.edges[position : position + len(blocks) + 1]
+        lengths = [end - start for start, end in pairwise(edges)]
+
+        def verify(number: int, head: bytes) -> None:
+            block = blocks[number]
+            results[block] = self._verified(head, lengths[number], into[block], hashes[block], epoch)
+
+        return ArrivingRecords(lengths, self.space.form.head_bytes, [into[block] for block in blocks], verify)
 
     def _verified(
         self, head: bytes, num_bytes: int, into: memoryview, chain_hash: ChainHash, epoch: int

@@ -19,13 +19,11 @@ HEAD, SLOT = 7, 20
 def test_each_record_is_told_once_when_it_is_whole(lengths: list[int], cuts: list[int], came: float) -> None:
     sent = np.random.default_rng(1).bytes(int(came * sum(lengths)))
     slots = [bytearray(SLOT) for _ in lengths]
-    records = ArrivingRecords(lengths, HEAD, [memoryview(slot) for slot in slots])
     told: list[tuple[int, bytes]] = []
+    records = ArrivingRecords(lengths, HEAD, [memoryview(slot) for slot in slots], lambda *each: told.append(each))
     edges = sorted({0, len(sent), *(cut for cut in cuts if cut < len(sent))})
     for start, end in itertools.pairwise(edges):
-        for number, head in records.take(memoryview(sent)[start:end]):
-            assert number == len(told)
-            told.append((number, head))
+        records.take(memoryview(sent)[start:end])
     at, expected = 0, []
     for number, length in enumerate(lengths):
         record, at = sent[at : at + length], at + length
