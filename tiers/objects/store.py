@@ -27,7 +27,7 @@ from kvtier.tiers.objects.refusals import ToldRefusals, explanation
 from kvtier.tiers.shared import OutcomeCounts, SharedChanges, TierLife, cut_off, form_of
 
 _log = logging.getLogger(__name__)
-_Part = tuple[StoredObject, int, list[int]]  # a request's: an object, a position in it, which blocks lie from there on
+_ObjectRun = tuple[StoredObject, int, list[int]]  # one request: an object, a position, which blocks lie from there on
 
 _TIER: Final = "objects"
 _MOST_TABLES: Final = 16  # asked for at once
@@ -283,9 +283,9 @@ class ObjectStore:
         ours = self.space.names(stored.blocks)
         return table is not None and (table.edges != stored.edges or table.names[: len(ours)] != ours)
 
-    def _parts(self, hashes: Sequence[ChainHash]) -> Iterator[_Part]:
+    def _parts(self, hashes: Sequence[ChainHash]) -> Iterator[_ObjectRun]:
         """Requests that bring the blocks known here: an object, a position in it, which blocks lie from there on."""
-        part: _Part | None = None
+        part: _ObjectRun | None = None
         for block, place in enumerate(self._index.places(hashes)):
             if place is None:
                 continue
@@ -302,7 +302,7 @@ class ObjectStore:
 
     def _arriving(
         self,
-        part: _Part,
+        part: _ObjectRun,
         hashes: Sequence[ChainHash],
         into: Sequence[memoryview],
         epoch: int,
