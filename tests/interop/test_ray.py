@@ -99,7 +99,8 @@ def test_an_engine_a_replica_and_a_node_die_under_load_and_no_answer_is_wrong(ap
     # What was under way at a dead engine is lost, and told: at most what four clients had, three times.
     assert sum(crowd.failures.values()) <= 12, crowd.failures
     broken = {"APIError", "APIConnectionError", "RemoteProtocolError", "ReadError"}
-    assert crowd.failures.keys() <= {"502", *broken}, crowd.failures
+    # 500 is Ray's proxy's own: the ingress, too, may have been on the lost node
+    assert crowd.failures.keys() <= {"502", "500", *broken}, crowd.failures
     app.require_right(crowd.answers)
 
 
