@@ -10,8 +10,10 @@
 #   make test-ray     our application on a real Ray cluster of several nodes' processes
 #   make test-sglang  a real SGLang, likewise; test-vllm-0.33: vLLM's next release on this one's CPU kernels
 #   make compiled     build the compiled twins of innermost loops, for whatever runs on this machine as you
-#   make check        ruff, ruff format, strict mypy, the architecture test, whether the site builds
+#   make lint         ruff, the architecture test, rules of pages, figures and deployment files, whether the site builds
+#   make check        all of lint, and strict mypy
 #   make docs         the pages as a site, in site/
+#   make dist         wheel and sdist, in dist/, and how to install them
 #   make bench        every benchmark in its quick form
 #   make gpu          on a machine with a GPU: its tests and benchmarks, in half an hour; PART=tests, sanitizer,
 #                     bandwidth, decode or ttft is one of them. gpu-bundle: what such a machine without a network lacks
@@ -28,9 +30,12 @@ SHELL := /bin/bash
 
 PYTHON ?= python3
 VENV ?= .venv
+DIST ?= dist
 TORCH ?= torch==2.13.0
 EXTRAS ?= engine,docs,dev
-PYTEST_ARGS ?= -n auto --dist loadfile
+# Tests wait more than they compute: five workers keep two cores busy. Forks of one process, they share its imports.
+WORKERS ?= $(shell echo $$(($$(nproc) * 5 / 2)))
+PYTEST_ARGS ?= -n $(WORKERS) --dist worksteal --fork-workers
 ENGINE_ARGS ?=
 DEMO_ARGS ?=
 
@@ -40,11 +45,11 @@ unexport PYTHONDONTWRITEBYTECODE
 # The stamp's name changes with what was asked for and with where it stands: a virtual environment can't be moved.
 STAMP := $(VENV)/.kvtier-$(firstword $(shell (cat pyproject.toml .ci/setup .ci/constraints.txt .ci/venv-with-torch; echo "$(CURDIR) $(VENV) $(TORCH) $(EXTRAS)") | sha256sum))
 
-.PHONY: help setup demo demo-rag beside compiled test quick coverage test-vllm test-vllm-0.33 test-sglang test-dynamo test-ray check docs format bench gpu gpu-bundle \
+.PHONY: help setup demo demo-rag beside compiled test quick coverage test-vllm test-vllm-0.33 test-sglang test-dynamo test-ray lint check docs dist format bench gpu gpu-bundle \
 	soak kills crash-images fuzz clean
 
 help:
-	sed -n '3,18s/^# *//p' Makefile
+	sed -n '3,21s/^# *//p' Makefile
 
 setup: $(STAMP)
 
@@ -62,9 +67,9 @@ demo-rag: setup
 # Programs that some stories start; without them those are skipped.
 beside: setup
 	.ci/debian-package redis-server redis-server || echo "stories that need a real Redis will be skipped" >&2
-	.ci/debian-package docker-compose docker-compose || echo "one check of docker-compose.yml will be skipped" >&2
+	.ci/debian-package docker-compose docker-compose || echo "a rule of docker-compose.yml will be skipped" >&2
+	.ci/debian-package promtool prometheus || echo "rules of Prometheus's files will be skipped" >&2
 	.ci/debian-package chromedriver chromium-driver || echo "stories of the live page will be skipped" >&2
-	.ci/debian-package promtool prometheus || echo "checks of Prometheus's rules will be skipped" >&2
 	$(VENV)/bin/kvtier compile >/dev/null || echo "tests of compiled twins will be skipped" >&2
 
 compiled: setup
@@ -73,6 +78,10 @@ compiled: setup
 # One torch thread each: the tests run side by side, one worker per core.
 test: beside
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+
+# Every matrix, program and kill whole, and what takes the network. Engines: test-vllm-all, test-sglang, test-ray, test-dynamo.
+test-all: export TEST_ALL = 1
+test-all: test
 
 quick: setup
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest $(PYTEST_ARGS) -m "not slow" \
@@ -99,19 +108,29 @@ test-dynamo: setup
 	.venv-dynamo/bin/pip install -qq --requirement tests/interop/requirements-dynamo.txt
 	$(VENV)/bin/python -m pytest tests/interop/test_dynamo.py -n 0
 
-check: setup
-	$(VENV)/bin/ruff check .
-	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/python -m pytest tests/test_architecture.py -q -s
-	.ci/in-time "the site is" $(VENV)/bin/mkdocs build --quiet
+# All that a program can check without running kvtier. `python .ci/lint --list` says what the rules ask for.
+lint: setup
+	.ci/debian-package docker-compose docker-compose || echo "a rule of docker-compose.yml will be skipped" >&2
+	.ci/debian-package promtool prometheus || echo "rules of Prometheus's files will be skipped" >&2
+	.ci/in-time ruff $(VENV)/bin/ruff check .
+	.ci/in-time "ruff format" $(VENV)/bin/ruff format --check .
+	.ci/in-time architecture $(VENV)/bin/python -m pytest tests/test_architecture.py -q -s
+	.ci/in-time rules $(VENV)/bin/python .ci/lint
+	.ci/in-time "the site" $(VENV)/bin/mkdocs build --quiet
+
+check: lint
 	.ci/in-time "types are" $(VENV)/bin/mypy
 
 docs: setup
 	$(VENV)/bin/mkdocs build
 	echo "open $(CURDIR)/site/index.html" >&2
 
+# No set-up: whoever only wants the wheel needs neither torch nor the other extras.
+dist:
+	VENV=$(VENV) PYTHON=$(PYTHON) .ci/dist $(DIST)
+
 # The theme names its successor at each start.
-check docs: export NO_MKDOCS_2_WARNING = 1
+lint docs: export NO_MKDOCS_2_WARNING = 1
 
 format: setup
 	$(VENV)/bin/ruff check --fix .
@@ -140,5 +159,5 @@ soak kills crash-images fuzz: setup
 		$(if $(COUNT),--count $(COUNT)) $(if $(SEED),--seed $(SEED)) $(if $(JSON),--json $(JSON))
 
 clean:
-	rm -rf $(VENV) .venv-vllm .venv-vllm-0.33 .venv-sglang .venv-dynamo dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-vllm .venv-vllm-0.33 .venv-sglang .venv-dynamo .venv-dist dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

@@ -7,7 +7,6 @@ import shutil
 import signal
 import sys
 import tempfile
-import time
 import zlib
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -17,6 +16,7 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
+from extent import ALL
 from numpy.typing import NDArray
 from pools import PoolOf
 
@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from small_engines import Make
 
     from kvtier.engine.llm import Engine
+
+
+pytest_plugins = ["outcomes"]
 
 
 class Chain(Protocol):
@@ -153,21 +156,30 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_addoption(parser: pytest.Parser) -> None:
     """How long the soak lasts: `pytest tests/faults/test_fault_cluster.py -k soak --soak 3600`."""
     parser.addoption("--soak", type=float, default=0.0, metavar="SECONDS", help="how long faults go on in the soak")
+    parser.addoption("--fork-workers", action="store_true", help="workers of xdist share one import of torch")
 
 
-def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
-    """What is marked `gpu` needs a CUDA device; without one it is skipped, and says so."""
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config, specs: Sequence[Any]) -> None:
+    """Make the workers forks of a process that has the imports behind it, if that was asked for."""
+    if config.getoption("--fork-workers"):
+        from fork_rig import fork_workers
+
+        folder = tempfile.TemporaryDirectory(prefix="kvw-")
+        config.add_cleanup(folder.cleanup)
+        fork_workers(specs, Path(folder.name) / "bin")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is marked `exhaustive`, unless all runs or a test is named; skip `gpu` without a CUDA device."""
+    if not (ALL or any("::" in argument for argument in config.args)):
+        left_out = [item for item in items if item.get_closest_marker("exhaustive")]
+        items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
+        config.hook.pytest_deselected(items=left_out)
     gpu = [item for item in items if item.get_closest_marker("gpu")]
     if gpu and not _has_cuda():
         for item in gpu:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup() -> None:
-    """A test whose turn comes after the time that `.ci/run` has for it is skipped, and says so."""
-    if time.time() > float(os.environ.get("TESTS_UNTIL", "inf")):
-        pytest.skip("no time left for it on this machine: .ci/run")
 
 
 def pytest_collection_finish() -> None:

@@ -1,7 +1,6 @@
 """The process behind fork_rig.py: imports the modules it is told, then forks itself for each start it is asked for.
 
-argv: the descriptor of a socket, the modules, and room for a command line. Each request is one message of JSON, as is
-its answer:
+stdin: a socket. argv: the modules, and room for a command line. Each request is one message of JSON, as is its answer:
 
 - `{"start": ARGUMENTS, "env": …, "cwd": …, "session": …}` with descriptors for stdin, stdout and stderr is answered
   with the child's `pid`. The child goes on as `python ARGUMENTS`, in a session of its own if that is asked.
@@ -198,8 +197,10 @@ def end(status: int) -> NoReturn:
 
 def main() -> None:
     """Import, serve, and in each child run."""
-    asking = socket.socket(fileno=int(sys.argv[1]))
-    for name in sys.argv[2:-1]:
+    asking = socket.socket(fileno=os.dup(0))
+    with open(os.devnull, "rb") as empty:
+        os.dup2(empty.fileno(), 0)
+    for name in sys.argv[1:-1]:
         importlib.import_module(name)
     threads = os.listdir("/proc/self/task")
     assert len(threads) == 1, f"{len(threads)} threads: a fork would lose some"

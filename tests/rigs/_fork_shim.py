@@ -17,13 +17,15 @@ def main() -> None:
     """See the top."""
     own = os.path.abspath(__file__)
     home, name = os.path.split(own)
-    arguments = sys.argv[1:] if name == "python" else ["-m", "kvtier.cli", *sys.argv[1:]]
-    if arguments[:1] == ["-P"]:  # no fork has the current directory in its path
+    arguments = ["-m", "kvtier.cli", *sys.argv[1:]] if name == "kvtier" else sys.argv[1:]
+    if arguments[:1] in (["-P"], ["-u"]):  # no fork has the current directory in its path; execnet reads no stream
         del arguments[0]
     signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
     link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     link.connect(os.path.join(home, "socket"))
-    asked = {"start": arguments, "env": dict(os.environ), "cwd": os.getcwd(), "python": os.path.join(home, "python")}
+    asked = {"start": arguments, "env": dict(os.environ), "cwd": os.getcwd()}
+    if name != "worker":
+        asked["python"] = os.path.join(home, "python")
     socket.send_fds(link, [json.dumps(asked).encode()], [0, 1, 2])
     fork = json.loads(link.recv(MOST))
     for number in PASSED_ON:

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Final, Self
@@ -52,9 +52,18 @@ ENGINE: Final = (
     *SERVICES,
 )
 """What `kvtier engine` and `kvtier demo` import besides, torch and transformers, and what clients of an engine do."""
+WORKER: Final = (
+    *ENGINE,
+    "hypothesis.stateful",
+    "kvtier.connector.transformers.adapter",
+    "matplotlib.pyplot",
+    "selenium.webdriver",
+)
+"""What tests import at their top: a worker of pytest-xdist that is a fork has it behind it."""
 
 _ROOT: Final = Path(__file__).resolve().parents[2]
 _LONGEST: Final = 0.05  # seconds between two looks at a child
+_WORKERS: Final = "TEST_WORKERS_ARE"  # a `worker` of warm_programs: a parent with torch is a fork of what it forks, too
 _ROOM: Final = 2048  # bytes for a fork's command line, as `ps` shows it
 _parents: "dict[tuple[str, ...], _Parent]" = {}  # by the modules they have imported
 
@@ -67,16 +76,24 @@ def cpu_seconds() -> float:
 def warm_programs(folder: Path, modules: tuple[str, ...]) -> Path:
     """A new folder with `python`, `kvtier` and `activate`: what they start are forks, as those of `Forked`.
 
-    The folder's path is short, since a socket lies in it.
+    `worker` is a `python` whose `sys.executable` is the real one: what it starts is no fork. The folder's path is short,
+    since a socket lies in it.
     """
     folder.mkdir(parents=True)
     shim = Path(__file__).with_name("_fork_shim.py").read_text(encoding="utf-8")
-    for name in ("python", "kvtier"):
+    for name in ("python", "kvtier", "worker"):
         (folder / name).write_text(f"#!{sys.executable} -IS\n{shim}", encoding="utf-8")
         (folder / name).chmod(0o755)
     (folder / "activate").write_text(f"export PATH={shlex.quote(str(folder))}:$PATH\n", encoding="utf-8")
     _parent(modules).ask({"listen": str(folder / "socket")})
     return folder
+
+
+def fork_workers(specs: Sequence[Any], folder: Path) -> None:
+    """Let the workers of pytest-xdist be forks: torch, transformers and what else tests import is imported once."""
+    os.environ[_WORKERS] = str(warm_programs(folder, WORKER) / "worker")
+    for spec in specs:
+        spec.python = os.environ[_WORKERS]
 
 
 class Forked:
@@ -154,20 +171,14 @@ class _Parent:
         self.lock = threading.RLock()
         self._asking, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         paths = os.pathsep.join((str(_ROOT), str(_ROOT / "tests" / "rigs")))
-        command = [
-            sys.executable,
-            str(Path(__file__).with_name("_fork_parent.py")),
-            str(other.fileno()),
-            *modules,
-            _ROOM * " ",
-        ]
+        warm = os.environ.get(_WORKERS) if "torch" in sys.modules and modules is not SERVICES else None
+        program = Path(__file__).with_name("_fork_parent.py")
         with other:
             self._process = subprocess.Popen(
-                command,
+                [warm or sys.executable, str(program), *modules, _ROOM * " "],
                 env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
-                stdin=subprocess.DEVNULL,
+                stdin=other,
                 stdout=subprocess.DEVNULL,
-                pass_fds=(other.fileno(),),
             )
         atexit.register(self.close)
 
