@@ -1,15 +1,33 @@
-"""What is installed is more than Python files: wheel and sdist are installed, and asked for their pages and cluster."""
+"""What README says of installing is done: wheel and sdist are built, installed, and asked for pages and cluster."""
 
 import os
+import re
+import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import venv
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Final, NamedTuple
 
-ROOT = Path(__file__).resolve().parent.parent
-PROGRAM = """
+import pytest
+
+from kvtier import __version__
+from kvtier.tiers.extras import EXTRAS, install_command
+
+ROOT: Final = Path(__file__).resolve().parent.parent
+PROJECT: Final = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+WHEEL: Final = f"dist/kvtier-{__version__}-py3-none-any.whl"
+SDIST: Final = f"dist/kvtier-{__version__}.tar.gz"
+# As long as kvtier is on no index, such a command fails, or installs what somebody else has put there.
+FROM_AN_INDEX: Final = re.compile(
+    r"\b(?:pip\d?\s+install|pipx\s+install|uv\s+add)\s+(?:[^\n`;&#]*[ \t])?['\"]?kvtier(?![-\w/:]|\.\w)"
+)
+A_REQUIREMENT: Final = re.compile(r"^kvtier(?![-\w])", re.MULTILINE)  # in a file of such
+PROGRAM: Final = """
 from threading import Event
 import kvtier
 from kvtier.service.cluster.defaults import BESIDE_US
@@ -23,29 +41,65 @@ services = Topology.read(BESIDE_US, places, ["cluster", "observability", "bench"
 print(*(word for each in services.values() for word in (*each.argv, *(file.source for file in each.files))
         if word.startswith(f"{deploy}/") and word.endswith((".conf", ".sh", ".py", ".yml"))), sep="\\n")
 """
+# Stands for `pip` in an environment that sees the packages of this one: the same commands, offline.
+PIP: Final = """#!/bin/sh
+[ "$1" = install ] && shift
+exec "$(dirname "$0")/python" -m pip install --quiet --disable-pip-version-check --no-index --no-deps \\
+    --no-build-isolation --ignore-installed --no-cache-dir --no-compile "$@"
+"""
 
 
-def tree() -> set[str]:
-    """Every file of ours, by its path under the import root, as a checkout has it."""
-    folders = [path for path in (ROOT / "kvtier").iterdir() if path.is_dir() and path.name != "__pycache__"]
-    files = {path for folder in folders for path in folder.resolve().rglob("*") if path.is_file()}
-    homes = {folder.resolve(): f"kvtier/{folder.name}" for folder in folders}
-    names = {f"{home}/{file.relative_to(folder)}" for folder, home in homes.items() for file in files
-             if file.is_relative_to(folder) and "__pycache__" not in file.parts}  # fmt: skip
-    return names | {f"kvtier/{path.name}" for path in (ROOT / "kvtier").iterdir() if path.is_file()}
+class Checkout(NamedTuple):
+    """A checkout with wheel and sdist in `dist/`, and which files they should hold, by their paths there."""
+
+    root: Path
+    files: set[str]
+    printed: list[str]  # by `make dist`
 
 
-def test_an_installed_kvtier_has_its_live_page_and_its_cluster(tmp_path: Path) -> None:
-    build = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(tmp_path)]
-    subprocess.run(build, cwd=ROOT, check=True, capture_output=True, timeout=100)
-    (wheel,) = tmp_path.glob("*.whl")
-    with zipfile.ZipFile(wheel) as files:
-        assert {name for name in files.namelist() if ".dist-info/" not in name} == tree()
-        files.extractall(tmp_path / "installed")
-    (names,) = (tmp_path / "installed").glob("*.dist-info/entry_points.txt")
-    assert "[vllm.general_plugins]\nkvtier = kvtier.connector.vllm.plugin:register\n" in names.read_text()
-    asked = [sys.executable, "-P", "-c", PROGRAM]
-    all_of_it_is_there(asked, {"PYTHONPATH": str(tmp_path / "installed")}, tmp_path)
+def tracked() -> list[str]:
+    """What git tracks here and is not deleted."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return [name for name in listed.split("\0") if name and ((ROOT / name).is_symlink() or (ROOT / name).exists())]
+
+
+def tree(root: Path) -> Iterator[str]:
+    """Every file of ours, by its path under the import root."""
+    for path in (root / "kvtier").iterdir():
+        if path.is_dir():
+            home = path.resolve()
+            yield from (f"kvtier/{path.name}/{file.relative_to(home)}" for file in home.rglob("*") if file.is_file())
+        else:
+            yield f"kvtier/{path.name}"
+
+
+def without_make() -> dict[str, str]:
+    """The variables of these tests, without what a `make` around them has set."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS", "KVTIER_"))}
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
+    """What is committed or about to be, built by `make dist`, with files beside it that nobody ever committed."""
+    root = tmp_path_factory.mktemp("wheel") / "checkout"
+    for name in tracked():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, root / name, follow_symlinks=False)
+    files = set(tree(root))
+    for git in (["init", "--quiet"], ["add", "--all", "--force"]):
+        subprocess.run(["git", *git], cwd=root, check=True, capture_output=True)
+    for stray in ("tiers/stray.py", "kvtier/stray.py", "engine/.env"):
+        (root / stray).write_text("secret = 1\n")
+    environment = {**without_make(), "VENV": sys.prefix}
+    done = subprocess.run(["make", "dist"], cwd=root, env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    return Checkout(root, files, done.stdout.splitlines())
+
+
+def typed_to_install() -> list[str]:
+    """The commands of README's section, in order."""
+    section = (ROOT / "README.md").read_text().partition("\n## Install\n")[2].partition("\n## ")[0]
+    return [line for block in re.findall(r"```\n(.*?)```", section, re.DOTALL) for line in block.splitlines()]
 
 
 def all_of_it_is_there(asked: list[str], environment: dict[str, str], tmp_path: Path) -> None:
@@ -62,27 +116,115 @@ def all_of_it_is_there(asked: list[str], environment: dict[str, str], tmp_path: 
         assert Path(file).exists(), file
 
 
-def test_an_sdist_is_whole_and_installs_into_a_fresh_environment(tmp_path: Path) -> None:
-    build = [sys.executable, "-m", "hatchling", "build", "--target", "sdist", "--directory", str(tmp_path)]
-    subprocess.run(build, cwd=ROOT, check=True, capture_output=True, timeout=100)
-    (sdist,) = tmp_path.glob("*.tar.gz")
-    with tarfile.open(sdist) as files:
+def test_make_dist_prints_the_files_and_the_commands_of_readme(checkout: Checkout) -> None:
+    assert checkout.printed[:2] == [WHEEL, SDIST]
+    plain, extras = (line.partition(":")[2].strip() for line in checkout.printed[2:])
+    assert plain in typed_to_install()
+    assert extras.startswith(f"pip install '{WHEEL}[engine]' ")
+
+
+def test_a_wheel_is_whole_and_holds_nothing_else(checkout: Checkout, tmp_path: Path) -> None:
+    with zipfile.ZipFile(checkout.root / WHEEL) as files:
+        assert {name for name in files.namelist() if ".dist-info/" not in name} == checkout.files
+        files.extractall(tmp_path / "installed")
+    (names,) = (tmp_path / "installed").glob("*.dist-info/entry_points.txt")
+    assert "[vllm.general_plugins]\nkvtier = kvtier.connector.vllm.plugin:register\n" in names.read_text()
+    asked = [sys.executable, "-P", "-c", PROGRAM]
+    all_of_it_is_there(asked, {"PYTHONPATH": str(tmp_path / "installed")}, tmp_path)
+
+
+def test_an_sdist_is_whole_and_holds_nothing_else(checkout: Checkout) -> None:
+    with tarfile.open(checkout.root / SDIST) as files:
         assert [member.name for member in files if not (member.isfile() or member.isdir())] == []  # no symlink
         names = {member.name.partition("/")[2] for member in files if member.isfile()}
     beside = {"README.md", "CHANGELOG.md", "LICENSE", "pyproject.toml", "PKG-INFO", ".gitignore"}
-    assert names == tree() | beside
-    # An environment of its own, which sees the packages of this one but not what is installed editable there: a `.pth`
-    # names folders, and the `.pth` files in those are not read.
+    assert names == checkout.files | beside
+
+
+def test_readmes_commands_install_into_a_fresh_environment(checkout: Checkout, tmp_path: Path) -> None:
+    """Offline: there this environment's packages are seen, but not its kvtier. The wheel is made of the sdist."""
     home = tmp_path / "fresh"
     venv.create(home)
+    # A `.pth` names folders. The `.pth` files in those are not read: nothing that is installed editable there is seen.
     (own,) = home.glob("lib/python*/site-packages")
     (own / "dependencies.pth").write_text("\n".join(path for path in sys.path if path.endswith("-packages")))
-    # sdist → wheel → installed, by pip and offline.
-    install = [sys.executable, "-m", "pip", "--python", str(home / "bin" / "python"), "install", "--no-index"]
-    how = ["--no-deps", "--no-build-isolation", "--ignore-installed", "--no-cache-dir", str(sdist)]
-    done = subprocess.run([*install, *how], cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == 0, done.stderr
-    version = subprocess.run([home / "bin" / "kvtier", "--version"], cwd=tmp_path, capture_output=True, text=True,
-                             timeout=60, check=True)  # fmt: skip
-    assert version.stdout.split()[-1] in sdist.name
+    (home / "bin" / "pip").write_text(PIP)
+    (home / "bin" / "pip").chmod(0o755)
+    environment = {**without_make(), "PATH": f"{home / 'bin'}:{os.environ['PATH']}", "PYTHONPATH": ""}
+    commands = [line for line in typed_to_install() if line.startswith("pip install ") and "torch" not in line]
+    assert [line for line in commands if WHEEL in line and "[" not in line]
+    assert [line for line in commands if WHEEL in line and "[" in line]
+    assert "pip install ." in commands
+    for command in commands:
+        shutil.rmtree(own / "kvtier", ignore_errors=True)
+        there = f"{command}; cd {tmp_path}; kvtier --version"
+        done = subprocess.run(["bash", "-euc", there], cwd=checkout.root, env=environment, capture_output=True,
+                              text=True, timeout=100, check=False)  # fmt: skip
+        assert done.returncode == 0, command + done.stderr
+        assert done.stdout.split()[-1] == __version__
+        assert (own / "kvtier" / "cli" / "__init__.py").exists()
     all_of_it_is_there([str(home / "bin" / "python"), "-c", PROGRAM], {"PYTHONPATH": ""}, tmp_path)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(1200)
+def test_readmes_commands_run_word_for_word(checkout: Checkout, tmp_path: Path) -> None:
+    """In an empty environment, with the packages of an index. It has no hatchling either: `make dist` gets its own."""
+    shutil.copytree(checkout.root, tmp_path / "checkout", symlinks=True)
+    shutil.rmtree(tmp_path / "checkout" / "dist")
+    path = ":".join(each for each in os.environ["PATH"].split(":") if not Path(each).is_relative_to(sys.prefix))
+    environment = {**without_make(), "PATH": path, "PYTHONPATH": ""}
+    for name in ("VIRTUAL_ENV", "VENV"):
+        environment.pop(name, None)
+    torch = re.search(r"^TORCH \?= (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert torch is not None
+    assert f"pip install {torch[1]}" in typed_to_install()
+    (tmp_path / "constraints").write_text(torch[1])  # whatever README says, no other torch comes
+    environment["PIP_CONSTRAINT"] = str(tmp_path / "constraints")
+    first, *others = typed_to_install()
+    lines = [
+        first,
+        "! (cd / && python -c 'import kvtier')",
+        *others,
+        "cd /",
+        "pip check",
+        "kvtier --version",
+        "kvtier doctor || [ $? = 3 ]",  # 3: warnings
+        "python -c 'import kvtier; kvtier.open_engine; print(kvtier.__file__)'",
+    ]
+    done = subprocess.run(["bash", "-eux", "-c", "\n".join(lines)], cwd=tmp_path / "checkout", env=environment,
+                          capture_output=True, text=True, timeout=1100, check=False)  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert Path(done.stdout.splitlines()[-1]).is_relative_to(tmp_path / "checkout" / ".venv-kvtier")
+
+
+def test_readme_names_every_extra() -> None:
+    rows = re.findall(r"^\| (`[^|]+`) \| \S", (ROOT / "README.md").read_text(), re.MULTILINE)
+    named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    ours = {"dev", "docs"}  # for working on kvtier
+    same = {"cuda", "service"}  # names that stay: cuda13, and nothing
+    assert PROJECT["optional-dependencies"].keys() - ours - same <= named
+
+
+def test_a_fix_names_what_the_extra_brings() -> None:
+    extras = {name: set(PROJECT["optional-dependencies"][name]) for name in EXTRAS}
+    assert {name: set(packages.values()) for name, packages in EXTRAS.items()} == extras
+    assert extras.keys() == PROJECT["optional-dependencies"].keys() - {"cuda", "dev", "docs", "service"}
+    assert install_command("peers") == "pip install 'aeg~=0.9.0' 'cryptography>=43'"
+    assert install_command("engine", "torch") == "pip install 'torch>=2.6'"
+
+
+def test_nothing_says_to_install_kvtier_from_an_index() -> None:
+    """Until it is on one: then this test goes, and README's section begins with that command again."""
+    wrong = ("pip install KV", "pip install 'KV[engine]'", "pip3 install -U KV", "pip install numpy KV==1", "uv add KV")
+    right = ("pip install .", "/opt/KV/bin/pip install .", "pip install dist/KV-0.2.0.whl", "pip install .\nKV config")
+    assert all(FROM_AN_INDEX.search(line.replace("KV", "kvtier")) for line in wrong)
+    assert not any(FROM_AN_INDEX.search(line.replace("KV", "kvtier")) for line in right)
+    found = []
+    for name in tracked():
+        if (ROOT / name).is_file() and name.endswith((".md", ".py", ".txt", ".yml", ".toml", "file", ".html", ".js")):
+            text = (ROOT / name).read_text()
+            found += [f"{name}: {each[0]}" for each in FROM_AN_INDEX.finditer(text)]
+            if re.search(r"(requirements|constraints)[\w.-]*\.txt$", name):
+                found += [f"{name}: {each[0]}" for each in A_REQUIREMENT.finditer(text)]
+    assert found == []

@@ -13,7 +13,7 @@ from .errors import (
     StoreLocked,
     TierUnavailable,
 )
-from .extras import require_extra
+from .extras import install_command, require_extra
 from .finding import Finding, Status, error, ok, warning
 from .fp8 import LEAST_GROUP, MOST_GROUP, Fp8Codec, Fp8Loops, fp8_form
 from .kinds import L1, L2, MISS, TIERS, TierKind, lookup_results, lower_tiers, tier_captions
@@ -98,6 +98,7 @@ __all__ = [
     "error",
     "fp8_form",
     "hash_without_the_gil",
+    "install_command",
     "key_id",
     "load_key",
     "lookup_results",

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from kvtier.tiers.errors import ConfigError
+from kvtier.tiers.extras import install_command
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.ciphers import AEADCipherContext
@@ -47,7 +48,7 @@ def load_key(path: Path, field: str) -> bytes:
         import cryptography.hazmat.primitives.ciphers.aead  # noqa: F401
     except ImportError:
         raise ConfigError(
-            f"{field} \"{path}\": needs cryptography; pip install 'kvtier[encryption]', or leave {field} out"
+            f'{field} "{path}": needs cryptography; {install_command("encryption")}, or leave {field} out'
         ) from None
     try:
         status = path.stat()

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier.tiers.errors import ConfigError
+from kvtier.tiers.extras import install_command
 
 AS_IS: Final = 0  # the split of a block that was stored as it is
 _WIDTHS: Final = (1, 2, 4)  # bytes of a number that are tried: 1 is no split
@@ -127,7 +128,7 @@ def require_compression(field: str) -> None:
         import zstandard  # noqa: F401
     except ImportError:
         raise ConfigError(
-            f"{field} \"zstd\": needs zstandard; pip install 'kvtier[compression]', or leave {field} out"
+            f'{field} "zstd": needs zstandard; {install_command("compression")}, or leave {field} out'
         ) from None
 
 

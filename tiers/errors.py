@@ -7,7 +7,7 @@ KVTierError
 ├── StoreLocked          another process owns the store (names its pid)
 ├── TierUnavailable      a tier could not be opened or reached
 ├── RequestError         a request cannot be served as asked
-└── MissingPackages      what an extra brings is not installed (names the extra)
+└── MissingPackages      what an extra brings is not installed (names the packages)
 """
 
 

@@ -1,21 +1,43 @@
-"""The extras of `pyproject.toml`: what each brings, and the error that names what of it is missing."""
+"""The extras of `pyproject.toml`: what each brings, what installs it, and the error that names what is missing."""
 
+import shlex
 from importlib.util import find_spec
 from typing import Final
 
 from kvtier.tiers.errors import MissingPackages
 
-# Extra → what is imported of it.
+# Extra → package as it is imported → the requirement that brings it.
 EXTRAS: Final = {
-    "charts": ("matplotlib",),
-    "engine": ("llguidance", "safetensors", "torch", "transformers"),
-    "ray": ("ray",),
-    "transformers": ("safetensors", "torch", "transformers"),
+    "charts": {"matplotlib": "matplotlib>=3.10"},
+    "compiled": {"Cython": "cython>=3.1"},
+    "compression": {"zstandard": "zstandard>=0.23"},
+    "cuda12": {"cupy": "cupy-cuda12x>=14", "torch": "torch>=2.6"},
+    "cuda13": {"cupy": "cupy-cuda13x>=14", "torch": "torch>=2.6"},
+    "encryption": {"cryptography": "cryptography>=43"},
+    "engine": {
+        "llguidance": "llguidance>=1.7",
+        "safetensors": "safetensors>=0.5",
+        "torch": "torch>=2.6",
+        "transformers": "transformers>=5.0",
+    },
+    "objects": {"obstore": "obstore>=0.12"},
+    "peers": {"aeg": "aeg~=0.9.0", "cryptography": "cryptography>=43"},
+    "ray": {"ray": "ray[serve]>=2.60"},
+    "transformers": {"safetensors": "safetensors>=0.5", "torch": "torch>=2.6", "transformers": "transformers>=5.0"},
 }
+
+
+def install_command(extra: str, *packages: str) -> str:
+    """The command that installs what an extra brings, or of that `packages` alone.
+
+    It names the packages and not kvtier, which is on no index. So it is right wherever kvtier came from.
+    """
+    requirements = EXTRAS[extra]
+    return f"pip install {shlex.join(requirements[package] for package in packages or requirements)}"
 
 
 def require_extra(what: str, extra: str) -> None:
     """MissingPackages, if anything is that an extra brings: `what` needs it, and how to install it. Imports nothing."""
     missing = [package for package in EXTRAS[extra] if find_spec(package) is None]
     if missing:
-        raise MissingPackages(f"{what} needs {', '.join(missing)}: pip install 'kvtier[{extra}]'") from None
+        raise MissingPackages(f"{what} needs {', '.join(missing)}: {install_command(extra, *missing)}") from None

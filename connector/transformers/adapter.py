@@ -7,7 +7,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Self
 
-from kvtier.tiers import L2, ConfigError, MissingPackages, Outcome, RequestError, require_extra
+from kvtier.tiers import L2, ConfigError, MissingPackages, Outcome, RequestError, install_command, require_extra
 
 try:
     import torch
@@ -40,7 +40,7 @@ from kvtier.tiers.returns import Hint, hint_of
 
 if int(_version.partition(".")[0]) < 5:
     raise MissingPackages(
-        f"KVTier needs transformers 5.0 or newer, here is {_version}: pip install -U 'kvtier[transformers]'"
+        f"KVTier needs transformers 5.0 or newer, here is {_version}: {install_command('transformers', 'transformers')}"
     )
 
 _log = logging.getLogger(__package__)

@@ -79,7 +79,7 @@ def check_hashes() -> Finding:
     wrong = [name for name, (compute, golden) in GOLDEN.items() if compute() != golden]
     if wrong:
         found = f"{', '.join(wrong)}: not the golden vectors; nothing stored elsewhere would be found"
-        return error("hashes", found, "pip install --force-reinstall xxhash numpy kvtier")
+        return error("hashes", found, "pip install --force-reinstall xxhash numpy; then install kvtier anew")
     return ok("hashes", f"{len(GOLDEN)} golden vectors agree")
 
 

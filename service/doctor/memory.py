@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Final
 
-from kvtier.tiers import Finding, error, ok, warning
+from kvtier.tiers import Finding, error, install_command, ok, warning
 from kvtier.tiers.config import Config, format_size, show_size
 from kvtier.tiers.host import available_bytes
 
@@ -23,7 +23,9 @@ _COPY_BYTES: Final = 128 << 20  # bytes of each side; the probe needs twice that
 _COPY_SECONDS: Final = 10.0  # for one run of the probe, and after which no other pair is run
 _GPU_SECONDS: Final = 60.0  # seconds; a driver's first use is slow
 _LOST: Final = "small blocks are copied more slowly"
-_CUPY: Final = "pip install 'kvtier[cuda13]', or 'kvtier[cuda12]' if the driver is older than 580"
+_CUPY: Final = (
+    f"{install_command('cuda13', 'cupy')}; if the driver is older than 580, {install_command('cuda12', 'cupy')}"
+)
 # Gathers scattered blocks of 512 KiB, as L2's copies do; prints the best of six rates in bytes per second.
 _COPY: Final = """
 import mmap, time

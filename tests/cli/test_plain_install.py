@@ -1,4 +1,4 @@
-"""A plain `pip install kvtier`, without extras: what needs no model runs, and the rest names what it lacks."""
+"""kvtier installed without extras: what needs no model runs, and the rest names what it lacks."""
 
 import json
 import signal
@@ -106,13 +106,14 @@ except kvtier.KVTierError as error:
     )
     with start(*asked, program=BARE + api) as bare:
         out, told = told_by(bare)
-    engine = "needs llguidance, safetensors, torch, transformers: pip install 'kvtier[engine]'"
-    transformers = "needs safetensors, torch, transformers: pip install 'kvtier[transformers]'"
+    packages = "'safetensors>=0.5' 'torch>=2.6' 'transformers>=5.0'"
+    engine = f"needs llguidance, safetensors, torch, transformers: pip install 'llguidance>=1.7' {packages}"
+    transformers = f"needs safetensors, torch, transformers: pip install {packages}"
     verbs = ("engine", "demo", "demo rag", "cluster up", "model", "generate", "worth")
     assert told.splitlines() == [
         *(f"kvtier: kvtier {verb} {engine}" for verb in verbs),
         f"kvtier: kvtier size {transformers}",
-        "kvtier: --png needs matplotlib: pip install 'kvtier[charts]'",
+        "kvtier: --png needs matplotlib: pip install 'matplotlib>=3.10'",
         json.dumps([2] * len(asked)),
         "loaded:",
     ], told

@@ -1,4 +1,4 @@
-"""`pip install kvtier` beside a real engine changes none of its packages."""
+"""kvtier installed beside a real engine changes none of its packages."""
 
 import os
 import subprocess

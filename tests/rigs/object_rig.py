@@ -32,7 +32,7 @@ from kvtier.tiers.objects.store import ObjectStore
 from kvtier.tiers.tier import ChainHash, Outcome
 
 _MISSING: Final = [name for name in ("obstore", "moto", "flask", "flask_cors") if find_spec(name) is None]
-NO_OBJECTS: Final = f"{_MISSING[0]} is not installed (pip install 'kvtier[dev]')" if _MISSING else None
+NO_OBJECTS: Final = f"{_MISSING[0]} is not installed (the extra `dev` brings it)" if _MISSING else None
 
 FINGERPRINT = b"a model of the object stories".ljust(32, b".")
 PATIENT = PortSettings(deadline=60.0, failures=2, retry_after=0.02)

@@ -162,5 +162,5 @@ def test_without_the_package_the_extra_is_named(tmp_path: Path, monkeypatch: pyt
     for name in [name for name in sys.modules if name.split(".")[0] == "cryptography"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "cryptography", None)
-    with pytest.raises(ConfigError, match=r"needs cryptography; pip install 'kvtier\[encryption\]'"):
+    with pytest.raises(ConfigError, match=r"needs cryptography; pip install 'cryptography>=43'"):
         load_key(path, "[file] key_file")

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
-from kvtier.tiers import ConfigError, KVTierError
+from kvtier.tiers import ConfigError, KVTierError, install_command
 from kvtier.tiers.compiled.twins import C_FLAGS, CYTHON_FLAGS, file_of, folder, names, source_of, why_not
 from kvtier.tiers.config import COMPILED
 
@@ -50,7 +50,7 @@ def build(progress: Callable[[str], object] = lambda line: None, wait: float = _
 def _tools() -> str:
     """The C compiler's path, if all that building needs is there."""
     if find_spec("Cython") is None:
-        raise ConfigError("compile: no Cython here; `pip install 'kvtier[compiled]'`, or `pip install 'cython>=3.1'`")
+        raise ConfigError(f"compile: no Cython here; `{install_command('compiled')}`")
     configured = str(sysconfig.get_config_var("CC") or "cc").split()[0]
     found = next(filter(None, map(shutil.which, (configured, "cc", "gcc", "clang"))), None)
     if found is None:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvtier.tiers import install_command
 from kvtier.tiers.copies.block_copier import BlockCopies, CopyDirection
 from kvtier.tiers.copies.copy_ways import CopyWay, CopyWays
 from kvtier.tiers.copies.device_errors import DEVICE_ERRORS
@@ -131,10 +132,10 @@ def say_what_is_lost(failure: Exception) -> None:
 @cache
 def _say_once(reason: str) -> None:
     """Once in a process: every stream finds the same."""
-    extra = f"cuda{(torch.version.cuda or '13').partition('.')[0]}"
+    extra = "cuda12" if (torch.version.cuda or "").startswith("12.") else "cuda13"
     logger.warning(
         "no copy kernels, so small or scattered blocks are copied more slowly: CuPy does not work here (%s);"
-        " pip install 'kvtier[%s]', or the one for this driver",
+        " %s, or the one for this driver",
         reason,
-        extra,
+        install_command(extra, "cupy"),
     )

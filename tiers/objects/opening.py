@@ -2,7 +2,16 @@
 
 from importlib.util import find_spec
 
-from kvtier.tiers import BATCH_BYTES, BlockShape, ConfigError, ConfiguredTier, Finding, load_key, require_compression
+from kvtier.tiers import (
+    BATCH_BYTES,
+    BlockShape,
+    ConfigError,
+    ConfiguredTier,
+    Finding,
+    install_command,
+    load_key,
+    require_compression,
+)
 from kvtier.tiers.config import Config, ObjectsConfig
 from kvtier.tiers.objects.bucket import client_of
 from kvtier.tiers.objects.doctor import check_objects, finding_of
@@ -53,5 +62,5 @@ def require_client(config: ObjectsConfig) -> None:
     """ConfigError, if the package is missing that the extra `objects` brings."""
     if find_spec("obstore") is None:
         raise ConfigError(
-            f"[objects] bucket \"{config.bucket}\": needs obstore; pip install 'kvtier[objects]', or leave bucket out"
+            f'[objects] bucket "{config.bucket}": needs obstore; {install_command("objects")}, or leave bucket out'
         )

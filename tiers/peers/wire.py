@@ -24,7 +24,7 @@ from pathlib import Path
 from struct import Struct
 from typing import Final
 
-from kvtier.tiers import BlockRecord, ChainHash, ConfigError, derive, load_key
+from kvtier.tiers import BlockRecord, ChainHash, ConfigError, derive, install_command, load_key
 from kvtier.tiers.peers.tags import BlockTags
 
 MAGIC: Final = b"kvtier peers 1\r\n"
@@ -87,7 +87,7 @@ def shared_key(path: Path) -> bytes:
         BlockTags(bytes(32))
     except ImportError as error:
         raise ConfigError(
-            f"[peers] key_file \"{path}\": needs aeg 0.9 ({error}); pip install 'kvtier[peers]', or leave out [peers]"
+            f'[peers] key_file "{path}": needs aeg 0.9 ({error}); {install_command("peers")}, or leave out [peers]'
         ) from None
     return derive(load_key(path, "[peers] key_file"), b"kvtier peers")
 

@@ -276,8 +276,8 @@ def test_what_an_encoder_reads_names_no_blocks(open_tier: Open, caplog: pytest.L
 @pytest.mark.parametrize(
     ("version", "said"),
     [
-        (None, "KVTier needs transformers: pip install 'kvtier[transformers]'"),
-        ("4.57.6", "transformers 5.0 or newer, here is 4.57.6: pip install -U 'kvtier[transformers]'"),
+        (None, "KVTier needs transformers: pip install 'transformers>=5.0'"),
+        ("4.57.6", "transformers 5.0 or newer, here is 4.57.6: pip install 'transformers>=5.0'"),
     ],
 )
 def test_without_transformers_or_with_an_old_one_the_import_says_what_to_install(

@@ -169,7 +169,7 @@ def test_a_picture_needs_matplotlib_and_a_place(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(ConfigError, match=r"--picture \"nowhere/picture\.png\""):
         draw(report(), Path("nowhere/picture.png"))
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(MissingPackages, match=r"--picture needs matplotlib: pip install 'kvtier\[charts\]'"):
+    with pytest.raises(MissingPackages, match=r"--picture needs matplotlib: pip install 'matplotlib>=3\.10'"):
         draw(report(), tmp_path / "picture.png")
 
 

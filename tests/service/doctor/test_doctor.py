@@ -246,7 +246,7 @@ def test_what_the_gpu_probe_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert read_gpu({"driver": False}).status is ERROR
     missing = read_gpu({"driver": True, "batches": True, "refused": None, "missing": "No module named 'cupy'"})
     assert missing.status is WARNING
-    assert "pip install 'kvtier[cuda13]', or 'kvtier[cuda12]'" in missing.fix
+    assert missing.fix.startswith("pip install 'cupy-cuda13x>=14'; if the driver is older than 580, pip install ")
     broken = read_gpu({"driver": True, "batches": True, "refused": None, "broken": "CUDARuntimeError: too old"})
     assert broken.status is WARNING  # everything works
     assert broken.found.endswith("CuPy fails (CUDARuntimeError: too old): small blocks are copied more slowly")

@@ -15,7 +15,7 @@ from kvtier.service.engine.guides import JsonGuides
 from kvtier.service.openai.bodies import ChatBody, parse
 from kvtier.service.openai.errors import OpenAIError
 
-pytest.importorskip("llguidance", reason="pip install 'kvtier[engine]' brings it")
+pytest.importorskip("llguidance", reason="the extra `engine` brings it")
 
 ASK: dict[str, Any] = {
     "model": MODEL,
@@ -163,5 +163,5 @@ def test_what_no_guide_can_be_made_for_says_so(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(OpenAIError, match="no token that ends an answer"):
         guides.of(PET, "response_format")
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(OpenAIError, match=r"needs llguidance: pip install 'kvtier\[engine\]'"):
+    with pytest.raises(OpenAIError, match=r"needs llguidance: pip install 'llguidance>=1\.7'$"):
         JsonGuides(tokenizer().to_str, 258, [257]).of(PET, "response_format")

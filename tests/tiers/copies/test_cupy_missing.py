@@ -85,7 +85,7 @@ def test_copies_go_on_without_it_and_the_log_says_so_once(
     [line] = [record.getMessage() for record in caplog.records if "CuPy" in record.getMessage()]
     assert "\n" not in line
     assert f"small or scattered blocks are copied more slowly: CuPy does not work here ({expected}" in line
-    assert "pip install 'kvtier[cuda13]'" in line
+    assert "pip install 'cupy-cuda13x>=14', or the one for this driver" in line
 
 
 def test_there_is_an_extra_for_each_cuda() -> None:
