@@ -1,7 +1,7 @@
 """Goals on whole columns: what each row that was measured is held to, whatever its size, percentile or tier.
 
 A program names goals of its own. A row of the same column that it did not name gets its target here, from what was
-saved: a figure is never left out because it misses. Tests and `python benchmarks/_readme.py` say what has no goal yet.
+saved: a figure is never left out because it misses. `make lint` says what has no goal yet.
 """
 
 import re

@@ -5,8 +5,6 @@ import re
 from pathlib import Path
 from typing import Any, Final
 
-from _architectures import ARCHITECTURES
-
 ROOT: Final = Path(__file__).resolve().parent.parent
 MODELS: Final = ROOT / "docs" / "models.md"
 SAVED: Final = ROOT / "benchmarks" / "results" / "models.json"
@@ -28,6 +26,8 @@ def general(message: str) -> str:
 
 def models_table() -> str:
     """The table, its messages by number, and what it was measured with."""
+    from _architectures import ARCHITECTURES  # takes torch along, which no other page needs
+
     document = saved()
     rows = {(row["architecture"], row["engine"]): row for row in document["results"]}
     notes: dict[tuple[str, str], list[str]] = {}  # engine and message → labels

@@ -1,4 +1,4 @@
-"""Writes what programs measured into the README, docs/performance.md and docs/models.md; a test compares.
+"""Writes what programs measured into the README, docs/performance.md and docs/models.md; `make lint` compares.
 
 `python benchmarks/_readme.py`; it then says what the page still lacks: a goal, a row, a cause.
 """

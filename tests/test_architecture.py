@@ -80,7 +80,6 @@ FOR_ENGINES: Final = {
 EXPLAINED: Final = {
     "tiers/file/store.py:open": "the tier's whole configuration; every caller names each",
     "tiers/file/store.py:FileStore": "a tier's verbs, and what it tells: children, lineage, ends, room",
-    "service/observe/statuses.py": "all fields of all statuses, so that a reader finds them in one place",
     "service/archive/archive.py:export_blocks": "the namespace, and all that may be said of its export",
     "kvtier/cli/servers_cli.py:serve_engine": "one parameter for each option of the command line",
     "kvtier/cli/servers_cli.py:route": "the same",
@@ -124,15 +123,11 @@ EXPLAINED: Final = {
     "kvtier/cli/simulate_cli.py:simulate": "one parameter for each option of the command line",
     "connector/daemon/remote.py:RemoteTiers": "implements the same three, on one socket",
     "tiers/compiled/twins.py:_tried:except": "an extension's start may raise anything: then the Python way is taken",
-    "tiers/file/extents.py": "an extent's whole life and its law, beside the arrays that both are about",
     "tiers/file/extents.py:ExtentMap": "an extent's whole life, to the end of its slab's tail, over one index",
     "tiers/copies/device.py:BlockPool": "L1's verbs under one lock; four of them are an Announcer's",
-    "connector/scheduler.py": "the same, with what a plan and a report come to",
-    "connector/daemon/remote.py": "one method for each question and message",
     "tiers/hierarchy/hierarchy.py:Hierarchy": "implements the three protocols of `cache_tiers`",
     "tiers/pool/cohorts.py:_strays": "the arrays of a cohort, as the compiled twin takes them",
     "tiers/pool/cohorts.py:_choose": "the same",
-    "tiers/pool/pool.py": "the verbs under one lock; each is a few lines",
     "tiers/pool/pool.py:SlotPool": "one lock, one law: the verbs of a slot's life belong together",
     "tiers/pool/slots.py:SlotTable": "all that happens to a slot, over one set of arrays; pools are verbs over it",
     "tiers/file/slab_index.py:SlabIndex": "one table, whose verbs are for one block and for many",
@@ -439,8 +434,8 @@ def test_style_budget() -> None:
 def _notes(path: str, tree: ast.Module) -> Iterator[tuple[str, str]]:
     """Where a file leaves the budget: (place, what)."""
     num_lines = (ROOT / path).read_text().count("\n")
-    if num_lines > 400:
-        yield path, f"{num_lines} lines (budget 400)"
+    if num_lines > 800:
+        yield path, f"{num_lines} lines (budget 800)"
     for found in imports(path, tree):
         if found.place == "block" and found.name.split(".")[0] in ("kvtier", *sys.stdlib_module_names):
             yield f"{path}:{found.name}", "imported inside a block"

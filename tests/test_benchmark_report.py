@@ -1,12 +1,10 @@
 """What benchmarks print and save: one JSON object, a table for people, the verdict on every target."""
 
 import json
-import re
 from pathlib import Path
 
 import _report
 import pytest
-from _claims import CLAIMS
 from _goals import Target
 from _report import parser, report
 from serving import OfferedLoad, ServedArm, TimedAnswer
@@ -63,42 +61,6 @@ def test_the_setup_is_told_with_the_figures(capsys: pytest.CaptureFixture[str]) 
     assert json.loads(capsys.readouterr().out)["setup"] == {"trace": "a.jsonl", "replicas": 4}
     report("copy", ROWS, TARGETS, as_json=False, setup={"trace": "a.jsonl", "replicas": 4})
     assert "trace a.jsonl" in capsys.readouterr().out
-
-
-def test_every_claim_of_the_readme_has_one_limit() -> None:
-    # what the new programs call their targets, as long as no result of theirs is saved
-    told = {
-        "start": ["import kvtier", "kvtier --help", "kvtier cluster up --help"],
-        "step_stores": ["admitted at once: CPU ms of a step of 16 stores"],
-        "pool_throughput": ["lookup, batches of 4: of vLLM's BlockPool", "lookup, us per block"],
-        "segments": ["longest step beside a blend over one beside a prefill: CPU"],
-        "service_overhead": ["a load with verify = always, of one without"],
-        "sglang_files": [
-            "answers after a restart that are those without a storage",
-            "answers after a changed byte as cold, kvtier",
-            "answers that a changed byte makes wrong, SGLang's file backend (the test can fail)",
-            "time to first token after a restart: no storage ÷ kvtier",
-            "time to first token after a restart: kvtier ÷ SGLang's file backend",
-            "bytes on disk: kvtier ÷ SGLang's file backend",
-        ],
-        "gpu_ttft": ["4,096 tokens, async: cold ÷ L2", "4,096 tokens, async: cold ÷ slab"],
-        "routing": [
-            "cached share: prefix-aware over the best other",
-            "cached share: prefix-aware over round robin",
-            "cached share: prefix-aware, of the oracle's",
-            "TTFT p50: round robin over prefix-aware",
-            "TTFT p99: the best other over prefix-aware",
-        ],
-        "serving": ["L2: requests/s over cache off", "cluster: TTFT of cache off over it"],
-        "router_overhead": [
-            "1,000,000 indexed blocks, MB",
-            "prefix scoring of 32768 tokens, mixed, CPU ms",
-            "router's CPU ms of a request, stream",
-        ],
-    }
-    for benchmark, names in told.items():
-        patterns = [claim.pattern for claim in CLAIMS if claim.benchmark == benchmark]
-        assert all(sum(bool(re.search(pattern, name)) for pattern in patterns) == 1 for name in names)
 
 
 def test_a_load_is_told_by_ratios_within_a_round() -> None:

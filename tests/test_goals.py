@@ -1,12 +1,15 @@
-"""Figures are told whole: no size, percentile or mean is left out because it misses, and a miss has its cause."""
+"""How benchmarks hold figures to goals: no size, percentile or mean is left out because it misses.
+
+`make lint` asks the same of what was saved.
+"""
 
 import json
 from typing import Any
 
 import pytest
-from _claims import CLAIMS, SIX, PageRow
-from _goals import GOALS, UNHELD, ColumnGoal, Target, held, left_out, number, without_mean, words
-from _readme import PERFORMANCE, JudgedRow, anchor, causes, figures, lacking, saved, targets_of
+from _claims import PageRow
+from _goals import GOALS, ColumnGoal, Target, held, left_out, number, without_mean, words
+from _readme import JudgedRow, anchor, causes, figures, lacking, saved
 
 PAGE = """
 ## What was missed, and why
@@ -21,11 +24,6 @@ It is slow.
 
 def document(benchmark: str, rows: list[dict[str, object]], targets: list[Target]) -> dict[str, Any]:
     return {"benchmark": benchmark, "results": rows, "targets": [target.as_dict() for target in targets]}
-
-
-def test_nothing_is_lacking() -> None:
-    """After a benchmark was saved or a goal was added: `python benchmarks/_readme.py` prints what is."""
-    assert lacking(saved(), PERFORMANCE.read_text()) == []
 
 
 def test_a_row_without_a_goal_is_found_whatever_its_program_named() -> None:
@@ -74,8 +72,6 @@ def test_an_interval_shows_its_mean() -> None:
     assert (
         without_mean([Target("overhead: lower end of the 95 % interval", 1, 1), Target("overhead: mean", 1, 1)]) == []
     )
-    by_row = {(claim.benchmark, claim.pattern): claim for claim in CLAIMS}
-    assert not any("end" in by_row[name, pattern].pattern for _, name, pattern in SIX)  # the README shows means
 
 
 @pytest.mark.parametrize(
@@ -117,24 +113,6 @@ def test_rows_say_how_many_are_met_and_what_is_above_its_limit() -> None:
     assert many == "| us | ≤ 500 | 29,042 | no |"
 
 
-def test_a_goal_is_never_laxer_than_the_saved_one() -> None:
-    results = saved()
-    for claim in CLAIMS:
-        if claim.goal is not None and claim.benchmark in results:
-            raised = JudgedRow(claim, targets_of(results[claim.benchmark])).targets
-            told = JudgedRow(claim._replace(goal=None), targets_of(results[claim.benchmark])).targets
-            for new, old in zip(raised, told, strict=True):
-                assert new.limit <= old.limit if old.at_most else new.limit >= old.limit, claim.label
-
-
-def test_what_is_held_to_nothing_says_why_and_is_there() -> None:
-    results = saved()
-    for benchmark, unheld in UNHELD.items():
-        assert all(each.why for each in unheld)
-        for each in unheld if benchmark in results else ():
-            assert any(each.column in ("", *row) for row in results[benchmark]["results"]), f"{benchmark}: {each}"
-
-
 def test_a_result_from_before_a_column_is_said_to_be_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     old = saved()
     old["pool_throughput"]["targets"] = []
@@ -157,13 +135,13 @@ def test_saved_targets_read_back_as_they_were() -> None:
 def test_causes_are_headings_of_their_section_alone() -> None:
     assert causes(PAGE + "### Not this one") == ["Slow disk"]
     assert anchor("vLLM's example connector") == "vllms-example-connector"
-    assert len(set(causes(PERFORMANCE.read_text()))) == len(causes(PERFORMANCE.read_text()))
 
 
-@pytest.mark.parametrize("benchmark", GOALS)
-def test_goals_are_no_hindrance_to_rows_of_other_columns(benchmark: str) -> None:
+def test_goals_are_no_hindrance_to_rows_of_other_columns() -> None:
     """A result from before a column, or after it went, has fewer targets; it never stops a program's report."""
-    assert held(benchmark, [{"what": "something else", "seconds": 1.5}, {}], []) == []
-    rows = saved().get(benchmark, {"results": []})["results"]
-    for column in {name for row in rows for name in row}:
-        held(benchmark, [{name: value for name, value in row.items() if name != column} for row in rows], [])
+    results = saved()
+    for benchmark in GOALS:
+        assert held(benchmark, [{"what": "something else", "seconds": 1.5}, {}], []) == []
+        rows = results.get(benchmark, {"results": []})["results"]
+        for column in {name for row in rows for name in row}:
+            held(benchmark, [{name: value for name, value in row.items() if name != column} for row in rows], [])

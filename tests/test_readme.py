@@ -1,21 +1,17 @@
-"""What the README and docs have one type, run as printed, and their figures: those that the benchmarks saved."""
+"""What the README and docs have one type, run as printed."""
 
-import json
 import os
 import re
 import shutil
 import socket
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from _claims import CLAIMS, SIX
-from _readme import BEGIN, END, PERFORMANCE, README, figures, six
-from _stories import BEGIN as PRINTED
-from _stories import PAGES, script, shown, typed
+from _readme import README
+from _stories import script, typed
 from service_rig import patient_options
 from tiny_models import config_of, plain, prompt
 from transformers import AutoModelForCausalLM
@@ -163,30 +159,3 @@ def test_a_cluster_whose_engines_die_runs_as_printed(home: Path, programs: Path)
     # The router's page: what it knew of the prompt, and that there was nobody else.
     decisions = [line.split() for line in lines if re.match(r"\d\d:\d\d:\d\d ", line)]
     assert [reason for _, _, _, reason, *_ in decisions].count("only") == 2
-
-
-def test_what_it_says_of_s3_fifo_was_measured() -> None:
-    saved = json.loads((ROOT / "benchmarks" / "results" / "pool_throughput.json").read_text())
-    rows = [row for row in saved["results"] if row["verb"] == "store with eviction" and row["batch"] == 2048]
-    took = {row["policy"]: f"{row['us/block']:.2g}" for row in rows if row["way"] == "compiled"}
-    assert f"S3-FIFO's keyed store takes {took['s3fifo']} µs a block (LRU: {took['lru']})" in PERFORMANCE.read_text()
-
-
-@pytest.mark.parametrize(("page", "expected"), [(PERFORMANCE, figures), (README, six)])
-def test_figures_are_those_the_benchmarks_saved(page: Path, expected: Callable[[], str]) -> None:
-    """After a benchmark was saved: `python benchmarks/_readme.py`."""
-    assert page.read_text().partition(BEGIN)[2].partition(END)[0] == expected()
-
-
-def test_the_readme_shows_six_figures_of_the_page() -> None:
-    assert len(SIX) == 6
-    assert {(name, pattern) for _, name, pattern in SIX} <= {(claim.benchmark, claim.pattern) for claim in CLAIMS}
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_a_page_shows_what_its_script_printed(page: str) -> None:
-    """`python benchmarks/_stories.py` runs the script and writes the block."""
-    block = (ROOT / "docs" / page).read_text().partition(PRINTED)[2].partition("```\n")[2].partition("```")[0]
-    lines = block.splitlines()
-    assert len(lines) > 5
-    assert list(shown(["before", *lines])) == lines

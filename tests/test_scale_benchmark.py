@@ -1,4 +1,4 @@
-"""Stories of benchmarks/scale.py: its arithmetic by hand, its limits, its short form, and the pages that are filled."""
+"""Stories of benchmarks/scale.py: its arithmetic by hand, its limits, its short form, and its tables."""
 
 import json
 from dataclasses import replace
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import scale
 from _scale_model import GIB, MONTH, NODES, Assumptions, Limit, PaperFleet, PieceCosts, RequestMoves
-from _scale_page import MARK, PAGES, filled, table, tables
+from _scale_page import table
 
 ASSUMED = Assumptions(rate=2.0, token_bytes=1 << 20, block_tokens=16, l1_gib=1, l2_gib=2, slab_gib=4)
 MEASURED = PieceCosts(
@@ -148,15 +148,6 @@ def test_a_figure_that_cannot_be_is_one_line(
     assert (status, out) == (2, "")
     assert told in err
     assert err.count("\n") == 1
-
-
-def test_the_pages_show_what_the_programs_saved() -> None:
-    """After a run was saved: `python benchmarks/_readme.py`."""
-    shown = []
-    for page in PAGES:
-        assert page.read_text() == filled(page)
-        shown += [found[1] for found in MARK.findall(page.read_text())]
-    assert sorted(shown) == sorted(tables())  # each once
 
 
 def test_a_table_is_aligned_and_says_what_is_missing() -> None:

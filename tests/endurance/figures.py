@@ -1,6 +1,6 @@
 """Writes the figures of docs/faults.md from the results beside it: `python tests/endurance/figures.py [FILE.json …]`.
 
-Files named are what soak, kills, crash_images or fuzz saved (`--json FILE`): they are put there first. A test compares.
+Files named are what soak, kills, crash_images or fuzz saved (`--json FILE`): put there first. `make lint` compares.
 """
 
 import json

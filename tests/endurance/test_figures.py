@@ -1,4 +1,4 @@
-"""docs/faults.md says what the saved results of the long runs say."""
+"""A new result of a long run is put into docs/faults.md."""
 
 import json
 import subprocess
@@ -7,11 +7,6 @@ from pathlib import Path
 
 import figures
 import pytest
-
-
-def test_the_page_says_what_the_results_say() -> None:
-    text = figures.PAGE.read_text().split(figures.BEGIN)[1].split(figures.END)[0]
-    assert text.strip() == figures.figures(figures.saved()).strip(), "run `python tests/endurance/figures.py`"
 
 
 def test_a_new_result_is_taken_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,197 @@
+"""Rules of figures: pages show what programs saved, each figure has a goal, and each miss has its cause.
+
+Programs of `benchmarks/` and `tests/endurance/` make the pages' tables. They are imported when a rule asks for them:
+some take torch along, which takes seconds.
+"""
+
+import json
+import re
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from lint.tree import Tree
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+RESULTS: Final = "benchmarks/results"
+PAGES: Final = "python benchmarks/_readme.py"
+WAY_OUT: Final = r"(use|leave|start|set|name|choose|load) [^;]*$"
+LEAST_TOKENS: Final = 128  # of 200 that a model's row has to find, to be a hit
+_LABEL: Final = re.compile(r"<text.*?>([^<]+)</text>")
+
+
+def program(name: str) -> Any:
+    """A module of benchmarks/ or tests/endurance/."""
+    for folder in ("benchmarks", "tests/endurance"):
+        if str(ROOT / folder) not in sys.path:
+            sys.path.append(str(ROOT / folder))
+    return import_module(name)
+
+
+# pages
+
+
+class Written(NamedTuple):
+    """A page, or a part of it, that a program writes."""
+
+    page: str
+    command: str  # which writes it
+    is_as_saved: Callable[[Path], bool]
+
+
+def _performance(page: Path) -> bool:
+    tables = program("_readme")
+    return bool(page.read_text() == tables.written(page, tables.figures()))
+
+
+def _six(page: Path) -> bool:
+    tables = program("_readme")
+    return bool(page.read_text() == tables.written(page, tables.six()))
+
+
+def _models(page: Path) -> bool:
+    return bool(page.read_text() == program("_readme").written(page, program("_models_page").models_table()))
+
+
+def _scale(page: Path) -> bool:
+    return bool(page.read_text() == program("_scale_page").filled(page))
+
+
+def _endurance(page: Path) -> bool:
+    runs = program("figures")
+    shown = page.read_text().split(runs.BEGIN)[1].split(runs.END)[0]
+    return bool(shown.strip() == runs.figures(runs.saved()).strip())
+
+
+def _way(page: Path) -> bool:
+    text, saved = page.read_text(), program("_readme").saved()["block_way"]["results"]
+    return bool(text == program("block_way").with_table(text, saved))
+
+
+def _drawing(picture: Path) -> bool:
+    with tempfile.TemporaryDirectory() as home:
+        program("_block_drawing").draw(drawn := Path(home) / "drawing.svg")
+        return _LABEL.findall(drawn.read_text()) == _LABEL.findall(picture.read_text())
+
+
+WRITTEN: Final = (
+    Written("docs/performance.md", PAGES, _performance),
+    Written("README.md", PAGES, _six),
+    Written("docs/models.md", PAGES, _models),
+    Written("docs/scale.md", PAGES, _scale),
+    Written("docs/redis.md", PAGES, _scale),
+    Written("docs/faults.md", "python tests/endurance/figures.py", _endurance),
+    Written("docs/life_of_a_block.md", "python benchmarks/block_way.py --save", _way),
+    Written("docs/life_of_a_block.svg", "python benchmarks/block_way.py --save", _drawing),
+)
+
+
+def figures(tree: Tree) -> Iterator[str]:
+    """The figures of the pages are those that programs saved."""
+    for page, command, is_as_saved in tree.each(WRITTEN):
+        if not is_as_saved(tree.root / page):
+            yield f"{page}: its figures are not the saved ones: run `{command}`"
+
+
+def saved_tables(tree: Tree) -> Iterator[str]:
+    """Each table that benchmarks/_scale_page.py makes stands in one page, once."""
+    tables = program("_scale_page")
+    text = "".join(tree.text(page) for page in ("docs/scale.md", "docs/redis.md"))
+    shown = Counter(name for _, name, _ in tables.MARK.findall(text))
+    for name in tree.each(tables.tables()):
+        if shown[name] != 1:
+            yield f"docs/scale.md, docs/redis.md: the table {name!r} stands there {shown[name]} times"
+
+
+def stories(tree: Tree) -> Iterator[str]:
+    """A page that has one type a script shows what it printed."""
+    scripts = program("_stories")
+    for page in tree.each(scripts.PAGES):
+        block = tree.text(f"docs/{page}").partition(scripts.BEGIN)[2].partition("```\n")[2].partition("```")[0]
+        lines = block.splitlines()
+        if len(lines) <= 5 or list(scripts.shown(["before", *lines])) != lines:
+            yield f"docs/{page}: what its script printed is not as printed: run `python benchmarks/_stories.py {page}`"
+
+
+def policy_costs(tree: Tree) -> Iterator[str]:
+    """docs/performance.md says of S3-FIFO what benchmarks/pool_throughput.py measured."""
+    rows = json.loads(tree.text(f"{RESULTS}/pool_throughput.json"))["results"]
+    took = {
+        row["policy"]: f"{row['us/block']:.2g}"
+        for row in tree.each(rows)
+        if (row["verb"], row["batch"], row["way"]) == ("store with eviction", 2048, "compiled")
+    }
+    told = f"S3-FIFO's keyed store takes {took['s3fifo']} µs a block (LRU: {took['lru']})"
+    if told not in tree.text("docs/performance.md"):
+        yield f"docs/performance.md: it does not say {told!r}, which was measured"
+
+
+def block_files(tree: Tree) -> Iterator[str]:
+    """Every file that docs/life_of_a_block.md and its drawing name is in the tree."""
+    for path in tree.each(sorted(set(re.findall(r"`([\w/]+\.py)`", tree.text("docs/life_of_a_block.md"))))):
+        if not (tree.root / path).is_file():
+            yield f"docs/life_of_a_block.md: {path}: no such file"
+    for path in tree.each(name for place in program("_block_drawing")._PLACES for name in place.text.split()):
+        if not tree.paths(f"[tces]*/**/{path}"):
+            yield f"benchmarks/_block_drawing.py: {path}: no such file"
+
+
+# goals
+
+
+def goals(tree: Tree) -> Iterator[str]:
+    """Every saved figure has a goal and a row, what misses has its cause, and no goal is laxer than it was."""
+    tables, claims, page = program("_readme"), program("_claims").CLAIMS, tree.text("docs/performance.md")
+    results = {Path(path).stem: json.loads(tree.text(path)) for path in tree.each(tree.paths(f"{RESULTS}/*.json"))}
+    yield from tables.lacking(results, page, claims)
+    for heading, number in Counter(tables.causes(page)).items():
+        if number > 1:
+            yield f"docs/performance.md: the cause {heading!r} stands there {number} times"
+    for claim in claims:
+        if claim.goal is not None and claim.benchmark in results:
+            targets = tables.targets_of(results[claim.benchmark])
+            raised = tables.JudgedRow(claim, targets).targets
+            told = tables.JudgedRow(claim._replace(goal=None), targets).targets
+            for new, old in zip(raised, told, strict=True):
+                if new.limit > old.limit if old.at_most else new.limit < old.limit:
+                    yield f"{claim.label}: its goal {new.limit:g} is laxer than the saved {old.limit:g}"
+    for benchmark, unheld in program("_goals").UNHELD.items():
+        for each in unheld:
+            rows = results[benchmark]["results"] if benchmark in results else [{each.column: 0}]
+            if not each.why or not any(each.column in ("", *row) for row in rows):
+                yield f"benchmarks/_goals.py: {benchmark}: {each.column!r}: it has no reason, or no row has the column"
+
+
+def six(tree: Tree) -> Iterator[str]:
+    """The README shows six figures of docs/performance.md, means and no ends of intervals."""
+    claims, page = program("_claims"), tree.text("README.md")
+    known = {(claim.benchmark, claim.pattern) for claim in claims.CLAIMS}
+    if len(claims.SIX) != 6:
+        yield f"benchmarks/_claims.py: {len(claims.SIX)} figures are no six"
+    for label, name, pattern in tree.each(claims.SIX):
+        if (name, pattern) not in known or "end" in pattern or f"| {label} |" not in page:
+            yield f"benchmarks/_claims.py: {label}: no row of docs/performance.md and README.md, or an interval's end"
+
+
+def models(tree: Tree) -> Iterator[str]:
+    """Every engine met every architecture, a hit is one in both rounds, and each refusal ends with what to do."""
+    page, where = program("_models_page"), f"{RESULTS}/models.json"
+    document = json.loads(tree.text(where))
+    known = {one.name for one in program("_architectures").ARCHITECTURES}
+    rows = {(row["engine"], row["architecture"]): row for row in tree.each(document["results"])}
+    if stray := sorted(rows.keys() ^ {(engine, name) for engine in page.ENGINES for name in known}):
+        yield f"{where}: tried, or to be tried, and not both: {stray}"
+    if document["benchmark"] != "models" or not all(target["met"] for target in document["targets"]):
+        yield f"{where}: a target is missed: {document['targets']}"
+    for (engine, name), row in rows.items():
+        message = page.general(row["message"])
+        if row["status"] not in ("hits", "no hits", "refused", "absent", "not run"):
+            yield f"{where}: {engine}, {name}: {row['status']!r} is no status"
+        if (row["status"] == "hits") != (min(row["warm"], row["restart"]) >= LEAST_TOKENS):
+            yield f"{where}: {engine}, {name}: {row['status']}, with {row['warm']} and then {row['restart']} tokens"
+        if row["status"] in ("refused", "no hits") and not re.search(WAY_OUT, message):
+            yield f"{where}: {engine}, {name}: the message does not end with what to do: {message}"
