@@ -9,7 +9,7 @@ stdin: a socket. argv: the modules, and room for a command line. Each request is
 - `{"listen": PATH}` opens a socket there for _fork_shim.py, which asks for a start and is told the child's end. A child
   whose shim is gone is killed.
 
-This process ends when the other side closes the socket.
+This process ends when the other side closes the socket, and its children with it.
 """
 
 import atexit
@@ -31,6 +31,7 @@ from contextlib import suppress
 from typing import Any, Final, NoReturn
 
 MOST: Final = 1 << 17  # bytes of a request: an environment, mostly
+_PR_SET_PDEATHSIG: Final = 1
 
 
 class Parent:
@@ -53,7 +54,6 @@ class Parent:
             if descriptor == self._asking.fileno():
                 message, streams, _, _ = socket.recv_fds(self._asking, MOST, 3)
                 if not message:
-                    self._kill_children()
                     return None
                 start = self._answer(json.loads(message), streams)
             elif descriptor in self._shims:
@@ -99,6 +99,7 @@ class Parent:
             return pid
         for mine in (self._asking, *self._listening.values(), *self._shims.values()):
             mine.detach()  # closed below; its number may be another file's later
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # it ends with this process, however that ends
         put_in_place(streams)
         if request.get("session"):
             os.setsid()
@@ -137,10 +138,6 @@ class Parent:
     def _forget(self, descriptor: int) -> None:
         self._events.unregister(descriptor)
         self._shims.pop(descriptor).close()
-
-    def _kill_children(self) -> None:
-        for pid in self._children.values():
-            os.kill(pid, signal.SIGKILL)
 
 
 def put_in_place(descriptors: list[int]) -> None:

@@ -3,8 +3,9 @@
 `load` prints how many blocks of chain 0 it finds, all verified. `hold` stores chain 1, takes a lease on it, reserves
 slots for chain 2, says so and sleeps. `join` is `hold` with a worker, a process that has joined the client and sleeps
 on after it. `cycles` forks COUNT clients, each killed while it holds a lease and filling slots. `steps` attaches with
-the default deadline, makes COUNT steps, and prints what came of them as JSON. `busy` computes for ever. `half` and
-`whole` reserve 64 blocks, and send half or all of the message that seals them and reserves 64 more.
+the default deadline, makes COUNT steps, and prints what came of them as JSON. `busy` computes. `half` and `whole`
+reserve 64 blocks, and send half or all of the message that seals them and reserves 64 more. Whoever sleeps or computes
+ends with its story, whose directory the socket is in.
 """
 
 import json
@@ -81,6 +82,11 @@ def send(socket: Path, *, whole: bool) -> None:
 _kept: list[object] = []
 
 
+def sleep(socket: Path) -> None:
+    while socket.parent.exists():
+        time.sleep(0.2)
+
+
 def main() -> None:
     socket, what = Path(sys.argv[1]), sys.argv[2]
     if what == "load":
@@ -90,7 +96,7 @@ def main() -> None:
     elif what == "hold":
         hold(socket, 0)
         print("ready", flush=True)
-        time.sleep(600)
+        sleep(socket)
     elif what == "join":
         client = hold(socket, 0)
         worker = os.fork()
@@ -98,7 +104,7 @@ def main() -> None:
             os.closerange(3, 64)  # a worker is no copy of the scheduler: it has neither its socket nor its region
             join(socket, client)
             print(f"joined {os.getpid()}", flush=True)
-        time.sleep(600)
+        sleep(socket)
     elif what == "cycles":
         for number in range(int(sys.argv[3])):
             told, tell = os.pipe()
@@ -106,7 +112,7 @@ def main() -> None:
             if not child:
                 hold(socket, number % 4)
                 os.write(tell, b"!")
-                time.sleep(600)
+                sleep(socket)
             os.close(tell)
             assert os.read(told, 1) == b"!", f"client {number} has failed"
             os.close(told)
@@ -116,12 +122,12 @@ def main() -> None:
     elif what == "steps":
         print(json.dumps(steps(socket, int(sys.argv[3]))), flush=True)
     elif what == "busy":
-        while True:
-            pass
+        while socket.parent.exists():
+            sum(range(10_000))
     elif what in ("half", "whole"):
         send(socket, whole=what == "whole")
         print("ready", flush=True)
-        time.sleep(600)
+        sleep(socket)
 
 
 main()
