@@ -11,7 +11,8 @@ from typing import Any
 import httpx2
 import pytest
 from cluster_rig import Running, wait_for
-from command_rig import kvtier_process
+from command_rig import kvtier
+from extent import brief
 from openai import OpenAI
 from redis_rig import NO_REDIS
 from server_rig import MODEL, save_checkpoint
@@ -32,7 +33,7 @@ SMALL = {
 def running() -> Iterator[Running]:
     with tempfile.TemporaryDirectory(prefix="kvc-") as home:
         model = save_checkpoint(Path(home))
-        verbs = ("serve", "engine", "route")  # one of each is started as `kvtier cluster` starts it
+        verbs = ("serve", *brief((), ("engine",)), "route")  # one of each is started as `kvtier cluster` starts it
         cluster = Running(Path(home) / "state", "--profile", "cluster", "--model", str(model), by_python=verbs, **SMALL)
         up = cluster.up()
         assert up.returncode == Exit.OK, up.stderr
@@ -86,7 +87,7 @@ def test_conversations_go_on_at_the_other_engine(running: Running) -> None:
     decision = page(0, "/status")["decisions"][0]
     assert max(score["cached"] for score in decision["scores"]) > 0, decision
     # some load, as profile `bench` puts on it
-    done = kvtier_process("bench", url(0), "--requests", 8, "--prompt-tokens", 48, "--json")
+    done = kvtier("bench", url(0), "--requests", 8, "--prompt-tokens", 48, "--json")
     assert done.returncode == 0, done.stderr
     (figures,) = json.loads(done.stdout)["servers"]
     assert (figures["requests"], figures["errors"]) == (8, {}), figures

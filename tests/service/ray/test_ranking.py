@@ -207,13 +207,16 @@ def test_a_replica_that_left_is_forgotten_and_another_model_has_an_index_of_its_
         other.close()
 
 
-def test_requests_that_never_end_are_not_kept_for_ever(ranking: ReplicaRanking, two: dict[str, ToldReplica]) -> None:
+def test_requests_that_never_end_are_not_kept_for_ever(
+    ranking: ReplicaRanking, two: dict[str, ToldReplica], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtier.service.ray.ranking._KEPT", 64)
     follow(ranking, two)
 
     async def ask_many() -> None:
-        for number in range(8300):
+        for number in range(100):
             await ranking.rank(str(number), None, [Queue(A, 0, 4), Queue(B, 0, 4)])
             ranking.routed(str(number), A)
 
     asyncio.run(ask_many())
-    assert ranking.figures()["under_way"] == 8192
+    assert ranking.figures()["under_way"] == 64
