@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
@@ -63,7 +64,7 @@ def docker_compose(tree: Tree) -> Iterator[str]:
         done = tree.run(*command, environment={**ours, **secrets})
         if done.returncode:
             yield f"{', '.join(files)}: {done.stderr.strip()}"
-            continue
+            return
         understood = yaml.safe_load(done.stdout)["services"]
         for name in tree.each(sorted({*written, *understood})):
             if name not in written or name not in understood:
@@ -153,11 +154,11 @@ def _not_allowed(where: str, objects: Iterable[Object]) -> Iterator[str]:
 @cache
 def _complaint(text: str, version: str) -> str:
     """Of one object, which several overlays share: each schema takes long to read."""
-    import kubernetes_validate  # seconds of schemas' libraries, for two rules
+    kubernetes: Any = import_module("kubernetes_validate")  # its libraries take a while, for two rules
 
     try:
-        kubernetes_validate.validate(json.loads(text), version, strict=True)
-    except (kubernetes_validate.ValidationError, kubernetes_validate.SchemaNotFoundError) as error:
+        kubernetes.validate(json.loads(text), version, strict=True)
+    except (kubernetes.ValidationError, kubernetes.SchemaNotFoundError) as error:
         return str(error.message)
     return ""
 

@@ -100,15 +100,19 @@ def saved() -> dict[str, Any]:
     return {path.stem: json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))}
 
 
+def written(page: Path) -> str:
+    """The page with what was saved between its two marks."""
+    before, rest = page.read_text().split(BEGIN)
+    return f"{before}{BEGIN}\n{figures(saved())}\n{END}{rest.split(END)[1]}"
+
+
 def main() -> int:
     """See the top."""
     for name in sys.argv[1:]:
         program = json.loads(Path(name).read_text())["program"]
         RESULTS.mkdir(exist_ok=True)
         shutil.copyfile(name, RESULTS / f"{program}.json")
-    page = PAGE.read_text()
-    before, rest = page.split(BEGIN)
-    PAGE.write_text(before + BEGIN + "\n" + figures(saved()) + "\n" + END + rest.split(END)[1])
+    PAGE.write_text(written(PAGE))
     return 0
 
 
