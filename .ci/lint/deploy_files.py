@@ -56,7 +56,7 @@ def docker_compose(tree: Tree) -> Iterator[str]:
     given = dict(line.split("=", 1) for line in tree.text(EXAMPLE).splitlines() if re.match(r"\w", line))
     ours = {"PATH": os.environ["PATH"]}
     secrets = {name: "secret-" * 4 for name, value in given.items() if not value}
-    written = yaml.safe_load(tree.text(COMPOSE))["services"]
+    written = dict(tree.each(yaml.safe_load(tree.text(COMPOSE))["services"].items()))
     profiles = [word for profile in PROFILES for word in ("--profile", profile)]
     for files in ([COMPOSE], [COMPOSE, GPU]):
         named = [word for file in files for word in ("-f", file)]
@@ -66,7 +66,7 @@ def docker_compose(tree: Tree) -> Iterator[str]:
             yield f"{', '.join(files)}: {done.stderr.strip()}"
             return
         understood = yaml.safe_load(done.stdout)["services"]
-        for name in tree.each(sorted({*written, *understood})):
+        for name in sorted({*written, *understood}):
             if name not in written or name not in understood:
                 yield f"{', '.join(files)}: {name}: no service of both the file and what docker-compose understands"
             elif understood[name]["command"] != _at_defaults(written[name].get("command")):
