@@ -1,6 +1,7 @@
 """A causal language model by transformers, its attention redirected to our paged pool by one registered function."""
 
 import copy
+import hashlib
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -16,12 +17,12 @@ from transformers import (
     PreTrainedModel,
 )
 
-from kvtier.connector.models import cache_option, identity_of, name_of, rope_limit
+from kvtier.connector.models import cache_option, identity_of, live_model, name_of, rope_limit
 from kvtier.connector.segments import PAGED_ATTENTION, PackedAttention
 from kvtier.connector.transformers import CacheForm, GoingOn, how_it_goes_on
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.model_caches import Expand, SequenceCache
-from kvtier.tiers import ConfigError
+from kvtier.tiers import ConfigError, RequestError
 from kvtier.tiers.naming import DTYPE_BYTES, KVShape, ModelIdentity, with_lossy
 
 _DENSE: Final = (
@@ -146,21 +147,39 @@ class Model:
     def identity(self, config: EngineConfig) -> ModelIdentity:
         """What this model's KV depends on. Reads all weights once.
 
-        ConfigError for RoPE of an unknown kind, in `exact` mode for a kind that has none, and as `with_lossy`.
+        ConfigError for RoPE of an unknown kind, in `exact` mode for a kind that has none, for hooks and foreign code in
+        it, and as `with_lossy`.
         """
         reason = _OWN_CACHE if self.has_own_cache else _NOT_EXACT.get(self.kind)
         if config.exact and reason is not None:
             raise ConfigError(f"exact, model kind {self.kind!r}: {reason}; leave exact off")
         form = self.form(config.block_size)
+        self._live = live_model(self.module)
+        if self._live.refusal is not None:
+            raise ConfigError(f"model {self.name!r}: {self._live.refusal}")
         identity = identity_of(
-            self.module,
+            self._live,
             self.name,
             form.outline,
             hash_scheme=config.hash_scheme,
             epoch=config.epoch,
             exact_rows=config.exact_rows if config.exact else None,
         )
+        self._variant = self._live.variant
+        if self._variant is not None:  # adapters that were loaded with it
+            told = hashlib.sha256(identity.revision.encode() + self._variant)
+            identity = replace(identity, revision=f"sha256:{told.hexdigest()}")
         return with_lossy(form.named(identity), config.lossy, form.block_bytes)
+
+    def require_same(self) -> None:
+        """RequestError unless the model computes what it did when `identity` was asked last."""
+        live = self._live
+        if not live.holds():
+            live.look()
+        if live.refusal is not None:
+            raise RequestError(f"the engine's model was changed: {live.refusal}")
+        if live.variant != self._variant:
+            raise RequestError("the engine's weights or adapters are others now; call reset_cache() first")
 
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, paged: PackedAttention

@@ -1,18 +1,21 @@
 from .cache_option import cache_option, given_cache, returned_cache
 from .checkpoint import config_digest_of, config_of, name_of, revision_of
-from .hf_model import identity_of
+from .computes import LiveModel
+from .hf_model import identity_of, live_model
 from .length_rope import SHORT_ROPE, rope_limit
 from .tokenizer import load_tokenizer
 from .tool_calls import ToolCalls
 
 __all__ = [
     "SHORT_ROPE",
+    "LiveModel",
     "ToolCalls",
     "cache_option",
     "config_digest_of",
     "config_of",
     "given_cache",
     "identity_of",
+    "live_model",
     "load_tokenizer",
     "name_of",
     "returned_cache",

@@ -9,6 +9,7 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 
 from kvtier.connector.models.checkpoint import config_digest_of, revision_of, weight_files
+from kvtier.connector.models.computes import LiveModel, base_state
 from kvtier.connector.models.length_rope import SHORT_ROPE, rope_limit
 from kvtier.tiers.naming import KVShape, ModelIdentity, config_digest
 
@@ -17,19 +18,21 @@ if TYPE_CHECKING:
 
 
 def identity_of(
-    model: "PreTrainedModel", name: str, shape: KVShape, *, hash_scheme: str, epoch: int, exact_rows: int | None = None
+    model: "PreTrainedModel | LiveModel",
+    name: str,
+    shape: KVShape,
+    *,
+    hash_scheme: str,
+    epoch: int,
+    exact_rows: int | None = None,
 ) -> ModelIdentity:
-    """Everything its KV depends on, of texts within `rope_limit`. Reads all weights. ConfigError for unknown RoPE.
+    """Everything a model's KV depends on, of texts within `rope_limit`, but its `variant`. ConfigError for unknown RoPE.
 
     A model that still equals its checkpoint directory is named after that, as by every engine. Any other model is named
     after its own weights. `exact_rows` names the engine's exact mode, whose KV differs in the last bits.
     """
-    path = Path(model.name_or_path) if model.name_or_path else None
-    if path is not None and path.is_dir() and is_checkpoint(model, path):
-        revision, digest = revision_of(path), config_digest_of(path)
-    else:
-        revision = f"xxh3:{weights_digest(model.state_dict(keep_vars=False).items())}"
-        digest = config_digest(model.config.to_dict())
+    live = model if isinstance(model, LiveModel) else live_model(model)
+    revision, digest = live.weights_name
     return ModelIdentity(
         model=name,
         revision=revision,
@@ -40,11 +43,24 @@ def identity_of(
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
         block_size=shape.block_size,
-        rope_factor=None if rope_limit(model.config) is None else SHORT_ROPE,
+        rope_factor=None if rope_limit(live.model.config) is None else SHORT_ROPE,
         layers=tuple(range(shape.num_layers)),
         hash_scheme=hash_scheme,
         epoch=epoch,
     )
+
+
+def live_model(model: "PreTrainedModel", label: str | None = None) -> LiveModel:
+    """The model as it computes now. Reads all weights. `label`: the caller's name for what foreign code in it does."""
+    return LiveModel(model, lambda: weights_name(model), label)
+
+
+def weights_name(model: "PreTrainedModel") -> tuple[str, str]:
+    """`revision` and `config_digest` of the model's own weights as they are now, without adapters. Reads them all."""
+    path = Path(model.name_or_path) if model.name_or_path else None
+    if path is not None and path.is_dir() and is_checkpoint(model, path):
+        return revision_of(path), config_digest_of(path)
+    return f"xxh3:{weights_digest(base_state(model).items())}", config_digest(model.config.to_dict())
 
 
 def is_checkpoint(model: "PreTrainedModel", path: Path) -> bool:
@@ -55,7 +71,7 @@ def is_checkpoint(model: "PreTrainedModel", path: Path) -> bool:
     saved: Any = type(model.config).from_pretrained(path)
     if config_digest(saved.to_dict()) != config_digest(model.config.to_dict()):
         return False
-    weights = dict(model.state_dict(keep_vars=False))
+    weights = base_state(model)
     found = set[tuple[int, int]]()
     try:
         for file in files:

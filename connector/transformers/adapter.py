@@ -7,7 +7,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Self
 
-from kvtier.tiers import L2, ConfigError, MissingPackages, Outcome, RequestError, install_command, require_extra
+from kvtier.tiers import L2, ChainHash, ConfigError, MissingPackages, Outcome, RequestError, install_command, require_extra
 
 try:
     import torch
@@ -18,7 +18,7 @@ except ModuleNotFoundError:
     raise
 
 from kvtier.connector import open_tiers
-from kvtier.connector.models import identity_of, name_of, rope_limit
+from kvtier.connector.models import identity_of, live_model, name_of, rope_limit
 from kvtier.connector.segments import Repair, WantedReuse
 from kvtier.connector.transformers.assisted import going_on_from
 from kvtier.connector.transformers.blocks import Blocks
@@ -60,10 +60,13 @@ class KVTier:
         config: ConfigSource | None = None,
         *,
         name: str | None = None,
+        variant: str | None = None,
     ) -> None:
         """`config`: a Config, `{section: {option: value}}` or the name of a TOML file; default: the environment.
 
-        `name` defaults to the checkpoint directory's. Reads all weights once.
+        `name` defaults to the checkpoint directory's. Reads all weights once. `variant` is your name for what hooks and
+        code of your own compute in the model, another one for each way of computing; without it, nothing is kept of
+        such a model.
 
         Raises ConfigError where memory or disk are too small, or segments are "on" and the model's KV cannot be moved.
         FormatError and StoreLocked come from the slab.
@@ -86,17 +89,17 @@ class KVTier:
             inv_freq = require_blendable(model, self._form.shape) if cache.segments == "on" else None
             path = model.name_or_path  # empty for a model made from a configuration
             name = name or (name_of(Path(path)) if path else model.config.model_type)
-            identity = identity_of(model, name, self._form.outline, hash_scheme=cache.hash, epoch=cache.epoch)
+            self._live = live_model(model, variant)
+            identity = identity_of(self._live, name, self._form.outline, hash_scheme=cache.hash, epoch=cache.epoch)
         except ConfigError as error:
             if cache.segments == "on":
                 raise
             _log.warning("nothing is kept of this model: %s", error)
             return
         named = with_lossy(self._form.named(identity), cache.lossy, self._form.block_bytes)
-        fingerprint = named.fingerprint()
-        root = root_hash(fingerprint, cache_salt=cache.cache_salt)
-        self._opened = open_tiers(self._config, fingerprint, self._form, named)
-        self._blocks = TierBlocks(self._opened, root, self._form, self._config, model.device)
+        self._fingerprint = named.fingerprint()
+        self._opened = open_tiers(self._config, self._fingerprint, self._form, named)
+        self._blocks = TierBlocks(self._opened, self._root(), self._form, self._config, model.device)
         if going_on is not None:
             keeps_answers = cache.store_generated
             self._states = StateCalls(model, self._blocks, going_on, self._limit, keeps_answers=keeps_answers)
@@ -220,6 +223,17 @@ class KVTier:
         """Wait until everything stored so far is in the lowest tier; False when `timeout` seconds pass first."""
         return self._opened is None or self._blocks.drain(timeout)
 
+    def reset(self) -> None:
+        """Forget every block in every tier, and name new ones apart: the weights may be others now. Reads no weights.
+
+        For training loops, after each step: else the next call reads all weights to name them. Blocks kept from then on
+        are found by this `KVTier` alone, until its weights change again. Whoever shares a tier forgets, too.
+        """
+        if self._opened is not None:
+            self._opened.reset()
+            self._live.renew()
+            self._blocks.root = self._root()
+
     def close(self) -> None:
         """Flush and close the tiers. Idempotent; later calls generate without them."""
         tiers, self._opened = self._opened, None
@@ -232,6 +246,20 @@ class KVTier:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+    def _root(self) -> ChainHash:
+        """Where the names of blocks begin that the model computes as it is now."""
+        return root_hash(
+            self._fingerprint, cache_salt=self._config.cache.cache_salt, lora_digest=self._live.variant
+        )
+
+    def _require_named(self) -> None:
+        """Have blocks named after what the model computes now. UnheldCallError if that has no name."""
+        if not self._live.holds():
+            self._live.look()
+            self._blocks.root = self._root()
+        if self._live.refusal is not None:
+            raise UnheldCallError(self._live.refusal)
 
     def _tell_ends(
         self, call: Call, rows: list[PromptRow], result: Any, input_ids: torch.Tensor, hint: Hint | None, began: float
@@ -255,6 +283,7 @@ class KVTier:
         if self._opened is None:
             return None
         try:
+            self._require_named()
             call = read_call(self.model, input_ids, options, self._limit)
             if self._states is not None:
                 require_plain_rows(call, in_pieces=self._states.in_pieces)
@@ -275,6 +304,7 @@ class KVTier:
         if self._opened is None:
             return False
         try:
+            self._require_named()
             require_rows(self.model, input_ids, self._limit)
         except UnheldCallError as error:
             self._refuse(input_ids, error)

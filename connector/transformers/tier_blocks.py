@@ -64,7 +64,7 @@ class TierBlocks:
         """`device` is where the model computes."""
         self.tiers = tiers
         self.form = form
-        self._root = root
+        self.root = root  # where chains of new rows begin
         self._config = config.cache
         self._device = copies_of(form, device, config.host, tiers.metrics)  # None: the CPU copies
         self._kept = KeptNames()
@@ -79,7 +79,7 @@ class TierBlocks:
 
     def row(self, token_ids: list[int], num_pads: int = 0) -> PromptRow:
         """The tokens under their names, behind that many columns of padding."""
-        chain = TokenChain(self._root, self.form.block_size, self._config.hash, kept=self._kept)
+        chain = TokenChain(self.root, self.form.block_size, self._config.hash, kept=self._kept)
         chain.extend(token_ids)
         return PromptRow(token_ids, chain, self.tiers.epoch, num_pads)
 
@@ -100,7 +100,7 @@ class TierBlocks:
         left = self._config.prefetch_deadline if deadline is None else max(0.0, deadline - time.monotonic())
         self.tiers.count(self.tiers.locate(hashes, left))
         until = time.monotonic() + left if deadline is None else deadline
-        return self.bring(hashes, self._root, until, self.form.block_size, len(hashes))
+        return self.bring(hashes, self.root, until, self.form.block_size, len(hashes))
 
     def bring(
         self, hashes: Sequence[ChainHash], parent: ChainHash, deadline: float, block_size: int, num_blocks: int

@@ -1,0 +1,383 @@
+"""What computes a live model's KV beside a checkpoint's weights: adapters, weights changed in place, foreign code."""
+
+import functools
+import hashlib
+import secrets
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from types import FunctionType, MethodType
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+import xxhash
+from torch.nn.modules import module as _torch_modules
+
+from kvtier.connector.models.model_watch import ModelWatch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+# Packages that compute what a checkpoint's weights and configuration say, or what is named here (PEFT). The code that a
+# checkpoint brings along (`transformers_modules`) is part of its revision.
+_KNOWN: Final = frozenset(
+    {"torch", "transformers", "transformers_modules", "kvtier", "peft", "accelerate"}
+    | {"aqlm", "auto_gptq", "awq", "bitsandbytes", "compressed_tensors", "eetq", "fbgemm_gpu", "gptqmodel", "hqq"}
+    | {"kernels", "optimum", "quark", "spqr_quant", "torchao", "vptq"}
+    | {"causal_conv1d", "fla", "flash_attn", "mamba_ssm"}
+    | {"einops", "huggingface_hub", "numpy", "safetensors", "scipy", "timm"}  # what their files import
+    | sys.stdlib_module_names - {"unittest"}  # … and what wraps functions; a mock is no known code
+)
+# Adapters whose KV of a token follows from the tokens up to it and from the adapter's weights and settings.
+_TUNERS: Final = frozenset(
+    {"adalora", "boft", "c3a", "fourierft", "hra", "ia3", "ln_tuning", "loha", "lokr", "lora", "miss", "mixed", "oft"}
+    | {"randlora", "road", "shira", "trainable_tokens", "vblora", "vera", "waveft"}
+    | {"tuners_utils", "_buffer_dict", "lycoris_utils"}
+)
+_THROUGH: Final = ("base_layer", "original_module", "token_adapter")  # where an adapter has what it was put before
+_INTO: Final = ("base_model", "model")  # … and where PEFT's models have theirs
+_NOT_SETTINGS: Final = frozenset({*vars(torch.nn.Module()), "kwargs", "merged_adapters"})
+_Plain = bool | int | float | str | None
+
+
+class UnnamedModelError(Exception):
+    """What a model computes has no name: why, and the way out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One module of a model."""
+
+    path: str  # as in the checkpoint, without what adapters put in between; "" or ending in "."
+    module: torch.nn.Module
+    adapter: torch.nn.Module | None  # the adapter layer, or PEFT's model, that it belongs to. None: the model's own
+
+
+class LiveModel:
+    """A model as it computes now, against how it was named when this was made. One thread at a time.
+
+    `refusal` is why its KV has no name now, with the way out; None if it has one. `variant` is 32 bytes that tell it
+    from the model it was named as: another name for the same tokens. None: it computes what that model does.
+    """
+
+    def __init__(
+        self, model: "PreTrainedModel", named: Callable[[], tuple[str, str]], label: str | None = None
+    ) -> None:
+        """`named` reads the model's own weights and names them. It is called now, and whenever they may have changed.
+
+        `label`: the caller's name for what foreign code in the model computes. Without one such a model is refused.
+        """
+        self.model: Any = model
+        self._named = named
+        self._label = label
+        self._kind = (model.dtype, model.device)
+        parts = list(parts_of(model))
+        self.weights_name = named()
+        """`revision` and `config_digest` of its own weights when this was made."""
+        self._start = self._weights = (self.weights_name, _digest_of_hidden(parts))
+        self._merged = _merged(parts)
+        self._own: bytes | None = None  # a name that stands for these weights, until they change
+        self.refusal: str | None = None
+        self.variant: bytes | None = None
+        self._look(parts)
+
+    def holds(self) -> bool:
+        """Whether nothing shows that the model computes anything else than when it was last looked at.
+
+        Looks at structure alone, in microseconds; see `ModelWatch`.
+        """
+        return self._watch.holds()
+
+    def look(self) -> None:
+        """Find out what the model computes now. Reads its weights if they may have changed."""
+        parts = list(parts_of(self.model))
+        base, merged = base_tensors(parts), _merged(parts)
+        watch = self._watch.base
+        try:
+            is_same = merged == self._merged and watch.same_tensors(base) and watch.holds()
+        except RuntimeError:
+            is_same = False
+        if not is_same:
+            self._merged, self._own = merged, None
+            self._weights = (self._named(), _digest_of_hidden(parts))
+        self._look(parts)
+
+    def renew(self) -> None:
+        """The weights may be others now, whether that shows or not: have them a name that nothing had. Reads none."""
+        self._own = secrets.token_bytes(32)
+        parts = list(parts_of(self.model))
+        self._merged = _merged(parts)
+        self._look(parts)
+
+    def _look(self, parts: list[Part]) -> None:
+        self._watch = ModelWatch(self.model, base_tensors(parts))
+        self.refusal = self.variant = None
+        try:
+            if self._label is None:
+                require_known_code(self.model, parts)
+            adapters = adapters_of(parts)
+            if self._kind != (kind := (self.model.dtype, self.model.device)):
+                was, now = (f"{dtype} on {device}" for dtype, device in (self._kind, kind))
+                raise UnnamedModelError(f"the model was {was}, and is {now} now; make another KVTier")
+        except UnnamedModelError as error:
+            self.refusal = str(error)
+            return
+        weights = None if self._weights == self._start else repr(self._weights).encode()
+        told = (self._own or weights, adapters, None if self._label is None else self._label.encode())
+        if any(each is not None for each in told):
+            self.variant = hashlib.sha256(b"kvtier-variant-v1" + repr(told).encode()).digest()
+
+
+def parts_of(model: torch.nn.Module) -> Iterator[Part]:
+    """Every module of a model, under the paths of its checkpoint. Adapters' own modules have their layer's path."""
+    yield from _parts(model, "", None)
+
+
+def _parts(module: torch.nn.Module, path: str, adapter: torch.nn.Module | None) -> Iterator[Part]:
+    is_adapter = adapter is None and _package(type(module)) == "peft"
+    owner = module if is_adapter else adapter
+    yield Part(path, module, owner)
+    through = _THROUGH if hasattr(module, "adapter_layer_names") else _INTO
+    for name, child in module._modules.items():
+        if child is None:
+            continue
+        if is_adapter and name in through:
+            yield from _parts(child, path, None)
+        else:
+            yield from _parts(child, path if name == "_orig_mod" else f"{path}{name}.", owner)
+
+
+def base_tensors(parts: Iterable[Part]) -> dict[str, torch.Tensor]:
+    """The model's own parameters and buffers, without adapters', by their names in the checkpoint."""
+    tensors: dict[str, torch.Tensor] = {}
+    for part in parts:
+        if part.adapter is None:
+            for held in (part.module._parameters, part.module._buffers):
+                tensors |= {f"{part.path}{name}": each for name, each in held.items() if each is not None}
+    return tensors
+
+
+def base_state(model: torch.nn.Module) -> dict[str, Any]:
+    """`state_dict()` of the model without its adapters."""
+    state: dict[str, Any] = {}
+    for part in parts_of(model):
+        if part.adapter is None:
+            part.module._save_to_state_dict(state, part.path, False)  # type: ignore[no-untyped-call]
+    return state
+
+
+def _digest_of_hidden(parts: Iterable[Part]) -> str:
+    """xxh3-128 (hex) over the buffers that no checkpoint has: what RoPE computes with, for one."""
+    digest = xxhash.xxh3_128()
+    for part in parts:
+        if part.adapter is None:
+            for name in sorted(part.module._non_persistent_buffers_set):
+                if (buffer := part.module._buffers.get(name)) is not None:
+                    digest.update(f"{part.path}{name}".encode() + _bytes_of(buffer))
+    return digest.hexdigest()
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    return memoryview(tensor.detach().contiguous().cpu().flatten().view(torch.uint8).numpy())
+
+
+# adapters
+
+
+def adapters_of(parts: Iterable[Part]) -> bytes | None:
+    """32 bytes over everything that active adapters compute with: weights, scaling, settings, order. None: none is active.
+
+    Their names are labels, and left out. UnnamedModelError for a kind whose KV may depend on later tokens, and where
+    PEFT's next pass is going to change the model's weights.
+    """
+    owned: dict[int, list[Part]] = {}
+    for part in parts:
+        if part.adapter is not None:
+            _require_known_tuner(part)
+            owned.setdefault(id(part.adapter), []).append(part)
+    layers = [own for own in owned.values() if hasattr(own[0].module, "adapter_layer_names")]
+    models = [own for own in owned.values() if not hasattr(own[0].module, "adapter_layer_names")]
+    digest, everywhere = hashlib.sha256(), dict[str, None]()
+    for own in layers:
+        if active := _active(own[0]):
+            everywhere.update(dict.fromkeys(active))
+            _digest_layer(digest, own, active, _names_in(own[0].module), settings=True)
+    if not everywhere:
+        return None
+    for own in models:  # what several layers share
+        names = {name for layer in layers for name in _names_in(layer[0].module)}
+        _digest_layer(digest, own, list(everywhere), names, settings=False)
+    return digest.digest()
+
+
+def _active(part: Part) -> list[str]:
+    """The adapters that an adapter layer adds to what it is put before, in their order. What is merged adds nothing."""
+    layer: Any = part.module
+    is_merged = bool(layer.merged_adapters)
+    if layer._disable_adapters:
+        if is_merged:
+            said = f"{part.path[:-1]}: an adapter is merged and disabled, so PEFT's next pass changes the weights"
+            raise UnnamedModelError(f"{said}; call unmerge_adapter() first")
+        return []
+    active = [layer._active_adapter] if isinstance(layer._active_adapter, str) else list(layer._active_adapter)
+    names = _names_in(layer)
+    return [] if is_merged else [name for name in active if name in names]
+
+
+def _names_in(layer: Any) -> set[str]:
+    """All adapters that a layer has."""
+    names = set[str]()
+    for attribute in (*layer.adapter_layer_names, *layer.other_param_names):
+        try:
+            held = functools.reduce(getattr, attribute.split("."), layer)
+        except AttributeError:
+            continue
+        if isinstance(held, Mapping | torch.nn.ModuleDict | torch.nn.ParameterDict):
+            names.update(held.keys())
+    return names
+
+
+def _digest_layer(digest: Any, own: list[Part], active: list[str], names: set[str], *, settings: bool) -> None:
+    """What the active ones of the adapters `names` compute with here, whatever they are called."""
+    start = own[0].path
+    digest.update(f"layer {start} {len(active)}".encode())
+    numbers = {name: f"#{number}" for number, name in enumerate(active)}
+
+    def told(steps: str) -> str | None:
+        each = [step for step in steps.split(".") if step]
+        if any(step in names and step not in numbers for step in each):
+            return None
+        return ".".join(numbers.get(step, step) for step in each)
+
+    for part in own:
+        place = told(part.path[len(start) :])
+        if place is None:
+            continue
+        kind = type(part.module)
+        digest.update(f"{place} {kind.__module__}.{kind.__qualname__}".encode())
+        for name, tensor in [*part.module._parameters.items(), *part.module._buffers.items()]:
+            if tensor is not None and (label := told(name)) is not None:
+                digest.update(f"{label} {tensor.dtype} {tuple(tensor.shape)}".encode())
+                digest.update(_bytes_of(tensor))
+        if settings:
+            for name, value in sorted(vars(part.module).items()):
+                if name not in _NOT_SETTINGS and not name.startswith("_"):
+                    digest.update(f"{name}={_setting(value, names, numbers)}".encode())
+
+
+def _setting(value: Any, names: set[str], numbers: Mapping[str, str]) -> str:
+    """A value as text: of a mapping by adapters those of the active ones; of anything but plain values, their class."""
+    if isinstance(value, Mapping):
+        chosen = {numbers.get(key, key): each for key, each in value.items() if key not in names or key in numbers}
+        return repr(sorted((str(key), _setting(each, names, numbers)) for key, each in chosen.items()))
+    if isinstance(value, list | tuple | set | frozenset):
+        told = [_setting(each, names, numbers) for each in value]
+        return repr(sorted(told) if isinstance(value, set | frozenset) else told)
+    if isinstance(value, _Plain):
+        return repr(value)
+    return f"<{type(value).__module__}.{type(value).__qualname__}>"
+
+
+def _merged(parts: Iterable[Part]) -> list[list[str]]:
+    """Which adapters are in the weights of each adapter layer."""
+    return [list(part.module.merged_adapters) for part in parts if hasattr(part.module, "merged_adapters")]  # type: ignore[arg-type]
+
+
+def _require_known_tuner(part: Part) -> None:
+    kind = type(part.module)
+    where = kind.__module__.split(".")
+    if where[:2] == ["peft", "tuners"] and where[2] not in _TUNERS:
+        said = f"adapter of kind {where[2]!r}: a token's KV may depend on more than the tokens before it"
+        raise UnnamedModelError(f"{said}; merge or unload it, or leave kvtier out")
+    variants: Any = getattr(part.module, "lora_variant", None)
+    if isinstance(variants, Mapping) and any(type(each).__name__.startswith("ALora") for each in variants.values()):
+        said = "adapter of kind 'alora': a token's KV depends on where a later token switches it on"
+        raise UnnamedModelError(f"{said}; unload it, or leave kvtier out")
+
+
+# code
+
+
+def require_known_code(model: torch.nn.Module, parts: Iterable[Part]) -> None:
+    """UnnamedModelError if anything but known packages' own code computes in the model: it names the first such place.
+
+    Hooks and functions of others may compute something else at the next call, and nothing of the model would show it.
+    """
+    for table in (_torch_modules._global_forward_hooks, _torch_modules._global_forward_pre_hooks):
+        for hook in table.values():
+            if not is_known(hook):
+                raise _unnamed("every module", "a global forward hook", hook)
+    kinds = dict[type, str]()
+    for part in parts:
+        place = part.path[:-1] or type(part.module).__name__
+        kinds.setdefault(type(part.module), place)
+        for hook in (*part.module._forward_hooks.values(), *part.module._forward_pre_hooks.values()):
+            if not is_known(hook):
+                raise _unnamed(place, "a forward hook", hook)
+        _require_own_methods(place, part.module)
+    for kind, place in kinds.items():
+        if _package(kind) not in _KNOWN:
+            raise _unnamed(place, "a class", kind)
+        for name in ("forward", "__call__", "_call_impl"):
+            if not is_known(getattr(kind, name)):
+                raise _unnamed(place, f"another {name} in class {kind.__name__}", getattr(kind, name))
+    _require_known_functions(model, kinds)
+
+
+def _require_own_methods(place: str, module: torch.nn.Module) -> None:
+    """Of methods that a module has for itself alone, in place of its class's."""
+    own = vars(module)
+    for name, value in own.items():
+        if name == "generate" or not isinstance(value, FunctionType | MethodType | functools.partial):
+            continue  # `generate` computes nothing itself
+        if hasattr(type(module), name) and not (is_known(value) and is_known(own.get("_old_forward", value))):
+            raise _unnamed(place, f"a {name} of its own", value)
+
+
+def _require_known_functions(model: torch.nn.Module, kinds: Iterable[type]) -> None:
+    """Of functions that the modules' code finds by name: in its file, and among transformers' ways of attention."""
+    for name in dict.fromkeys(kind.__module__ for kind in kinds):
+        if not name.startswith("transformers.models."):
+            continue
+        for label, value in vars(sys.modules[name]).items():
+            if isinstance(value, FunctionType | type) and not is_known(value):
+                raise _unnamed(name, f"a {label} that was put there", value)
+    way = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    from_name: Any = sys.modules.get("transformers.modeling_utils")
+    attention = None if way is None else from_name.ALL_ATTENTION_FUNCTIONS.get(way)
+    if attention is not None and not is_known(attention):
+        raise _unnamed("every layer", f"an attention {way!r}", attention)
+
+
+def is_known(value: Any) -> bool:
+    """Whether a function, with all that it is wrapped around, or a class or callable is a known package's."""
+    while True:
+        if isinstance(value, functools.partial):
+            value = value.func
+        elif isinstance(value, MethodType):
+            value = value.__func__
+        elif isinstance(value, FunctionType):
+            if value.__globals__.get("__name__", "").partition(".")[0] not in _KNOWN:
+                return False
+            inner = value.__dict__.get("_torchdynamo_orig_callable", value.__dict__.get("__wrapped__"))
+            if inner is None:
+                return True
+            value = inner
+        else:
+            return _package(value if isinstance(value, type) or _is_built_in(value) else type(value)) in _KNOWN
+
+
+def _is_built_in(value: Any) -> bool:
+    return type(value).__module__ == "builtins"
+
+
+def _package(value: Any) -> str:
+    return str(getattr(value, "__module__", None) or "builtins").partition(".")[0]
+
+
+def _unnamed(place: str, what: str, value: Any) -> UnnamedModelError:
+    inner = value.func if isinstance(value, functools.partial) else value
+    name = getattr(inner, "__qualname__", None) or type(inner).__qualname__
+    source = getattr(inner, "__module__", None) or type(inner).__module__
+    way = 'take it away, or name what it computes: KVTier(model, variant="…")'
+    return UnnamedModelError(f"{place} has {what} ({name} of {source}): what it computes has no name; {way}")
