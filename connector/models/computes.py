@@ -36,6 +36,7 @@ _TUNERS: Final = frozenset(
 )
 _THROUGH: Final = ("base_layer", "original_module", "token_adapter")  # where an adapter has what it was put before
 _INTO: Final = ("base_model", "model")  # … and where PEFT's models have theirs
+_BY_LENGTH: Final = frozenset({"dynamic", "longrope"})  # kinds of RoPE
 _NOT_SETTINGS: Final = frozenset({*vars(torch.nn.Module()), "kwargs", "merged_adapters"})
 _Plain = bool | int | float | str | None
 
@@ -72,9 +73,9 @@ class LiveModel:
         self._label = label
         self._kind = (model.dtype, model.device)
         parts = list(parts_of(model))
-        self.weights_name = named()
+        self.weights_name = self._weights = named()
         """`revision` and `config_digest` of its own weights when this was made."""
-        self._start = self._weights = (self.weights_name, _digest_of_hidden(parts))
+        self._hidden = digest_of_hidden(parts)
         self._merged = _merged(parts)
         self._own: bytes | None = None  # a name that stands for these weights, until they change
         self.refusal: str | None = None
@@ -99,7 +100,7 @@ class LiveModel:
             is_same = False
         if not is_same:
             self._merged, self._own = merged, None
-            self._weights = (self._named(), _digest_of_hidden(parts))
+            self._weights = self._named()
         self._look(parts)
 
     def renew(self) -> None:
@@ -122,8 +123,10 @@ class LiveModel:
         except UnnamedModelError as error:
             self.refusal = str(error)
             return
-        weights = None if self._weights == self._start else repr(self._weights).encode()
-        told = (self._own or weights, adapters, None if self._label is None else self._label.encode())
+        weights = None if self._weights == self.weights_name else repr(self._weights).encode()
+        hidden = None if (digest := digest_of_hidden(parts)) == self._hidden else digest.encode()
+        label = None if self._label is None else self._label.encode()
+        told = (self._own or weights, hidden, adapters, label)
         if any(each is not None for each in told):
             self.variant = hashlib.sha256(b"kvtier-variant-v1" + repr(told).encode()).digest()
 
@@ -148,12 +151,14 @@ def _parts(module: torch.nn.Module, path: str, adapter: torch.nn.Module | None) 
 
 
 def base_tensors(parts: Iterable[Part]) -> dict[str, torch.Tensor]:
-    """The model's own parameters and buffers, without adapters', by their names in the checkpoint."""
+    """The model's own parameters and saved buffers, without adapters', by their names in the checkpoint."""
     tensors: dict[str, torch.Tensor] = {}
     for part in parts:
         if part.adapter is None:
-            for held in (part.module._parameters, part.module._buffers):
-                tensors |= {f"{part.path}{name}": each for name, each in held.items() if each is not None}
+            unsaved = part.module._non_persistent_buffers_set
+            for name, each in (*part.module._parameters.items(), *part.module._buffers.items()):
+                if each is not None and name not in unsaved:
+                    tensors[f"{part.path}{name}"] = each
     return tensors
 
 
@@ -166,11 +171,16 @@ def base_state(model: torch.nn.Module) -> dict[str, Any]:
     return state
 
 
-def _digest_of_hidden(parts: Iterable[Part]) -> str:
-    """xxh3-128 (hex) over the buffers that no checkpoint has: what RoPE computes with, for one."""
+def digest_of_hidden(parts: Iterable[Part]) -> str:
+    """xxh3-128 (hex) over the buffers that no checkpoint has: what RoPE computes with, for one.
+
+    Without those that the model itself sets anew for each text, by its length.
+    """
     digest = xxhash.xxh3_128()
     for part in parts:
-        if part.adapter is None:
+        kinds = vars(part.module).get("rope_type")
+        is_set_anew = not _BY_LENGTH.isdisjoint(kinds.values() if isinstance(kinds, Mapping) else [kinds])
+        if part.adapter is None and not is_set_anew:
             for name in sorted(part.module._non_persistent_buffers_set):
                 if (buffer := part.module._buffers.get(name)) is not None:
                     digest.update(f"{part.path}{name}".encode() + _bytes_of(buffer))

@@ -5,7 +5,8 @@ import time
 from collections.abc import Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Final, Self
+from weakref import WeakKeyDictionary
 
 from kvtier.tiers import L2, ChainHash, ConfigError, MissingPackages, Outcome, RequestError, install_command, require_extra
 
@@ -45,6 +46,8 @@ if int(_version.partition(".")[0]) < 5:
 
 _log = logging.getLogger(__package__)
 
+_CHANGED: Final = "nothing is kept of a call in whose middle the model's weights, adapters or code changed; change them after it"
+
 
 class KVTier:
     """Keeps the KV of one transformers model: `kv.generate(...)` for `model.generate(...)`. One thread at a time.
@@ -79,6 +82,7 @@ class KVTier:
         self.segments: SegmentCalls | None = None  # None: `[cache] segments` are off
         self._config = Config.of(config)
         self._said: set[str] = set()
+        self._roots: WeakKeyDictionary[DynamicCache, ChainHash] = WeakKeyDictionary()  # of caches that `load` made
         self._opened: CacheTiers | None = None
         self._states: StateCalls | None = None  # None: the model keeps no recurrent states
         cache = self._config.cache
@@ -100,6 +104,7 @@ class KVTier:
         self._fingerprint = named.fingerprint()
         self._opened = open_tiers(self._config, self._fingerprint, self._form, named)
         self._blocks = TierBlocks(self._opened, self._root(), self._form, self._config, model.device)
+        self._blocks.follow = self._follow
         if going_on is not None:
             keeps_answers = cache.store_generated
             self._states = StateCalls(model, self._blocks, going_on, self._limit, keeps_answers=keeps_answers)
@@ -180,9 +185,11 @@ class KVTier:
         if self._states is not None:
             rows = self._rows(input_ids)
             loaded = self._states.load(rows, input_ids)
+            self._roots[loaded[0]] = self._blocks.root
             self._note_cached(self._states.num_cached_tokens, len(rows))
             return loaded
         cache = self._load(self._rows(input_ids), wanted)
+        self._roots[cache] = self._blocks.root
         return cache, cache.get_seq_length()
 
     def precompute(self, texts: Sequence[Any]) -> None:
@@ -204,6 +211,8 @@ class KVTier:
         said = None if hint is None else hint_of(hint)
         if self._can_hold(input_ids):
             rows = self._rows(input_ids)
+            if self._roots.get(cache, self._blocks.root) != self._blocks.root:
+                return self._say_once(_CHANGED)
             if self._states is not None:
                 if not self._states.store(rows, input_ids, cache):
                     why = "nothing is kept of a cache with other tokens than these, or without K and V"
@@ -253,12 +262,16 @@ class KVTier:
             self._fingerprint, cache_salt=self._config.cache.cache_salt, lora_digest=self._live.variant
         )
 
-    def _require_named(self) -> None:
-        """Have blocks named after what the model computes now. UnheldCallError if that has no name."""
+    def _follow(self) -> bool:
+        """Have new rows named after what the model computes now. False if that has no name."""
         if not self._live.holds():
             self._live.look()
             self._blocks.root = self._root()
-        if self._live.refusal is not None:
+        return self._live.refusal is None
+
+    def _require_named(self) -> None:
+        """The same; UnheldCallError if it has no name."""
+        if not self._follow():
             raise UnheldCallError(self._live.refusal)
 
     def _tell_ends(
@@ -382,6 +395,8 @@ class KVTier:
         """Keep what is new and exact of every row. Each has `num_copies` rows in the cache, and ends before `ends`."""
         if self._limit is not None and cache.get_seq_length() > self._limit:
             return  # RoPE changed on the way
+        if not self._blocks.are_current(rows):
+            return self._say_once(_CHANGED)
         num_columns = min(cache.get_seq_length(), sequences.shape[1])
         if not is_whole(cache, len(rows) * num_copies, self._form, self.model):
             self._say_once("nothing is kept of a cache that dropped tokens or has another shape; let load() make it")

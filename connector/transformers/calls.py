@@ -21,6 +21,7 @@ _OWN_WAYS: Final = (  # of decoding, whose cache or prompt is not what `generate
     "force_words_ids",
 )
 _ASSISTED: Final = ("assistant_model", "prompt_lookup_num_tokens")
+_BY_ROW: Final = ("adapter_names", "alora_offsets")  # of PEFT: rows of a call computed by different adapters
 _WHOLE_PROMPT: Final = ("output_attentions", "output_hidden_states")
 _DYNAMIC: Final = (None, "dynamic", "hybrid")  # the cache that is made here; Gemma's checkpoints name the last
 _QUANTIZED: Final = "quantized"
@@ -93,6 +94,9 @@ def read_call(model: Any, input_ids: torch.Tensor, options: Mapping[str, Any], l
     if ways := _first(model, options, _OWN_WAYS):
         way = "leave it out; greedy, sampled, beam, assisted and prompt lookup decoding work"
         raise UnheldCallError(f"{ways} decodes in a way of its own; {way}")
+    if by_row := _first(model, options, _BY_ROW):
+        way = "leave it out, and set_adapter() for all rows of a call"
+        raise UnheldCallError(f"{by_row} gives rows of a call adapters of their own; {way}")
     if whole := _first(model, options, _WHOLE_PROMPT):
         way = "leave it out, or call model.generate() for such outputs"
         raise UnheldCallError(f"{whole} would lack the tokens that are loaded; {way}")

@@ -191,6 +191,8 @@ class StateCalls:
         taken: TakenStates,
     ) -> None:
         """Keep what is new of every row up to its end."""
+        if not self._blocks.are_current(rows):
+            return
         if self._form.layers and not self._is_whole(cache, len(rows), None):
             self._blocks.tiers.metrics.dropped(L2, Outcome.UNSUPPORTED, sum(ends) // self._size)
             return

@@ -1,7 +1,7 @@
 """Blocks of token chains: from the tiers to where the model computes, and back, on the calling thread."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -65,6 +65,7 @@ class TierBlocks:
         self.tiers = tiers
         self.form = form
         self.root = root  # where chains of new rows begin
+        self.follow: Callable[[], bool] = lambda: True  # sets `root` to the model's as it is now; False: it has no name
         self._config = config.cache
         self._device = copies_of(form, device, config.host, tiers.metrics)  # None: the CPU copies
         self._kept = KeptNames()
@@ -82,6 +83,14 @@ class TierBlocks:
         chain = TokenChain(self.root, self.form.block_size, self._config.hash, kept=self._kept)
         chain.extend(token_ids)
         return PromptRow(token_ids, chain, self.tiers.epoch, num_pads)
+
+    def are_current(self, rows: Sequence[PromptRow]) -> bool:
+        """Whether what the model computes still has these rows' names. If not, what would be stored is counted."""
+        if self.follow() and all(row.chain.root == self.root for row in rows):
+            return True
+        num_blocks = sum(len(row.chain.hashes) - row.num_loaded for row in rows)
+        self.tiers.metrics.dropped(L2, Outcome.UNSUPPORTED, num_blocks)
+        return False
 
     @property
     def deadline(self) -> float:

@@ -41,10 +41,13 @@ def tiers_over(directory: Path) -> Iterator[Open]:
     """Opens patient tiers over a directory, with blocks of 16 tokens. At the end laws are checked."""
     opened: list[KVTier] = []
 
-    def factory(model: Any, host: str = "16MiB", name: str | None = None, **cache: Any) -> KVTier:
+    def factory(
+        model: Any, host: str = "16MiB", name: str | None = None, variant: str | None = None, **cache: Any
+    ) -> KVTier:
         section = {"block_size": BLOCK, "load_or_recompute": "load", "prefetch_deadline": "60s", **cache}
         file = {"path": str(directory), "size": "64MiB", "deadline": "60s"}
-        opened.append(KVTier(model, Config.load(host={"size": host}, file=file, cache=section), name=name))
+        config = Config.load(host={"size": host}, file=file, cache=section)
+        opened.append(KVTier(model, config, name=name, variant=variant))
         return opened[-1]
 
     with patch.object(tier_blocks, "_SEALED", 60.0):

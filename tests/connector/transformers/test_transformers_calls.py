@@ -140,7 +140,7 @@ def test_assisted_decoding_goes_on_behind_loaded_tokens(open_tier: Open, kind: s
             options["assistant_model"].get_output_embeddings().weight[3 : VOCAB // 2] *= 0.9  # … often
     expected = without_kvtier(model, batch, options)
     assert torch.equal(expected, model.generate(**batch, **NEW, do_sample=False))
-    kv = open_tier(model)
+    kv = open_tier(model, variant="passes are noted")
     assert kv._why_padding_shows is None  # has passes of its own, once
     prepare = model.prepare_inputs_for_generation
     for num_cached in (0, 80):
@@ -168,7 +168,7 @@ def test_what_an_adapter_library_put_on_the_model_stays_there(open_tier: Open) -
 
     model.prepare_inputs_for_generation = adapted
     tokens = torch.tensor([prompt(1, 90)])
-    kv = open_tier(model)
+    kv = open_tier(model, variant="adapted")
     for num_cached in (0, 80):
         kv.generate(tokens, **NEW, do_sample=False, prompt_lookup_num_tokens=4)
         assert kv.num_cached_tokens == num_cached
