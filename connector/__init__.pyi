@@ -1,7 +1,7 @@
 from .back import Back
 from .both_ends import BothEndsSide
 from .local import LocalConnector
-from .opening import open_tiers
+from .opening import open_apart, open_tiers
 from .partial import best_child
 from .plan import CopyOp, StepPlan, WorkerReport
 from .request import Answered, BlockChain, ConnectedRequest, Request
@@ -26,5 +26,6 @@ __all__ = [
     "WorkerReport",
     "WorkerSide",
     "best_child",
+    "open_apart",
     "open_tiers",
 ]

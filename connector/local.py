@@ -5,13 +5,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 from kvtier.connector.both_ends import BothEndsSide
-from kvtier.connector.opening import open_tiers
+from kvtier.connector.opening import open_apart, open_tiers
 from kvtier.connector.worker import WorkerSide
 from kvtier.tiers import copies
 from kvtier.tiers.config import Config
 from kvtier.tiers.hierarchy import Hierarchy
 from kvtier.tiers.host import cuda_driver
-from kvtier.tiers.naming import KVShape, ModelIdentity
+from kvtier.tiers.naming import KVProbe, KVShape, ModelIdentity
 
 if TYPE_CHECKING:
     import torch
@@ -29,6 +29,7 @@ class LocalConnector:
 
     `tensor` is its L1 pool, `[num_blocks, *shape.block_shape]`; `fingerprint` the model's (ModelIdentity.fingerprint).
     `partial_blocks`: the engine takes promises that end inside a block. `identity`: what the fingerprint was made from.
+    `probe`: what the model computes of a few tokens.
     Raises ConfigError where the configured memory or disk is not there, FormatError and StoreLocked from the slab.
     """
 
@@ -41,8 +42,14 @@ class LocalConnector:
         *,
         partial_blocks: bool = False,
         identity: ModelIdentity | None = None,
+        probe: KVProbe | None = None,
     ) -> None:
-        self.tiers = open_tiers(config, fingerprint, shape, identity)
+        self.identity = identity
+        """As the tiers were opened for it: the one given, or one beside it (`open_apart`)."""
+        if identity is None:
+            self.tiers = open_tiers(config, fingerprint, shape)
+        else:
+            self.tiers, self.identity = open_apart(config, identity, shape, probe)
         if tensor.is_cuda and config.host.pin and cuda_driver() is None:
             _log.warning("[host] pin: libcuda.so.1 is not found or does not start, so copies will be slow")
 
@@ -74,11 +81,11 @@ class LocalConnector:
         return self.tiers
 
     @classmethod
-    def connect(cls, config: Config) -> "Callable[[ModelIdentity, BlockPool], LocalConnector]":
+    def connect(cls, config: Config) -> "Callable[[ModelIdentity, BlockPool, KVProbe], LocalConnector]":
         """What `Engine` takes as `connect`: opens the tiers once model and L1 are known."""
-        return lambda identity, pool: cls(
+        return lambda identity, pool, probe: cls(
             config, identity.fingerprint(), pool.shape, pool.tensor,
-            partial_blocks=pool.partial_blocks, identity=identity,
+            partial_blocks=pool.partial_blocks, identity=identity, probe=probe,
         )  # fmt: skip
 
     def reset(self) -> None:

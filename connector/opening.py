@@ -1,26 +1,54 @@
 """From a configuration to the tiers below L1: of this process, or of the node's daemon."""
 
 import logging
+from dataclasses import replace
 from typing import Final
 
 from kvtier.connector.daemon import Hello, RemoteTiers
-from kvtier.tiers import BlockShape, ConfigError
+from kvtier.tiers import BlockShape, ConfigError, KVMismatch
 from kvtier.tiers.config import Config
 from kvtier.tiers.hierarchy import CacheTiers, open_hierarchy
-from kvtier.tiers.naming import ModelIdentity
+from kvtier.tiers.naming import KVProbe, ModelIdentity
 
 _log = logging.getLogger(__name__)
 
+_NAMESPACES: Final = 4  # of one name, for models that compute different KV
 _GRACE: Final = 0.5  # seconds the daemon's answer may come after its own deadline
 
 
+def open_apart(
+    config: Config, identity: ModelIdentity, shape: BlockShape, probe: KVProbe | None
+) -> tuple[CacheTiers, ModelIdentity]:
+    """The tiers of this identity, or of the first one beside it where what is kept is what the model computes.
+
+    Returns which identity that is; its fingerprint names the blocks. Without a probe nothing is compared. Raises as
+    `open_tiers`; KVMismatch if so many namespaces are all of models that compute something else.
+    """
+    for apart in (None, *range(1, _NAMESPACES)):
+        named = replace(identity, apart=apart)
+        try:
+            tiers = open_tiers(config, named.fingerprint(), shape, named, probe)
+        except KVMismatch as error:
+            if apart is None:
+                _log.warning("%s; until then blocks are kept apart", error)
+            elif apart == _NAMESPACES - 1:
+                raise
+            continue
+        return tiers, named
+    raise AssertionError("unreachable")
+
+
 def open_tiers(
-    config: Config, fingerprint: bytes, shape: BlockShape, identity: ModelIdentity | None = None
+    config: Config,
+    fingerprint: bytes,
+    shape: BlockShape,
+    identity: ModelIdentity | None = None,
+    probe: KVProbe | None = None,
 ) -> CacheTiers:
     """The daemon's if `[service] socket` names one, else tiers of our own; raises as `open_hierarchy`.
 
     `identity`: what the fingerprint was made from; the daemon tells it to people. ConfigError if it is not made for
-    `[cache] lossy`.
+    `[cache] lossy`. `probe`: what the model computes of a few tokens; KVMismatch if what is kept is another's.
     """
     lossy = None if identity is None else identity.lossy
     if (lossy is None) != (config.cache.lossy == "none"):
@@ -33,8 +61,12 @@ def open_tiers(
             _log.info("[cache] lossy: the daemon's Redis and object store keep K and V as %s", lossy)
         about = () if identity is None else tuple(identity.told().items())
         hello = Hello(
-            fingerprint, shape.block_size, shape.block_bytes, config.host.size, reset=False, about=about, lossy=lossy
+            *(fingerprint, shape.block_size, shape.block_bytes, config.host.size),
+            reset=False,
+            about=about,
+            lossy=lossy,
+            kv_probe=None if probe is None else probe.packed(),
         )
         patience = config.cache.prefetch_deadline + _GRACE
         return RemoteTiers(service.socket, hello, patience, deadline=service.deadline)
-    return open_hierarchy(config, fingerprint, shape, lossy=lossy)
+    return open_hierarchy(config, fingerprint, shape, lossy=lossy, kv_probe=probe)

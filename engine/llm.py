@@ -4,6 +4,7 @@ import itertools
 import time
 from collections import abc, deque
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Final, Self
 
@@ -21,7 +22,7 @@ from kvtier.engine.segment_requests import SegmentRequests, wanted_by_each, want
 from kvtier.engine.sequence import NamedPrompt, Output, SamplingParams, Sequence, SequenceState
 from kvtier.tiers import ConfigError, RequestError
 from kvtier.tiers.copies import BlockPool
-from kvtier.tiers.naming import ModelIdentity
+from kvtier.tiers.naming import KVProbe, ModelIdentity
 
 _WAIT: Final = 0.01  # seconds an engine with nothing to compute waits for a copy or a lookup before it looks again
 _POLL: Final = 0.0005  # seconds between looks at copies that cannot be waited for
@@ -33,8 +34,8 @@ _COUNTED: Final = (
     "unkept_states",
 )  # fmt: skip
 
-Connect = Callable[[ModelIdentity, BlockPool], EngineConnector]
-"""Makes the connector once the model and its pool are known."""
+Connect = Callable[[ModelIdentity, BlockPool, KVProbe], EngineConnector]
+"""Makes the connector once the model, its pool and what it computes of a few tokens are known."""
 
 
 class Engine:
@@ -62,7 +63,10 @@ class Engine:
         )
         self.max_model_len = min(self.config.max_model_len or model.max_model_len, model.max_model_len)
         self.fits_l1 = model.room(self.pool.num_blocks, self.config.block_size)  # tokens of a request
-        self.connector: EngineConnector = NoOffload() if connect is None else connect(self.identity, self.pool)
+        self.connector: EngineConnector = NoOffload()
+        if connect is not None:
+            self.connector = connect(self.identity, self.pool, model.probe)
+            self.identity = self.connector.identity or self.identity
         self.worker = self.connector.worker
         scheduler_side = None if connect is None else self.connector.scheduler
         self.runner = runner_of(model, self.pool.tensor, self.config, self.worker.wait_layer)
@@ -217,7 +221,7 @@ class Engine:
         self.drain(_CLOSE_DEADLINE)
         self.pool.reset()
         self.connector.reset()
-        self.identity = self.model.identity(self.config)
+        self.identity = replace(self.model.identity(self.config), apart=self.identity.apart)
         self._names = PromptNames(self.identity.fingerprint(), self.config)
 
     @property

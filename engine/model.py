@@ -19,11 +19,11 @@ from transformers import (
 
 from kvtier.connector.models import cache_option, identity_of, live_model, name_of, rope_limit
 from kvtier.connector.segments import PAGED_ATTENTION, PackedAttention
-from kvtier.connector.transformers import CacheForm, GoingOn, how_it_goes_on
+from kvtier.connector.transformers import CacheForm, GoingOn, how_it_goes_on, probe_of
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.model_caches import Expand, SequenceCache
 from kvtier.tiers import ConfigError, RequestError
-from kvtier.tiers.naming import DTYPE_BYTES, KVShape, ModelIdentity, with_lossy
+from kvtier.tiers.naming import DTYPE_BYTES, KVProbe, KVShape, ModelIdentity, with_lossy
 
 _DENSE: Final = (
     "cohere", "cohere2", "exaone4", "gemma2", "gemma3_text", "gemma3n_text", "glm4", "gpt2", "gpt_neox", "granite",
@@ -66,7 +66,7 @@ class Model:
         self.expand: dict[int, Expand] = {
             part.layer_idx: part.expand_kv for part in parts if hasattr(part, "expand_kv")
         }
-        self._form = _form_of(module, self.kind)
+        self._form, self.probe = _form_of(module, self.kind)
         self.going_on: GoingOn | None = how_it_goes_on(module, self._form) if self.has_own_cache else None
         if not self._form.layers:
             self.max_model_len = max(self.max_model_len, _ENDLESS)
@@ -209,15 +209,17 @@ def _without_temperature(module: PreTrainedModel) -> int:
     return floor - 1
 
 
-def _form_of(module: PreTrainedModel, kind: str) -> CacheForm:
-    """What transformers' own cache of this model keeps: so blocks are laid out and named as `KVTier`'s are."""
-    if kind in _ONE_BY_ONE or kind not in PAGED:
-        return CacheForm.of(module, 1)
-    module.set_attn_implementation("eager")
+def _form_of(module: PreTrainedModel, kind: str) -> tuple[CacheForm, KVProbe]:
+    """What transformers' own cache of this model keeps, and has of a few tokens: so blocks are named as `KVTier`'s."""
+    is_packed = kind in PAGED and kind not in _ONE_BY_ONE
     try:
-        return CacheForm.of(module, 1)
+        if is_packed:
+            module.set_attn_implementation("eager")
+        form = CacheForm.of(module, 1)
+        return form, probe_of(module, form)
     finally:
-        module.set_attn_implementation(PAGED_ATTENTION)
+        if is_packed:
+            module.set_attn_implementation(PAGED_ATTENTION)
 
 
 def _longest(config: PretrainedConfig) -> int:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 from kvtier.connector import Answered, ConnectorUpdate, Request, StepPlan, WorkerReport
 from kvtier.tiers import BlockRecord
 from kvtier.tiers.hierarchy import Pending
+from kvtier.tiers.naming import ModelIdentity
 
 if TYPE_CHECKING:
     from kvtier.connector import Back, BothEndsSide, ConnectedRequest, WorkerSide
@@ -25,6 +26,10 @@ class EngineConnector(Protocol):
     @property
     def worker(self) -> "WorkerSide | NoCopies":
         """The copying half. Copies only enqueue."""
+
+    @property
+    def identity(self) -> ModelIdentity | None:
+        """What its tiers' blocks are named after, if another one than was asked for: KV of this name is kept apart."""
 
     def reset(self) -> None:
         """Forget every block in every tier below L1."""
@@ -70,6 +75,7 @@ class NoOffload:
     def __init__(self) -> None:
         self.worker = NoCopies()
         self.computes_alone = False
+        self.identity = None
         self.writing: list[int] = []  # always empty
         self.backs: dict[str, Back] = {}  # the same
         self.requests: dict[str, ConnectedRequest] = {}  # nobody was asked

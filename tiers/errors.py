@@ -4,6 +4,7 @@ KVTierError
 ├── ConfigError          a value the user gave cannot be used (names the field, the value and the fix)
 ├── FormatError          bytes on disk or wire are not in a format this version reads
 ├── FingerprintMismatch  the bytes belong to another model, dtype or layout
+│   └── KVMismatch       … or to one of the same weights that computes other KV
 ├── StoreLocked          another process owns the store (names its pid)
 ├── TierUnavailable      a tier could not be opened or reached
 ├── RequestError         a request cannot be served as asked
@@ -25,6 +26,10 @@ class FormatError(KVTierError):
 
 class FingerprintMismatch(KVTierError):
     """The bytes belong to another model, dtype, block size or layout."""
+
+
+class KVMismatch(FingerprintMismatch):
+    """The namespace holds KV that a model of the same name computed otherwise. The message says how far it is apart."""
 
 
 class StoreLocked(KVTierError):

@@ -175,6 +175,20 @@ class Locates(Protocol):
 
 
 @runtime_checkable
+class KeepsKVProbe(Protocol):
+    """A tier that keeps what the maker of its namespace computes of a few tokens (`kv_probe.py`).
+
+    Both block, and raise TierUnavailable if the storage does not answer: they are called while the tier is opened.
+    """
+
+    def kv_probe(self) -> bytes | None:
+        """The packed probe that is kept; None if there is none."""
+
+    def keep_kv_probe(self, packed: bytes) -> None:
+        """Keep it, unless there is one by now."""
+
+
+@runtime_checkable
 class HearsOthers(Protocol):
     """A tier that `Locates`, and mostly knows what others store there: they tell it."""
 

@@ -18,7 +18,7 @@ from kvtier.connector.daemon.handshake import (
 )
 from kvtier.connector.daemon.messages import Bye, Ended, Operation, Reply, taken_along
 from kvtier.connector.daemon.wire import MAX_ITEMS, pack_request, unpack_reply
-from kvtier.tiers import ConfigError, FormatError, TierUnavailable
+from kvtier.tiers import ConfigError, FormatError, KVMismatch, TierUnavailable
 from kvtier.tiers.hierarchy import Claim
 from kvtier.tiers.host import HostRegion
 
@@ -120,7 +120,8 @@ class Attachment:
     def start(self) -> None:
         """Attach, waiting for the daemon's answer; a daemon that is not there is a warning, and found later.
 
-        ConfigError if it is there and says no: another version, another user's, no room for this model.
+        ConfigError if it is there and says no: another version, another user's, no room for this model. KVMismatch if
+        it has the KV of a model that computes something else.
         """
         try:
             connection = self._say_hello()
@@ -132,6 +133,9 @@ class Attachment:
             if body is None:
                 raise TimeoutError(f"no welcome within {_WELCOME:g} s")
             self._welcomed(connection, unpack_handshake_reply(body))
+        except KVMismatch:
+            connection.close()
+            raise
         except (ConfigError, FormatError, TierUnavailable) as error:
             connection.close()
             raise ConfigError(f'[service] socket "{self.path}": {error}') from None
@@ -254,7 +258,7 @@ class Attachment:
             except BaseException:
                 connection.close()
                 raise
-        except (OSError, ConfigError, FormatError, TierUnavailable) as error:
+        except (OSError, ConfigError, FormatError, KVMismatch, TierUnavailable) as error:
             if self._connecting is not None:
                 self._connecting[0].close()
                 self._connecting = None
@@ -272,7 +276,7 @@ class Attachment:
 
     def _welcomed(self, connection: Connection, reply: HandshakeReply) -> None:
         if isinstance(reply, Refused):
-            raise TierUnavailable(reply.why)
+            raise KVMismatch(reply.why) if reply.is_other_kv else TierUnavailable(reply.why)
         if not isinstance(reply, Welcome) or not connection.files:
             raise FormatError("a welcome without its region")
         fd = connection.files.pop()

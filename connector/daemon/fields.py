@@ -100,6 +100,13 @@ def octets(value: Any, length: int) -> bytes:
     return value
 
 
+def octets_up_to(value: Any, most: int) -> bytes:
+    """At most so many bytes."""
+    if type(value) is not bytes or len(value) > most:
+        raise FormatError(f"not bytes, {most} at most: {value!r:.40}")
+    return value
+
+
 def octets_of_tokens(value: Any) -> bytes:
     """Whole tokens of a block, or none: u32 little-endian each."""
     if type(value) is not bytes or len(value) % 4 or len(value) > 4 * MAX_BLOCK_SIZE:

@@ -11,11 +11,12 @@ import struct
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple, TypeAlias
 
-from kvtier.connector.daemon.fields import ID_BYTES, decoded, flag, number, octets, seconds, text
+from kvtier.connector.daemon.fields import ID_BYTES, decoded, flag, number, octets, octets_up_to, seconds, text
 from kvtier.connector.daemon.wire import pack_frame
 from kvtier.tiers import FormatError
+from kvtier.tiers.naming import PROBE_BYTES
 
-VERSION: Final = 6
+VERSION: Final = 7
 _MAGIC: Final = "kvtier"
 _MAX_SLOTS: Final = 1 << 32
 _PEER: Final = struct.Struct("3i")
@@ -64,6 +65,7 @@ class Hello(NamedTuple):
     reset: bool  # a reset the daemon was not told of: everything is to be forgotten first
     about: Sequence[tuple[str, str]] = ()  # the fields that the fingerprint was made from, for people; none: not known
     lossy: str | None = None  # how tiers that nodes share keep the blocks (`ModelIdentity.lossy`); None: as they are
+    kv_probe: bytes | None = None  # what the model computes of a few tokens, packed; None: it was not asked
 
 
 class Join(NamedTuple):
@@ -92,6 +94,7 @@ class Refused(NamedTuple):
     """No, and why: one line for a person."""
 
     why: str
+    is_other_kv: bool = False  # the namespace has the KV of a model that computes something else: KVMismatch
 
 
 Handshake: TypeAlias = Hello | Join
@@ -111,10 +114,11 @@ def unpack_handshake(body: Any) -> Handshake:
         return Join(octets(client, ID_BYTES))
     if kind != Hello.__name__:
         raise FormatError(f"unknown handshake {kind!r:.40}")
-    fingerprint, block_size, block_bytes, size, reset, about, lossy = fields
+    fingerprint, block_size, block_bytes, size, reset, about, lossy, kv_probe = fields
     hello = Hello(
         octets(fingerprint, 32), number(block_size, 1 << 20), number(block_bytes, 1 << 40), number(size), flag(reset),
         tuple((text(name), text(value)) for name, value in about), None if lossy is None else text(lossy),
+        None if kv_probe is None else octets_up_to(kv_probe, PROBE_BYTES),
     )  # fmt: skip
     if not hello.block_size or not hello.block_bytes:
         raise FormatError(f"blocks of {hello.block_size} tokens and {hello.block_bytes} bytes")
@@ -126,8 +130,8 @@ def unpack_handshake_reply(body: Any) -> HandshakeReply:
     """The daemon's first frame. FormatError names both versions if they differ."""
     kind, fields = _header(body)
     if kind == Refused.__name__:
-        (why,) = fields
-        return Refused(text(why))
+        why, is_other_kv = fields
+        return Refused(text(why), flag(is_other_kv))
     if kind == Joined.__name__ and not fields:
         return Joined()
     if kind != Welcome.__name__:

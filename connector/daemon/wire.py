@@ -58,7 +58,7 @@ from kvtier.tiers.hierarchy import Attribution, Ends, Meeting, Wanted
 from kvtier.tiers.pool import MAX_CHILDREN
 from kvtier.tiers.returns import Hint, RequestEnd
 
-MAX_HELLO: Final = 4 << 10  # bytes of a frame from a client that has not said yet who it is
+MAX_HELLO: Final = 8 << 10  # bytes of a frame from a client that has not said yet who it is
 MAX_ENDED: Final = 512  # names of an ended request, its last ones
 MAX_REQUEST_ID: Final = 256  # characters
 MAX_FRAME: Final = 16 << 20  # bytes of any other

@@ -1,6 +1,6 @@
 from .cache_option import cache_option, given_cache, returned_cache
 from .checkpoint import config_digest_of, config_of, name_of, revision_of
-from .computes import LiveModel
+from .computes import LiveModel, without_adapters
 from .hf_model import identity_of, live_model
 from .length_rope import SHORT_ROPE, rope_limit
 from .tokenizer import load_tokenizer
@@ -21,4 +21,5 @@ __all__ = [
     "returned_cache",
     "revision_of",
     "rope_limit",
+    "without_adapters",
 ]

@@ -5,6 +5,7 @@ import hashlib
 import secrets
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, Final
@@ -129,6 +130,20 @@ class LiveModel:
         told = (self._own or weights, hidden, adapters, label)
         if any(each is not None for each in told):
             self.variant = hashlib.sha256(b"kvtier-variant-v1" + repr(told).encode()).digest()
+
+
+@contextmanager
+def without_adapters(model: torch.nn.Module) -> Iterator[None]:
+    """While it is open, the model computes what its own weights do. What is merged into them stays."""
+    layers: list[Any] = [each for each in model.modules() if "_active_adapter" in vars(each) and not each.merged_adapters]
+    were = [layer._disable_adapters for layer in layers]
+    try:
+        for layer in layers:
+            layer._disable_adapters = True
+        yield
+    finally:
+        for layer, was in zip(layers, were, strict=True):
+            layer._disable_adapters = was
 
 
 def parts_of(model: torch.nn.Module) -> Iterator[Part]:

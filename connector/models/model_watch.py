@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 from torch.nn.modules import module as _torch_modules
 
-_SAMPLED: Final = 64  # tensors whose place and one element are looked at: of each kind of weight some, in all of a model's depth
+_SAMPLED: Final = 32  # tensors whose place and one element are looked at: of each kind of weight some, in all of a model's depth
 _STATE: Final = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")  # of an adapter layer of PEFT
 _VERSION: Final = attrgetter("_version")
 _FORWARD: Final = attrgetter("forward")
@@ -23,7 +23,7 @@ class TensorWatch:
     """Whether tensors may have other values than when this was made.
 
     Version counters count every change in place, of every tensor. What goes past them through `.data` is looked for in
-    up to 64 tensors: whether their memory is another, and whether one element each has another value.
+    up to 32 tensors: whether their memory is another, and whether one element each has another value.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -117,7 +117,7 @@ def _all_tensors(model: torch.nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
 
 
 def _spread(tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-    """Up to 64 tensors: of each kind (one name but for its numbers) as many, from the first layer to the last."""
+    """Up to 32 tensors: of each kind (one name but for its numbers) as many, from the first layer to the last."""
     kinds: dict[str, list[torch.Tensor]] = {}
     for name, tensor in tensors.items():
         kinds.setdefault(_NUMBER.sub("#", name), []).append(tensor)

@@ -1,6 +1,6 @@
 from .adapter import KVTier
 from .blocks import Blocks
-from .cache_form import CacheForm, empty_cache, per_token
+from .cache_form import CacheForm, empty_cache, per_token, probe_of
 from .config_file import read_config
 from .config_form import form_of_config
 from .kv_cache import fill
@@ -21,6 +21,7 @@ __all__ = [
     "form_of_config",
     "how_it_goes_on",
     "per_token",
+    "probe_of",
     "read_config",
     "step_cost",
 ]

@@ -18,12 +18,12 @@ except ModuleNotFoundError:
     require_extra("KVTier", "transformers")
     raise
 
-from kvtier.connector import open_tiers
-from kvtier.connector.models import identity_of, live_model, name_of, rope_limit
+from kvtier.connector import open_apart
+from kvtier.connector.models import identity_of, live_model, name_of, rope_limit, without_adapters
 from kvtier.connector.segments import Repair, WantedReuse
 from kvtier.connector.transformers.assisted import going_on_from
 from kvtier.connector.transformers.blocks import Blocks
-from kvtier.connector.transformers.cache_form import CacheForm, empty_cache
+from kvtier.connector.transformers.cache_form import CacheForm, empty_cache, probe_of
 from kvtier.connector.transformers.calls import Call, UnheldCallError, read_call, require_plain_rows, require_rows
 from kvtier.connector.transformers.endings import tell_ends
 from kvtier.connector.transformers.kv_cache import BlendedCache, blocks_of, fill, is_whole
@@ -36,7 +36,7 @@ from kvtier.connector.transformers.state_gate import GoingOn, how_it_goes_on
 from kvtier.connector.transformers.tier_blocks import PromptRow, TierBlocks
 from kvtier.tiers.config import Config, ConfigSource, format_size
 from kvtier.tiers.hierarchy import CacheTiers
-from kvtier.tiers.naming import root_hash, with_lossy
+from kvtier.tiers.naming import KVProbe, root_hash, with_lossy
 from kvtier.tiers.returns import Hint, hint_of
 
 if int(_version.partition(".")[0]) < 5:
@@ -101,8 +101,8 @@ class KVTier:
             _log.warning("nothing is kept of this model: %s", error)
             return
         named = with_lossy(self._form.named(identity), cache.lossy, self._form.block_bytes)
+        self._opened, named = open_apart(self._config, named, self._form, self._probe(variant))
         self._fingerprint = named.fingerprint()
-        self._opened = open_tiers(self._config, self._fingerprint, self._form, named)
         self._blocks = TierBlocks(self._opened, self._root(), self._form, self._config, model.device)
         self._blocks.follow = self._follow
         if going_on is not None:
@@ -255,6 +255,13 @@ class KVTier:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+    def _probe(self, variant: str | None) -> KVProbe | None:
+        """What the model's own weights make of a few tokens; None if other code might show in that."""
+        if variant is not None or self._live.refusal is not None:
+            return None
+        with without_adapters(self.model):
+            return probe_of(self.model, self._form)
 
     def _root(self) -> ChainHash:
         """Where the names of blocks begin that the model computes as it is now."""

@@ -14,7 +14,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from kvtier.connector.models import cache_option
 from kvtier.connector.transformers.state_form import STATES, StateForm, require_known
 from kvtier.tiers import ConfigError
-from kvtier.tiers.naming import DTYPE_BYTES, FlatShape, KVShape, ModelIdentity
+from kvtier.tiers.naming import DTYPE_BYTES, FlatShape, KVProbe, KVShape, ModelIdentity
 
 _OWN_CACHE: Final = "MiniMaxCache"  # the one class of its own that holds K and V as others do
 _KEYS: Final = ("keys", "values", "indexer_keys")  # tensors of a cache layer that grow by a row for each token
@@ -182,6 +182,21 @@ def empty_cache(model: PreTrainedModel) -> DynamicCache:
             states: Any = layer
             cache.layers[number] = _cache_utils.LinearAttentionAndFullAttentionLayer(states.number_of_states)
     return cache
+
+
+def probe_of(model: PreTrainedModel, form: CacheForm) -> KVProbe:
+    """What the model computes of a few tokens, as it is now. ConfigError as `CacheForm.of`."""
+    cache = _probe(model)
+    layers: Any = cache.layers
+    rows = [
+        tensor
+        for layer, planes in zip(layers, form.layers, strict=False)
+        for plane in planes
+        for part in plane.parts
+        if (tensor := per_token(layer, part.name)) is not None
+    ]
+    states = form.states.take(cache) if form.states is not None else []
+    return KVProbe.of([each.detach().float().cpu().numpy() for each in (*rows, *states)], form.dtype)
 
 
 def layers_of(cache: DynamicCache, num_rows: int, num_tokens: int, model: PreTrainedModel) -> tuple[Layer, ...]:

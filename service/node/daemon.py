@@ -176,9 +176,9 @@ class Daemon:
                         self._open_next()
                 self._waiting.setdefault(hello.fingerprint, []).append((session, hello))
                 return
-        except ConfigError as error:
+        except (ConfigError, FormatError, KVMismatch) as error:
             self.log(f"client {session.peer.pid} is refused: {error}")
-            session.refuse(str(error))
+            session.refuse(error)
             return
         namespace.about = namespace.about or dict(hello.about)
         session.enter(namespace)
@@ -303,7 +303,7 @@ class Daemon:
                 self.admit(session, hello)
             else:
                 self.log(f"client {session.peer.pid} is refused: {result}")
-                session.refuse(str(result))
+                session.refuse(result)
         self._openings.pop(0)
         if self._openings:
             self._open_next()

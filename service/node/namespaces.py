@@ -14,8 +14,9 @@ from kvtier.service.node.served_tiers import ServedTiers
 from kvtier.service.why import RequestLog
 from kvtier.tiers import ConfigError
 from kvtier.tiers.config import Config, format_size
-from kvtier.tiers.hierarchy import EventSource, Hierarchy, open_hierarchy
+from kvtier.tiers.hierarchy import EventSource, Hierarchy, ProbedOpening, open_hierarchy, require_alike
 from kvtier.tiers.host import slot_stride
+from kvtier.tiers.naming import KVProbe
 
 _MIN_BLOCKS: Final = 8  # fewer in L2 are of no use: promises take half of them, each prefetch a quarter
 
@@ -58,6 +59,7 @@ class Namespace:
     source: EventSource | None  # what comes to the tiers and leaves them, where that is published
     lent: LentModel | None = None  # what other nodes' daemons may borrow
     lossy: str | None = None  # how tiers that nodes share keep the blocks; None: as they are
+    kv_probe: KVProbe | None = None  # of the first client's model that was asked
     instance: bytes = field(default_factory=lambda: secrets.token_bytes(ID_BYTES))
     about: dict[str, str] = field(default_factory=dict)  # what the fingerprint was made from; empty: nobody has said
     members: set[NamespaceUser] = field(default_factory=set)
@@ -73,6 +75,17 @@ class Namespace:
         if self.lent is not None:
             self.lent.close()
         self.hierarchy.close(timeout)
+
+    def require_alike(self, packed: bytes | None) -> None:
+        """KVMismatch if a client's model computes other KV than is kept here. FormatError for no probe."""
+        if packed is None:
+            return
+        probe = KVProbe.unpack(packed)
+        for port in self.hierarchy.ports:
+            if isinstance(port.opening, ProbedOpening):
+                port.opening.adopt(probe)
+        self.kv_probe = self.kv_probe or probe
+        require_alike(self.kv_probe, probe, "host memory")
 
     @property
     def is_shared(self) -> bool:
@@ -108,8 +121,11 @@ class Opening(NamedTuple):
         blocks = BlockDimensions(self.hello.block_size, self.hello.block_bytes)
         host = self.config.host.model_copy(update={"size": self.size, "shared": True, "pin": False})
         config = self.config.model_copy(update={"host": host})
-        lossy = self.hello.lossy
-        hierarchy = open_hierarchy(config, self.hello.fingerprint, blocks, lossy=lossy, lease_deadline=math.inf)
+        lossy, packed = self.hello.lossy, self.hello.kv_probe
+        probe = None if packed is None else KVProbe.unpack(packed)
+        hierarchy = open_hierarchy(
+            config, self.hello.fingerprint, blocks, lossy=lossy, lease_deadline=math.inf, kv_probe=probe
+        )
         service = config.service
         tiers = ServedTiers(
             hierarchy,
@@ -122,8 +138,9 @@ class Opening(NamedTuple):
         if config.file.path is not None and self.hello.about:
             note_model(config.file.path, self.hello.fingerprint, dict(self.hello.about))
         source = EventSource(hierarchy) if config.events.publish is not None else None
+        about = dict(self.hello.about)
         return Namespace(
-            self.hello.fingerprint, blocks, self.size, tiers, source, lossy=lossy, about=dict(self.hello.about)
+            self.hello.fingerprint, blocks, self.size, tiers, source, lossy=lossy, kv_probe=probe, about=about
         )
 
 
@@ -149,7 +166,10 @@ class Namespaces:
         return sum(namespace.size for namespace in self._open.values()) + sum(self._opening.values())
 
     def find(self, hello: Hello) -> Namespace | None:
-        """The model's namespace if it is open. ConfigError if its blocks are not those the client speaks of."""
+        """The model's namespace if it is open. ConfigError if its blocks are not those the client speaks of.
+
+        KVMismatch if they are those of a model that computes something else.
+        """
         namespace = self._open.get(hello.fingerprint)
         blocks = BlockDimensions(hello.block_size, hello.block_bytes)
         if namespace is not None and namespace.blocks != blocks:
@@ -162,6 +182,8 @@ class Namespaces:
                 f"[cache] lossy: blocks as {hello.lossy or 'exact'}: this model's here are "
                 f"{namespace.lossy or 'exact'}; run one kvtier everywhere"
             )
+        if namespace is not None:
+            namespace.require_alike(hello.kv_probe)
         return namespace
 
     def is_opening(self, fingerprint: bytes) -> bool:

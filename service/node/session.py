@@ -129,10 +129,11 @@ class Session:
         except OSError:
             self.end_connection("died")
 
-    def refuse(self, why: str, reason: str = "refused") -> None:
+    def refuse(self, why: Exception | str, reason: str = "refused") -> None:
         """Refuse it, say why, and hang up; `reason` is counted."""
+        is_other_kv, why = isinstance(why, KVMismatch), str(why)
         self._daemon.refusals.note(why, self.peer, self.wanted)
-        self._send_handshake_reply(handshake.Refused(why[:500]))
+        self._send_handshake_reply(handshake.Refused(why[:500], is_other_kv))
         self.end_connection(reason)
 
     def tell(self) -> None:

@@ -122,7 +122,7 @@ def make() -> Iterator[Make]:
     def build(kind: type[Witness] = Witness, host: str = "2MiB", **options: Any) -> tuple[Engine, ManualConnector]:
         settings = EngineConfig(**{**EXACT, "num_blocks": 24, **options})
         engine = Engine.from_config(
-            config_of("llama"), settings, lambda identity, pool: ManualConnector(identity, pool, kind, host)
+            config_of("llama"), settings, lambda identity, pool, _: ManualConnector(identity, pool, kind, host)
         )
         engines.append(engine)
         assert isinstance(engine.connector, ManualConnector)

@@ -166,7 +166,7 @@ class Mischief:
         }
         self.settings = EngineConfig(**chosen)
         self.engine = Engine.from_config(
-            config_of("llama"), self.settings, lambda identity, pool: BadConnector(identity, pool, config, seed)
+            config_of("llama"), self.settings, lambda identity, pool, _: BadConnector(identity, pool, config, seed)
         )
         connector: Any = self.engine.connector
         self.connector: BadConnector = connector

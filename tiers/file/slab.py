@@ -20,6 +20,7 @@ ENCRYPTED_VERSION: Final = 2  # of a slab whose rows and payloads are sealed
 HEADER_BYTES: Final = 2 * PAGE  # the superblock and its copy
 OWNER_OFFSET: Final = 2048  # u64 pid of the process that holds the lock, outside the superblock's checksum
 ASKED_OFFSET: Final = 2056  # two u64: bytes another opener asks the owner to cut the slab down to, and their xxh3
+KV_PROBE_OFFSET: Final = PAGE + 2048  # what the slab's maker computes of a few tokens, or zeros; has its own checksum
 READY: Final = 1  # the only state other than free (0) that reaches the disk
 EXTENT_BYTES: Final = 8 << 20
 MAX_SEGMENTS: Final = 32

@@ -27,7 +27,7 @@ from kvtier.tiers import (
 )
 from kvtier.tiers.file import slab
 from kvtier.tiers.file.extents import ExtentMap
-from kvtier.tiers.file.file_io import FileIO
+from kvtier.tiers.file.file_io import FileIO, write_all
 from kvtier.tiers.file.group_sync import GroupSync
 from kvtier.tiers.file.payload_io import Mode, PayloadIO, probe_mode
 from kvtier.tiers.file.slab_changes import SlabChanges
@@ -40,6 +40,7 @@ from kvtier.tiers.file.slab_rows import SlabRows
 from kvtier.tiers.file.slab_space import SlabFile, blank_slots, write_owner
 from kvtier.tiers.file.slab_tail import Calls, TailGiver
 from kvtier.tiers.file.slab_writer import SlabWriter
+from kvtier.tiers.naming import PROBE_BYTES
 from kvtier.tiers.pool import ChildIndex, Departures
 from kvtier.tiers.returns import ToldEnd
 
@@ -225,6 +226,22 @@ class FileStore:
                 self._writer.reset()
 
     # Looking after it.
+
+    def kv_probe(self) -> bytes | None:
+        """As `KeepsKVProbe`."""
+        try:
+            packed = os.pread(self._file.fd, PROBE_BYTES, slab.KV_PROBE_OFFSET)
+        except OSError as error:
+            raise TierUnavailable(f"[file] {self.path}: {error}; the file tier is off") from error
+        return packed if any(packed) else None
+
+    def keep_kv_probe(self, packed: bytes) -> None:
+        """As `KeepsKVProbe`: beside the superblock's copy."""
+        try:
+            if self.kv_probe() is None:
+                write_all(self._io, self._file.fd, [memoryview(packed)], slab.KV_PROBE_OFFSET)
+        except OSError as error:
+            raise TierUnavailable(f"[file] {self.path}: {error}; the file tier is off") from error
 
     def stats(self) -> Mapping[str, int]:
         """Counts since open: read_{outcome}, write_{outcome}, evicted, recovered, queue_refused; slots by state now."""

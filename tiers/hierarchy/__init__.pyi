@@ -6,6 +6,7 @@ from .inventory import HeldRun, held_runs, in_runs, lineages
 from .io_queue import IoQueue, JoinedJob
 from .lower_tier import TierPort
 from .opening import check_tiers, lower_modules, open_hierarchy, open_ports
+from .probed_opening import ProbedOpening, require_alike
 from .rates import Meeting, Rates
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "JoinedJob",
     "Meeting",
     "Pending",
+    "ProbedOpening",
     "Rates",
     "Removed",
     "Stored",
@@ -40,4 +42,5 @@ __all__ = [
     "lower_modules",
     "open_hierarchy",
     "open_ports",
+    "require_alike",
 ]

@@ -86,7 +86,7 @@ class TierPort:
     ) -> None:
         self.name = name
         self.settings = settings
-        self._open = open
+        self.opening = open
         self._metrics = metrics
         self._rates = rates
         self._reading = BusyTime()
@@ -317,7 +317,7 @@ class TierPort:
         with self._attaching:
             if self.tier is None and not self._closed:
                 try:
-                    tier = self._open()
+                    tier = self.opening()
                 except expected as error:
                     self._trip(error)
                     return None

@@ -21,9 +21,11 @@ from kvtier.tiers.config import Config
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy
 from kvtier.tiers.hierarchy.lower_tier import PortSettings, TierPort
 from kvtier.tiers.hierarchy.packed import PackedShape
+from kvtier.tiers.hierarchy.probed_opening import ProbedOpening
 from kvtier.tiers.hierarchy.rates import Rates
 from kvtier.tiers.hierarchy.settings import HierarchySettings
 from kvtier.tiers.host import HostRegion, HostTier, slot_stride
+from kvtier.tiers.naming import KVProbe
 
 _log = logging.getLogger(__name__)
 
@@ -72,14 +74,15 @@ def open_hierarchy(
     *,
     lossy: str | None = None,
     lease_deadline: float = 60.0,
+    kv_probe: KVProbe | None = None,
 ) -> Hierarchy:
     """The hierarchy a configuration describes, for the blocks of one model (`ModelIdentity.fingerprint`, 32 bytes).
 
     A promise nobody asks about is kept for `lease_deadline` seconds. `lossy` is `ModelIdentity.lossy`: how tiers that
-    nodes share keep blocks. The fingerprint is made of it, too.
+    nodes share keep blocks. The fingerprint is made of it, too. `kv_probe`: what the model computes of a few tokens.
 
-    Raises ConfigError where memory or disk are too small or a key is not the one needed, StoreLocked, FormatError and
-    FingerprintMismatch; a directory that cannot be used is one warning, and the tier attaches when it can.
+    Raises ConfigError where memory or disk are too small or a key is not the one needed, StoreLocked, FormatError,
+    FingerprintMismatch, and KVMismatch if a tier keeps another model's probe; a directory that cannot be used is one warning, and the tier attaches when it can.
     """
     metrics, rates = Metrics(), Rates(config.cache.load_or_recompute)
     if config.host.size < shape.block_bytes:
@@ -100,7 +103,7 @@ def open_hierarchy(
         partial_blocks=config.cache.partial_blocks,
     )
     try:
-        ports = _open_ports(config, fingerprint, shape, metrics, rates, lossy)
+        ports = _open_ports(config, fingerprint, shape, metrics, rates, (lossy, kv_probe))
     except BaseException:
         host.close()
         raise
@@ -124,10 +127,18 @@ def open_ports(config: Config, fingerprint: bytes, shape: BlockShape, metrics: M
 
 
 def _open_ports(
-    config: Config, fingerprint: bytes, shape: BlockShape, metrics: Metrics, rates: Rates, lossy: str | None = None
+    config: Config,
+    fingerprint: bytes,
+    shape: BlockShape,
+    metrics: Metrics,
+    rates: Rates,
+    about: tuple[str | None, KVProbe | None] = (None, None),
 ) -> list[TierPort]:
+    """`about`: how tiers that nodes share keep the blocks, and the model's probe."""
+    lossy, probe = about
     fp8 = None if lossy is None else Fp8Codec.of(lossy, shape.block_bytes, cast("Fp8Loops | None", twin(_LOOPS)))
     ports: list[TierPort] = []
+    openings: list[ProbedOpening] = []
     try:
         for name, module in lower_modules():
             codec = fp8 if TIERS[name].takes_fp8 else None
@@ -144,7 +155,10 @@ def _open_ports(
                     takes_stores=tier.takes_stores,
                     codec=codec,
                 )
-                ports.append(TierPort(name, tier.open, patience, metrics, rates))
+                openings.append(ProbedOpening(TIERS[name].shown, tier.open, probe))
+                ports.append(TierPort(name, openings[-1], patience, metrics, rates))
+        for opening, port in zip(openings, ports, strict=True):
+            opening.settle(port.tier)
     except BaseException:
         for port in ports:
             port.close(0.0)

@@ -30,6 +30,10 @@ class Keyspace:
     def probe_key(self) -> bytes:
         return self._stem + b"probe"
 
+    def kv_probe_key(self, epoch: int) -> bytes:
+        """Of what the epoch's first process computes of a few tokens."""
+        return self._stem + b"kv-probe:" + format_epoch(epoch)
+
     def keys(self, hashes: Iterable[ChainHash], epoch: int) -> list[bytes]:
         """`{prefix}:{the form's name}:{epoch}:{the block's name}` of each: all of one length."""
         stem = self._stem + format_epoch(epoch) + b":"

@@ -16,11 +16,13 @@ from kvtier.tiers import (
     Direction,
     Outcome,
     StoragePlace,
+    TierUnavailable,
     require_buffers,
     require_records,
     require_space,
 )
 from kvtier.tiers.config import RedisConfig
+from kvtier.tiers.naming import PROBE_BYTES
 from kvtier.tiers.redis.batch import Batches, BlockResult, LaneWork
 from kvtier.tiers.redis.epoch import Epoch
 from kvtier.tiers.redis.expiries import LearnedExpiries
@@ -31,7 +33,7 @@ from kvtier.tiers.redis.nodes import Nodes, nodes_of
 from kvtier.tiers.redis.options import MAX_VALUE, RedisClient, connect, judge, no_epoch, parse, survey
 from kvtier.tiers.redis.room import ServersRoom
 from kvtier.tiers.redis.stream import WireError
-from kvtier.tiers.redis.wire import Refusal
+from kvtier.tiers.redis.wire import RedisReply, Refusal
 from kvtier.tiers.returns import ToldEnd
 from kvtier.tiers.shared import OutcomeCounts, SharedChanges, TierLife, cut_off, form_of
 
@@ -188,6 +190,27 @@ class RedisStore:
         self._life.tell(partial(self._epoch.settle, self._deadline(0)))
 
     # Looking after it.
+
+    def kv_probe(self) -> bytes | None:
+        """As `KeepsKVProbe`. Each epoch has its own: nothing stored before it counts."""
+        reply = self._ask_kv_probe(b"GETRANGE", b"0", b"%d" % (PROBE_BYTES - 1))  # whatever stands there
+        return reply if isinstance(reply, bytes) and reply else None
+
+    def keep_kv_probe(self, packed: bytes) -> None:
+        """As `KeepsKVProbe`. The server keeps it without an expiry."""
+        self._ask_kv_probe(b"SET", packed, b"NX")
+
+    def _ask_kv_probe(self, verb: bytes, *arguments: bytes) -> RedisReply:
+        deadline = self._deadline(0)
+        failure, epoch = self._epoch.settle(deadline), self._epoch.value
+        if failure is not None or epoch is None:
+            raise TierUnavailable(f"[redis] url: {failure or 'reset at this moment'}; the Redis tier is off")
+        key = self.space.kv_probe_key(epoch)
+        try:
+            [reply] = self._batches.ask(key, [command(verb, key, *arguments)], deadline)
+        except WireError as error:
+            raise TierUnavailable(f"[redis] url: {error}; the Redis tier is off") from error
+        return reply
 
     def probe(self, direction: Direction) -> bool:
         """Whether a server answers and, of a single one, whether it takes writes (a full one does, in principle)."""

@@ -288,8 +288,8 @@ def test_handshakes_come_out_as_they_went_in() -> None:
 
 def test_another_version_is_named_on_both_sides() -> None:
     for unpack in (unpack_handshake, unpack_handshake_reply):
-        with pytest.raises(FormatError, match=f"version 7, this side speaks {VERSION}: run one kvtier on both sides"):
-            unpack(["kvtier", 7, "whatever", {"may": "follow"}])
+        with pytest.raises(FormatError, match=f"version 6, this side speaks {VERSION}: run one kvtier on both sides"):
+            unpack(["kvtier", 6, "whatever", {"may": "follow"}])
 
 
 @given(st.lists(operation, min_size=1, max_size=3), st.lists(st.integers(1, 50), min_size=1))

@@ -53,7 +53,7 @@ from kvtier.tiers.tier import ChildBlock, Outcome
 A, B, P, T = (letter * 32 for letter in (b"a", b"b", b"p", b"t"))  # two names, a parent, a tenant
 a, b, p, t = (each.hex() for each in (A, B, P, T))
 c, i = (b"c" * 16).hex(), (b"i" * 16).hex()
-header = "a6" + b"kvtier".hex() + "06"
+header = "a6" + b"kvtier".hex() + "07"
 one = (1).to_bytes(8, "little").hex()
 two = (2).to_bytes(8, "little").hex()
 
@@ -128,8 +128,9 @@ def test_a_reply() -> None:
     ("said", "frame"),
     [
         (
-            Hello(b"f" * 32, 16, 4096, 1 << 34, reset=True, about=(("dtype", "fp16"),), lossy="fp8"),
-            f"9a{header}a548656c6c6fc420{'66' * 32}10cd1000cf{1 << 34:016x}c3 91 92 a56474797065 a466703136 a3667038",
+            Hello(b"f" * 32, 16, 4096, 1 << 34, reset=True, about=(("dtype", "fp16"),), lossy="fp8", kv_probe=b"kv"),
+            f"9b{header}a548656c6c6fc420{'66' * 32}10cd1000cf{1 << 34:016x}c3 91 92 a56474797065 a466703136 a3667038"
+            " c4026b76",
         ),
         (Join(b"c" * 16), f"94{header}a44a6f696ec410{c}"),
         (
@@ -137,7 +138,7 @@ def test_a_reply() -> None:
             f"9a{header}a757656c636f6d65c410{c}c410{i}08cd100003c3cb404e000000000000",
         ),
         (Joined(), f"93{header}a64a6f696e6564"),
-        (Refused("no room"), f"94{header}a752656675736564a76e6f20726f6f6d"),
+        (Refused("no room", True), f"95{header}a752656675736564a76e6f20726f6f6dc3"),
     ],
     ids=lambda each: type(each).__name__,
 )  # fmt: skip

@@ -56,6 +56,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "pp_size": {"pp_size": 2},
     "forms": {"forms": ("2(keys:8)/2(values:4)",) * 2},
     "lossy": {"lossy": "fp8-e4m3/bfloat16/8"},
+    "apart": {"apart": 1},
     "layout": {"layout": "layer-first"},
     "hash_scheme": {"hash_scheme": "xxh3"},
     "format_version": {"format_version": 2},

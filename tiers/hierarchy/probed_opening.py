@@ -1,0 +1,74 @@
+"""Opens a lower tier only for a model that computes the KV which is kept there."""
+
+from collections.abc import Callable
+from typing import Final
+
+from kvtier.tiers import FormatError, KeepsKVProbe, KVMismatch, Tier
+from kvtier.tiers.naming import KVProbe
+
+_FIX: Final = "another release, a function put in its place or another way of computing; let both sides run the same"
+
+
+class ProbedOpening:
+    """Opens one tier, as often as it is asked; each time it compares what the tier keeps with the model's own probe.
+
+    KVMismatch if they are apart. A tier that keeps none is left without one until `settle`, which is for when all tiers
+    have agreed; one that is opened later gets the probe at once.
+    """
+
+    def __init__(self, name: str, open: Callable[[], Tier], probe: KVProbe | None) -> None:
+        """`probe` None: the model was not asked, so nothing is compared or kept."""
+        self.kept: KVProbe | None = None  # in the tier as it was opened last
+        self._name = name
+        self._open = open
+        self._probe = probe
+        self._settled = False
+
+    def __call__(self) -> Tier:
+        tier = self._open()
+        if isinstance(tier, KeepsKVProbe):
+            try:
+                self._compare(tier)
+                if self._settled:
+                    self._keep(tier)
+            except BaseException:
+                tier.close()
+                raise
+        return tier
+
+    def settle(self, tier: Tier | None) -> None:
+        """All tiers agree. Give `tier`, this one or none yet, the probe if it keeps none; KVMismatch as a call."""
+        self._settled = True
+        if isinstance(tier, KeepsKVProbe):
+            self._keep(tier)
+
+    def adopt(self, probe: KVProbe) -> None:
+        """Compare with this probe as well; with this one from now on, if there was none. KVMismatch if they are apart."""
+        self.require_alike(probe)
+        self._probe = self._probe or probe
+
+    def require_alike(self, probe: KVProbe) -> None:
+        """KVMismatch if the tier keeps the probe of a model that computes something else."""
+        if self.kept is not None:
+            require_alike(self.kept, probe, self._name)
+
+    def _keep(self, tier: KeepsKVProbe) -> None:
+        if self.kept is None and self._probe is not None:
+            tier.keep_kv_probe(self._probe.packed())
+            self._compare(tier)  # somebody else may have been first
+
+    def _compare(self, tier: KeepsKVProbe) -> None:
+        packed = tier.kv_probe()
+        try:
+            self.kept = None if packed is None else KVProbe.unpack(packed)
+        except FormatError:  # of a later release, or no probe at all: nothing to compare with
+            self.kept = None
+        if self._probe is not None:
+            self.require_alike(self._probe)
+
+
+def require_alike(kept: KVProbe, probe: KVProbe, place: str) -> None:
+    """KVMismatch if two models' KV of the same tokens differ by more than rounding."""
+    if (distance := kept.distance(probe)) > probe.tolerance:
+        said = f"{place}: what is kept under this model's name was computed otherwise"
+        raise KVMismatch(f"{said} ({distance:.2g} apart, where rounding makes {probe.tolerance:g}): {_FIX}")
