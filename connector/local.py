@@ -28,8 +28,8 @@ class LocalConnector:
     """What an engine in this process plugs in.
 
     `tensor` is its L1 pool, `[num_blocks, *shape.block_shape]`; `fingerprint` the model's (ModelIdentity.fingerprint).
-    `partial_blocks`: the engine takes promises that end inside a block. `identity`: what the fingerprint was made from.
-    `probe`: what the model computes of a few tokens.
+    `partial_blocks`: the engine takes promises that end inside a block. `named`: what the fingerprint was made from,
+    and what the model computes of a few tokens.
     Raises ConfigError where the configured memory or disk is not there, FormatError and StoreLocked from the slab.
     """
 
@@ -41,15 +41,14 @@ class LocalConnector:
         tensor: "torch.Tensor",
         *,
         partial_blocks: bool = False,
-        identity: ModelIdentity | None = None,
-        probe: KVProbe | None = None,
+        named: tuple[ModelIdentity, KVProbe] | None = None,
     ) -> None:
-        self.identity = identity
-        """As the tiers were opened for it: the one given, or one beside it (`open_apart`)."""
-        if identity is None:
+        self.identity: ModelIdentity | None = None
+        """What blocks are named after: the identity given, or one beside it (`open_apart`). None: none was given."""
+        if named is None:
             self.tiers = open_tiers(config, fingerprint, shape)
         else:
-            self.tiers, self.identity = open_apart(config, identity, shape, probe)
+            self.tiers, self.identity = open_apart(config, named[0], shape, named[1])
         if tensor.is_cuda and config.host.pin and cuda_driver() is None:
             _log.warning("[host] pin: libcuda.so.1 is not found or does not start, so copies will be slow")
 
@@ -85,7 +84,7 @@ class LocalConnector:
         """What `Engine` takes as `connect`: opens the tiers once model and L1 are known."""
         return lambda identity, pool, probe: cls(
             config, identity.fingerprint(), pool.shape, pool.tensor,
-            partial_blocks=pool.partial_blocks, identity=identity, probe=probe,
+            partial_blocks=pool.partial_blocks, named=(identity, probe),
         )  # fmt: skip
 
     def reset(self) -> None:

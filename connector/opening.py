@@ -30,7 +30,7 @@ def open_apart(
             tiers = open_tiers(config, named.fingerprint(), shape, named, probe)
         except KVMismatch as error:
             if apart is None:
-                _log.warning("%s; until then blocks are kept apart", error)
+                _log.warning("%s; this model's blocks are kept apart, until both sides run the same", error)
             elif apart == _NAMESPACES - 1:
                 raise
             continue

@@ -336,7 +336,8 @@ class Engine:
         wanted: WantedReuse | None = None,
     ) -> Sequence:
         """Queue a prompt that is this request's own; under the next free number if it brings no id."""
-        self.model.require_same()
+        if prompt.chain is not None:  # else nothing is named
+            self.model.require_same()
         if request_id is None:
             request_id = next(name for name in map(str, self._ids) if not self._knows(name))
         reuse = None

@@ -65,7 +65,13 @@ TORCH_FOLDERS: Final = (
     "engine",
     "engine/demo",
 )
-TORCH_FILES: Final = ("connector/worker.py", "connector/models/hf_model.py", "service/engine/process.py")
+TORCH_FILES: Final = (
+    "connector/worker.py",
+    "connector/models/computes.py",
+    "connector/models/hf_model.py",
+    "connector/models/model_watch.py",
+    "service/engine/process.py",
+)
 # Who imports torch and transformers when they are imported: what the extras `engine` and `transformers` are for.
 LOADS_TORCH: Final = (*TORCH_FOLDERS, "service/engine", "service/sizing")
 FOR_ENGINES: Final = {
@@ -118,6 +124,7 @@ EXPLAINED: Final = {
     "kvtier/cli/prompt_input.py:kvtier.connector.models.tokenizer": "tokenizers is asked for with --text alone",
     "connector/daemon/wire.py:_end": "one for each field of the message",
     "tiers/hierarchy/lower_tier.py:TierPort": "all that the hierarchy does with one tier below",
+    "tiers/redis/store.py:RedisStore": "a tier's verbs, and the probe that it keeps of its namespace's maker",
     "tiers/metrics.py:Metrics": "one verb for each thing that is counted",
     "kvtier/cli/demo_cli.py:run_generate": "one parameter for each option of the command line",
     "kvtier/cli/simulate_cli.py:simulate": "one parameter for each option of the command line",

@@ -1,6 +1,6 @@
 from .cache_option import cache_option, given_cache, returned_cache
 from .checkpoint import config_digest_of, config_of, name_of, revision_of
-from .computes import LiveModel, without_adapters
+from .computes import without_adapters
 from .hf_model import identity_of, live_model
 from .length_rope import SHORT_ROPE, rope_limit
 from .tokenizer import load_tokenizer
@@ -8,7 +8,6 @@ from .tool_calls import ToolCalls
 
 __all__ = [
     "SHORT_ROPE",
-    "LiveModel",
     "ToolCalls",
     "cache_option",
     "config_digest_of",

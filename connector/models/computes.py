@@ -47,7 +47,7 @@ class UnnamedModelError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ModelPart:
     """One module of a model."""
 
     path: str  # as in the checkpoint, without what adapters put in between; "" or ending in "."
@@ -111,7 +111,7 @@ class LiveModel:
         self._merged = _merged(parts)
         self._look(parts)
 
-    def _look(self, parts: list[Part]) -> None:
+    def _look(self, parts: list[ModelPart]) -> None:
         self._watch = ModelWatch(self.model, base_tensors(parts))
         self.refusal = self.variant = None
         try:
@@ -135,7 +135,9 @@ class LiveModel:
 @contextmanager
 def without_adapters(model: torch.nn.Module) -> Iterator[None]:
     """While it is open, the model computes what its own weights do. What is merged into them stays."""
-    layers: list[Any] = [each for each in model.modules() if "_active_adapter" in vars(each) and not each.merged_adapters]
+    layers: list[Any] = [
+        each for each in model.modules() if "_active_adapter" in vars(each) and not each.merged_adapters
+    ]
     were = [layer._disable_adapters for layer in layers]
     try:
         for layer in layers:
@@ -146,15 +148,15 @@ def without_adapters(model: torch.nn.Module) -> Iterator[None]:
             layer._disable_adapters = was
 
 
-def parts_of(model: torch.nn.Module) -> Iterator[Part]:
+def parts_of(model: torch.nn.Module) -> Iterator[ModelPart]:
     """Every module of a model, under the paths of its checkpoint. Adapters' own modules have their layer's path."""
     yield from _parts(model, "", None)
 
 
-def _parts(module: torch.nn.Module, path: str, adapter: torch.nn.Module | None) -> Iterator[Part]:
+def _parts(module: torch.nn.Module, path: str, adapter: torch.nn.Module | None) -> Iterator[ModelPart]:
     is_adapter = adapter is None and _package(type(module)) == "peft"
     owner = module if is_adapter else adapter
-    yield Part(path, module, owner)
+    yield ModelPart(path, module, owner)
     through = _THROUGH if hasattr(module, "adapter_layer_names") else _INTO
     for name, child in module._modules.items():
         if child is None:
@@ -165,7 +167,7 @@ def _parts(module: torch.nn.Module, path: str, adapter: torch.nn.Module | None) 
             yield from _parts(child, path if name == "_orig_mod" else f"{path}{name}.", owner)
 
 
-def base_tensors(parts: Iterable[Part]) -> dict[str, torch.Tensor]:
+def base_tensors(parts: Iterable[ModelPart]) -> dict[str, torch.Tensor]:
     """The model's own parameters and saved buffers, without adapters', by their names in the checkpoint."""
     tensors: dict[str, torch.Tensor] = {}
     for part in parts:
@@ -182,11 +184,11 @@ def base_state(model: torch.nn.Module) -> dict[str, Any]:
     state: dict[str, Any] = {}
     for part in parts_of(model):
         if part.adapter is None:
-            part.module._save_to_state_dict(state, part.path, False)  # type: ignore[no-untyped-call]
+            part.module._save_to_state_dict(state, part.path, False)
     return state
 
 
-def digest_of_hidden(parts: Iterable[Part]) -> str:
+def digest_of_hidden(parts: Iterable[ModelPart]) -> str:
     """xxh3-128 (hex) over the buffers that no checkpoint has: what RoPE computes with, for one.
 
     Without those that the model itself sets anew for each text, by its length.
@@ -209,13 +211,13 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 # adapters
 
 
-def adapters_of(parts: Iterable[Part]) -> bytes | None:
-    """32 bytes over everything that active adapters compute with: weights, scaling, settings, order. None: none is active.
+def adapters_of(parts: Iterable[ModelPart]) -> bytes | None:
+    """32 bytes over all that active adapters compute with: weights, scaling, settings, order. None: none is active.
 
     Their names are labels, and left out. UnnamedModelError for a kind whose KV may depend on later tokens, and where
     PEFT's next pass is going to change the model's weights.
     """
-    owned: dict[int, list[Part]] = {}
+    owned: dict[int, list[ModelPart]] = {}
     for part in parts:
         if part.adapter is not None:
             _require_known_tuner(part)
@@ -235,7 +237,7 @@ def adapters_of(parts: Iterable[Part]) -> bytes | None:
     return digest.digest()
 
 
-def _active(part: Part) -> list[str]:
+def _active(part: ModelPart) -> list[str]:
     """The adapters that an adapter layer adds to what it is put before, in their order. What is merged adds nothing."""
     layer: Any = part.module
     is_merged = bool(layer.merged_adapters)
@@ -262,7 +264,7 @@ def _names_in(layer: Any) -> set[str]:
     return names
 
 
-def _digest_layer(digest: Any, own: list[Part], active: list[str], names: set[str], *, settings: bool) -> None:
+def _digest_layer(digest: Any, own: list[ModelPart], active: list[str], names: set[str], *, settings: bool) -> None:
     """What the active ones of the adapters `names` compute with here, whatever they are called."""
     start = own[0].path
     digest.update(f"layer {start} {len(active)}".encode())
@@ -303,12 +305,12 @@ def _setting(value: Any, names: set[str], numbers: Mapping[str, str]) -> str:
     return f"<{type(value).__module__}.{type(value).__qualname__}>"
 
 
-def _merged(parts: Iterable[Part]) -> list[list[str]]:
+def _merged(parts: Iterable[ModelPart]) -> list[list[str]]:
     """Which adapters are in the weights of each adapter layer."""
     return [list(part.module.merged_adapters) for part in parts if hasattr(part.module, "merged_adapters")]  # type: ignore[arg-type]
 
 
-def _require_known_tuner(part: Part) -> None:
+def _require_known_tuner(part: ModelPart) -> None:
     kind = type(part.module)
     where = kind.__module__.split(".")
     if where[:2] == ["peft", "tuners"] and where[2] not in _TUNERS:
@@ -323,7 +325,7 @@ def _require_known_tuner(part: Part) -> None:
 # code
 
 
-def require_known_code(model: torch.nn.Module, parts: Iterable[Part]) -> None:
+def require_known_code(model: torch.nn.Module, parts: Iterable[ModelPart]) -> None:
     """UnnamedModelError if anything but known packages' own code computes in the model: it names the first such place.
 
     Hooks and functions of others may compute something else at the next call, and nothing of the model would show it.

@@ -26,7 +26,7 @@ def identity_of(
     epoch: int,
     exact_rows: int | None = None,
 ) -> ModelIdentity:
-    """Everything a model's KV depends on, of texts within `rope_limit`, but its `variant`. ConfigError for unknown RoPE.
+    """All that a model's KV depends on, of texts within `rope_limit`, but its `variant`. ConfigError for unknown RoPE.
 
     A model that still equals its checkpoint directory is named after that, as by every engine. Any other model is named
     after its own weights. `exact_rows` names the engine's exact mode, whose KV differs in the last bits.

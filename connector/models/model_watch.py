@@ -1,4 +1,4 @@
-"""Notices from a model's structure alone that it may not compute what it did: cheap enough to be asked at every call."""
+"""Notices from a model's structure alone that it may not compute what it did, in microseconds: asked at every call."""
 
 import gc
 import re
@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 from torch.nn.modules import module as _torch_modules
 
-_SAMPLED: Final = 32  # tensors whose place and one element are looked at: of each kind of weight some, in all of a model's depth
+_SAMPLED: Final = 32  # tensors whose place and one element are looked at: of each kind of weight, in all of the depth
 _STATE: Final = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")  # of an adapter layer of PEFT
 _VERSION: Final = attrgetter("_version")
 _FORWARD: Final = attrgetter("forward")
@@ -29,7 +29,9 @@ class TensorWatch:
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """`tensors` by their names. Their memory is kept until this is dropped."""
         self.tensors = dict(tensors)
-        self._counted = [each for each in tensors.values() if not each.is_inference()]  # inference tensors count nothing
+        self._counted = [
+            each for each in tensors.values() if not each.is_inference()
+        ]  # inference tensors count nothing
         self._num_changes = sum(map(_VERSION, self._counted))
         self._placed = [each for each in _spread(self.tensors) if _has_memory(each)]
         self._places = list(map(torch.Tensor.data_ptr, self._placed))
@@ -50,7 +52,9 @@ class TensorWatch:
 
     def same_tensors(self, tensors: Mapping[str, torch.Tensor]) -> bool:
         """Whether these are the very tensors watched, under the same names."""
-        return tensors.keys() == self.tensors.keys() and all(self.tensors[name] is each for name, each in tensors.items())
+        return tensors.keys() == self.tensors.keys() and all(
+            self.tensors[name] is each for name, each in tensors.items()
+        )
 
 
 class ModelWatch:
@@ -94,7 +98,12 @@ class ModelWatch:
                 and self.base.holds()
                 and self.others.holds()
             )
-        except (RuntimeError, TypeError, ValueError, LookupError):  # e.g. two tensors compared: one took another's place
+        except (
+            RuntimeError,
+            TypeError,
+            ValueError,
+            LookupError,
+        ):  # e.g. two tensors compared: one took another's place
             return False
 
 
@@ -124,7 +133,9 @@ def _spread(tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
     if len(tensors) <= _SAMPLED:
         return list(tensors.values())
     each = max(1, _SAMPLED // len(kinds))
-    chosen = [kind[i * (len(kind) - 1) // max(1, each - 1)] for kind in kinds.values() for i in range(min(each, len(kind)))]
+    chosen = [
+        kind[i * (len(kind) - 1) // max(1, each - 1)] for kind in kinds.values() for i in range(min(each, len(kind)))
+    ]
     return chosen[:_SAMPLED]
 
 
@@ -141,4 +152,5 @@ def _middle(tensor: torch.Tensor) -> torch.Tensor:
 
 def _as_number(element: torch.Tensor) -> memoryview:
     """The bytes of an element, in a CPU's memory, as whole numbers."""
-    return memoryview(element.numpy()).cast({1: "b", 2: "h", 4: "i"}.get(len(element), "q"))
+    view = memoryview(element.numpy())
+    return view.cast("b" if len(element) == 1 else "h" if len(element) == 2 else "i" if len(element) == 4 else "q")

@@ -8,7 +8,16 @@ from pathlib import Path
 from typing import Any, Final, Self
 from weakref import WeakKeyDictionary
 
-from kvtier.tiers import L2, ChainHash, ConfigError, MissingPackages, Outcome, RequestError, install_command, require_extra
+from kvtier.tiers import (
+    L2,
+    ChainHash,
+    ConfigError,
+    MissingPackages,
+    Outcome,
+    RequestError,
+    install_command,
+    require_extra,
+)
 
 try:
     import torch
@@ -46,7 +55,9 @@ if int(_version.partition(".")[0]) < 5:
 
 _log = logging.getLogger(__package__)
 
-_CHANGED: Final = "nothing is kept of a call in whose middle the model's weights, adapters or code changed; change them after it"
+_CHANGED: Final = (
+    "nothing is kept of a call in whose middle the model's weights, adapters or code changed; change them after it"
+)
 
 
 class KVTier:
@@ -265,9 +276,7 @@ class KVTier:
 
     def _root(self) -> ChainHash:
         """Where the names of blocks begin that the model computes as it is now."""
-        return root_hash(
-            self._fingerprint, cache_salt=self._config.cache.cache_salt, lora_digest=self._live.variant
-        )
+        return root_hash(self._fingerprint, cache_salt=self._config.cache.cache_salt, lora_digest=self._live.variant)
 
     def _follow(self) -> bool:
         """Have new rows named after what the model computes now. False if that has no name."""

@@ -22,7 +22,7 @@ from kvtier.service.node.peer_feeds import PeerFeeds
 from kvtier.service.node.refusals import Refusals
 from kvtier.service.node.session import Session
 from kvtier.service.why import RequestLog
-from kvtier.tiers import ConfigError, TierUnavailable
+from kvtier.tiers import ConfigError, FormatError, KVMismatch, TierUnavailable
 from kvtier.tiers.config import Config
 from kvtier.tiers.peers import FEEDS, EventsAt
 

@@ -14,7 +14,7 @@ from kvtier.service.node.holdings import HeldCounts, Holdings
 from kvtier.service.node.loop import READABLE, WRITABLE, Loop, now
 from kvtier.service.node.namespaces import Namespace
 from kvtier.service.node.refusals import Refusals
-from kvtier.tiers import FormatError
+from kvtier.tiers import FormatError, KVMismatch
 
 _MAX_OUTPUT: Final = 4 << 20  # bytes a client may leave unread
 _MAX_TURN: Final = 16  # readings in a row, so that one client does not keep the loop for itself

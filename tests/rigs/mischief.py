@@ -104,6 +104,8 @@ class BadReads:
 class BadConnector:
     """As `LocalConnector`, with copies and reads that go wrong."""
 
+    identity = None
+
     def __init__(self, identity: ModelIdentity, pool: BlockPool, config: Config, seed: int) -> None:
         self.hierarchy = open_hierarchy(config, identity.fingerprint(), pool.shape)
         self.hierarchy.rates = EvenRates(pool.shape.block_bytes // pool.shape.block_size)

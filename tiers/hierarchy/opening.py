@@ -82,7 +82,8 @@ def open_hierarchy(
     nodes share keep blocks. The fingerprint is made of it, too. `kv_probe`: what the model computes of a few tokens.
 
     Raises ConfigError where memory or disk are too small or a key is not the one needed, StoreLocked, FormatError,
-    FingerprintMismatch, and KVMismatch if a tier keeps another model's probe; a directory that cannot be used is one warning, and the tier attaches when it can.
+    FingerprintMismatch, and KVMismatch if a tier keeps another model's probe. A directory that cannot be used is one
+    warning, and the tier attaches when it can.
     """
     metrics, rates = Metrics(), Rates(config.cache.load_or_recompute)
     if config.host.size < shape.block_bytes:

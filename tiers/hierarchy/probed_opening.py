@@ -6,7 +6,7 @@ from typing import Final
 from kvtier.tiers import FormatError, KeepsKVProbe, KVMismatch, Tier
 from kvtier.tiers.naming import KVProbe
 
-_FIX: Final = "another release, a function put in its place or another way of computing; let both sides run the same"
+_CAUSE: Final = "by another release of a library or by code that was replaced"
 
 
 class ProbedOpening:
@@ -26,24 +26,25 @@ class ProbedOpening:
 
     def __call__(self) -> Tier:
         tier = self._open()
-        if isinstance(tier, KeepsKVProbe):
+        keeps: object = tier
+        if isinstance(keeps, KeepsKVProbe):
             try:
-                self._compare(tier)
+                self._compare(keeps)
                 if self._settled:
-                    self._keep(tier)
+                    self._keep(keeps)
             except BaseException:
                 tier.close()
                 raise
         return tier
 
-    def settle(self, tier: Tier | None) -> None:
-        """All tiers agree. Give `tier`, this one or none yet, the probe if it keeps none; KVMismatch as a call."""
+    def settle(self, tier: object) -> None:
+        """All tiers agree. Give the tier, or None that is not open yet, the probe if it keeps none. KVMismatch, too."""
         self._settled = True
         if isinstance(tier, KeepsKVProbe):
             self._keep(tier)
 
     def adopt(self, probe: KVProbe) -> None:
-        """Compare with this probe as well; with this one from now on, if there was none. KVMismatch if they are apart."""
+        """Compare with this probe, and with it from now on if there was none. KVMismatch if they are apart."""
         self.require_alike(probe)
         self._probe = self._probe or probe
 
@@ -70,5 +71,5 @@ class ProbedOpening:
 def require_alike(kept: KVProbe, probe: KVProbe, place: str) -> None:
     """KVMismatch if two models' KV of the same tokens differ by more than rounding."""
     if (distance := kept.distance(probe)) > probe.tolerance:
-        said = f"{place}: what is kept under this model's name was computed otherwise"
-        raise KVMismatch(f"{said} ({distance:.2g} apart, where rounding makes {probe.tolerance:g}): {_FIX}")
+        said = f"{place}: the KV kept under this model's name was computed otherwise"
+        raise KVMismatch(f"{said} ({distance:.2g} apart, where rounding makes {probe.tolerance:g}), {_CAUSE}")

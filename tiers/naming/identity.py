@@ -61,7 +61,9 @@ class ModelIdentity:
     pp_size: int = 1
     forms: tuple[str, ...] | None = None  # what each of `layers` keeps for each token, if not K and V of one shape
     lossy: str | None = None  # how tiers that nodes share keep the KV, if not exactly (`lossy.py`)
-    apart: int | None = None  # a namespace beside the first: there, models of this name compute other KV (`kv_probe.py`)
+    apart: int | None = (
+        None  # a namespace beside the first: there, models of this name compute other KV (`kv_probe.py`)
+    )
     layout: str = "block-first"  # [layers, 2, block_size, num_kv_heads, head_dim], C-contiguous
     hash_scheme: str = "sha256"  # "xxh3", or a foreign scheme's name (`key_schemes.py`)
     format_version: int = FORMAT_VERSION

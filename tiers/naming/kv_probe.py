@@ -1,4 +1,4 @@
-"""The KV of a few tokens in short: by it whoever comes to a namespace sees whether its model computes what is kept there.
+"""The KV of a few tokens in short: by it a model that comes to a namespace sees whether it computes what is kept there.
 
 A name holds what can be read of a model: weights, configuration, adapters. What else computes (a library's release, a
 function replaced in it) shows in the KV alone. Bytes of KV differ between CPUs and kernels, so probes are compared
@@ -61,7 +61,11 @@ class KVProbe:
             raise FormatError("no KV probe")
         _, dtype, num_planes, each = _HEAD.unpack_from(data)
         end = _HEAD.size + 4 * num_planes * each
-        if each < 1 or len(data) < end + _SUM.size or _SUM.unpack_from(data, end)[0] != xxhash.xxh3_64_intdigest(data[:end]):
+        if (
+            each < 1
+            or len(data) < end + _SUM.size
+            or _SUM.unpack_from(data, end)[0] != xxhash.xxh3_64_intdigest(data[:end])
+        ):
             raise FormatError("a KV probe that is not whole")
         numbers = np.frombuffer(data, "<f4", num_planes * each, _HEAD.size).reshape(num_planes, each)
         return cls(dtype.rstrip(b"\0").decode(errors="replace"), numbers)
@@ -86,4 +90,5 @@ class KVProbe:
 def _signs(length: int, column: int) -> NDArray[np.float64]:
     """1 or -1 for each element: the same ones everywhere, without a library's random numbers."""
     digest = hashlib.shake_256(f"kvtier-probe {column}".encode()).digest(-(-length // 8))
-    return 1.0 - 2.0 * np.unpackbits(np.frombuffer(digest, np.uint8), count=length)
+    bits: NDArray[np.float64] = np.unpackbits(np.frombuffer(digest, np.uint8), count=length).astype(np.float64)
+    return 1.0 - 2.0 * bits
