@@ -1,4 +1,4 @@
-"""Each message's bytes, as version 6 of the protocol has them: two builds of it understand each other."""
+"""Each message's bytes, as version 7 of the protocol has them: two builds of it understand each other."""
 
 from typing import Any, Final
 

@@ -1,0 +1,449 @@
+"""A name follows what computes the KV: adapters, weights changed in place, hooks and foreign code, at every call."""
+
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from adapter_library import LoraLinear, Router, each, installed, with_adapters
+from kv_tier_rig import GREEDY, Open, tiers_over
+from tiny_models import plain, prompt
+from torch.nn.modules.module import register_module_forward_hook
+
+from kvtier.connector.transformers.adapter import KVTier
+
+TOKENS = torch.tensor([prompt(1, 70)])
+HELD = 64  # tokens of it in whole blocks
+
+
+@pytest.fixture
+def open_tier(tmp_path: Path) -> Iterator[Open]:
+    """Opens tiers over one directory, and closes those opened before: the next one starts as another process does."""
+    with tiers_over(tmp_path) as factory:
+        last: list[KVTier] = []
+
+        def one(model: Any, **options: Any) -> KVTier:
+            for kv in last:
+                assert kv.drain()
+                kv.close()
+            last[:] = [factory(model, **options)]
+            return last[0]
+
+        yield one
+
+
+@pytest.fixture(autouse=True)
+def library(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(monkeypatch)
+
+
+def answered(kv: KVTier, tokens: torch.Tensor = TOKENS) -> int:
+    """Generate; the text is the model's own as it is now. Returns how many tokens were found."""
+    with torch.inference_mode():
+        expected = kv.model.generate(tokens, **GREEDY)
+    assert torch.equal(kv.generate(tokens, **GREEDY), expected)
+    return kv.num_cached_tokens
+
+
+# adapters
+
+
+def test_each_switch_of_adapters_is_noticed_at_the_next_call_and_what_is_back_is_found(open_tier: Open) -> None:
+    model = plain("llama")
+    layers = with_adapters(model, a=1, b=2)
+    kv = open_tier(model)
+    seen = []
+    for state in (
+        {"active": ["a"]}, {"active": ["b"]}, {"active": ["a", "b"]}, {"active": ["b", "a"]}, {"scaling": {"a": 0.5}},
+        {"disabled": True}, {"disabled": False, "active": ["a"]}, {"scaling": {"a": 2.0}},
+    ):  # fmt: skip
+        each(layers, **state)
+        seen.append(answered(kv))
+        assert answered(kv) == HELD
+    assert seen == [0, 0, 0, 0, 0, 0, 0, HELD]  # the last is the first again
+    layers[3].scaling["a"] = 7.0  # in one layer alone
+    assert answered(kv) == 0
+
+
+def test_the_same_adapter_is_found_by_another_process_whatever_it_is_called_there(open_tier: Open) -> None:
+    model = plain("llama")
+    with_adapters(model, german=1, french=2)
+    assert answered(open_tier(model)) == 0
+    for names, found in (({"first": 1}, HELD), ({"german": 2}, 0), ({"x": 3, "german": 1}, 0)):
+        other = plain("llama")
+        with_adapters(other, **names)
+        assert answered(open_tier(other)) == found
+
+
+def test_a_model_whose_adapters_are_off_shares_with_the_bare_model(open_tier: Open) -> None:
+    assert answered(open_tier(plain("llama"))) == 0
+    model = plain("llama")
+    layers = with_adapters(model, a=1)
+    kv = open_tier(model)
+    assert answered(kv) == 0
+    each(layers, disabled=True)
+    assert answered(kv) == HELD
+
+
+def test_what_was_merged_into_the_weights_has_their_name(open_tier: Open, caplog: pytest.LogCaptureFixture) -> None:
+    model = plain("llama")
+    layers = with_adapters(model, a=1)
+    kv = open_tier(model)
+    answered(kv)
+    for layer in layers:
+        layer.merge("a")
+    assert answered(kv) == 0
+    assert answered(kv) == HELD
+    each(layers, disabled=True)  # the next pass takes the adapters out again: what it computes no name told
+    assert torch.equal(kv.generate(TOKENS, **GREEDY), model.generate(TOKENS, **GREEDY))
+    assert kv.num_cached_tokens == 0
+    assert "merged and disabled" in caplog.text
+    assert answered(kv) == 0  # nothing of that call was kept; rounding left other weights than the first
+    assert answered(kv) == HELD
+
+
+def test_an_adapter_that_is_trained_is_another_one_after_each_step(open_tier: Open) -> None:
+    model = plain("llama")
+    layers = with_adapters(model, a=1)
+    kv = open_tier(model)
+    optimizer = torch.optim.SGD([layer.lora_B["a"].weight for layer in layers], lr=1.0)  # type: ignore[misc]
+    for _ in range(3):
+        assert answered(kv) == 0
+        assert answered(kv) == HELD
+        model.train()
+        model(TOKENS, labels=TOKENS).loss.backward()
+        optimizer.step()
+        model.eval()
+
+
+def test_adapters_that_look_at_the_whole_text_and_those_of_single_rows_are_refused(
+    open_tier: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = plain("llama")
+    kv = open_tier(model)
+    for _ in range(2):
+        kv.generate(TOKENS, **GREEDY)
+    assert kv.num_cached_tokens == HELD
+    model.model.router = Router()
+    assert answered(kv) == 0
+    assert "adapter of kind 'xlora'" in caplog.text
+    del model.model.router
+    assert answered(kv) == HELD
+    with pytest.raises(ValueError, match="adapter_names"):  # nobody here takes it, and it is not looked up
+        kv.generate(TOKENS, **GREEDY, adapter_names=["a"])
+    assert kv.num_cached_tokens == 0
+
+
+# weights
+
+
+def other_weights(model: Any) -> dict[str, torch.Tensor]:
+    return {name: each.clone() for name, each in plain("llama", seed=5).state_dict().items()}
+
+
+def copied(model: Any) -> None:
+    with torch.no_grad():
+        for name, weight in other_weights(model).items():
+            model.get_parameter(name).copy_(weight)
+
+
+def stepped(model: Any) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    model(TOKENS, labels=TOKENS).loss.backward()
+    optimizer.step()
+
+
+def past_the_counters(model: Any) -> None:
+    for name, weight in other_weights(model).items():
+        model.get_parameter(name).data.copy_(weight)
+
+
+def given_other_memory(model: Any) -> None:
+    for name, weight in other_weights(model).items():
+        model.get_parameter(name).data = weight
+
+
+def put_in_its_place(model: Any) -> None:
+    attention = model.model.layers[1].self_attn
+    attention.v_proj = torch.nn.Linear(64, 32, bias=False)
+
+
+def one_value(model: Any) -> None:
+    with torch.no_grad():
+        model.model.layers[2].mlp.down_proj.weight[3, 5] += 4.0
+
+
+def its_rope(model: Any) -> None:
+    model.model.rotary_emb.inv_freq.mul_(0.5)
+
+
+CHANGES: list[Callable[[Any], Any]] = [
+    copied, stepped, past_the_counters, given_other_memory, put_in_its_place, one_value, its_rope,
+    lambda model: model.load_state_dict(other_weights(model)),
+    lambda model: model.load_state_dict(other_weights(model), assign=True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda each: each.__name__)
+def test_weights_changed_in_place_find_and_leave_nothing_under_the_old_name(
+    open_tier: Open, change: Callable[[Any], Any]
+) -> None:
+    model = plain("llama")
+    kv = open_tier(model)
+    assert answered(kv) == 0
+    change(model)
+    assert answered(kv) == 0
+    assert answered(kv) == HELD
+    answered(kv, torch.tensor([prompt(2, 70)]))
+    again = open_tier(plain("llama"))  # who starts with the old weights finds what these computed alone
+    assert answered(again) == HELD
+    assert answered(again, torch.tensor([prompt(2, 70)])) == 0
+
+
+def test_weights_that_are_back_find_what_they_stored(open_tier: Open) -> None:
+    model = plain("llama")
+    first = {name: each.clone() for name, each in model.state_dict().items()}
+    kv = open_tier(model)
+    answered(kv)
+    copied(model)
+    assert answered(kv) == 0
+    model.load_state_dict(first)
+    assert answered(kv) == HELD
+
+
+def test_another_dtype_is_refused(open_tier: Open, caplog: pytest.LogCaptureFixture) -> None:
+    model = plain("llama")
+    kv = open_tier(model)
+    answered(kv)
+    model.to(torch.bfloat16)
+    assert answered(kv) == 0
+    assert "the model was torch.float32 on cpu, and is torch.bfloat16 on cpu now; make another KVTier" in caplog.text
+    model.to(torch.float32)
+    assert answered(kv) == 0  # rounded
+
+
+def test_reset_forgets_and_names_anew_without_reading_weights(open_tier: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = plain("llama")
+    kv = open_tier(model)
+    answered(kv)
+    read = []
+    monkeypatch.setattr("kvtier.connector.models.hf_model.weights_digest", lambda tensors: read.append(tensors))
+    model.model.embed_tokens.weight.data[7] += 1.0  # one row, past the counters: nothing shows it
+    for _ in range(2):
+        copied(model)
+        kv.reset()
+        assert answered(kv) == 0
+        assert answered(kv) == HELD
+    assert not read
+    kv.close()
+    kv.reset()  # nothing to forget
+
+
+def test_a_cache_loaded_under_other_weights_is_not_kept(open_tier: Open, caplog: pytest.LogCaptureFixture) -> None:
+    model = plain("llama")
+    kv = open_tier(model)
+    cache, _ = kv.load(TOKENS)
+    with torch.inference_mode():
+        model(TOKENS, past_key_values=cache)
+    one_value(model)
+    kv.store(TOKENS, cache)
+    assert kv.load(torch.cat([TOKENS, TOKENS], dim=1))[1] == 0
+    assert "in whose middle the model's weights, adapters or code changed" in caplog.text
+
+
+def test_weights_that_change_while_a_call_runs_leave_nothing(open_tier: Open) -> None:
+    model = plain("llama")
+    kv = open_tier(model)
+
+    def change(_: Any, scores: torch.Tensor) -> torch.Tensor:
+        one_value(model)
+        return scores
+
+    kv.generate(TOKENS, **GREEDY, logits_processor=[change])
+    assert answered(kv) == 0
+    assert answered(open_tier(plain("llama"))) == 0
+
+
+# hooks and foreign code
+
+
+@contextmanager
+def hooked(model: Any) -> Iterator[None]:
+    handle = model.model.layers[1].register_forward_hook(
+        lambda _, __, out: (out[0] + 1, *out[1:]) if isinstance(out, tuple) else out + 1
+    )
+    with handle:
+        yield
+
+
+@contextmanager
+def hooked_before(model: Any) -> Iterator[None]:
+    with model.model.layers[0].self_attn.k_proj.register_forward_pre_hook(lambda _, given: (given[0] * 0.5,)):
+        yield
+
+
+@contextmanager
+def hooked_everywhere(model: Any) -> Iterator[None]:
+    with register_module_forward_hook(lambda part, _, out: out * 0.5 if part is model.model.layers[0].mlp else None):
+        yield
+
+
+@contextmanager
+def patched(model: Any) -> Iterator[None]:
+    part = model.model.layers[1].mlp
+    own = part.forward
+    part.forward = functools.wraps(own)(lambda x: own(x) * 0.5)  # type: ignore[method-assign]
+    yield
+    del part.forward
+
+
+@contextmanager
+def patched_class(model: Any) -> Iterator[None]:
+    kind = type(model.model.layers[0].mlp)
+    own = kind.forward
+    kind.forward = lambda self, x: own(self, x) * 0.5  # type: ignore[method-assign]
+    yield
+    kind.forward = own  # type: ignore[method-assign]
+
+
+@contextmanager
+def of_another_class(model: Any) -> Iterator[None]:
+    part = model.model.layers[2].mlp
+    own = type(part)
+    part.__class__ = type(
+        "Steered", (own,), {"forward": lambda self, x: own.forward(self, x) * 0.5, "__module__": __name__}
+    )
+    yield
+    part.__class__ = own
+
+
+@contextmanager
+def wrapped(model: Any) -> Iterator[None]:
+    own = model.model.layers[2].mlp
+
+    class Wrapped(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = own
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.inner(x) * 0.5
+
+    model.model.layers[2].mlp = Wrapped()
+    yield
+    model.model.layers[2].mlp = own
+
+
+@contextmanager
+def with_another_function(model: Any) -> Iterator[None]:
+    import transformers.models.llama.modeling_llama as file
+
+    own = file.apply_rotary_pos_emb
+    file.apply_rotary_pos_emb = lambda q, k, *rest, **options: own(q * 0.5, k * 0.5, *rest, **options)
+    yield
+    file.apply_rotary_pos_emb = own
+
+
+FOREIGN = [
+    hooked,
+    hooked_before,
+    hooked_everywhere,
+    patched,
+    patched_class,
+    of_another_class,
+    wrapped,
+    with_another_function,
+]
+
+
+@pytest.mark.parametrize("foreign", FOREIGN, ids=lambda each: each.__name__)
+def test_a_model_with_foreign_code_finds_and_leaves_nothing(
+    open_tier: Open, caplog: pytest.LogCaptureFixture, foreign: Callable[[Any], Any]
+) -> None:
+    caplog.set_level(logging.WARNING, "kvtier.connector.transformers")
+    model = plain("llama")
+    kv = open_tier(model)
+    answered(kv)
+    with foreign(model):
+        assert answered(kv) == 0
+        assert answered(kv) == 0
+        assert answered(kv, torch.tensor([prompt(2, 70)])) == 0
+    assert answered(kv) == HELD  # it is gone: the model is its checkpoint again
+    assert answered(kv, torch.tensor([prompt(2, 70)])) == 0
+    [warning] = [record.message for record in caplog.records]
+    assert 'what it computes has no name; take it away, or name what it computes: KVTier(model, variant="…")' in warning
+
+
+@pytest.mark.parametrize("foreign", FOREIGN, ids=lambda each: each.__name__)
+def test_nor_does_one_that_has_it_from_the_start(open_tier: Open, foreign: Callable[[Any], Any]) -> None:
+    with ExitStack() as stack:
+        model = plain("llama")
+        stack.enter_context(foreign(model))
+        kv = open_tier(model)
+        answered(kv)
+        assert answered(kv) == 0
+    assert answered(open_tier(plain("llama"))) == 0
+
+
+def test_foreign_code_with_a_name_has_blocks_of_its_own(open_tier: Open) -> None:
+    model = plain("llama")
+    with hooked(model):
+        kv = open_tier(model, variant="one more")
+        assert answered(kv) == 0
+        assert answered(kv) == HELD
+    assert answered(open_tier(plain("llama"))) == 0
+    with hooked(model):
+        assert answered(open_tier(model, variant="two more")) == 0
+        assert answered(open_tier(model, variant="one more")) == HELD
+
+
+def test_known_librarys_hooks_and_wrappers_are_no_foreign_code(open_tier: Open) -> None:
+    model = plain("llama")
+    kv = open_tier(model)
+    answered(kv)
+    model.enable_input_require_grads()
+    with torch.inference_mode():
+        model(TOKENS, output_hidden_states=True, output_attentions=False)  # transformers leaves hooks of its own behind
+    model.forward = torch.no_grad()(model.forward)
+    assert answered(kv) == HELD
+
+
+# what does not show in a name
+
+
+def test_a_model_that_computes_something_else_is_kept_apart_with_one_warning(
+    open_tier: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    def scaled() -> Any:
+        model = plain("llama")
+        for layer in model.model.layers:
+            layer.self_attn.scaling *= 2.0  # no weight, no setting, no code
+        return model
+
+    kv = open_tier(plain("llama"))
+    assert answered(kv) == 0
+    assert answered(open_tier(scaled())) == 0
+    for model in (plain("llama"), scaled()):  # each finds its own
+        assert answered(open_tier(model)) == HELD
+    warnings = [record.message for record in caplog.records if record.name == "kvtier.connector.opening"]
+    assert len(warnings) == 2  # one for each start of the odd one
+    assert all("the KV kept under this model's name was computed otherwise" in each for each in warnings)
+
+
+def test_a_merged_layer_is_itself_again(open_tier: Open) -> None:
+    """The double does what the stories above take for granted."""
+    model = plain("llama")
+    [first, *_] = with_adapters(model, a=1)
+    assert isinstance(first, LoraLinear)
+    x = torch.randn(1, 3, 64)
+    with torch.no_grad():
+        alone, added = first.base_layer(x), first(x)
+        first.merge("a")
+        assert torch.allclose(first(x), added, atol=1e-4)
+        first._disable_adapters = True
+        assert torch.allclose(first(x), alone, atol=1e-4)
+    assert not first.merged_adapters
