@@ -1,5 +1,6 @@
 """Notices from a model's structure alone that it may not compute what it did, in microseconds: asked at every call."""
 
+import ctypes
 import gc
 import re
 import sys
@@ -12,42 +13,45 @@ import torch
 from torch.nn.modules import module as _torch_modules
 
 _SAMPLED: Final = 32  # tensors whose place and one element are looked at: of each kind of weight, in all of the depth
+_FAR: Final = 8  # of them on other devices
 _STATE: Final = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")  # of an adapter layer of PEFT
 _VERSION: Final = attrgetter("_version")
 _FORWARD: Final = attrgetter("forward")
-_FIRST: Final = itemgetter(0)
+_PLACE: Final = torch.Tensor.data_ptr
+_VALUE: Final = attrgetter("value")
 _NUMBER: Final = re.compile(r"\d+")
 
 
 class TensorWatch:
-    """Whether tensors may have other values than when this was made.
+    """Whether tensors may have other values than when this was made. It keeps the tensors, not memory they gave up.
 
     Version counters count every change in place, of every tensor. What goes past them through `.data` is looked for in
-    up to 32 tensors: whether their memory is another, and whether one element each has another value.
+    up to 32 tensors: whether their memory is another, and whether one element each has another value. On a GPU that
+    waits for the device, and takes up to 8.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """`tensors` by their names. Their memory is kept until this is dropped."""
+        """`tensors` by their names."""
         self.tensors = dict(tensors)
         self._counted = [
             each for each in tensors.values() if not each.is_inference()
         ]  # inference tensors count nothing
         self._num_changes = sum(map(_VERSION, self._counted))
         self._placed = [each for each in _spread(self.tensors) if _has_memory(each)]
-        self._places = list(map(torch.Tensor.data_ptr, self._placed))
-        elements = [_middle(each) for each in self._placed]
-        self._values = [_as_number(each) for each in elements if each.device.type == "cpu"]
-        self._found = list(map(_FIRST, self._values))
-        self._far = [each for each in elements if each.device.type != "cpu"]
-        self._far_found = [each.clone() for each in self._far]
+        self._places = list(map(_PLACE, self._placed))
+        self._values = [_element(each) for each in self._placed if each.device.type == "cpu"]
+        self._found = list(map(_VALUE, self._values))
+        far = [each for each in self._placed if each.device.type != "cpu"]
+        self._far = far[:: max(1, len(far) // _FAR)][:_FAR]
+        self._far_found = self._far_values()
 
     def holds(self) -> bool:
         """Whether nothing shows a change. RuntimeError if a tensor has lost its memory."""
         return (
             sum(map(_VERSION, self._counted)) == self._num_changes
-            and list(map(torch.Tensor.data_ptr, self._placed)) == self._places
-            and list(map(_FIRST, self._values)) == self._found
-            and (not self._far or torch.equal(torch.cat(self._far), torch.cat(self._far_found)))
+            and list(map(_PLACE, self._placed)) == self._places  # so the elements are where they were
+            and list(map(_VALUE, self._values)) == self._found
+            and (not self._far or self._far_values() == self._far_found)
         )
 
     def same_tensors(self, tensors: Mapping[str, torch.Tensor]) -> bool:
@@ -55,6 +59,10 @@ class TensorWatch:
         return tensors.keys() == self.tensors.keys() and all(
             self.tensors[name] is each for name, each in tensors.items()
         )
+
+    def _far_values(self) -> list[int]:
+        parts = [each.detach()[_middle(each)].reshape(1).view(torch.uint8) for each in self._far]
+        return torch.cat(parts).tolist() if parts else []
 
 
 class ModelWatch:
@@ -145,12 +153,13 @@ def _has_memory(tensor: torch.Tensor) -> bool:
     return is_plain and not tensor.is_quantized and tensor.numel() > 0 and tensor.device.type != "meta"
 
 
-def _middle(tensor: torch.Tensor) -> torch.Tensor:
-    """A view of the element in the middle, as bytes."""
-    return tensor.detach()[tuple(size // 2 for size in tensor.shape)].reshape(1).view(torch.uint8)
+def _middle(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Where its element in the middle is."""
+    return tuple(size // 2 for size in tensor.shape)
 
 
-def _as_number(element: torch.Tensor) -> memoryview:
-    """The bytes of an element, in a CPU's memory, as whole numbers."""
-    view = memoryview(element.numpy())
-    return view.cast("b" if len(element) == 1 else "h" if len(element) == 2 else "i" if len(element) == 4 else "q")
+def _element(tensor: torch.Tensor) -> Any:
+    """The bytes of that element where they lie, as a whole number of ctypes. Good while the tensor has this memory."""
+    offset = sum(index * step for index, step in zip(_middle(tensor), tensor.stride(), strict=True))
+    kind = {1: ctypes.c_int8, 2: ctypes.c_int16, 4: ctypes.c_int32}.get(tensor.element_size(), ctypes.c_int64)
+    return kind.from_address(tensor.data_ptr() + offset * tensor.element_size())

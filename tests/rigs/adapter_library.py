@@ -1,4 +1,4 @@
-"""What PEFT puts into a model, in forty lines, for machines without it: its classes' names and what they are asked for."""
+"""What PEFT puts into a model, in few lines, for machines without it: its classes' names, and what is asked of them."""
 
 import sys
 from types import ModuleType
@@ -71,7 +71,7 @@ def installed(monkeypatch: Any) -> None:
 
 
 def with_adapters(model: Any, **seeds: int) -> list[LoraLinear]:
-    """Put adapters of these names and seeds before q and v of every layer; the first one is active. Returns the layers."""
+    """Put adapters of these names and seeds before q and v of every layer, the first one active. Returns the layers."""
     layers = []
     for layer in model.model.layers:
         for name in ("q_proj", "v_proj"):

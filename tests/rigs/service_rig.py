@@ -107,9 +107,10 @@ def attach(
     fingerprint: bytes = FINGERPRINT,
     slot_bytes: int = SLOT_BYTES,
     deadline: float = PATIENCE,
+    kv_probe: bytes | None = None,
 ) -> RemoteTiers:
     """A client of the daemon at `socket`; patient, unless the story is about its `deadline`."""
-    hello = Hello(fingerprint, BLOCK_SIZE, slot_bytes, size, reset=False)
+    hello = Hello(fingerprint, BLOCK_SIZE, slot_bytes, size, reset=False, kv_probe=kv_probe)
     return RemoteTiers(socket, hello, patience=PATIENCE, deadline=deadline)
 
 

@@ -1,10 +1,13 @@
 """Opens a lower tier only for a model that computes the KV which is kept there."""
 
+import logging
 from collections.abc import Callable
 from typing import Final
 
 from kvtier.tiers import FormatError, KeepsKVProbe, KVMismatch, Tier
 from kvtier.tiers.naming import KVProbe
+
+_log = logging.getLogger(__name__)
 
 _CAUSE: Final = "by another release of a library or by code that was replaced"
 
@@ -22,7 +25,7 @@ class ProbedOpening:
         self._name = name
         self._open = open
         self._probe = probe
-        self._settled = False
+        self._settled = self._warned = False
 
     def __call__(self) -> Tier:
         tier = self._open()
@@ -32,8 +35,11 @@ class ProbedOpening:
                 self._compare(keeps)
                 if self._settled:
                     self._keep(keeps)
-            except BaseException:
+            except BaseException as error:
                 tier.close()
+                if isinstance(error, KVMismatch) and self._settled and not self._warned:
+                    self._warned = True  # at start whoever opens the tiers says so
+                    _log.warning("%s; it stays off until this engine is started again", error)
                 raise
         return tier
 

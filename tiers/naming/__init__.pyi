@@ -12,13 +12,14 @@ from .chain import (
 from .identity import ModelIdentity, config_digest
 from .kept_names import KeptNames
 from .key_schemes import VllmKeys, dynamo_local_hashes, dynamo_seed, dynamo_sequence_hashes, sglang_hashes
-from .kv_probe import PROBE_BYTES, KVProbe
+from .kv_probe import PROBE_BYTES, TOLERANCES, KVProbe
 from .lossy import Lossy, with_lossy
 from .shape import DTYPE_BYTES, FlatShape, KVLayout, KVShape
 
 __all__ = [
     "DTYPE_BYTES",
     "PROBE_BYTES",
+    "TOLERANCES",
     "FlatShape",
     "KVLayout",
     "KVProbe",

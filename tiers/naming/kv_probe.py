@@ -20,8 +20,8 @@ from kvtier.tiers import FormatError
 PROBE_BYTES: Final = 2048
 """The most that a packed probe takes."""
 
-# Relative; what rounding does to the KV of seven tokens, in the worst of all ways measured, is a third of it.
-TOLERANCES: Final = {"float32": 2e-3, "float16": 2e-2, "bfloat16": 0.15}
+# Relative. The worst that rounding made of seven tokens' KV on CPUs was 8e-6, 1.2e-2 and 7.6e-2; TF32 keeps ten bits.
+TOLERANCES: Final = {"float32": 2e-3, "float16": 3e-2, "bfloat16": 0.2}
 
 _HEAD: Final = struct.Struct("<8s16sHH")  # magic ‖ dtype ‖ planes ‖ numbers of each
 _SUM: Final = struct.Struct("<Q")  # xxh3-64 of all before it

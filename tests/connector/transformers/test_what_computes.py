@@ -14,6 +14,7 @@ from kv_tier_rig import GREEDY, Open, tiers_over
 from tiny_models import plain, prompt
 from torch.nn.modules.module import register_module_forward_hook
 
+from kvtier.connector.models import cache_option
 from kvtier.connector.transformers.adapter import KVTier
 
 TOKENS = torch.tensor([prompt(1, 70)])
@@ -41,6 +42,11 @@ def library(monkeypatch: pytest.MonkeyPatch) -> None:
     installed(monkeypatch)
 
 
+def bare(seed: int = 0) -> Any:
+    """A model without anything put into it."""
+    return plain("llama", seed=seed)
+
+
 def answered(kv: KVTier, tokens: torch.Tensor = TOKENS) -> int:
     """Generate; the text is the model's own as it is now. Returns how many tokens were found."""
     with torch.inference_mode():
@@ -53,7 +59,7 @@ def answered(kv: KVTier, tokens: torch.Tensor = TOKENS) -> int:
 
 
 def test_each_switch_of_adapters_is_noticed_at_the_next_call_and_what_is_back_is_found(open_tier: Open) -> None:
-    model = plain("llama")
+    model = bare()
     layers = with_adapters(model, a=1, b=2)
     kv = open_tier(model)
     seen = []
@@ -70,18 +76,18 @@ def test_each_switch_of_adapters_is_noticed_at_the_next_call_and_what_is_back_is
 
 
 def test_the_same_adapter_is_found_by_another_process_whatever_it_is_called_there(open_tier: Open) -> None:
-    model = plain("llama")
+    model = bare()
     with_adapters(model, german=1, french=2)
     assert answered(open_tier(model)) == 0
     for names, found in (({"first": 1}, HELD), ({"german": 2}, 0), ({"x": 3, "german": 1}, 0)):
-        other = plain("llama")
+        other = bare()
         with_adapters(other, **names)
         assert answered(open_tier(other)) == found
 
 
 def test_a_model_whose_adapters_are_off_shares_with_the_bare_model(open_tier: Open) -> None:
-    assert answered(open_tier(plain("llama"))) == 0
-    model = plain("llama")
+    assert answered(open_tier(bare())) == 0
+    model = bare()
     layers = with_adapters(model, a=1)
     kv = open_tier(model)
     assert answered(kv) == 0
@@ -90,7 +96,7 @@ def test_a_model_whose_adapters_are_off_shares_with_the_bare_model(open_tier: Op
 
 
 def test_what_was_merged_into_the_weights_has_their_name(open_tier: Open, caplog: pytest.LogCaptureFixture) -> None:
-    model = plain("llama")
+    model = bare()
     layers = with_adapters(model, a=1)
     kv = open_tier(model)
     answered(kv)
@@ -107,10 +113,11 @@ def test_what_was_merged_into_the_weights_has_their_name(open_tier: Open, caplog
 
 
 def test_an_adapter_that_is_trained_is_another_one_after_each_step(open_tier: Open) -> None:
-    model = plain("llama")
+    model = bare()
     layers = with_adapters(model, a=1)
     kv = open_tier(model)
-    optimizer = torch.optim.SGD([layer.lora_B["a"].weight for layer in layers], lr=1.0)  # type: ignore[misc]
+    trained: list[Any] = [layer.lora_B["a"].weight for layer in layers]
+    optimizer = torch.optim.SGD(trained, lr=1.0)
     for _ in range(3):
         assert answered(kv) == 0
         assert answered(kv) == HELD
@@ -123,7 +130,7 @@ def test_an_adapter_that_is_trained_is_another_one_after_each_step(open_tier: Op
 def test_adapters_that_look_at_the_whole_text_and_those_of_single_rows_are_refused(
     open_tier: Open, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = plain("llama")
+    model = bare()
     kv = open_tier(model)
     for _ in range(2):
         kv.generate(TOKENS, **GREEDY)
@@ -142,7 +149,7 @@ def test_adapters_that_look_at_the_whole_text_and_those_of_single_rows_are_refus
 
 
 def other_weights(model: Any) -> dict[str, torch.Tensor]:
-    return {name: each.clone() for name, each in plain("llama", seed=5).state_dict().items()}
+    return {name: each.clone() for name, each in bare(seed=5).state_dict().items()}
 
 
 def copied(model: Any) -> None:
@@ -192,20 +199,20 @@ CHANGES: list[Callable[[Any], Any]] = [
 def test_weights_changed_in_place_find_and_leave_nothing_under_the_old_name(
     open_tier: Open, change: Callable[[Any], Any]
 ) -> None:
-    model = plain("llama")
+    model = bare()
     kv = open_tier(model)
     assert answered(kv) == 0
     change(model)
     assert answered(kv) == 0
     assert answered(kv) == HELD
     answered(kv, torch.tensor([prompt(2, 70)]))
-    again = open_tier(plain("llama"))  # who starts with the old weights finds what these computed alone
+    again = open_tier(bare())  # who starts with the old weights finds what these computed alone
     assert answered(again) == HELD
     assert answered(again, torch.tensor([prompt(2, 70)])) == 0
 
 
 def test_weights_that_are_back_find_what_they_stored(open_tier: Open) -> None:
-    model = plain("llama")
+    model = bare()
     first = {name: each.clone() for name, each in model.state_dict().items()}
     kv = open_tier(model)
     answered(kv)
@@ -216,7 +223,7 @@ def test_weights_that_are_back_find_what_they_stored(open_tier: Open) -> None:
 
 
 def test_another_dtype_is_refused(open_tier: Open, caplog: pytest.LogCaptureFixture) -> None:
-    model = plain("llama")
+    model = bare()
     kv = open_tier(model)
     answered(kv)
     model.to(torch.bfloat16)
@@ -227,7 +234,7 @@ def test_another_dtype_is_refused(open_tier: Open, caplog: pytest.LogCaptureFixt
 
 
 def test_reset_forgets_and_names_anew_without_reading_weights(open_tier: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = plain("llama")
+    model = bare()
     kv = open_tier(model)
     answered(kv)
     read = []
@@ -244,11 +251,11 @@ def test_reset_forgets_and_names_anew_without_reading_weights(open_tier: Open, m
 
 
 def test_a_cache_loaded_under_other_weights_is_not_kept(open_tier: Open, caplog: pytest.LogCaptureFixture) -> None:
-    model = plain("llama")
+    model = bare()
     kv = open_tier(model)
     cache, _ = kv.load(TOKENS)
     with torch.inference_mode():
-        model(TOKENS, past_key_values=cache)
+        model(TOKENS, **cache_option(model, cache))
     one_value(model)
     kv.store(TOKENS, cache)
     assert kv.load(torch.cat([TOKENS, TOKENS], dim=1))[1] == 0
@@ -256,7 +263,7 @@ def test_a_cache_loaded_under_other_weights_is_not_kept(open_tier: Open, caplog:
 
 
 def test_weights_that_change_while_a_call_runs_leave_nothing(open_tier: Open) -> None:
-    model = plain("llama")
+    model = bare()
     kv = open_tier(model)
 
     def change(_: Any, scores: torch.Tensor) -> torch.Tensor:
@@ -265,7 +272,7 @@ def test_weights_that_change_while_a_call_runs_leave_nothing(open_tier: Open) ->
 
     kv.generate(TOKENS, **GREEDY, logits_processor=[change])
     assert answered(kv) == 0
-    assert answered(open_tier(plain("llama"))) == 0
+    assert answered(open_tier(bare())) == 0
 
 
 # hooks and foreign code
@@ -296,7 +303,7 @@ def hooked_everywhere(model: Any) -> Iterator[None]:
 def patched(model: Any) -> Iterator[None]:
     part = model.model.layers[1].mlp
     own = part.forward
-    part.forward = functools.wraps(own)(lambda x: own(x) * 0.5)  # type: ignore[method-assign]
+    part.forward = functools.wraps(own)(lambda x: own(x) * 0.5)
     yield
     del part.forward
 
@@ -305,9 +312,9 @@ def patched(model: Any) -> Iterator[None]:
 def patched_class(model: Any) -> Iterator[None]:
     kind = type(model.model.layers[0].mlp)
     own = kind.forward
-    kind.forward = lambda self, x: own(self, x) * 0.5  # type: ignore[method-assign]
+    kind.forward = lambda self, x: own(self, x) * 0.5
     yield
-    kind.forward = own  # type: ignore[method-assign]
+    kind.forward = own
 
 
 @contextmanager
@@ -365,7 +372,7 @@ def test_a_model_with_foreign_code_finds_and_leaves_nothing(
     open_tier: Open, caplog: pytest.LogCaptureFixture, foreign: Callable[[Any], Any]
 ) -> None:
     caplog.set_level(logging.WARNING, "kvtier.connector.transformers")
-    model = plain("llama")
+    model = bare()
     kv = open_tier(model)
     answered(kv)
     with foreign(model):
@@ -381,28 +388,28 @@ def test_a_model_with_foreign_code_finds_and_leaves_nothing(
 @pytest.mark.parametrize("foreign", FOREIGN, ids=lambda each: each.__name__)
 def test_nor_does_one_that_has_it_from_the_start(open_tier: Open, foreign: Callable[[Any], Any]) -> None:
     with ExitStack() as stack:
-        model = plain("llama")
+        model = bare()
         stack.enter_context(foreign(model))
         kv = open_tier(model)
         answered(kv)
         assert answered(kv) == 0
-    assert answered(open_tier(plain("llama"))) == 0
+    assert answered(open_tier(bare())) == 0
 
 
 def test_foreign_code_with_a_name_has_blocks_of_its_own(open_tier: Open) -> None:
-    model = plain("llama")
+    model = bare()
     with hooked(model):
         kv = open_tier(model, variant="one more")
         assert answered(kv) == 0
         assert answered(kv) == HELD
-    assert answered(open_tier(plain("llama"))) == 0
+    assert answered(open_tier(bare())) == 0
     with hooked(model):
         assert answered(open_tier(model, variant="two more")) == 0
         assert answered(open_tier(model, variant="one more")) == HELD
 
 
 def test_known_librarys_hooks_and_wrappers_are_no_foreign_code(open_tier: Open) -> None:
-    model = plain("llama")
+    model = bare()
     kv = open_tier(model)
     answered(kv)
     model.enable_input_require_grads()
@@ -419,15 +426,15 @@ def test_a_model_that_computes_something_else_is_kept_apart_with_one_warning(
     open_tier: Open, caplog: pytest.LogCaptureFixture
 ) -> None:
     def scaled() -> Any:
-        model = plain("llama")
+        model = bare()
         for layer in model.model.layers:
             layer.self_attn.scaling *= 2.0  # no weight, no setting, no code
         return model
 
-    kv = open_tier(plain("llama"))
+    kv = open_tier(bare())
     assert answered(kv) == 0
     assert answered(open_tier(scaled())) == 0
-    for model in (plain("llama"), scaled()):  # each finds its own
+    for model in (bare(), scaled()):  # each finds its own
         assert answered(open_tier(model)) == HELD
     warnings = [record.message for record in caplog.records if record.name == "kvtier.connector.opening"]
     assert len(warnings) == 2  # one for each start of the odd one
@@ -436,7 +443,7 @@ def test_a_model_that_computes_something_else_is_kept_apart_with_one_warning(
 
 def test_a_merged_layer_is_itself_again(open_tier: Open) -> None:
     """The double does what the stories above take for granted."""
-    model = plain("llama")
+    model = bare()
     [first, *_] = with_adapters(model, a=1)
     assert isinstance(first, LoraLinear)
     x = torch.randn(1, 3, 64)

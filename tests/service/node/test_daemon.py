@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from command_rig import kvtier
 from doubles import SLOT_BYTES, chain_of, wait_until
@@ -43,8 +44,9 @@ from kvtier.connector.daemon.wire import pack_frame, pack_request
 from kvtier.service.node.daemon import _TICK, Daemon
 from kvtier.service.node.loop import Loop
 from kvtier.tiers.config.config import Config
-from kvtier.tiers.errors import ConfigError, StoreLocked
+from kvtier.tiers.errors import ConfigError, KVMismatch, StoreLocked
 from kvtier.tiers.hierarchy.cache_tiers import Attribution
+from kvtier.tiers.naming.kv_probe import KVProbe
 from kvtier.tiers.tier import Outcome
 
 CHILD = Path(__file__).with_name("_client_child.py")
@@ -571,3 +573,17 @@ def test_an_engine_finds_the_daemon_by_its_configuration(home: Path, serve: Serv
     assert tiers.num_slots == 256  # it asked for [host] size, the budget has a mebibyte
     assert misses(tiers, Outcome.ABSENT) == 0
     tiers.close()
+
+
+def test_a_client_whose_model_computes_other_kv_is_told_apart(home: Path, serve: Serve, attach: Attach) -> None:
+    """A namespace is of what its first client's model computes; one that was not asked may use it."""
+    served = serve()
+    planes = [np.random.default_rng(seed).normal(size=(2, 7, 32)) for seed in range(4)]
+    ours, other = (KVProbe.of([plane * scale for plane in planes], "float32").packed() for scale in (1.0, 1.5))
+    attach()
+    first = attach(kv_probe=ours)
+    store(first, chain_of(4))
+    with pytest.raises(KVMismatch, match="host memory: the KV kept under this model's name was computed otherwise"):
+        attach(kv_probe=other)
+    assert load(attach(kv_probe=ours), chain_of(4)) == 4
+    assert served.daemon.counts["refused"] == 1
