@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from device_rig import DeviceRig
     from kv_tier_rig import Open
     from object_rig import ObjectServer
+    from redis_rig import RedisServer
     from small_engines import Make
 
     from kvtier.engine.llm import Engine
@@ -115,6 +116,23 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator["ObjectServer"]:
         pytest.skip(NO_OBJECTS)
     with object_server(tmp_path_factory.mktemp("s3")) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def _redis() -> Iterator["RedisServer"]:
+    from redis_rig import NO_REDIS, standalone
+
+    if NO_REDIS is not None:
+        pytest.skip(NO_REDIS)
+    with standalone("--enable-debug-command", "yes") as server:
+        yield server
+
+
+@pytest.fixture
+def redis_server(_redis: "RedisServer") -> "RedisServer":
+    """One Redis for all stories that a process runs. Each finds it up and empty, with no limit and no client."""
+    _redis.renew()
+    return _redis
 
 
 @pytest.fixture(params=["Python", "compiled"])

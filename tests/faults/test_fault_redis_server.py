@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from doubles import chain_of, store, wait_until
 from fault_rig import drops, fetch, forget_l2, misses, num_descriptors, num_threads, settle
-from redis_rig import NO_REDIS, RedisServer, standalone
+from redis_rig import NO_REDIS, RedisServer
 from redis_stories import (
     CHAIN,
     OTHER,
@@ -44,9 +44,8 @@ Open = Callable[..., Hierarchy]
 
 
 @pytest.fixture
-def server() -> Iterator[RedisServer]:
-    with standalone("--enable-debug-command", "yes") as server:
-        yield server
+def server(redis_server: RedisServer) -> RedisServer:
+    return redis_server
 
 
 @pytest.fixture

@@ -226,7 +226,7 @@ def test_a_disk_that_refuses_the_cut_costs_the_tail_and_nothing_else(
         first = open_store(0, io=io)
         first.reset()
         fill(first)
-        io.fails = lambda called, count, name=name: called == name  # type: ignore[misc] # bound, as mypy does not see
+        io.fails = lambda called, count, name=name: called == name
         with pytest.raises(OSError, match="Input/output"):
             first._tail.give(SIZE // 2)
         io.fails = lambda called, count: False
@@ -236,7 +236,7 @@ def test_a_disk_that_refuses_the_cut_costs_the_tail_and_nothing_else(
         assert put(first, range(5000, 5008)) == [Outcome.OK] * 8
         assert get(first, range(5000, 5008)) == [Outcome.OK] * 8
         # As soon as the disk writes again, the cut is finished: the breaker's probe finds its slab, the space is free.
-        wait_until(lambda path=first.path: path.stat().st_size <= SIZE // 2)  # type: ignore[misc] # as above
+        wait_until(lambda path=first.path: path.stat().st_size <= SIZE // 2)
         assert first.probe("read")
         assert first.probe("write")
         first.close()

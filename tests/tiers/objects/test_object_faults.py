@@ -320,11 +320,11 @@ def test_a_login_or_a_right_that_is_refused_is_one_line(tmp_path: Path) -> None:
         iam = boto3.client("iam", endpoint_url=server.endpoint, **login)
         iam.create_user(UserName="node")
         key = iam.create_access_key(UserName="node")["AccessKey"]
-        mine = {"access_key_id": key["AccessKeyId"], "secret_access_key": key["SecretAccessKey"]}
+        mine: dict[str, Any] = {"access_key_id": key["AccessKeyId"], "secret_access_key": key["SecretAccessKey"]}
         server.ask("POST", "/moto-api/reset-auth", b"0")  # from now on it looks who asks
         for wrong, told in (
-            ({**mine, "access_key_id": "nobody"}, "[objects] access_key_id: "),
-            ({**mine, "secret_access_key": "another"}, "[objects] secret_access_key (not shown): "),
+            (mine | {"access_key_id": "nobody"}, "[objects] access_key_id: "),
+            (mine | {"secret_access_key": "another"}, "[objects] secret_access_key (not shown): "),
             (mine, f'[objects] bucket "{BUCKET}": {server.endpoint} denies access; grant s3:GetObject'),
         ):
             with pytest.raises(ConfigError) as refused:
