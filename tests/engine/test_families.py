@@ -33,7 +33,8 @@ def prompt(seed: int, length: int) -> list[int]:
 
 def engine_of(name: str, dtype: str = "float32", **options: Any) -> Engine:
     """The weights of `RUN[name].make_model()` in our hands."""
-    settings = EngineConfig(**{"num_blocks": 96, "max_num_seqs": 4, **options})
+    chosen: dict[str, Any] = {"num_blocks": 96, "max_num_seqs": 4, **options}
+    settings = EngineConfig(**chosen)
     return Engine.from_config(RUN[name].make_config(), settings, dtype=dtype)
 
 

@@ -56,14 +56,14 @@ def config_of(home: Path | None, **cache_options: Any) -> Config:
     if home is not None:
         sections["file"] = {"path": str(home), "size": "64MiB", "deadline": "60s"}
     cache_section = {"block_size": BLOCK, "load_or_recompute": "load", "prefetch_deadline": "60s", **cache_options}
-    return Config(**sections, cache=cache_section)  # type: ignore[arg-type]
+    return Config(**sections, cache=cache_section)
 
 
 @contextmanager
 def engine_of(model: Architecture | Model, home: Path | None = None, **options: Any) -> Iterator[Engine]:
-    chosen = {"block_size": BLOCK, "num_blocks": 96, "max_num_batched_tokens": 53, "max_num_seqs": 4, **options}
+    chosen: dict[str, Any] = {"block_size": BLOCK, "num_blocks": 96, "max_num_batched_tokens": 53, "max_num_seqs": 4}
     model = Model.from_config(model.make_config()) if isinstance(model, Architecture) else model
-    engine = Engine(model, EngineConfig(**chosen), LocalConnector.connect(config_of(home)))
+    engine = Engine(model, EngineConfig(**chosen | options), LocalConnector.connect(config_of(home)))
     yield engine
     end(engine)
 

@@ -61,7 +61,7 @@ def settings(home: Path | None, **section: Any) -> Config:
     if home is not None:
         sections["file"] = {"path": str(home), "size": "64MiB", "deadline": "60s"}
     cache_section = {"block_size": BLOCK, "load_or_recompute": "load", "prefetch_deadline": "60s", **section}
-    return Config(**sections, cache=cache_section)  # type: ignore[arg-type]
+    return Config(**sections, cache=cache_section)
 
 
 @pytest.fixture
@@ -70,9 +70,9 @@ def open_engine(tmp_path: Path) -> Iterator[Open]:
     opened: list[Engine] = []
 
     def factory(kind: str, slab: bool = True, **options: Any) -> Engine:
-        chosen = {"block_size": BLOCK, "num_blocks": 256, "max_num_batched_tokens": 100, "max_num_seqs": 4, **options}
+        chosen: dict[str, Any] = {"block_size": BLOCK, "num_blocks": 256, "max_num_batched_tokens": 100}
         connect = LocalConnector.connect(settings(tmp_path / "slab" if slab else None))
-        opened.append(Engine(model(kind), EngineConfig(**chosen), connect))
+        opened.append(Engine(model(kind), EngineConfig(**chosen | {"max_num_seqs": 4} | options), connect))
         return opened[-1]
 
     yield factory

@@ -96,7 +96,8 @@ class PlayedWorker:
         return text[start + num_tokens - drafts : self.at[name] + 1]
 
     def _write(self, name: str, position: int, token: int) -> None:
-        block = self.kv.setdefault(self.tables[name][position // BLOCK], [None] * BLOCK)
+        empty: list[tuple[str, int, int] | None] = [None] * BLOCK
+        block = self.kv.setdefault(self.tables[name][position // BLOCK], empty)
         block[position % BLOCK] = (name, position, token)
 
     def _store(self, plan: StepPlan) -> list[int]:

@@ -55,7 +55,7 @@ def decided(model: Path, prompts: Sequence[list[int]], num_tokens: int = 12) -> 
     """
     ways = []
     for step in STEPS:
-        options = {**OPTIONS, "max_num_batched_tokens": step, "enable_prefix_caching": False}
+        options = OPTIONS | {"max_num_batched_tokens": step, "enable_prefix_caching": False}
         with engine(model, **options) as plain:
             ways.append([up_to_a_near_tie(plain, tokens, num_tokens) for tokens in prompts])
     texts = []

@@ -177,7 +177,7 @@ class _Parent:
             self._process = subprocess.Popen(
                 [warm or sys.executable, str(program), *modules, _ROOM * " "],
                 env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
-                stdin=other,
+                stdin=other.fileno(),
                 stdout=subprocess.DEVNULL,
             )
         atexit.register(self.close)

@@ -106,8 +106,8 @@ def test_what_is_loaded_is_what_was_stored_bit_for_bit(open_tier: Open, kind: st
         whole = model(tokens, **cache_option(model, stored)).logits[:, -1]
     kv.store(tokens, stored)
     assert kv.drain()
-    loaded: Any
-    loaded, num_cached = kv.load(tokens)
+    cache, num_cached = kv.load(tokens)
+    loaded: Any = cache
     assert (num_cached, loaded.get_seq_length()) == (64, 64)
     for one, other in zip(stored.layers, loaded.layers, strict=True):
         assert torch.equal(one.keys[:, :, :64], other.keys)

@@ -62,7 +62,7 @@ def test_beams_go_on_from_a_loaded_prompt_and_leave_it_behind(open_tier: Open, k
     model = model_of(kind)
     rows = [prompt(1, 70), prompt(2, 50)]
     batch = left_padded(rows)
-    options = {**NEW, "do_sample": False, "num_beams": 3, "num_return_sequences": returned}
+    options = NEW | {"do_sample": False, "num_beams": 3, "num_return_sequences": returned}
     expected = model.generate(**batch, **options)
     assert not torch.equal(expected[::returned], model.generate(**batch, **NEW, do_sample=False))
     kv = open_tier(model)
@@ -130,7 +130,7 @@ def test_assisted_decoding_goes_on_behind_loaded_tokens(open_tier: Open, kind: s
         "input_ids": torch.tensor([[0] * 5 + row]),
         "attention_mask": torch.tensor([[0] * 5 + [1] * 90]),
     }
-    options = {**NEW, "do_sample": False, "eos_token_id": 9999}  # no token; transformers 5.0 needs one to look up
+    options = NEW | {"do_sample": False, "eos_token_id": 9999}  # no token; transformers 5.0 needs one to look up
     if way == "lookup":
         options["prompt_lookup_num_tokens"] = 4
     else:
@@ -172,7 +172,7 @@ def test_what_an_adapter_library_put_on_the_model_stays_there(open_tier: Open) -
     for num_cached in (0, 80):
         kv.generate(tokens, **NEW, do_sample=False, prompt_lookup_num_tokens=4)
         assert kv.num_cached_tokens == num_cached
-        assert num_prepared
+        assert num_prepared > 0
     assert model.prepare_inputs_for_generation is adapted
 
 
@@ -182,7 +182,7 @@ def test_a_prompt_computed_in_chunks_is_found_and_kept(open_tier: Open, kind: st
     model = model_of(kind)
     rows = [prompt(1, 90), prompt(2, 61 if padded else 90)]
     batch = left_padded(rows)
-    options = {**GREEDY, "prefill_chunk_size": 7}
+    options = GREEDY | {"prefill_chunk_size": 7}
     expected = without_kvtier(model, batch, options)
     assert torch.equal(expected, model.generate(**batch, **GREEDY))
     kv = open_tier(model)

@@ -93,7 +93,7 @@ def test_a_mask_that_transformers_infers_is_heeded(open_tier: Open) -> None:
         assert kv.cached_tokens_by_row == by_row
     assert assert_exact(kv, model, rows[1]) == 48
     # If the padding token ends an answer too, transformers infers no mask: the padding is tokens like all others.
-    ending = {**GREEDY, "eos_token_id": 0}
+    ending = GREEDY | {"eos_token_id": 0}
     assert torch.equal(kv.generate(tokens, **ending), model.generate(tokens, **ending))
     assert kv.cached_tokens_by_row == [0, 0]
     assert assert_exact(kv, model, tokens[1].tolist()) == 64
@@ -160,7 +160,7 @@ def test_other_masks_are_refused_with_the_way_out(
     tokens = torch.tensor([prompt(1, 40), prompt(2, 40)])
     kv = open_tier(model)
     kv.generate(tokens, **GREEDY)
-    options = {**GREEDY, "attention_mask": torch.tensor(mask)}
+    options = GREEDY | {"attention_mask": torch.tensor(mask)}
     try:
         expected = model.generate(tokens, **options)
     except (ValueError, RuntimeError, IndexError) as error:

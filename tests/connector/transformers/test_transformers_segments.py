@@ -170,7 +170,7 @@ def test_rows_of_a_batch_have_segments_of_their_own(open_tier: Open) -> None:
 def test_nothing_behind_the_exact_prefix_is_named_or_stored(open_tier: Open) -> None:
     kv = open_tier()
     tokens, segments = asked(DOCUMENTS, lead=40)
-    answer = kv.generate(ids(tokens), segments=segments, **{**GREEDY, "max_new_tokens": 40})[0].tolist()
+    answer = kv.generate(ids(tokens), segments=segments, **GREEDY | {"max_new_tokens": 40})[0].tolist()
     assert kv.num_segment_tokens == REUSED
     assert held_names(kv, answer) == [True] * 2 + [False] * (len(answer) // 16 - 2)  # 40 tokens before the first one
     for document in DOCUMENTS:  # ordinary blocks under the ordinary root

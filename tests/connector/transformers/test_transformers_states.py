@@ -81,8 +81,8 @@ def test_states_come_back_bit_for_bit(open_tier: Open, kind: str) -> None:
     kv.generate(rows, **GREEDY)
     form, direct = kv._form.states, CacheForm.of(model, BLOCK)
     assert form is not None
-    cache: Any
-    cache, num_cached = kv.load(rows[:, :385])
+    loaded, num_cached = kv.load(rows[:, :385])
+    cache: Any = loaded
     assert num_cached == 384
     with torch.no_grad():
         own: Any = model(rows[:, :384], use_cache=True)
@@ -397,7 +397,7 @@ def test_chunks_of_a_prompt_leave_nothing_if_the_model_loses_its_state_between_t
     model = model_of("jamba")
     tokens = ids(prompt(1, 100))
     kv = open_tier(model)
-    options = {**GREEDY, "prefill_chunk_size": 16}
+    options = GREEDY | {"prefill_chunk_size": 16}
     expected = model.generate(tokens, **options)
     assert not torch.equal(expected, model.generate(tokens, **GREEDY))  # in transformers itself
     assert torch.equal(kv.generate(tokens, **options), expected)
@@ -482,11 +482,11 @@ def test_a_row_that_ends_early_is_kept_up_to_its_end(open_tier: Open) -> None:
     rows = ids(prompt(1, 391), prompt(2, 391))
     answers = model.generate(rows, **GREEDY)[:, 391:].tolist()
     ends = next(token for token in answers[0][:8] if token not in answers[1])
-    options = {**GREEDY, "eos_token_id": ends}
+    options = GREEDY | {"eos_token_id": ends}
     kv = open_tier(model)
     expected = model.generate(rows, **options)
     assert torch.equal(kv.generate(rows, **options), expected)
     for row, num_cached in ((0, 384), (1, 400)):
         turn = torch.cat([expected[row : row + 1, :400], ids(prompt(3, 6))], dim=1)
-        kv.generate(turn, **{**GREEDY, "attention_mask": torch.ones_like(turn)})
+        kv.generate(turn, **GREEDY | {"attention_mask": torch.ones_like(turn)})
         assert kv.num_cached_tokens == num_cached

@@ -37,7 +37,7 @@ class Story:
         self.tier, self.second = MemoryTier(), MemoryTier()
         settings = PortSettings(deadline=DEADLINE, failures=2, retry_after=1.0, num_threads=1)
         self.ports = [
-            TierPort(name, lambda tier=tier: tier, settings, self.metrics, Rates("load"), self.clock)  # type: ignore[misc]
+            TierPort(name, lambda tier=tier: tier, settings, self.metrics, Rates("load"), self.clock)
             for name, tier in (("file", self.tier), ("redis", self.second))
         ]
         self.jobs = TierJobs(self.ports, SLOT_BYTES, 4, LOAD_DEADLINE, self.metrics, self.clock)

@@ -454,7 +454,7 @@ def _every_layer_is_the_first(patch: pytest.MonkeyPatch) -> None:
 
 
 def _unrecorded() -> Any:
-    return torch.cuda.Event()  # type: ignore[no-untyped-call]
+    return torch.cuda.Event()
 
 
 def _stores_wait_for_nothing(patch: pytest.MonkeyPatch) -> None:

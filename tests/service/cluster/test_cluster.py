@@ -293,8 +293,8 @@ def test_the_order_is_that_of_need(home: Path, file_of: Callable[[dict[str, Any]
 
 def test_a_failure_takes_back_what_it_started(home: Path, file_of: Callable[[dict[str, Any]], str]) -> None:
     good = page(port=0)
-    bad = {"argv": ["kvtier", "serve", "--http", "127.0.0.1:{port:1}"], "ready": {"exits": True}, "after": ["good"]}
-    bad["env"] = {"KVTIER_SERVICE__SOCKET": "{state}/none/kv.sock"}
+    bad: dict[str, Any] = {"argv": ["kvtier", "serve", "--http", "127.0.0.1:{port:1}"], "ready": {"exits": True}}
+    bad |= {"after": ["good"], "env": {"KVTIER_SERVICE__SOCKET": "{state}/none/kv.sock"}}
     running = Running(
         home / "state", "--file", file_of({"good": good, "bad": {"x-kvtier": bad}}), "--profile", "cluster"
     )

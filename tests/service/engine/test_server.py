@@ -65,8 +65,8 @@ def test_a_completion_is_what_the_engine_makes_of_its_tokens(server: ServerThrea
 
 
 def test_prompts_in_one_request_and_choices_of_each(server: ServerThread) -> None:
-    ask = {"model": MODEL, "prompt": [LONG, "another"], "max_tokens": 5, "n": 2, "seed": 7}
-    done, again = (server.client.completions.create(**ask) for _ in range(2))  # type: ignore[call-overload]
+    ask: dict[str, Any] = {"model": MODEL, "prompt": [LONG, "another"], "max_tokens": 5, "n": 2, "seed": 7}
+    done, again = (server.client.completions.create(**ask) for _ in range(2))
     assert [choice.index for choice in done.choices] == [0, 1, 2, 3]
     texts = [choice.text for choice in done.choices]
     assert texts == [choice.text for choice in again.choices]  # by the seed

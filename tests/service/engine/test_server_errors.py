@@ -182,7 +182,7 @@ def test_what_asks_for_nothing_is_taken(server: ServerThread) -> None:
     # An answer's message comes back as the client writes it, with every field that says nothing.
     said = response.choices[0].message.model_dump()
     assert said["tool_calls"] is said["annotations"] is None
-    again: Any = server.client.chat.completions.create(**{**CHAT, "messages": [*USER, said, *USER]})
+    again: Any = server.client.chat.completions.create(**CHAT | {"messages": [*USER, said, *USER]})
     assert again.choices
     options: dict[str, Any] = {"stream_options": {"include_usage": None}, "max_tokens": None, "stop": None, "n": None}
     silent: dict[str, Any] = {"tools": None, "logprobs": None, "response_format": None, "tool_choice": None}

@@ -130,7 +130,7 @@ def test_readers_late_and_early_end_alike() -> None:
                     publisher.announce(MODEL, [stored(chain)])
                 publisher.announce(MODEL, [Removed("l2", tuple(chains[0].hashes[2:]))])
                 for index in (early, late):
-                    until(lambda index=index: index.holdings("w") == {"CPU": 78, "STORAGE": 20})  # type: ignore[misc]
+                    until(lambda index=index: index.holdings("w") == {"CPU": 78, "STORAGE": 20})
                     assert found(index, chains[0]) == {"CPU": 2}
                     assert found(index, chains[19]) == {"CPU": 4}
                 until(lambda: second.state.state == "live")
@@ -338,7 +338,7 @@ def test_no_reader_misses_its_own_handshake() -> None:
         for _ in range(40):
             index = PrefixIndex(SIZE)
             with reader(config, index):
-                until(lambda index=index: index.num_blocks == 4)  # type: ignore[misc]
+                until(lambda index=index: index.num_blocks == 4)
 
 
 def test_a_silent_publisher_is_asked_whether_anything_was_missed(monkeypatch: pytest.MonkeyPatch) -> None:

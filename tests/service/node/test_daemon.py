@@ -170,7 +170,7 @@ def test_a_number_of_a_file_that_was_closed_is_not_the_old_file() -> None:
         loop.watch(old, lambda events: said.append("the new file is not ready"))
 
     for fd, other in (readers, readers[::-1]):
-        loop.watch(fd, lambda events, other=other: replace(other))  # type: ignore[misc]
+        loop.watch(fd, lambda events, other=other: replace(other))
 
     def turn() -> float:
         if next(rounds, None) is None:
@@ -476,7 +476,7 @@ def test_any_bytes_at_all(home: Path, serve: Serve, attach: Attach) -> None:
     # This process lives on, so what a connection held stays until its copies are known to have ended.
     for client in list(served.daemon.call(lambda: [*served.daemon._sessions.values()])):
         if not client.connected:
-            served.daemon.call(lambda client=client: client.end("died"))  # type: ignore[misc]
+            served.daemon.call(lambda client=client: client.end("died"))
     served.check()
     assert served.daemon.counts["error"] == 0
     assert load(tiers, chain) == 4 or where(tiers, chain).miss == 4  # one of them may have said "reset"
@@ -566,7 +566,7 @@ def test_an_engine_finds_the_daemon_by_its_configuration(home: Path, serve: Serv
 
     serve()
     blocks = BlockDimensions(4, SLOT_BYTES)
-    tiers = open_tiers(Config(service={"socket": home / "s"}), FINGERPRINT, blocks)  # type: ignore[arg-type]
+    tiers = open_tiers(Config(service={"socket": home / "s"}), FINGERPRINT, blocks)
     assert isinstance(tiers, RemoteTiers)
     assert tiers.num_slots == 256  # it asked for [host] size, the budget has a mebibyte
     assert misses(tiers, Outcome.ABSENT) == 0

@@ -218,7 +218,7 @@ def test_a_template_ends_whatever_it_is_told(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_tree_of_a_request_that_has_no_bottom_is_refused(tmp_path: Path) -> None:
-    deep: Any = []
+    deep: list[Any] = []
     for _ in range(100_000):
         deep = [deep]
     tool = {"type": "function", "function": {"name": "f", "parameters": {"a": deep}}}

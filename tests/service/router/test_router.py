@@ -311,7 +311,7 @@ def test_what_others_gave_it_counts(pair: Pair, router: RoutedReplicas) -> None:
 
 
 def nature(**ours: object) -> dict[str, Any]:
-    return {**MODEL, "kvtier": {**MODEL["kvtier"], **ours}}  # type: ignore[dict-item]
+    return {**MODEL, "kvtier": {**MODEL["kvtier"], **ours}}
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -82,10 +83,8 @@ def test_lru_is_a_plain_lru_and_no_run_beats_the_optimum() -> None:
 def test_a_slab_and_redis_find_what_memory_has_lost() -> None:
     trace = trace_of(chats(150))
     replay = TraceReplay(trace, SLOT_BYTES)
-    alone, disk, redis, late = (
-        replay.run(Capacity(SLOTS * SLOT_BYTES, **room, policy="lru"))
-        for room in ({}, {"disk": 8 << 20}, {"redis": 8 << 20}, {"redis": 8 << 20, "redis_ttl": 1.0})
-    )
+    rooms: list[dict[str, Any]] = [{}, {"disk": 8 << 20}, {"redis": 8 << 20}, {"redis": 8 << 20, "redis_ttl": 1.0}]
+    alone, disk, redis, late = (replay.run(Capacity(SLOTS * SLOT_BYTES, **room, policy="lru")) for room in rooms)
     for run in (disk, redis):
         assert run.found.sum() > alone.found.sum()
     assert disk.found[:, 1].sum() > 0

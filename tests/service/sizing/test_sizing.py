@@ -44,15 +44,15 @@ def test_the_form_is_the_one_that_a_model_with_weights_has(name: str, tmp_path: 
 def test_what_memory_and_disk_hold_is_what_the_tiers_have_room_for(tmp_path: Path) -> None:
     path = saved(tmp_path, {**LLAMA_8B, "num_hidden_layers": 4})
     rooms = {"l2": 10 << 20, "file": 40 << 20, "redis": 10 << 20}
-    size = sizing_of(path, rooms, **{**SIZES, "tensor_parallel": 4, "conversation": 100})  # type: ignore[arg-type]
+    size = sizing_of(path, rooms, **{**SIZES, "tensor_parallel": 4, "conversation": 100})
     assert size.bytes_per_token == 4 * 2 * 8 * 128 * 2  # layers, K and V, heads, dim, bytes
     assert size.gpu_bytes_per_token == size.bytes_per_token // 4
     assert size.slots_per_conversation == 7
     (tmp_path / "slab").mkdir()
     config = Config(
-        host={"size": rooms["l2"], "huge_pages": False},  # type: ignore[arg-type]
-        file={"path": str(tmp_path / "slab"), "size": rooms["file"]},  # type: ignore[arg-type]
-        cache={"block_size": 16},  # type: ignore[arg-type]
+        host={"size": rooms["l2"], "huge_pages": False},
+        file={"path": str(tmp_path / "slab"), "size": rooms["file"]},
+        cache={"block_size": 16},
     )
     hierarchy = open_hierarchy(config, bytes(32), form_of_config(path, 16)[1].pool_shape)
     (port,) = hierarchy.ports

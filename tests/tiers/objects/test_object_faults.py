@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from extent import brief
 from doubles import BLOCK_SIZE, SLOT_BYTES, chain_of, store, wait_until
 from fault_rig import drops, fetch, forget_l2, misses, settle
 from object_rig import (
@@ -238,7 +239,7 @@ def test_a_foreign_object_in_a_blocks_place_is_a_miss_and_makes_room(server: Obj
         assert set(read(store, other)) == {Outcome.OK}
 
 
-@pytest.mark.parametrize("form", ["clear", "sealed", "encrypted"])
+@pytest.mark.parametrize("form", ["sealed", *brief([], ["clear", "encrypted"])])
 def test_every_flipped_bit_is_found(server: ObjectServer, form: str, tmp_path: Path) -> None:
     with opened(server.endpoint, **protection(form, tmp_path)) as store:
         written(store, CHAIN)
