@@ -192,7 +192,8 @@ class LazyCuda:
         stream.num_issued += 1
         _join(stream.clock, self.host)  # it was issued after all that the host knows of
         stream.clock[stream.name] = stream.num_issued
-        op = Op(what, stream.name, stream.num_issued, dict(stream.clock), *map(_merged, given), run)
+        read, written = map(_merged, given)
+        op = Op(what, stream.name, stream.num_issued, dict(stream.clock), read, written, run)
         self._check(op)
         if stream is not self.compute:
             self._check_memory(op, stream)
