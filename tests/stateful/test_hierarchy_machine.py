@@ -18,6 +18,7 @@ from doubles import (
     reserve,
     wait_until,
 )
+from extent import brief
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -383,7 +384,7 @@ class HierarchyMachine(RuleBasedStateMachine):
 
 TestHierarchyMachine = HierarchyMachine.TestCase
 TestHierarchyMachine.settings = settings(
-    max_examples=60,
+    max_examples=brief(20, 60),
     stateful_step_count=40,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )

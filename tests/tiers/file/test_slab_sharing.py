@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from extent import brief
 from doubles import wait_until
+from extent import brief
 from fault_rig import FaultyIO
 from slab_rig import BLOCK_SIZE, SLOT, get, hash_of, put, verify
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from extent import brief
 from doubles import BLOCK_SIZE, SLOT_BYTES, chain_of, store, wait_until
+from extent import brief
 from fault_rig import drops, fetch, forget_l2, misses, settle
 from object_rig import (
     BUCKET,
