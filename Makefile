@@ -2,7 +2,7 @@
 #
 #   make demo         watch a real transformer engine prefill a long text once, then never again
 #   make demo-rag     ask about a few documents in different orders: their KV is reused wherever they stand, and repaired
-#   make test         the whole test suite
+#   make test         the test suite, one of each class; test-all: every matrix, program and kill whole
 #   make quick        tiers, connectors, state machines and the architecture: what one runs after every change
 #   make coverage     the whole suite, and which lines of the product it ran, by folder
 #   make test-vllm    a real vLLM over kvtier's tiers; its packages are kept in your cache directory
@@ -47,7 +47,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # The stamp's name changes with what was asked for and with where it stands: a virtual environment can't be moved.
 STAMP := $(VENV)/.kvtier-$(firstword $(shell (cat pyproject.toml .ci/setup .ci/constraints.txt .ci/venv-with-torch; echo "$(CURDIR) $(VENV) $(TORCH) $(EXTRAS)") | sha256sum))
 
-.PHONY: help setup demo demo-rag beside compiled test quick coverage test-vllm test-vllm-0.33 test-sglang test-dynamo test-ray lint types check docs dist format bench gpu gpu-bundle \
+.PHONY: help setup demo demo-rag beside compiled test test-all quick coverage test-vllm test-vllm-all test-vllm-0.33 test-sglang test-dynamo test-ray lint types check docs dist format bench gpu gpu-bundle \
 	soak kills crash-images fuzz clean
 
 help:
@@ -99,7 +99,10 @@ coverage: beside
 	exit $${failed:-0}
 
 # Their libraries warn of much: here a warning is no error. vLLM's stories take a core each, SGLang's want the machine.
+# test-vllm has one of each class, as `make test` does; the others run whole.
 test-vllm test-vllm-0.33: ENGINE_ARGS = -n 2 --dist worksteal
+test-vllm-all test-vllm-0.33 test-sglang test-ray: export TEST_ALL = 1
+test-vllm-all: test-vllm
 test-vllm test-vllm-0.33 test-sglang test-ray: test-%:
 	.ci/beside-engine $*
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 .venv-$*/bin/python -m pytest -W default \

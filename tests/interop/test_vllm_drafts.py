@@ -6,6 +6,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from extent import brief
 
 pytest.importorskip("vllm", reason="no vLLM here; run `make test-vllm`")
 
@@ -90,7 +91,10 @@ def says_the_same(
     return cold
 
 
-@pytest.mark.parametrize("method", ["ngram", "suffix", "medusa", "near", "draft_model", "eagle", "eagle3"])
+METHODS = ["ngram", "suffix", "medusa", "near", "draft_model", "eagle", "eagle3"]
+
+
+@pytest.mark.parametrize("method", brief(["ngram", "eagle"], METHODS))  # without and with KV of its own
 def test_the_text_is_the_models_own_cold_warm_and_after_a_restart(
     method: str,
     model: Path,
