@@ -16,7 +16,7 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from extent import ALL
+from extent import ALL, brief
 from numpy.typing import NDArray
 from pools import PoolOf
 
@@ -167,7 +167,7 @@ def pytest_configure(config: pytest.Config) -> None:
         from hypothesis import HealthCheck, settings
 
         lenient = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
-        settings.register_profile("busy", deadline=None, suppress_health_check=lenient)
+        settings.register_profile("busy", max_examples=brief(30, 100), deadline=None, suppress_health_check=lenient)
         settings.load_profile("busy")
 
 

@@ -227,7 +227,7 @@ def test_a_batch_larger_than_the_slab_keeps_its_head(open_store: OpenStore) -> N
 def test_blocks_in_use_survive_others(open_store: OpenStore) -> None:
     store = open_store(2 << 20)
     put(store, range(10))
-    for begin in range(100, 3000, 10):
+    for begin in range(100, brief(1500, 3000), 10):
         get(store, [0, 1, 2])  # somebody keeps asking for these
         put(store, range(begin, begin + 10))
     assert get(store, [0, 1, 2]) == [Outcome.OK] * 3
@@ -286,7 +286,7 @@ def test_threads_reading_and_writing_under_eviction(open_store: OpenStore, mode:
     def work(seed: int) -> None:
         rng = np.random.default_rng(seed)
         try:
-            for _ in range(120):
+            for _ in range(brief(50, 120)):
                 begin = int(rng.integers(0, 300))
                 if rng.random() < 0.5:
                     assert set(put(store, range(begin, begin + 8))) <= allowed

@@ -126,8 +126,7 @@ def test_requests_and_bytes_are_counted_for_prometheus(over: Open, server: Objec
 def test_a_server_away_at_start_costs_one_warning_and_attaches_when_it_comes(
     over: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with object_server(tmp_path) as server:
-        server.kill()
+    with object_server(tmp_path, starts=False) as server:
         hierarchy = over(server.endpoint)
         assert store(hierarchy, CHAIN) == 8  # the engine runs on with L2 …
         assert hierarchy.drain(60)
