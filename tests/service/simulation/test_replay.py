@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from command_rig import kvtier
 from doubles import BLOCK_SIZE, SLOT_BYTES
+from extent import brief
 from service_rig import environment
 
 from kvtier.service.simulation.replay import TraceReplay, sweep
@@ -190,7 +191,7 @@ def wait_for_processes(group: int, number: int) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("everybody", [True, False], ids=["a terminal's Ctrl-C", "a signal to it alone"])
+@pytest.mark.parametrize("everybody", brief([True], [True, False]))  # as a terminal's Ctrl-C does it; it alone
 def test_ctrl_c_ends_it_and_its_workers_at_once(tmp_path: Path, everybody: bool) -> None:
     process = endless(tmp_path)
     (os.killpg if everybody else os.kill)(process.pid, signal.SIGINT)
