@@ -123,10 +123,12 @@ def test_a_twin_is_found_once_it_was_built_and_never_stale(tree: Tree, one: byte
 
 @builds
 @pytest.mark.exhaustive  # each build takes seconds: `make compiled` and `one` show one
-def test_what_is_built_anew_lies_beside_the_old_one(tree: Tree, one: bytes) -> None:
+def test_what_is_torn_is_built_anew_and_another_source_beside_it(tree: Tree) -> None:
     tree.write(1)
     before = tree.file
-    tree.put(one)
+    tree.put(b"torn")
+    build()
+    assert number() == 1
     tree.write(2)
     lines: list[str] = []
     assert build(lines.append) == [tree.file]
@@ -159,15 +161,6 @@ def test_what_cannot_be_trusted_is_not_loaded(tree: Tree, one: bytes, caplog: py
         spoil(tree.file)
         refused(tree, caplog, NAME, word)
         twins._loaded.clear()  # a process that starts now
-
-
-@builds
-@pytest.mark.exhaustive
-def test_what_cannot_be_trusted_is_built_anew(tree: Tree) -> None:
-    tree.write(1)
-    tree.put(b"torn")
-    build()
-    assert number() == 1
 
 
 @builds
