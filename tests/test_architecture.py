@@ -175,6 +175,12 @@ def sources() -> dict[str, ast.Module]:
 
 
 @cache
+def nodes(tree: ast.Module) -> list[ast.AST]:
+    """All of them."""
+    return list(ast.walk(tree))
+
+
+@cache
 def face(folder: str) -> dict[str, str]:
     """What a folder lets others import: name to the module it is defined in, all dotted; a module stands for itself."""
     stub = ROOT / folder / "__init__.pyi"
@@ -193,7 +199,7 @@ def imports(path: str, tree: ast.Module) -> Iterator[Import]:
     for block in tree.body:
         if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING":
             places |= {id(node): "typing" for node in block.body}
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         place = places.get(id(node), "block")
         if isinstance(node, ast.Import):
             yield from (Import(alias.name, path, node.lineno, place, alias.name) for alias in node.names)
@@ -209,7 +215,7 @@ def imports(path: str, tree: ast.Module) -> Iterator[Import]:
 
 def _taken(path: str, tree: ast.Module, folder: str, name: str) -> Iterator[Import]:
     """What a file takes from a folder's face when it is used: `name.attribute`, which is a late import."""
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == name:
             behind = face(folder_of(folder) or "").get(node.attr, folder)
             yield Import(behind, path, node.lineno, "late", f"{folder}:{node.attr}")
@@ -406,7 +412,7 @@ def test_environment_is_read_in_config_alone() -> None:
     wrong = [
         f"{path}:{node.lineno}"
         for path, tree in sources().items()
-        for node in ast.walk(tree)
+        for node in nodes(tree)
         if path not in ("tiers/config/config.py", "tiers/config/environment.py")
         and isinstance(node, ast.Attribute)
         and node.attr in ("environ", "getenv", "putenv")
@@ -436,6 +442,7 @@ def _notes(path: str, tree: ast.Module) -> Iterator[tuple[str, str]]:
     num_lines = (ROOT / path).read_text().count("\n")
     if num_lines > 800:
         yield path, f"{num_lines} lines (budget 800)"
+    swallowing = [each.lineno for each in nodes(tree) if isinstance(each, ast.ExceptHandler) and _swallows_all(each)]
     for found in imports(path, tree):
         if found.place == "block" and found.name.split(".")[0] in ("kvtier", *sys.stdlib_module_names):
             yield f"{path}:{found.name}", "imported inside a block"
@@ -446,9 +453,9 @@ def _notes(path: str, tree: ast.Module) -> Iterator[tuple[str, str]]:
         num_parameters = sum(argument.arg not in ("self", "cls") for argument in arguments)
         if num_parameters > 6:
             yield f"{path}:{function.name}", f"{num_parameters} parameters (budget 6)"
-        if any(isinstance(node, ast.ExceptHandler) and _swallows_all(node) for node in ast.walk(function)):
+        if any(function.lineno < line <= (function.end_lineno or 0) for line in swallowing):
             yield f"{path}:{function.name}:except", "catches every exception"
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.ClassDef):
             num_public = sum(isinstance(inner, Function) and not inner.name.startswith("_") for inner in node.body)
             if num_public > 15:
@@ -456,7 +463,7 @@ def _notes(path: str, tree: ast.Module) -> Iterator[tuple[str, str]]:
 
 
 def _functions(tree: ast.Module) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
-    return [node for node in ast.walk(tree) if isinstance(node, Function)]
+    return [node for node in nodes(tree) if isinstance(node, Function)]
 
 
 def _own_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:

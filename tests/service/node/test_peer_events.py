@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from doubles import SLOT_BYTES, chain_of, payload_of, store, wait_until
-from event_rig import until
 from node_rig import free_port
 from object_rig import BUCKET, NO_OBJECTS, object_server
 from peers_rig import FINGERPRINT, Fleet, ScriptedPeer, TellingNode, block, buffers, following, key_file, record
@@ -457,10 +456,11 @@ def knows(fleet: Fleet, number: int, num_told: int, num_sure: int = 1) -> None:
     """Wait until a daemon knows so many blocks of others, and need not ask so many nodes."""
 
     def is_so() -> bool:
+        time.sleep(0.1)  # its pages cost the daemon something
         told = [line for line in fleet.metrics(number).splitlines() if line.startswith("kvtier_peers_told_blocks{")]
         return [float(line.split()[-1]) for line in told] == [num_told] and fleet.peers(number)["sure"] == num_sure
 
-    until(is_so)  # both pages cost the daemon something
+    wait_until(is_so)
 
 
 def test_a_fleet_knows_what_it_holds_also_after_a_kill_and_a_restart(fleet_of: Callable[..., Fleet]) -> None:
@@ -504,7 +504,7 @@ def test_a_reset_on_one_node_ends_what_its_events_promise(fleet_of: Callable[...
     first.reset()
     # What it stores from now on has other bytes, maybe: it is not lent.
     assert store_at(first, chain) == 8
-    until(lambda: fleet.peers(1)["sure"] == 0)
+    wait_until(lambda: time.sleep(0.1) or fleet.peers(1)["sure"] == 0)  # type: ignore[func-returns-value]
     assert where(second, chain) == Attribution(8, miss=8)
     first.close()
     second.close()
