@@ -123,7 +123,8 @@ lint: setup
 	.ci/in-time rules $(VENV)/bin/python .ci/lint
 	.ci/in-time "the site" $(VENV)/bin/mkdocs build --quiet
 
-# The product by strict mypy, whose cache all checkouts share: absolute paths make it read what this one has.
+# The product by strict mypy, whose cache all checkouts share. The path is absolute: by a relative one mypy would take
+# another checkout's file, of the same size and time, for this one's.
 types: setup
 	mkdir -p $(CACHE)
 	status=0
