@@ -270,7 +270,7 @@ def test_a_list_on_a_disk_that_does_not_answer_keeps_nothing_waiting(
             assert router.complete().status_code == 200
             # a stop waits for nobody
             router.close()
-            assert not [each for each in threading.enumerate() if each.name == "kvtier-http"]
+            until(lambda: not [each for each in threading.enumerate() if each.name == "kvtier-http"])
         finally:
             router.close()
             os.close(os.open(file, os.O_RDWR | os.O_NONBLOCK))  # whoever still opens it may go on
