@@ -8,7 +8,7 @@ import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
 
-from kvtier.connector.models.checkpoint import config_digest_of, revision_of, weight_files
+from kvtier.connector.models.checkpoint import config_digest_of, file_stamps, revision_of, weight_files
 from kvtier.connector.models.length_rope import SHORT_ROPE, rope_limit
 from kvtier.tiers.naming import KVShape, ModelIdentity, config_digest
 
@@ -24,12 +24,12 @@ def identity_of(
     A model that still equals its checkpoint directory is named after that, as by every engine. Any other model is named
     after its own weights. `exact_rows` names the engine's exact mode, whose KV differs in the last bits.
     """
-    path = Path(model.name_or_path) if model.name_or_path else None
-    if path is not None and path.is_dir() and is_checkpoint(model, path):
-        revision, digest = revision_of(path), config_digest_of(path)
-    else:
+    names = _names_of_checkpoint(model)
+    if names is None:
         revision = f"xxh3:{weights_digest(model.state_dict(keep_vars=False).items())}"
         digest = config_digest(model.config.to_dict())
+    else:
+        revision, digest = names
     return ModelIdentity(
         model=name,
         revision=revision,
@@ -45,6 +45,24 @@ def identity_of(
         hash_scheme=hash_scheme,
         epoch=epoch,
     )
+
+
+def _names_of_checkpoint(model: "PreTrainedModel") -> tuple[str, str] | None:
+    """Revision and configuration's digest of the directory that it was loaded from; None if it is not that, or changes.
+
+    What is compared and what is named has to be one state of the files, though nobody keeps others from writing there.
+    """
+    path = Path(model.name_or_path) if model.name_or_path else None
+    if path is None or not path.is_dir():
+        return None
+    try:
+        stamps = file_stamps(path)
+        if not is_checkpoint(model, path):
+            return None
+        names = revision_of(path), config_digest_of(path)
+        return names if file_stamps(path) == stamps else None
+    except OSError:
+        return None
 
 
 def is_checkpoint(model: "PreTrainedModel", path: Path) -> bool:
