@@ -1,6 +1,6 @@
 from .cache_option import cache_option, given_cache, returned_cache
 from .checkpoint import config_digest_of, config_of, name_of, revision_of
-from .hf_model import identity_of
+from .hf_model import identity_of, weights_of
 from .length_rope import SHORT_ROPE, rope_limit
 from .tokenizer import load_tokenizer
 from .tool_calls import ToolCalls
@@ -18,4 +18,5 @@ __all__ = [
     "returned_cache",
     "revision_of",
     "rope_limit",
+    "weights_of",
 ]

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import xxhash
@@ -10,7 +10,11 @@ from safetensors import SafetensorError, safe_open
 
 from kvtier.connector.models.checkpoint import config_digest_of, file_stamps, revision_of, weight_files
 from kvtier.connector.models.length_rope import SHORT_ROPE, rope_limit
+from kvtier.tiers import ConfigError
 from kvtier.tiers.naming import KVShape, ModelIdentity, config_digest
+
+_UNQUANTISED: Final = "load the model unquantised, or as a checkpoint whose quantised weights are plain tensors"
+_ALL_IN_MEMORY: Final = 'load the whole model into memory (a device_map without "disk", and no meta device)'
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -19,14 +23,16 @@ if TYPE_CHECKING:
 def identity_of(
     model: "PreTrainedModel", name: str, shape: KVShape, *, hash_scheme: str, epoch: int, exact_rows: int | None = None
 ) -> ModelIdentity:
-    """Everything its KV depends on, of texts within `rope_limit`. Reads all weights. ConfigError for unknown RoPE.
+    """Everything its KV depends on, of texts within `rope_limit`. Reads all weights.
+
+    ConfigError for unknown RoPE, and as `weights_of`.
 
     A model that still equals its checkpoint directory is named after that, as by every engine. Any other model is named
     after its own weights. `exact_rows` names the engine's exact mode, whose KV differs in the last bits.
     """
     names = _names_of_checkpoint(model)
     if names is None:
-        revision = f"xxh3:{weights_digest(model.state_dict(keep_vars=False).items())}"
+        revision = f"xxh3:{weights_digest(weights_of(model).items())}"
         digest = config_digest(model.config.to_dict())
     else:
         revision, digest = names
@@ -73,7 +79,7 @@ def is_checkpoint(model: "PreTrainedModel", path: Path) -> bool:
     saved: Any = type(model.config).from_pretrained(path)
     if config_digest(saved.to_dict()) != config_digest(model.config.to_dict()):
         return False
-    weights = dict(model.state_dict(keep_vars=False))
+    weights = weights_of(model)
     found = set[tuple[int, int]]()
     try:
         for file in files:
@@ -86,6 +92,28 @@ def is_checkpoint(model: "PreTrainedModel", path: Path) -> bool:
     except (OSError, SafetensorError):
         return False
     return all(_place(weight) in found for weight in weights.values())  # tied weights are saved once
+
+
+def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """All weights and buffers by name, each with bytes of its own to read. Reads none.
+
+    ConfigError names the first that has none: offloaded ones, and what a quantiser put there instead of a tensor.
+    """
+    weights: dict[str, object] = model.state_dict(keep_vars=False)
+    return {name: _readable(name, weight) for name, weight in weights.items()}
+
+
+def _readable(name: str, weight: object) -> torch.Tensor:
+    kind = f"{type(weight).__module__}.{type(weight).__qualname__}"
+    if type(weight) not in (torch.Tensor, torch.nn.Parameter):
+        why, fix = f"a {kind}, of which no bytes are known", _UNQUANTISED
+    elif not isinstance(weight, torch.Tensor) or weight.is_meta:
+        why, fix = "on the meta device, so its bytes are elsewhere", _ALL_IN_MEMORY
+    elif weight.layout is not torch.strided or weight.is_quantized:
+        why, fix = f"{weight.layout}, {weight.dtype}, of which no plain bytes are there", _UNQUANTISED
+    else:
+        return weight
+    raise ConfigError(f"weight {name!r}: {why}, and weights without bytes cannot name the KV; {fix}")
 
 
 def _place(tensor: torch.Tensor) -> tuple[int, int]:
