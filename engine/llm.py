@@ -1,6 +1,7 @@
 """The engine: requests in, tokens out. `step` is schedule → load → run → store → postprocess."""
 
 import itertools
+import logging
 import time
 from collections import abc, deque
 from collections.abc import Callable, Iterator, Mapping
@@ -22,11 +23,15 @@ from kvtier.engine.segment_requests import SegmentRequests, wanted_by_each, want
 from kvtier.engine.sequence import NamedPrompt, Output, SamplingParams, Sequence, SequenceState
 from kvtier.tiers import ConfigError, RequestError
 from kvtier.tiers.copies import BlockPool
-from kvtier.tiers.naming import ModelIdentity
+from kvtier.tiers.naming import KVShape, ModelIdentity
 
 _WAIT: Final = 0.01  # seconds an engine with nothing to compute waits for a copy or a lookup before it looks again
 _POLL: Final = 0.0005  # seconds between looks at copies that cannot be waited for
 _CLOSE_DEADLINE: Final = 5.0  # seconds for copies in flight at close
+
+_MIB: Final = 1 << 20
+
+_log = logging.getLogger(__name__)
 
 _COUNTED: Final = (
     "steps", "finished", "aborted", "preempted", "failed_loads",
@@ -64,6 +69,8 @@ class Engine:
         )
         self.max_model_len = min(self.config.max_model_len or model.max_model_len, model.max_model_len)
         self.fits_l1 = model.room(self.pool.num_blocks, self.config.block_size)  # tokens of a request
+        if self.fits_l1 < self.max_model_len:
+            _warn_of_l1(self.fits_l1, self.max_model_len, -(-self.max_model_len // self.config.block_size), self.shape)
         self.connector: EngineConnector = NoOffload() if connect is None else connect(self.identity, self.pool)
         self.worker = self.connector.worker
         scheduler_side = None if connect is None else self.connector.scheduler
@@ -448,3 +455,10 @@ class Engine:
             else:
                 inbox.append(output)
         return rest
+
+
+def _warn_of_l1(num_tokens: int, max_model_len: int, num_blocks: int, shape: KVShape) -> None:
+    """Say once that L1 and not the model is what limits a request, and the size that holds `num_blocks`."""
+    size = -(-num_blocks * shape.block_bytes // _MIB)
+    cut = f"[l1] holds {num_tokens} tokens, and longer requests are refused: this model takes {max_model_len}"
+    _log.warning('%s; [l1] size = "%dMiB" or num_blocks = %d holds that many', cut, size, num_blocks)
