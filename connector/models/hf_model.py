@@ -99,21 +99,36 @@ def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
     ConfigError names the first that has none: offloaded ones, and what a quantiser put there instead of a tensor.
     """
-    weights: dict[str, object] = model.state_dict(keep_vars=False)
+    try:
+        weights: dict[str, object] = model.state_dict(keep_vars=True)
+    except Exception as error:  # of some module's own making
+        why = f"state_dict() raises {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        raise ConfigError(f"{why}; {_UNQUANTISED}") from error
     return {name: _readable(name, weight) for name, weight in weights.items()}
 
 
 def _readable(name: str, weight: object) -> torch.Tensor:
-    kind = f"{type(weight).__module__}.{type(weight).__qualname__}"
-    if type(weight) not in (torch.Tensor, torch.nn.Parameter):
-        why, fix = f"a {kind}, of which no bytes are known", _UNQUANTISED
-    elif not isinstance(weight, torch.Tensor) or weight.is_meta:
+    plain = _plain(weight)
+    if plain is None:
+        why, fix = f"a {type(weight).__module__}.{type(weight).__qualname__}, of which no bytes are known", _UNQUANTISED
+    elif plain.is_meta:
         why, fix = "on the meta device, so its bytes are elsewhere", _ALL_IN_MEMORY
-    elif weight.layout is not torch.strided or weight.is_quantized:
-        why, fix = f"{weight.layout}, {weight.dtype}, of which no plain bytes are there", _UNQUANTISED
+    elif plain.layout is not torch.strided or plain.is_quantized:
+        why, fix = f"{plain.layout}, {plain.dtype}, of which no plain bytes are there", _UNQUANTISED
     else:
-        return weight
+        return plain
     raise ConfigError(f"weight {name!r}: {why}, and weights without bytes cannot name the KV; {fix}")
+
+
+def _plain(weight: object) -> torch.Tensor | None:
+    """The weight as a tensor of torch's own class; None if it is another, whose numbers may be others than its bytes."""
+    if not isinstance(weight, torch.Tensor):
+        return None
+    try:
+        plain = weight.detach()
+    except (NotImplementedError, RuntimeError, TypeError):
+        return None
+    return plain if type(plain) is torch.Tensor else None
 
 
 def _place(tensor: torch.Tensor) -> tuple[int, int]:
