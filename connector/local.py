@@ -1,6 +1,7 @@
 """Both sides in one process: the tiers below, its own or the daemon's, and copies between them and one engine's L1."""
 
 import logging
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
@@ -42,6 +43,7 @@ class LocalConnector:
         partial_blocks: bool = False,
         identity: ModelIdentity | None = None,
     ) -> None:
+        self._pid = os.getpid()
         self.tiers = open_tiers(config, fingerprint, shape, identity)
         if tensor.is_cuda and config.host.pin and cuda_driver() is None:
             _log.warning("[host] pin: libcuda.so.1 is not found or does not start, so copies will be slow")
@@ -86,7 +88,9 @@ class LocalConnector:
         self.tiers.reset()
 
     def close(self) -> None:
-        """End copies, flush stores, close the tiers. Idempotent."""
+        """End copies, flush stores, close the tiers. Idempotent; in a forked child there is nothing to close."""
+        if self._pid != os.getpid():
+            return
         self.scheduler.update(self.worker.close(timeout=_COPY_DEADLINE))
         self.scheduler.close()
         self.tiers.close()

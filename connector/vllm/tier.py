@@ -84,6 +84,9 @@ class KVTierSecondaryTier(SecondaryTierManager):
             ports = open_ports(config, root, _Chunks(chunk_bytes), self.metrics, Rates("load"))
         else:
             _log.warning("secondary tier %s keeps no blocks: %s", tier_type, reason)
+        if engine.lora_config is not None:
+            said = "vLLM's keys know an adapter's name and path; load changed weights from a new path"
+            _log.warning("secondary tier %s: %s", tier_type, said)
         # Waiting stores keep chunks from eviction: at most a quarter of vLLM's own tier.
         max_storing = max(1, min(config.cache.store_queue // chunk_bytes, num_chunks // 4))
         self.jobs = TierJobs(ports, chunk_bytes, max_storing, config.cache.prefetch_deadline, self.metrics)

@@ -8,10 +8,11 @@ import pytest
 import torch
 from extent import brief
 from small_engines import GREEDY, KEEP, Make, settled
-from tiny_models import VOCAB, plain, plain_logits, prompt
+from tiny_models import VOCAB, config_of, plain, plain_logits, prompt
 
 from kvtier.connector.local import LocalConnector
 from kvtier.connector.plan import WorkerReport
+from kvtier.engine.config import EngineConfig
 from kvtier.engine.llm import Engine
 from kvtier.engine.sequence import FinishReason, SamplingParams, SequenceState
 from kvtier.tiers import RequestError
@@ -319,3 +320,23 @@ def test_the_configured_salt_holds_for_requests_without_one(make: Make) -> None:
     engine.generate([prompt(1, 40)], GREEDY)
     assert engine.generate([prompt(1, 40)], GREEDY, cache_salt="b")[0].num_l1_tokens == 0
     assert engine.generate([prompt(1, 40)], GREEDY, cache_salt="a")[0].num_l1_tokens == 32
+
+
+def test_an_l1_that_cuts_the_context_says_so_once_with_the_size_that_does_not(caplog: pytest.LogCaptureFixture) -> None:
+    config = config_of("llama")
+    config.max_position_embeddings = 1000
+
+    def told(**options: Any) -> list[str]:
+        caplog.clear()
+        engine = Engine.from_config(config, EngineConfig(block_size=16, **options))
+        engine.close()
+        assert (engine.fits_l1 < engine.max_model_len) == bool(caplog.records)
+        return [record.getMessage() for record in caplog.records]
+
+    [line] = told(num_blocks=40)
+    assert line == (
+        "[l1] holds 640 tokens, and longer requests are refused: this model takes 1000; "
+        '[l1] size = "1MiB" or num_blocks = 63 holds that many'
+    )
+    # either of the two, or to want no more than that
+    assert told(num_blocks=63) == told(l1_bytes=1 << 20) == told(num_blocks=40, max_model_len=640) == []

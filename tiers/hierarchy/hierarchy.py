@@ -1,6 +1,7 @@
 """The hierarchy: L2 and the tiers below it as one store. The only module that knows two tiers."""
 
 import math
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -64,6 +65,7 @@ class Hierarchy:
         self._ticked_at = -math.inf
         self._num_dirty_dropped = 0  # of those the pool counts: shown as dropped already
         self._closed = False
+        self._pid = os.getpid()
         if host.pool.departures is None:
             host.pool.remember(Departures(L2, self.num_slots, self.num_slots + 1, clock))
         metrics.before_read(self._show_pools)
@@ -236,8 +238,11 @@ class Hierarchy:
             raise AssertionError(f"at idle nothing may be leased, filling or quarantined: {counts}")
 
     def close(self, timeout: float = 5.0) -> None:
-        """Drain, drop what is left (counted), close every tier: in `timeout` seconds altogether. Idempotent."""
-        if self._closed:
+        """Drain, drop what is left (counted), close every tier: in `timeout` seconds altogether. Idempotent.
+
+        In a forked child there is nothing to close.
+        """
+        if self._closed or self._pid != os.getpid():
             return
         deadline = time.monotonic() + timeout
         self.drain(timeout)

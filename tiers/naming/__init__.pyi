@@ -9,7 +9,7 @@ from .chain import (
     state_name,
     token_array,
 )
-from .identity import ModelIdentity, config_digest
+from .identity import FORMAT_VERSION, ModelIdentity, config_digest
 from .kept_names import KeptNames
 from .key_schemes import VllmKeys, dynamo_local_hashes, dynamo_seed, dynamo_sequence_hashes, sglang_hashes
 from .lossy import Lossy, with_lossy
@@ -17,6 +17,7 @@ from .shape import DTYPE_BYTES, FlatShape, KVLayout, KVShape
 
 __all__ = [
     "DTYPE_BYTES",
+    "FORMAT_VERSION",
     "FlatShape",
     "KVLayout",
     "KVShape",
