@@ -110,6 +110,7 @@ class HierarchyMachine(RuleBasedStateMachine):
         self.clock = FakeClock()
         self.tier = DamagedTier()
         self.epoch_of: dict[ChainHash, int] = {}  # the model: the newest epoch a block's bytes were computed in
+        self.lost_below: set[ChainHash] = set()  # what the tier had and may have lost, or was not passed down
         self.open_stores: set[Store] = set()
         self.open_asks: set[Ask] = set()
         self.open_loans: set[Loan] = set()
@@ -262,6 +263,7 @@ class HierarchyMachine(RuleBasedStateMachine):
     @rule(chain=chains, i=st.integers(0, 5), outcome=failures)
     def fail_reads(self, chain: TokenChain, i: int, outcome: Outcome) -> None:
         self.tier.read_fails[chain.hashes[i]] = outcome
+        self.lost_below.add(chain.hashes[i])  # what is found corrupt is forgotten
 
     @rule(chain=chains, i=st.integers(0, 5), outcome=write_failures)
     def fail_writes(self, chain: TokenChain, i: int, outcome: Outcome) -> None:
@@ -278,10 +280,12 @@ class HierarchyMachine(RuleBasedStateMachine):
     def corrupt(self, chain: TokenChain, i: int, bit: int) -> None:
         """One bit of a stored block flips, in storage."""
         self.tier.damage(chain.hashes[i], bit)
+        self.lost_below.add(chain.hashes[i])
 
     @rule(chain=chains, first=positions)
     def evict_below(self, chain: TokenChain, first: int) -> None:
         self.tier.discard(chain.hashes[first:])
+        self.lost_below.update(chain.hashes[first:])
 
     @rule(chain=chains, first=positions)
     def evict(self, chain: TokenChain, first: int) -> None:
@@ -302,6 +306,8 @@ class HierarchyMachine(RuleBasedStateMachine):
         assert self.hierarchy.drain(60)
         if not (self.open_stores or self.open_loans):  # those are the worker's copies: not idle
             self.hierarchy.check()
+        if self.hierarchy.ports[0].writable and not (self.tier.broken or self.tier.write_fails):
+            self.all_is_below()
 
     @precondition(lambda self: not self.open_loans)
     @rule(in_flight=st.booleans())
@@ -325,6 +331,18 @@ class HierarchyMachine(RuleBasedStateMachine):
         self.open()
 
     # what always holds
+
+    def all_is_below(self) -> None:
+        """What L2 holds a well tier has after a drain, but for what it lost itself and what nobody could reach."""
+        pool, port = self.hierarchy.host.pool, self.hierarchy.ports[0]
+        for chain in CHAINS:
+            held, below = pool.holds(chain.hashes), port.tier and port.tier.holds(chain.hashes)
+            assert below
+            for here, there, name in zip(held, below, chain.hashes, strict=True):
+                if not (there or name in self.lost_below):
+                    if not here:
+                        break  # its descendants cannot be reached
+                    raise AssertionError("a block of L2 is not below, and the tier has been idle")
 
     def verify(self, lease: Lease, hashes: list[ChainHash]) -> None:
         assert lease.hashes == hashes[: len(lease)]
