@@ -170,7 +170,17 @@ class HierarchyMachine(RuleBasedStateMachine):
         assert self.hierarchy.stores.sealing_queue.drain(60)
         if store.epoch == self.hierarchy.epoch:
             self.epoch_of.update(dict.fromkeys(reservation.hashes, self.resets))
+            self.lost_below -= set(reservation.hashes) - self.tier.read_fails.keys()
             assert all(bytes_in_l2(self.hierarchy, h) in (payload_of(h), None) for h in reservation.hashes)
+
+    @rule(chain=chains, length=lengths)
+    def burst(self, chain: TokenChain, length: int) -> None:
+        """A whole prompt at once: more than may wait for the tier below."""
+        reservation = reserve(self.hierarchy, chain.hashes[:length], chain.root)
+        if reservation is not None:
+            store = Store(reservation, self.hierarchy.epoch)
+            self.open_stores.add(store)
+            self.seal(store)
 
     @rule(store=consumes(stores))
     def abandon(self, store: Store) -> None:
@@ -279,13 +289,13 @@ class HierarchyMachine(RuleBasedStateMachine):
     @rule(chain=chains, i=st.integers(0, 5), bit=st.integers(0, SLOT_BYTES * 8 - 1))
     def corrupt(self, chain: TokenChain, i: int, bit: int) -> None:
         """One bit of a stored block flips, in storage."""
+        self.lost_below.update({chain.hashes[i]} & self.tier.blocks.keys())
         self.tier.damage(chain.hashes[i], bit)
-        self.lost_below.add(chain.hashes[i])
 
     @rule(chain=chains, first=positions)
     def evict_below(self, chain: TokenChain, first: int) -> None:
+        self.lost_below.update(set(chain.hashes[first:]) & self.tier.blocks.keys())
         self.tier.discard(chain.hashes[first:])
-        self.lost_below.update(chain.hashes[first:])
 
     @rule(chain=chains, first=positions)
     def evict(self, chain: TokenChain, first: int) -> None:
@@ -306,8 +316,17 @@ class HierarchyMachine(RuleBasedStateMachine):
         assert self.hierarchy.drain(60)
         if not (self.open_stores or self.open_loans):  # those are the worker's copies: not idle
             self.hierarchy.check()
-        if self.hierarchy.ports[0].writable and not (self.tier.broken or self.tier.write_fails):
-            self.all_is_below()
+
+    @rule()
+    def recover(self) -> None:
+        """The storage is well again, and has time: what L2 holds is below."""
+        self.break_storage(False)
+        self.tier.gate.set()
+        for _ in range(3):
+            self.advance(61.0)
+            assert self.hierarchy.drain(60)
+        assert self.hierarchy.ports[0].writable
+        self.all_is_below()
 
     @precondition(lambda self: not self.open_loans)
     @rule(in_flight=st.booleans())
