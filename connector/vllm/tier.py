@@ -193,7 +193,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
         if not spec.kv_events_config.enable_kv_cache_events:
             _log.warning(
                 "secondary tier %s, enable_kv_events: vLLM publishes no KV events, so nothing is told; start it with "
-                '--kv-events-config \'{"enable_kv_cache_events": true}\'',
+                "--kv-events-config '{\"enable_kv_cache_events\": true}'",
                 self.tier_type,
             )
             return None
@@ -238,6 +238,7 @@ def _configuration(tier_type: str, options: Mapping[str, Any]) -> Config:
         if (value := options.get(name)) is not None and not isinstance(value, kind):
             wrong = "not a string; write it in quotes" if kind is str else "neither true nor false; write one of them"
             raise ConfigError(f"secondary tier {tier_type}, {name} {value!r}: {wrong}")
+    _locality(tier_type, options)
     config = Config.load(options.get("config"), **{name: options[name] for name in _SECTIONS if name in options})
     if config.file.path is None:
         fix = 'name a directory: "file": {"path": "/var/cache/kvtier"}'

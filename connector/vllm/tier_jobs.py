@@ -277,8 +277,8 @@ class TierJobs:
         self._num_refused += num_blocks
         if self.clock() - self._told_at >= _LOG_EVERY:
             _log.warning(
-                "%d chunks were not stored: %d wait to be written, as many as cache.store_queue allows. Raise it or leave "
-                "it out, or have vLLM store less (its option `backpressure` of this tier)",
+                "%d chunks were not stored: %d wait to be written, as many as cache.store_queue allows. Raise it or "
+                "leave it out, or have vLLM store less (its option `backpressure` of this tier)",
                 self._num_refused,
                 self._num_storing,
             )

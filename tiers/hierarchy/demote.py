@@ -37,10 +37,11 @@ BlocksEnded = Callable[[Sequence[ChainHash], Sequence[Outcome]], None]
 class Demoter:
     """Copies blocks one tier down. One per lower tier. Thread-safe.
 
-    At most `store_queue` bytes wait here (and a quarter of L2, since what waits is leased). What finds no room then stands in
-    line, unleased, as long as L2 has it: the oldest is queued when half of the room is free. A block that fails takes
-    its descendants with it (`PARENT_FAILED`): without their parent nobody could reach them. They stand in a line of
-    their own, which is tried again later, a batch at first. With `admit_after = "auto"` a tier that falls behind is offered only what was seen before.
+    At most `store_queue` bytes wait here (and a quarter of L2, since what waits is leased). What finds no room then
+    stands in line, unleased, as long as L2 has it: the oldest is queued when half of the room is free. A block that
+    fails takes its descendants with it (`PARENT_FAILED`): without their parent nobody could reach them. They stand in a
+    line of their own, which is tried again later, a batch at first. With `admit_after = "auto"` a tier that falls
+    behind is offered only what was seen before.
     Lock: `_lock` guards the counter, the failed set and what paces the lines; never held across I/O or another lock.
     """
 

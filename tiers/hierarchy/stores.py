@@ -50,9 +50,7 @@ class StoreQueue:
         self._settings = settings
         self._metrics = metrics
         self._admit_after = settings.admit_after if isinstance(settings.admit_after, int) else 1
-        self._demoters = [
-            Demoter(port, host, settings, metrics, clock) for port in ports if port.settings.takes_stores
-        ]
+        self._demoters = [Demoter(port, host, settings, metrics, clock) for port in ports if port.settings.takes_stores]
         self.unsealed: dict[ChainHash, Sealing] = {}  # filled blocks that are not published yet
         self._waiting: deque[Sealing] = deque()  # of them, those that no job has taken: a job is queued for them
         self._num_waiting = 0  # stores in these

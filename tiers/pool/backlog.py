@@ -5,6 +5,7 @@ from threading import Lock
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvtier.tiers import ChainHash
 from kvtier.tiers.pool.index import Slots
@@ -99,10 +100,10 @@ class Backlog:
             self._queue.reset()
         self._size = self._num_lost = 0
 
-    def _are_held(self, slots: Slots) -> "np.ndarray[tuple[int], np.dtype[np.bool_]]":
+    def _are_held(self, slots: Slots) -> NDArray[np.bool_]:
         """Whether each slot's block is the one that is in line."""
-        is_ready = self._table.state[slots] == READY
-        held: np.ndarray[tuple[int], np.dtype[np.bool_]] = is_ready & (self._times[slots] == self._table.generation[slots])
+        is_same = self._times[slots] == self._table.generation[slots]
+        held: NDArray[np.bool_] = is_same & (self._table.state[slots] == READY)
         return held
 
     def _drop(self, queue: SlotQueue, slots: Slots) -> None:
