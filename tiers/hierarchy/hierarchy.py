@@ -201,6 +201,7 @@ class Hierarchy:
         self._ticked_at = now
         for port in self.ports:
             port.tick()
+        self.stores.tick()
         if self.promoter.active:
             self.promoter.tick()
 
@@ -251,6 +252,7 @@ class Hierarchy:
         self.promoter.close(max(0.0, deadline - time.monotonic()))
         for port in self.ports:
             port.close(max(0.0, deadline - time.monotonic()))
+        self.stores.close()
         self.host.close()
 
     # inside
@@ -374,8 +376,9 @@ class Hierarchy:
         with self._lock:
             self.metrics.evicted(L2, pool.num_evicted)
             dropped, self._num_dirty_dropped = pool.num_dirty_dropped - self._num_dirty_dropped, pool.num_dirty_dropped
+            is_ours = dropped and self.settings.write_policy == "write_back"  # else the tiers' lines count them
             for port in self.ports:
-                if dropped and port.settings.takes_stores:
+                if is_ours and port.settings.takes_stores:
                     self.metrics.dropped(port.name, Outcome.EVICTED, dropped)
                 tier = port.tier  # a probe may detach it meanwhile
                 stats = tier.stats() if tier is not None else {}

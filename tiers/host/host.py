@@ -19,7 +19,7 @@ from kvtier.tiers.host import memory
 from kvtier.tiers.host.cuda_driver import cuda_driver
 from kvtier.tiers.host.pinning import PinDriver, PinnedPieces
 from kvtier.tiers.host.records import BlockRecords
-from kvtier.tiers.pool import MAX_CHILDREN, ChildIndex, SlotPool
+from kvtier.tiers.pool import MAX_CHILDREN, ChildIndex, SlotPool, listed
 
 logger = logging.getLogger(__name__)
 
@@ -299,9 +299,13 @@ class HostTier:
 
     def parent_of(self, chain_hash: ChainHash) -> ChainHash | None:
         """The name of the block before this one; None if it is not held."""
-        with self.pool.lease([chain_hash]) as lease:
-            record = self.records[int(lease.slots[0])] if len(lease) else None
-            return record.parent if record else None
+        found = listed(self.pool.places([chain_hash]).slots)
+        return self.parent_in(found[0], chain_hash) if found else None
+
+    def parent_in(self, slot: int, chain_hash: ChainHash) -> ChainHash | None:
+        """As `parent_of`, of a block that was in this slot a moment ago."""
+        record = self.records[slot]
+        return record.parent if record is not None and record.chain_hash == chain_hash else None
 
     def held(self, *, tails: bool = False) -> list[tuple[ChainHash, ChainHash]]:
         """Name and parent of every block, in no particular order; takes the pool's lock for some blocks at a time.

@@ -1,3 +1,4 @@
+from .backlog import Backlog
 from .changes import ChangeLog
 from .child_index import MAX_CHILDREN, ChildIndex
 from .departures import (
@@ -31,6 +32,7 @@ __all__ = [
     "REMOVED",
     "RESET",
     "AnySlots",
+    "Backlog",
     "BatchTable",
     "Causes",
     "ChangeLog",
