@@ -48,5 +48,7 @@ def test_without_the_library_one_line_says_what_to_install(tmp_path: Path, monke
     path.write_bytes(KEY)
     assert len(wire.shared_key(path)) == 32
     monkeypatch.setitem(sys.modules, "aeg", None)
-    with pytest.raises(ConfigError, match=r"^\[peers\] key_file .*needs aeg.*pip install 'aeg~=0\.9\.0' 'cryptography>=43'"):
+    with pytest.raises(
+        ConfigError, match=r"^\[peers\] key_file .*needs aeg.*pip install 'aeg~=0\.9\.0' 'cryptography>=43'"
+    ):
         wire.shared_key(path)
