@@ -19,7 +19,9 @@ class Turn:
         """`what` the turn is for, as messages name it."""
         self._what = what
         self._pid = os.getpid()
-        self._queue = threading.Lock()  # whoever waits next holds it: else the thread that leaves would come first again
+        self._queue = (
+            threading.Lock()
+        )  # whoever waits next holds it: else the thread that leaves would come first again
         self._lock = threading.Lock()
         self._holder: int | None = None  # a thread's ident
         self._num_ended = 0

@@ -419,7 +419,7 @@ class Engine:
             self._leave(request)
 
     def _leave(self, request: Sequence) -> None:
-        """Nobody reads this request's outputs any more. It may be called anywhere, even by a collection inside a step."""
+        """Nobody reads this request's outputs any more. Called anywhere, even by a collection inside a step."""
         self._inboxes.pop(request.request_id, None)
         if request.state is not SequenceState.FINISHED:
             self._left.append(request.request_id)

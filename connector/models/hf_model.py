@@ -121,7 +121,7 @@ def _readable(name: str, weight: object) -> torch.Tensor:
 
 
 def _plain(weight: object) -> torch.Tensor | None:
-    """The weight as a tensor of torch's own class; None if it is another, whose numbers may be others than its bytes."""
+    """The weight as a tensor of torch's own class; None if it is of another, whose bytes may be other numbers."""
     if not isinstance(weight, torch.Tensor):
         return None
     try:

@@ -73,7 +73,7 @@ class KVTier:
     ) -> None:
         """`config`: a Config, `{section: {option: value}}` or the name of a TOML file; default: the environment.
 
-        `name` defaults to the checkpoint directory's. Reads all weights once.
+        `name` is what people call the model, by default its checkpoint directory's. Reads all weights once.
 
         Raises ConfigError where memory or disk are too small, or segments are "on" and the model's KV cannot be moved.
         FormatError and StoreLocked come from the slab.
@@ -316,7 +316,7 @@ class KVTier:
         return why_padding_shows(self.model, self._form)
 
     def _can_hold(self, input_ids: torch.Tensor) -> bool:
-        """Whether blocks can hold the KV of these rows, which the caller computes. If not, it is said once and counted."""
+        """Whether blocks can hold what the caller computes of these rows. If not, that is said once, and counted."""
         if self._opened is None:
             return False
         try:

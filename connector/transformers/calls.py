@@ -25,7 +25,23 @@ _WHOLE_PROMPT: Final = ("output_attentions", "output_hidden_states")
 _DYNAMIC: Final = (None, "dynamic", "hybrid")  # the cache that is made here; Gemma's checkpoints name the last
 _QUANTIZED: Final = "quantized"
 _OTHER_THAN_TEXT: Final = frozenset(  # words in the names of configuration fields
-    "audio boa boi eoa eoi frame image img media patch pixel sound speech video vision visual".split()
+    {
+        "audio",
+        "boa",
+        "boi",
+        "eoa",
+        "eoi",
+        "frame",
+        "image",
+        "img",
+        "media",
+        "patch",
+        "pixel",
+        "sound",
+        "speech",
+        "video",
+    }
+    | {"vision", "visual"}
 )
 _SPECIAL_TOKENS: Final = ("pad_token_id", "eos_token_id", "bos_token_id")
 _CHUNKS_GO_ON: Final = tuple(map(int, _version.split(".")[:2])) >= (5, 23)  # earlier ones count chunks from position 0

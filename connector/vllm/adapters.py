@@ -121,7 +121,7 @@ class ServedAdapters:
         return known
 
     def _may_be_another(self, adapter: _Adapter, path: str) -> bool:
-        """Whether vLLM, which had no place for all adapters, may have loaded this one again and found others' weights."""
+        """Whether vLLM, which has no place for all adapters, may have loaded this one again, and other weights."""
         if len(self._adapters) <= self._capacity:
             return False
         return path != adapter.path or _stamps(path) != adapter.stamps

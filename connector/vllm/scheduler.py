@@ -301,7 +301,7 @@ class SchedulerHalf:
         return adapters.digest(lora) == row.adapter and not (num_computed_tokens and adapters.is_mixed(lora))
 
     def _look_at_adapters(self) -> None:
-        """Before stores become visible: drop those of adapters that have other weights by now than they are named by."""
+        """Before stores become visible: drop those of adapters that have other weights than they are named by."""
         adapters = self.names.adapters
         rows = [(row, row.request.lora_request) for row in self._rows.values() if row.adapter is not None]
         if adapters.look():

@@ -124,7 +124,9 @@ class Interrupt(BaseException):
 def fail(engine: Engine, place: str) -> Callable[[], None]:
     """Let the engine's next step fail there. Returns what heals it."""
     owner_name, _, name = place.partition(".")
-    owner = {"runner": engine.runner, "worker": engine.worker, "scheduler": engine.scheduler, "engine": engine}[owner_name]
+    owner = {"runner": engine.runner, "worker": engine.worker, "scheduler": engine.scheduler, "engine": engine}[
+        owner_name
+    ]
     method = getattr(owner, name)
 
     def raising(*arguments: Any) -> Any:

@@ -77,31 +77,30 @@ def of_an_engine(directory: Path, socket: str | None) -> Any:
     stream = engines[0].stream(PROMPT, GREEDY)
     next(stream)
 
-    def story() -> Any:
-        [engine] = engines
-        calls = {
-            "generate": lambda: engine.generate([PROMPT], GREEDY),
-            "stream": lambda: next(stream),
-            "add_request": lambda: engine.add_request(PROMPT, GREEDY),
-            "step": engine.step,
-            "abort": lambda: engine.abort("0"),
-            "drain": lambda: engine.drain(1),
-            "reset_cache": engine.reset_cache,
+    def calls(engine: Engine) -> dict[str, str]:
+        return {
+            "generate": refused(lambda: engine.generate([PROMPT], GREEDY)),
+            "stream": refused(lambda: next(stream)),
+            "add_request": refused(lambda: engine.add_request(PROMPT, GREEDY)),
+            "step": refused(engine.step),
+            "abort": refused(lambda: engine.abort("0")),
+            "drain": refused(lambda: engine.drain(1)),
+            "reset_cache": refused(engine.reset_cache),
         }
-        said = {name: refused(call) for name, call in calls.items()}
-        engine.connector.close()
-        engine.close()
+
+    def story() -> Any:
+        said = calls(engines[0])
+        engines[0].connector.close()
+        engines[0].close()
         held = use_much_memory()
         engines.clear()
-        del engine, calls
         gc.collect()
         for each in held:
             each[:4] = b"mine"
         # one of its own works
         with opened(directory / "own", config(directory / "own", socket)) as own:
             [again] = own.generate([PROMPT], GREEDY)
-            found = again.num_external_tokens
-        return {"refused": said, "own": again.token_ids == answer.token_ids, "found": found}
+        return {"refused": said, "own": again.token_ids == answer.token_ids, "found": again.num_external_tokens}
 
     child = in_fork(story)
     rest = len(list(stream))

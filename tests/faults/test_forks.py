@@ -1,4 +1,4 @@
-"""Forked children, as of gunicorn --preload: they are told in one line, and harm neither themselves nor their parent."""
+"""Forked children, as of gunicorn --preload: they are told in one line, and harm neither themselves nor a parent."""
 
 import json
 import os

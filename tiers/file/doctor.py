@@ -80,7 +80,7 @@ def check_key(config: FileConfig) -> Finding:
 
 
 def check_naming(config: FileConfig) -> list[Finding]:
-    """A warning if slabs of [file] path were made when KV had other names: no engine finds them. Reads their headers."""
+    """A warning if slabs of [file] path were made when KV had other names: none is found. Reads their headers."""
     old, num_bytes = [], 0
     for path in slabs_in(config.path) if config.path else []:
         try:

@@ -46,5 +46,5 @@ def checked(config: Config) -> str | None:
 
 
 def examine(config: Config) -> list[Finding]:
-    """The disk under [file] path, the key, and slabs nobody finds. Some seconds; writes one file there and removes it."""
+    """The disk under [file] path, the key, old slabs. Some seconds; writes one file there and removes it."""
     return [*check_disk(config.file), check_key(config.file), *check_naming(config.file)]

@@ -120,7 +120,9 @@ def test_a_digest_is_kept_unless_the_pieces_differ_that_are_compared(
     monkeypatch.setattr(checkpoint, "_TICK", -(10**18))
     reads: list[Path] = []
     read_all = checkpoint._Reading._read_all
-    monkeypatch.setattr(checkpoint._Reading, "_read_all", lambda self, file: (reads.append(file), read_all(self, file))[1])
+    monkeypatch.setattr(
+        checkpoint._Reading, "_read_all", lambda self, file: (reads.append(file), read_all(self, file))[1]
+    )
     before = revision_of(path)
     assert revision_of(path) == before
     assert len(reads) == 1

@@ -1,4 +1,4 @@
-"""What KVTier and the engine cannot name they refuse by name, and generate as ever: weights, images, a fork's, threads."""
+"""What nothing names is refused in one line, and generated as ever: odd weights, images. And threads take turns."""
 
 import logging
 import re
@@ -82,7 +82,10 @@ def sparse(model: Any) -> Any:
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (wrapped, r"weight 'model\.layers\.1\.mlp\.up_proj\.weight': a [\w.]*test_unnamed\.Halved, of which no bytes are known"),
+        (
+            wrapped,
+            r"weight 'model\.layers\.1\.mlp\.up_proj\.weight': a [\w.]*Halved, of which no bytes are known",
+        ),
         (quantized, r"_packed_params.*: a torch.dtype, of which no bytes are known.*load the model unquantised"),
         (offloaded, r"weight 'model\.layers\.1\.mlp\.gate_proj\.weight': on the meta device.*whole model into memory"),
         (sparse, r"weight 'mask': torch\.sparse_coo, torch\.float32, of which no plain bytes are there"),
@@ -147,8 +150,8 @@ def test_own_loops_get_and_keep_nothing_of_prompts_whose_images_they_do_not_show
     lines = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     [line] = lines
     assert re.fullmatch(
-        r"nothing is loaded or kept of such a call: token 5 \(image_token_\w+\) stands for what load\(\) and store\(\) are "
-        r"not shown; let generate\(\) compute such prompts, or pass those without images, sound and video",
+        r"nothing is loaded or kept of such a call: token 5 \(image_token_\w+\) stands for what load\(\) and store\(\) "
+        r"are not shown; let generate\(\) compute such prompts, or pass those without images, sound and video",
         line,
     )
     # nothing of it took the place of the bare tokens' KV, and texts go the old way

@@ -1,4 +1,4 @@
-"""Adapters' names: those of the weights that vLLM has loaded, however their files, paths and numbers change meanwhile."""
+"""Adapters' names: those of the weights that vLLM has loaded, however files, paths and numbers change meanwhile."""
 
 import logging
 from dataclasses import dataclass
@@ -85,7 +85,12 @@ def test_of_equal_weights_the_name_is_one_whatever_the_adapter_is_called(path: P
 
     def names(lora: Lora) -> list[bytes]:
         request = SimpleNamespace(
-            lora_request=lora, cache_salt=None, mm_features=[], prompt_embeds=None, all_token_ids=[1, 2, 3, 4], num_tokens=4
+            lora_request=lora,
+            cache_salt=None,
+            mm_features=[],
+            prompt_embeds=None,
+            all_token_ids=[1, 2, 3, 4],
+            num_tokens=4,
         )
         chain = RequestNames(plan, CacheConfig(), bytes(32)).of(request)
         assert chain is not None
