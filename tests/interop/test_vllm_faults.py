@@ -89,8 +89,7 @@ def failing_loads(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("family", "kind", "caching"),
     [
-        *brief([], [("llama", "asynchronous", True), ("llama", "synchronous", False)]),
-        ("llama", "synchronous", True),
+        *brief([], [("llama", "asynchronous", True), ("llama", "synchronous", False), ("llama", "synchronous", True)]),
         ("llama", "layerwise", True),
         ("gemma3", "asynchronous", True),  # several KV groups: always asynchronous
     ],

@@ -197,6 +197,7 @@ def test_tenants_with_different_salts_never_meet(models: dict[str, Path], tmp_pa
             assert vllm.run(PROMPTS, salt="a")[0].num_cached_tokens == 6 * BLOCK
 
 
+@pytest.mark.exhaustive
 def test_another_models_store_is_no_hit(models: dict[str, Path], tmp_path: Path) -> None:
     other = make_checkpoint("llama", tmp_path / "other", seed=1)
     with engine(models["llama"], tiers(tmp_path / "kv")) as vllm:

@@ -190,6 +190,7 @@ def series(address: str, name: str) -> float:
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
 
 
+@pytest.mark.exhaustive
 def test_a_chat_over_http_finds_its_first_turn(chat_model: Path, tmp_path: Path) -> None:
     question = " ".join(f"w{number}" for number in prompt(5, 120))
     again = " ".join(f"w{number}" for number in prompt(6, 20))

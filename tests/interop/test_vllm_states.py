@@ -128,6 +128,7 @@ def test_a_new_engine_goes_on_from_states_that_an_old_one_stored(
         assert second.found_in("file") > 0
 
 
+@pytest.mark.exhaustive
 def test_a_group_may_have_more_states_than_there_are_layers_without(tmp_path: Path) -> None:
     odd = make_checkpoint("qwen3-next-odd", tmp_path / "model", dtype=torch.bfloat16)
     expected = decided(odd, PROMPTS[:1])
@@ -192,6 +193,7 @@ def test_a_load_that_fails_is_computed(
         assert one_by_one(vllm, PROMPTS[:1], right[:1]) == ([1280], right[:1])
 
 
+@pytest.mark.exhaustive
 def test_random_prompts_that_share_beginnings(model: Path, tmp_path: Path) -> None:
     random = np.random.default_rng(7)
     prompts: list[list[int]] = []

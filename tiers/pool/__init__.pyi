@@ -1,4 +1,3 @@
-from .backlog import Backlog
 from .changes import ChangeLog
 from .child_index import MAX_CHILDREN, ChildIndex
 from .departures import (
@@ -32,7 +31,6 @@ __all__ = [
     "REMOVED",
     "RESET",
     "AnySlots",
-    "Backlog",
     "BatchTable",
     "Causes",
     "ChangeLog",
