@@ -190,7 +190,7 @@ def watch_engine_core() -> None:
         return remove(core, lora_id)
 
     add_lora.is_watched = True  # type: ignore[attr-defined]
-    EngineCore.add_lora, EngineCore.remove_lora = add_lora, remove_lora  # type: ignore[method-assign]
+    EngineCore.add_lora, EngineCore.remove_lora = add_lora, remove_lora
 
 
 def _served_by(core: Any) -> list[ServedAdapters]:

@@ -28,13 +28,14 @@ class Halved(torch.Tensor):
 
     @staticmethod
     def __new__(cls, whole: torch.Tensor) -> "Halved":
-        made: Halved = torch.Tensor._make_wrapper_subclass(cls, whole.shape, dtype=whole.dtype)  # type: ignore[attr-defined]
+        made: Halved = torch.Tensor._make_wrapper_subclass(cls, whole.shape, dtype=whole.dtype)
         made.whole = whole
         return made
 
     whole: torch.Tensor
 
     @classmethod
+    # pyrefly: ignore[bad-override]
     def __torch_dispatch__(cls, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
         def opened(each: Any) -> Any:
             return each.whole / 2 if isinstance(each, Halved) else each
@@ -117,9 +118,8 @@ def seeing() -> Any:
         hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, image_size=16, patch_size=8
     )
     text = LlamaConfig(**SIZES)
-    config = LlavaConfig(
-        vision_config=vision.to_dict(), text_config=text.to_dict(), image_token_id=IMAGE, vision_feature_layer=-1
-    )
+    parts: dict[str, Any] = {"vision_config": vision.to_dict(), "text_config": text.to_dict()}
+    config = LlavaConfig(**parts | {"image_token_id": IMAGE, "vision_feature_layer": -1})
     torch.manual_seed(0)
     return LlavaForConditionalGeneration(config).eval()
 
@@ -170,7 +170,8 @@ def test_tokens_that_stand_for_images_sound_and_video_are_known_by_their_configu
     several: Any = Qwen2VLConfig(image_token_id=7, video_token_id=8, vision_start_token_id=9, vision_end_token_id=10)
     assert set(other_tokens(several) or {}) == {7, 8, 9, 10}
     # a part for something else, and no word about its tokens: any text may have some
-    silent: Any = LlavaConfig(image_token_id=None)
+    without: dict[str, Any] = {"image_token_id": None}
+    silent: Any = LlavaConfig(**without)
     assert other_tokens(silent) is None
 
 

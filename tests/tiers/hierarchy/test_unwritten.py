@@ -32,7 +32,7 @@ class Node:
         metrics, rates = Metrics(), Rates("load")
         patience = PortSettings(deadline=60.0, failures=2, retry_after=1.0, num_threads=1)
         ports = [
-            TierPort(name, lambda tier=tier: self._open(tier), patience, metrics, rates, self.clock)  # type: ignore[misc]
+            TierPort(name, lambda tier=tier: self._open(tier), patience, metrics, rates, self.clock)
             for name, tier in tiers.items()
         ]
         host = HostTier(HostRegion.allocate(slots, SLOT_BYTES, huge_pages=False, prefault=False))
