@@ -43,7 +43,7 @@ def make(monkeypatch: pytest.MonkeyPatch, disk_dir: Path, primary: Any) -> Itera
     """Makes tiers over one directory and the primary tier; laws are checked at the end."""
     from kvtier.connector.vllm import tier as vllm_tier
 
-    monkeypatch.setattr(vllm_tier, "engine_config", lambda spec: None)
+    monkeypatch.setattr(vllm_tier, "engine_config", lambda spec: SimpleNamespace(lora_config=None))
     monkeypatch.setattr(vllm_tier, "why_none", lambda config: None)
     monkeypatch.setattr(vllm_tier, "native_identity", lambda config, spec, revision, epoch: IDENTITY)
     made: list[Any] = []
