@@ -2,7 +2,7 @@
 #
 #   make demo         watch a real transformer engine prefill a long text once, then never again
 #   make demo-rag     ask about a few documents in different orders: their KV is reused wherever they stand, and repaired
-#   make test         the whole test suite
+#   make test         the test suite, one of each class; test-all: every matrix, program and kill whole
 #   make quick        tiers, connectors, state machines and the architecture: what one runs after every change
 #   make coverage     the whole suite, and which lines of the product it ran, by folder
 #   make test-vllm    a real vLLM over kvtier's tiers; its packages are kept in your cache directory
@@ -11,7 +11,8 @@
 #   make test-sglang  a real SGLang, likewise; test-vllm-0.33: vLLM's next release on this one's CPU kernels
 #   make compiled     build the compiled twins of innermost loops, for whatever runs on this machine as you
 #   make lint         ruff, the architecture test, rules of pages, figures and deployment files, whether the site builds
-#   make check        all of lint, and strict mypy
+#   make types        strict mypy on the product, and the types of tests, benchmarks and .ci by pyrefly
+#   make check        lint and types
 #   make docs         the pages as a site, in site/
 #   make dist         wheel and sdist, in dist/, and how to install them
 #   make bench        every benchmark in its quick form
@@ -31,6 +32,7 @@ SHELL := /bin/bash
 PYTHON ?= python3
 VENV ?= .venv
 DIST ?= dist
+CACHE := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/kvtier
 TORCH ?= torch==2.13.0
 EXTRAS ?= engine,docs,dev
 # Tests wait more than they compute: five workers keep two cores busy. Forks of one process, they share its imports.
@@ -45,11 +47,11 @@ unexport PYTHONDONTWRITEBYTECODE
 # The stamp's name changes with what was asked for and with where it stands: a virtual environment can't be moved.
 STAMP := $(VENV)/.kvtier-$(firstword $(shell (cat pyproject.toml .ci/setup .ci/constraints.txt .ci/venv-with-torch; echo "$(CURDIR) $(VENV) $(TORCH) $(EXTRAS)") | sha256sum))
 
-.PHONY: help setup demo demo-rag beside compiled test quick coverage test-vllm test-vllm-0.33 test-sglang test-dynamo test-ray lint check docs dist format bench gpu gpu-bundle \
+.PHONY: help setup demo demo-rag beside compiled test test-all quick coverage test-vllm test-vllm-all test-vllm-0.33 test-sglang test-dynamo test-ray lint types check docs dist format bench gpu gpu-bundle \
 	soak kills crash-images fuzz clean
 
 help:
-	sed -n '3,21s/^# *//p' Makefile
+	sed -n '3,22s/^# *//p' Makefile
 
 setup: $(STAMP)
 
@@ -97,7 +99,10 @@ coverage: beside
 	exit $${failed:-0}
 
 # Their libraries warn of much: here a warning is no error. vLLM's stories take a core each, SGLang's want the machine.
+# test-vllm has one of each class, as `make test` does; the others run whole.
 test-vllm test-vllm-0.33: ENGINE_ARGS = -n 2 --dist worksteal
+test-vllm-all test-vllm-0.33 test-sglang test-ray: export TEST_ALL = 1
+test-vllm-all: test-vllm
 test-vllm test-vllm-0.33 test-sglang test-ray: test-%:
 	.ci/beside-engine $*
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 .venv-$*/bin/python -m pytest -W default \
@@ -118,8 +123,16 @@ lint: setup
 	.ci/in-time rules $(VENV)/bin/python .ci/lint
 	.ci/in-time "the site" $(VENV)/bin/mkdocs build --quiet
 
-check: lint
-	.ci/in-time "types are" $(VENV)/bin/mypy
+# The product by strict mypy, whose cache all checkouts share. The path is absolute: by a relative one mypy would take
+# another checkout's file, of the same size and time, for this one's.
+types: setup
+	mkdir -p $(CACHE)
+	status=0
+	.ci/in-time "types of tests, benchmarks and .ci" $(VENV)/bin/pyrefly check --python-interpreter-path $(VENV)/bin/python || status=1
+	.ci/in-time "types of the product" flock $(CACHE)/mypy.lock $(VENV)/bin/mypy --cache-dir $(CACHE)/mypy "$(CURDIR)/kvtier" || status=1
+	exit $$status
+
+check: lint types
 
 docs: setup
 	$(VENV)/bin/mkdocs build

@@ -20,7 +20,7 @@ class Side(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self.other.transport.write(data)
 
-    def connection_lost(self, error: Exception | None) -> None:
+    def connection_lost(self, exc: Exception | None) -> None:
         self.other.transport.close()
 
 

@@ -224,7 +224,7 @@ class BigCopies:
         pinned = device.type == "cuda"
         self.num_bytes = num_bytes
         self._pairs: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._streams = {way: torch.cuda.Stream(device) if pinned else None for way in ("load", "store")}  # type: ignore[no-untyped-call]
+        self._streams = {way: torch.cuda.Stream(device) if pinned else None for way in ("load", "store")}
         for direction in ("load", "store"):
             ours = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
             host = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=pinned)

@@ -50,7 +50,7 @@ class ObjectRequests(BaseHTTPRequestHandler):
         deleted = b"".join(b"<Deleted><Key>%s</Key></Deleted>" % key for key in keys)
         self._answer(200, b"<DeleteResult>%s</DeleteResult>" % deleted)
 
-    def log_message(self, *_: object) -> None:
+    def log_message(self, format: str, *_: object) -> None:
         """Nobody reads it."""
 
     def _answer(self, status: int, body: bytes | memoryview = b"", content_range: str = "") -> None:

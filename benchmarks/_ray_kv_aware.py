@@ -13,7 +13,7 @@ from kvtier.service.ray import EngineRequest
 from kvtier.service.router import READ, read_prompt
 
 
-class KVAware(KVAwareRouter):  # type: ignore[misc]
+class KVAware(KVAwareRouter):
     """What Ray's `LLMRouter` does around it: builds the tracker in this process, and reads prompts.
 
     Ray's engine tells when a prompt is computed and when an answer has ended; here both are told at the end.

@@ -235,7 +235,7 @@ def follow(address: str, number: int, seconds: float) -> FollowCost:
     before = _threads(), _descriptors(), _resident()
     consumers = [EventConsumer(f"node-{i}", index, address, f"{address}-replay") for i in range(number)]
     for each in consumers:
-        _wait(lambda each=each: each.is_live)  # type: ignore[misc]
+        _wait(lambda each=each: each.is_live)
     time.sleep(1.0)  # the replays end
     after = _threads(), _descriptors(), _resident()
     began = time.process_time()

@@ -374,7 +374,7 @@ def main() -> int:
         PAGE.write_text(with_table(PAGE.read_text(), rows))
         _block_drawing.draw(PAGE.with_suffix(".svg"))
     targets = [
-        Target(f"{row['way']}, {what}: of before", 0.5, float(row[what]) / before)  # type: ignore[arg-type]
+        Target(f"{row['way']}, {what}: of before", 0.5, float(row[what]) / before)
         for row in rows
         for what, before in BEFORE.get(str(row["way"]), {}).items()
     ]

@@ -80,7 +80,7 @@ class DecodeStep:
 
     def _capture(self) -> None:
         """As engines do; without a graph a step is launched kernel by kernel."""
-        side = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        side = torch.cuda.Stream(self.device)
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(WARM_UP):

@@ -245,7 +245,7 @@ def main() -> int:
     tight = bounded(workloads["chat"], held)
     sizes = BLOCK_SIZES[::4] if args.quick else BLOCK_SIZES
     length, rounds = (512, 1) if args.quick else (2048, 3)
-    timings = [] if args.no_engine else timed(sizes, length=length, rounds=rounds)
+    timings: list[Row] = [] if args.no_engine else timed(sizes, length=length, rounds=rounds)
     if args.save:
         plot(rows, RESULTS / "partial_blocks.png")
     conclusions = {reuse.value: winner(rows, reuse) for reuse in PrefixReuse}

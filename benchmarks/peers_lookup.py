@@ -187,7 +187,7 @@ def known_after(told: PeersStore, ask: int) -> float:
         names = chain_of(1, 1_000_000 * number).hashes
         start = time.perf_counter()
         os.write(ask, b"1")
-        waited(lambda names=names: told.lookup(names), 0.0002)  # type: ignore[misc]
+        waited(lambda names=names: told.lookup(names), 0.0002)
         took.append(1e3 * (time.perf_counter() - start))
     return median(took)
 

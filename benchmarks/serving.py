@@ -136,7 +136,7 @@ class ServedArm:
 
 def _ask(connection: http.client.HTTPConnection, prompt: list[int], num_tokens: int) -> TimedAnswer:
     body = {"model": "m", "prompt": prompt, "max_tokens": num_tokens, "temperature": 0, "stream": True}
-    body["stream_options"] = {"include_usage": True}
+    body |= {"stream_options": {"include_usage": True}}
     begun = time.perf_counter()
     connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
     response = connection.getresponse()

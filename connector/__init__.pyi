@@ -7,6 +7,7 @@ from .plan import CopyOp, StepPlan, WorkerReport
 from .request import Answered, BlockChain, ConnectedRequest, Request
 from .scheduler import ConnectorUpdate, SchedulerSide
 from .states import ClosedChain, StatePieces
+from .turn import Turn
 from .worker import WorkerSide
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "SchedulerSide",
     "StatePieces",
     "StepPlan",
+    "Turn",
     "WorkerReport",
     "WorkerSide",
     "best_child",

@@ -1,6 +1,7 @@
 """Both sides in one process: the tiers below, its own or the daemon's, and copies between them and one engine's L1."""
 
 import logging
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
@@ -43,6 +44,7 @@ class LocalConnector:
         partial_blocks: bool = False,
         named: tuple[ModelIdentity, KVProbe] | None = None,
     ) -> None:
+        self._pid = os.getpid()
         self.identity: ModelIdentity | None = None
         """What blocks are named after: the identity given, or one beside it (`open_apart`). None: none was given."""
         if named is None:
@@ -92,7 +94,9 @@ class LocalConnector:
         self.tiers.reset()
 
     def close(self) -> None:
-        """End copies, flush stores, close the tiers. Idempotent."""
+        """End copies, flush stores, close the tiers. Idempotent; in a forked child there is nothing to close."""
+        if self._pid != os.getpid():
+            return
         self.scheduler.update(self.worker.close(timeout=_COPY_DEADLINE))
         self.scheduler.close()
         self.tiers.close()

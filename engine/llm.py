@@ -1,6 +1,7 @@
 """The engine: requests in, tokens out. `step` is schedule → load → run → store → postprocess."""
 
 import itertools
+import logging
 import time
 from collections import abc, deque
 from collections.abc import Callable, Iterator, Mapping
@@ -11,6 +12,7 @@ from typing import Final, Self
 from numpy.typing import ArrayLike
 from transformers import PretrainedConfig
 
+from kvtier.connector import Turn
 from kvtier.connector.segments import Repair, Segment, WantedReuse
 from kvtier.engine.completion import Completion
 from kvtier.engine.config import EngineConfig
@@ -22,11 +24,15 @@ from kvtier.engine.segment_requests import SegmentRequests, wanted_by_each, want
 from kvtier.engine.sequence import NamedPrompt, Output, SamplingParams, Sequence, SequenceState
 from kvtier.tiers import ConfigError, RequestError
 from kvtier.tiers.copies import BlockPool
-from kvtier.tiers.naming import KVProbe, ModelIdentity
+from kvtier.tiers.naming import KVProbe, KVShape, ModelIdentity
 
 _WAIT: Final = 0.01  # seconds an engine with nothing to compute waits for a copy or a lookup before it looks again
 _POLL: Final = 0.0005  # seconds between looks at copies that cannot be waited for
 _CLOSE_DEADLINE: Final = 5.0  # seconds for copies in flight at close
+
+_MIB: Final = 1 << 20
+
+_log = logging.getLogger(__name__)
 
 _COUNTED: Final = (
     "steps", "finished", "aborted", "preempted", "failed_loads",
@@ -39,10 +45,11 @@ Connect = Callable[[ModelIdentity, BlockPool, KVProbe], EngineConnector]
 
 
 class Engine:
-    """Continuous batching over one model and one L1 pool. Token ids in, token ids out; not thread-safe.
+    """Continuous batching over one model and one L1 pool. Token ids in, token ids out.
 
-    Requests wait, load, run and finish inside `step`; `generate` and `stream` call it for you. RequestError refuses one
-    request and leaves the others alone.
+    Requests wait, load, run and finish inside `step`; `generate` and `stream` call it for you. Threads take turns, step
+    by step, and what they ask for is computed together. RequestError refuses one request and leaves the others alone;
+    it refuses all of a forked child's, and all behind a step that was interrupted where the engine's books are kept.
     """
 
     def __init__(self, model: Model, config: EngineConfig | None = None, connect: Connect | None = None) -> None:
@@ -63,6 +70,8 @@ class Engine:
         )
         self.max_model_len = min(self.config.max_model_len or model.max_model_len, model.max_model_len)
         self.fits_l1 = model.room(self.pool.num_blocks, self.config.block_size)  # tokens of a request
+        if self.fits_l1 < self.max_model_len:
+            _warn_of_l1(self.fits_l1, self.max_model_len, -(-self.max_model_len // self.config.block_size), self.shape)
         self.connector: EngineConnector = NoOffload()
         if connect is not None:
             self.connector = connect(self.identity, self.pool, model.probe)
@@ -80,6 +89,9 @@ class Engine:
         self._requests: dict[str, Sequence] = {}
         self._inboxes: dict[str, deque[Output]] = {}  # of requests that `generate` or `stream` serves
         self._unclaimed: list[Output] = []  # what those met of other requests: the next `step` tells it
+        self._left: deque[str] = deque()  # requests nobody reads any more, which no step has ended yet
+        self._turn = Turn("engine")
+        self._is_torn = False  # a step is under way, or an exception ended one where the books are kept
         self._closed = False
 
     @classmethod
@@ -140,16 +152,18 @@ class Engine:
             prompt = self._named(self._checked(prompt, params), cache_salt)
         if request_id is not None and not is_text(request_id):
             raise RequestError(f"request_id {request_id!r}: use a string of Unicode characters")
-        if request_id is not None and self._knows(request_id):
-            raise RequestError(f"request id {request_id!r}: a live request has it; choose another")
-        wanted = wanted_reuse(segments, repair, len(prompt.token_ids), self.segments)
-        return self._queue(prompt, params, request_id, wanted).request_id
+        with self._turn:
+            if request_id is not None and self._knows(request_id):
+                raise RequestError(f"request id {request_id!r}: a live request has it; choose another")
+            wanted = wanted_reuse(segments, repair, len(prompt.token_ids), self.segments)
+            return self._queue(prompt, params, request_id, wanted).request_id
 
     def step(self) -> list[Output]:
         """Compute one batch; what it brought, one entry per request that got a token or ended. Empty: all wait."""
-        self._unclaimed += self._deliver(self._step())  # where that raises, the next step tells them
-        outputs, self._unclaimed = self._unclaimed, []
-        return outputs
+        with self._turn:
+            self._unclaimed += self._deliver(self._step())  # where that raises, the next step tells them
+            outputs, self._unclaimed = self._unclaimed, []
+            return outputs
 
     def generate(
         self,
@@ -170,7 +184,8 @@ class Engine:
         checked = [self._checked(prompt, one) for prompt, one in zip(prompts, chosen, strict=True)]
         wanted = [None] * len(checked) if segments is None else wanted_by_each(segments, repair, checked, self.segments)
         named = [self._named(prompt, cache_salt) for prompt in checked]
-        requests = [self._open(*one) for one in zip(named, chosen, wanted, strict=True)]
+        with self._turn:
+            requests = [self._open(*one) for one in zip(named, chosen, wanted, strict=True)]
         try:
             return [self._complete(request) for request in requests]
         finally:
@@ -207,6 +222,10 @@ class Engine:
 
     def abort(self, request_id: str) -> bool:
         """End a request now; its last output says so. False: no such request is live."""
+        with self._turn:
+            return self._abort(request_id)
+
+    def _abort(self, request_id: str) -> bool:
         if self.segments is not None and request_id in self._requests:
             self.segments.abort(self._requests[request_id])
         return self.scheduler.abort(request_id)
@@ -216,13 +235,15 @@ class Engine:
 
         RequestError while requests are live: their KV would be half old, half new.
         """
-        if self.has_unfinished:
-            raise RequestError("requests are live; finish or abort them before the cache is reset")
-        self.drain(_CLOSE_DEADLINE)
-        self.pool.reset()
-        self.connector.reset()
-        self.identity = replace(self.model.identity(self.config), apart=self.identity.apart)
-        self._names = PromptNames(self.identity.fingerprint(), self.config)
+        with self._turn:
+            self._require_whole()
+            if self.has_unfinished:
+                raise RequestError("requests are live; finish or abort them before the cache is reset")
+            self._drain(_CLOSE_DEADLINE)
+            self.pool.reset()
+            self.connector.reset()
+            self.identity = replace(self.model.identity(self.config), apart=self.identity.apart)
+            self._names = PromptNames(self.identity.fingerprint(), self.config)
 
     @property
     def has_unfinished(self) -> bool:
@@ -245,6 +266,10 @@ class Engine:
 
     def drain(self, timeout: float) -> bool:
         """Wait until every copy under way has ended, at most `timeout` seconds: then only live requests hold blocks."""
+        with self._turn:
+            return self._drain(timeout)
+
+    def _drain(self, timeout: float) -> bool:
         deadline = time.monotonic() + timeout
         while (is_copying := self.scheduler.has_copies) and time.monotonic() < deadline:
             start_copies(self.worker, self.scheduler.flush())
@@ -253,17 +278,24 @@ class Engine:
         return not is_copying
 
     def close(self) -> None:
-        """Abort what is live, drain copies in flight up to a deadline, close the connector. Idempotent."""
-        if self._closed:
+        """Abort what is live, drain copies in flight up to a deadline, close the connector. Idempotent.
+
+        In a forked child it does nothing. What a step that was interrupted would have stored is dropped.
+        """
+        if self._closed or self._turn.is_inherited:
             return
-        self._closed = True
-        for request_id in list(self._requests):
-            self.abort(request_id)
-        try:
-            start_copies(self.worker, self.scheduler.flush())  # of the last requests' tails
-            self.scheduler.take_in(self.worker.close(_CLOSE_DEADLINE))
-        finally:
-            self.connector.close()
+        with self._turn:
+            self._closed = True
+            try:
+                if self._is_torn:
+                    self.worker.close(_CLOSE_DEADLINE)
+                    return
+                for request_id in list(self._requests):
+                    self._abort(request_id)
+                start_copies(self.worker, self.scheduler.flush())  # of the last requests' tails
+                self.scheduler.take_in(self.worker.close(_CLOSE_DEADLINE))
+            finally:
+                self.connector.close()
 
     def __enter__(self) -> Self:
         return self
@@ -272,6 +304,9 @@ class Engine:
         self.close()
 
     def _step(self) -> list[Output]:
+        self._require_whole()
+        self._end_left()
+        self._is_torn = True  # until blocks are again what the scheduler says of them
         if self.segments is not None:
             self.segments.advance()
         batch = self.scheduler.schedule(self.worker.poll())  # admits what L1, L2 and L3 already hold
@@ -287,18 +322,30 @@ class Engine:
                 logits = self.runner.run(batch)  # each layer waits for its own load
             elif not batch.has_blended:
                 self._wait()
-            if batch.plan.stores:
-                self.worker.start_store(batch.plan)  # d2h after compute, on the store stream
             samples = [] if logits is None else self.runner.sample(batch, logits)
+            if batch.plan.stores:  # behind all that can fail: of a failed step nothing is kept
+                self.worker.start_store(batch.plan)  # d2h after compute, on the store stream
             if any(op.layerwise for op in batch.plan.loads):
                 batch.arrived = self.worker.arrived() and batch.arrived  # a device reports a failed copy only now
         except BaseException:  # out of memory, an interrupt: the engine stays whole, the caller decides
             self.scheduler.give_up(batch, self.worker.unstarted(batch.plan))
+            self._is_torn = False
             raise
         outputs = self.scheduler.postprocess(batch, samples)
         if batch.plan.loads:  # a layerwise load ends with its step, and with it its lease
             self.scheduler.take_in(self.worker.poll())
+        self._is_torn = False
         return outputs
+
+    def _require_open(self) -> None:
+        self._turn.require_here()
+        if self._closed:
+            raise RequestError("the engine is closed; make a new one")
+
+    def _require_whole(self) -> None:
+        """RequestError if an exception ended a step where the engine's books are kept; with the turn."""
+        if self._is_torn:
+            raise RequestError("a step of this engine was interrupted half way; close it and make a new one")
 
     def _wait(self) -> None:
         """Nobody can compute: wait a little for whatever the requests wait for."""
@@ -311,8 +358,7 @@ class Engine:
 
     def _checked(self, prompt: ArrayLike, params: SamplingParams) -> list[int]:
         """The prompt as a list of token ids; RequestError says what is wrong with it."""
-        if self._closed:
-            raise RequestError("the engine is closed; make a new one")
+        self._require_open()
         tokens = checked_tokens(prompt, self.model.vocab_size)
         self._require_room(len(tokens), params)
         return tokens
@@ -335,7 +381,8 @@ class Engine:
         request_id: str | None = None,
         wanted: WantedReuse | None = None,
     ) -> Sequence:
-        """Queue a prompt that is this request's own; under the next free number if it brings no id."""
+        """Queue a prompt that is this request's own; under the next free number if it brings no id. With the turn."""
+        self._require_whole()
         if prompt.chain is not None:  # else nothing is named
             self.model.require_same()
         if request_id is None:
@@ -358,14 +405,19 @@ class Engine:
         self, tokens: list[int], params: SamplingParams, cache_salt: str | None, wanted: WantedReuse | None
     ) -> Iterator[Output]:
         named = self._named(self._checked(tokens, params), cache_salt)
-        yield from self._follow(self._open(named, params, wanted))
+        with self._turn:
+            request = self._open(named, params, wanted)
+        yield from self._follow(request)
 
     def _follow(self, request: Sequence) -> Iterator[Output]:
         inbox = self._inboxes[request.request_id]
         try:
             while True:
                 while not inbox:
-                    self._unclaimed += self._deliver(self._step())
+                    with self._turn:
+                        self._require_open()
+                        if not inbox:  # else another thread's step has brought it
+                            self._unclaimed += self._deliver(self._step())
                 yield (output := inbox.popleft())
                 if output.finish_reason is not None:
                     return
@@ -373,10 +425,20 @@ class Engine:
             self._leave(request)
 
     def _leave(self, request: Sequence) -> None:
-        """Nobody reads this request's outputs any more."""
+        """Nobody reads this request's outputs any more. Called anywhere, even by a collection inside a step."""
         self._inboxes.pop(request.request_id, None)
         if request.state is not SequenceState.FINISHED:
-            self.abort(request.request_id)
+            self._left.append(request.request_id)
+        if self._left and self._turn.taken_at_once():
+            try:
+                self._end_left()
+            finally:
+                self._turn.leave()
+
+    def _end_left(self) -> None:
+        """End requests that nobody reads; with the turn."""
+        while self._left and not self._is_torn:
+            self._abort(self._left.popleft())
 
     def _complete(self, request: Sequence) -> Completion:
         completion = Completion(request.request_id, num_prompt_tokens=request.num_prompt_tokens)
@@ -399,3 +461,10 @@ class Engine:
             else:
                 inbox.append(output)
         return rest
+
+
+def _warn_of_l1(num_tokens: int, max_model_len: int, num_blocks: int, shape: KVShape) -> None:
+    """Say once that L1 and not the model is what limits a request, and the size that holds `num_blocks`."""
+    size = -(-num_blocks * shape.block_bytes // _MIB)
+    cut = f"[l1] holds {num_tokens} tokens, and longer requests are refused: this model takes {max_model_len}"
+    _log.warning('%s; [l1] size = "%dMiB" or num_blocks = %d holds that many', cut, size, num_blocks)

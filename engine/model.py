@@ -17,7 +17,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from kvtier.connector.models import cache_option, identity_of, live_model, name_of, rope_limit
+from kvtier.connector.models import cache_option, identity_of, live_model, name_of, rope_limit, weights_of
 from kvtier.connector.segments import PAGED_ATTENTION, PackedAttention
 from kvtier.connector.transformers import CacheForm, GoingOn, how_it_goes_on, probe_of
 from kvtier.engine.config import EngineConfig
@@ -51,6 +51,8 @@ class Model:
     """
 
     def __init__(self, module: PreTrainedModel, name: str) -> None:
+        """ConfigError for weights that cannot be read (`weights_of`), and for what blocks cannot hold."""
+        weights_of(module)
         self.module = module.train(False).requires_grad_(False)
         self.config: PretrainedConfig = module.config.get_text_config(decoder=True)
         self.kind: str = module.config.model_type

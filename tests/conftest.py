@@ -16,7 +16,7 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from extent import ALL
+from extent import ALL, brief
 from numpy.typing import NDArray
 from pools import PoolOf
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from device_rig import DeviceRig
     from kv_tier_rig import Open
     from object_rig import ObjectServer
+    from redis_rig import RedisServer
     from small_engines import Make
 
     from kvtier.engine.llm import Engine
@@ -117,6 +118,23 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator["ObjectServer"]:
         yield server
 
 
+@pytest.fixture(scope="session")
+def _redis() -> Iterator["RedisServer"]:
+    from redis_rig import NO_REDIS, standalone
+
+    if NO_REDIS is not None:
+        pytest.skip(NO_REDIS)
+    with standalone("--enable-debug-command", "yes") as server:
+        yield server
+
+
+@pytest.fixture
+def redis_server(_redis: "RedisServer") -> "RedisServer":
+    """One Redis for all stories that a process runs. Each finds it up and empty, with no limit and no client."""
+    _redis.renew()
+    return _redis
+
+
 @pytest.fixture(params=["Python", "compiled"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The pool's verbs in one way, then in the other: `pytestmark = pytest.mark.usefixtures("way")` of a file."""
@@ -149,7 +167,7 @@ def pytest_configure(config: pytest.Config) -> None:
         from hypothesis import HealthCheck, settings
 
         lenient = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
-        settings.register_profile("busy", deadline=None, suppress_health_check=lenient)
+        settings.register_profile("busy", max_examples=brief(30, 100), deadline=None, suppress_health_check=lenient)
         settings.load_profile("busy")
 
 

@@ -9,6 +9,7 @@ import _engine_starter
 import pytest
 from _engine_process import EngineEnded
 from _engine_starter import EngineStarter
+from doubles import wait_until
 
 ECHO: Final = """
 import json, os, subprocess, sys, time
@@ -84,7 +85,7 @@ def test_an_engine_that_hangs_is_killed_with_what_it_started(
     engine.close()
     child = int((tmp_path / "engine.log").read_text())
     state = Path(f"/proc/{child}/stat")
-    assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] in "ZX"
+    wait_until(lambda: not state.exists() or state.read_text().rpartition(")")[2].split()[0] in "ZX")
     with (tmp_path / "engine.log").open("wb") as log:
         engine = starter.start({}, log)
     engine.close()

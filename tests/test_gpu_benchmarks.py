@@ -73,7 +73,7 @@ def test_without_a_gpu_a_program_says_so_and_ends(
 
 
 def test_bandwidth_has_every_size_direction_and_step() -> None:
-    rows = dry_run(gpu_bandwidth)["results"]
+    rows = dry_run(gpu_bandwidth)["results"]  # pyrefly: ignore[bad-argument-type] # modules have a hash
     moved = {(row["pieces"], row["KiB"], row["direction"]) for row in rows if "of one copy" in row}
     assert len(moved) == (4 + 2) * 3
     assert all(row["GB/s"] >= 0 and row["of one copy"] > 0 for row in rows if "of one copy" in row)
@@ -84,7 +84,7 @@ def test_bandwidth_has_every_size_direction_and_step() -> None:
 
 
 def test_decoding_was_measured_beside_every_kind_of_copies() -> None:
-    rows = dry_run(gpu_decode)["results"]
+    rows = dry_run(gpu_decode)["results"]  # pyrefly: ignore[bad-argument-type] # modules have a hash
     assert [(row["layout"], row["beside"]) for row in rows] == [
         (layout, kind) for layout in _gpu.LAYOUTS for kind in gpu_decode.BESIDE
     ]
@@ -93,7 +93,7 @@ def test_decoding_was_measured_beside_every_kind_of_copies() -> None:
 
 
 def test_each_tier_gave_the_same_first_token(tmp_path: Path) -> None:
-    rows = dry_run(gpu_ttft)["results"]
+    rows = dry_run(gpu_ttft)["results"]  # pyrefly: ignore[bad-argument-type] # modules have a hash
     assert [(row["loading"], row["tokens"]) for row in rows] == [
         (loading, length) for loading in ("async", "layerwise") for length in (128, 256)
     ]
@@ -107,7 +107,7 @@ def test_what_no_gpu_has_run_is_told_and_claims_no_figure(tmp_path: Path, monkey
     results.mkdir(parents=True)
     monkeypatch.setattr(_readme, "ROOT", tmp_path)
     assert "Not run on a GPU yet: `gpu_bandwidth`, `gpu_decode`, `gpu_ttft`" in figures()
-    document = dry_run(gpu_decode)
+    document = dry_run(gpu_decode)  # pyrefly: ignore[bad-argument-type] # as above
     machine = document["machine"] | {"gpu": "NVIDIA H200", "driver": "580.1"}
     (results / "gpu_decode.json").write_text(json.dumps(document | {"machine": machine}))
     page = figures()

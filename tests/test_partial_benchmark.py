@@ -115,6 +115,7 @@ def test_the_largest_block_size_without_a_price_wins() -> None:
     assert winner(rows_of(even, even | {128: 111.0, 256: 125.0}), PrefixReuse.PARTIAL)[0] == 64
 
 
+@pytest.mark.exhaustive  # its parts are shown above
 def test_the_program_runs_without_a_trace(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -157,6 +157,7 @@ def test_a_bad_command_line_names_the_option(
         assert told in err
 
 
+@pytest.mark.exhaustive  # its parts are shown above, the policy in test_routing_policy.py
 def test_prefix_aware_routing_is_best_on_conversations(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

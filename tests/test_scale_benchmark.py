@@ -112,6 +112,7 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *ar
     return status, captured.out, captured.err
 
 
+@pytest.mark.exhaustive  # its pieces are shown above
 @pytest.mark.timeout(300)
 def test_the_short_form_measures_every_piece_and_every_size(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -16,6 +16,7 @@ from .errors import (
 )
 from .extras import install_command, require_extra
 from .finding import Finding, Status, error, ok, warning
+from .forks import cut_off_in_children, forget_descriptor, hide_from_children
 from .fp8 import LEAST_GROUP, MOST_GROUP, Fp8Codec, Fp8Loops, fp8_form
 from .kinds import L1, L2, MISS, TIERS, TierKind, lookup_results, lower_tiers, tier_captions
 from .lineage import Lineage, TellsLineage
@@ -98,10 +99,13 @@ __all__ = [
     "checksum",
     "checksum_of",
     "compression_finding",
+    "cut_off_in_children",
     "derive",
     "error",
+    "forget_descriptor",
     "fp8_form",
     "hash_without_the_gil",
+    "hide_from_children",
     "install_command",
     "key_id",
     "load_key",

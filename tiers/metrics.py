@@ -90,6 +90,9 @@ class Metrics:
         self._selective = self._gauge(
             "kvtier_selective_admission", "1 while a tier takes only blocks that were seen before", "tier", "why"
         )
+        self._waiting = self._gauge(
+            "kvtier_store_waiting_blocks", "Blocks of L2 that a tier is still to get: queued, or in line", "tier"
+        )
         self._slots = self._gauge("kvtier_pool_slots", "Slots by state", "tier", "state")
         self._used = self._gauge(
             "kvtier_storage_used_bytes", "Of what a tier lies on, a file system or a server", "tier", "place"
@@ -189,6 +192,10 @@ class Metrics:
     def breaker(self, tier: str, direction: str, is_open: bool) -> None:
         """Whether one direction of a tier is detached now."""
         self._breaker.labels(tier, direction).set(is_open)
+
+    def waiting(self, tier: str, num_blocks: int) -> None:
+        """So many blocks of L2 are still to be written to the tier."""
+        self._waiting.labels(tier).set(num_blocks)
 
     def selective(self, tier: str, why: str, is_on: bool) -> None:
         """Whether a tier takes only blocks that were seen before, for this reason (`hierarchy/admission.py`)."""

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from kvtier.connector.daemon.handshake import is_trusted, peer_of
 from kvtier.connector.daemon.wire import MAX_FRAME, FrameReader
-from kvtier.tiers import ConfigError
+from kvtier.tiers import ConfigError, forget_descriptor, hide_from_children
 
 _RECEIVE: Final = 256 << 10  # bytes read at once
 _MAX_OUTPUT: Final = 2 * MAX_FRAME  # bytes the other end may leave unread
@@ -21,6 +21,7 @@ class Connection:
     def __init__(self, path: Path) -> None:
         """Raises OSError if nobody listens, ConfigError if another user does."""
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+        hide_from_children(self._socket.fileno())
         self._reader = FrameReader(MAX_FRAME)
         self.unsent = bytearray()  # what the socket did not take yet; `send` tries again
         self._kept: list[Any] = []  # bodies received behind the one that was asked for
@@ -35,7 +36,7 @@ class Connection:
                     "name the socket of a daemon of your own"
                 )
         except BaseException:
-            self._socket.close()
+            self.close()
             raise
 
     def send(self, frame: bytes) -> bool:
@@ -95,6 +96,7 @@ class Connection:
 
     def close(self) -> None:
         """Hang up; idempotent."""
+        forget_descriptor(self._socket.fileno())
         self._socket.close()
         for fd in self.files:
             os.close(fd)

@@ -1,5 +1,6 @@
 """The node's daemon as the tiers below L1: the same questions and promises, over its socket; bytes never cross it."""
 
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -74,6 +75,7 @@ class RemoteTiers:
         self._claims = RemoteClaims(self._attachment, self.metrics, patience, deadline, clock, self._numbers)
         self._dropped: deque[Callable[[], None]] = deque()  # left by `__del__`, which may run anywhere
         self._closed = False
+        self._pid = os.getpid()
         self._attachment.start()
 
     @property
@@ -279,7 +281,12 @@ class RemoteTiers:
             raise AssertionError(str(answers[0]))
 
     def close(self, timeout: float = 5.0) -> None:
-        """Hand over what was sealed and hang up: the daemon goes on writing it. Unmaps; no copy is under way."""
+        """Hand over what was sealed and hang up: the daemon goes on writing it. Unmaps; no copy is under way.
+
+        In a forked child there is nothing to close.
+        """
+        if self._pid != os.getpid():
+            return
         with self._lock:
             if not self._closed:
                 self._closed = True

@@ -1,17 +1,19 @@
 from .cache_option import cache_option, given_cache, returned_cache
-from .checkpoint import config_digest_of, config_of, name_of, revision_of
+from .checkpoint import FileStamp, config_digest_of, config_of, file_stamps, name_of, revision_of
 from .computes import without_adapters
-from .hf_model import identity_of, live_model
+from .hf_model import identity_of, live_model, weights_of
 from .length_rope import SHORT_ROPE, rope_limit
 from .tokenizer import load_tokenizer
 from .tool_calls import ToolCalls
 
 __all__ = [
     "SHORT_ROPE",
+    "FileStamp",
     "ToolCalls",
     "cache_option",
     "config_digest_of",
     "config_of",
+    "file_stamps",
     "given_cache",
     "identity_of",
     "live_model",
@@ -20,5 +22,6 @@ __all__ = [
     "returned_cache",
     "revision_of",
     "rope_limit",
+    "weights_of",
     "without_adapters",
 ]

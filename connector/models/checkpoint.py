@@ -1,13 +1,16 @@
 """Names a checkpoint: a name for its weights and one for its configuration, the same under every engine."""
 
-import functools
+import hashlib
 import json
 import logging
+import os
 import re
+import threading
 import time
-from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import xxhash
 
@@ -19,8 +22,43 @@ _log = logging.getLogger(__name__)
 
 _WEIGHTS: Final = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")  # the first kind that exists
 _COMMIT: Final = re.compile(r"[0-9a-f]{40}")
-_PIECE: Final = 16 << 20  # bytes read at a time
+_BLOB: Final = re.compile(r"[0-9a-f]{64}")  # how a hub's client calls a large file: by its SHA-256
+_PIECE: Final = 4 << 20  # bytes read at a time
+_NUM_READERS: Final = 8  # files that are read at once
 _SLOW: Final = 5.0  # seconds between two log lines about a long read
+_TICK: Final = 2_000_000_000  # ns: two changes of a file within it may leave it with one time
+_MOST_KNOWN: Final = 4096  # files whose digests are kept
+_NUM_SAMPLES: Final = 16  # pieces of a file that are compared before its kept digest is used
+_SAMPLE: Final = 4096  # bytes of each
+_ATTEMPTS: Final = 3  # at reading a file that changes meanwhile
+
+
+@dataclass(frozen=True, slots=True)
+class FileStamp:
+    """What tells without reading it that a file was replaced or written to, even if size and mtime were kept."""
+
+    path: Path
+    device: int
+    inode: int
+    size: int
+    modified: int  # ns
+    changed: int  # ns: no program sets it
+
+    @classmethod
+    def of(cls, path: Path) -> Self:
+        """Raises OSError if there is no such file."""
+        found = path.stat()
+        return cls(path, found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    stamp: FileStamp
+    samples: int
+    digest: str
+
+
+_KNOWN: Final[dict[Path, _Known]] = {}  # the oldest first
 
 
 def name_of(path: Path) -> str:
@@ -33,19 +71,33 @@ def name_of(path: Path) -> str:
 def revision_of(path: Path) -> str:
     """A name for the weights in a checkpoint directory, for `ModelIdentity.revision`.
 
-    A snapshot of a model hub is named by its commit. Any other directory is named by the xxh3-128 of its weight files,
-    and of code and adapter settings beside them. The files are read again only when they change. Raises ConfigError if
-    there are no weights.
+    It is made of the SHA-256 of each weight file, and of code and adapter settings beside them: equal files have one
+    name wherever they lie. The hub's client has named its files by that already; others are read, again only when
+    they change. Raises ConfigError if there are no weights or they are being written, OSError if they are unreadable.
     """
-    if path.parent.name == "snapshots" and _COMMIT.fullmatch(path.name):
+    path = path.resolve()
+    weights, others = _named_files(path)
+    if not weights and path.parent.name == "snapshots" and _COMMIT.fullmatch(path.name):
         return f"git:{path.name}"
-    files = weight_files(path)
-    if not files:
+    if not weights:
         fix = f"name a directory with one of {', '.join(_WEIGHTS)}"
         raise ConfigError(f"checkpoint {path}: no weights there; {fix}")
-    files += sorted([*path.glob("*.py"), *path.glob("adapter_config.json")])
-    stamp = tuple((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files)
-    return _digest(path, stamp)
+    reading = _Reading(path, sum(file.stat().st_size for file in weights))
+    with ThreadPoolExecutor(min(_NUM_READERS, len(weights), os.cpu_count() or 1), "kvtier-naming") as readers:
+        digests = sorted(readers.map(reading.digest, weights))
+    digests += [f"{file.name} {reading.digest(file)}" for file in others]
+    return f"sha256:{hashlib.sha256(' '.join(digests).encode()).hexdigest()}"
+
+
+def file_stamps(path: Path) -> tuple[FileStamp, ...]:
+    """The stamps of all files that name a checkpoint. Raises OSError if one goes meanwhile."""
+    weights, others = _named_files(path)
+    return tuple(map(FileStamp.of, [*weights, *others, *path.glob("config.json")]))
+
+
+def _named_files(path: Path) -> tuple[list[Path], list[Path]]:
+    """Weights; code and adapter settings."""
+    return weight_files(path), sorted([*path.glob("*.py"), *path.glob("adapter_config.json")])
 
 
 def weight_files(path: Path) -> list[Path]:
@@ -72,23 +124,64 @@ def config_of(path: Path) -> dict[str, Any]:
     return config
 
 
-@functools.lru_cache(maxsize=16)
-def _digest(path: Path, stamp: tuple[tuple[str, int, int], ...]) -> str:
-    """xxh3-128 over names and bytes of the files in `stamp`, the cache key: files that change are read again."""
-    digest = xxhash.xxh3_128()
-    total, read, last = sum(size for _, size, _ in stamp), 0, time.monotonic()
-    for name, size, _ in stamp:
-        digest.update(f"{name} {size}".encode())
-        for piece in _pieces(path / name):
-            digest.update(piece)
-            read += len(piece)
-            if time.monotonic() - last > _SLOW:
-                last = time.monotonic()
-                _log.warning("naming the weights in %s: %s of %s read", path, format_size(read), format_size(total))
-    return f"xxh3:{digest.hexdigest()}"
+class _Reading:
+    """Digests the files of one checkpoint, on any thread, and tells how far it is."""
+
+    def __init__(self, path: Path, total: int) -> None:
+        self._path = path
+        self._total = total
+        self._lock = threading.Lock()
+        self._read, self._told_at = 0, time.monotonic()
+
+    def digest(self, file: Path) -> str:
+        """The file's SHA-256, in hex: by the name of a hub's blob, as known, or read."""
+        blob = file.resolve()
+        is_named = blob.parent.name == "blobs" and _BLOB.fullmatch(blob.name)
+        if is_named and file.is_symlink() and FileStamp.of(blob).changed <= file.lstat().st_ctime_ns:
+            return blob.name  # nobody has touched it since its link was made
+        for _ in range(_ATTEMPTS):
+            stamp, began = FileStamp.of(blob), time.time_ns()
+            known = _KNOWN.get(blob)
+            if known is not None and known.stamp == stamp and known.samples == _samples(blob, stamp.size):
+                return known.digest
+            digest = self._read_all(blob)
+            samples = _samples(blob, stamp.size)
+            if FileStamp.of(blob) == stamp:
+                with self._lock:
+                    self._keep(_Known(stamp, samples, digest), is_settled=began - stamp.changed > _TICK)
+                return digest
+        raise ConfigError(f"checkpoint {self._path}: {file.name} changes while it is read; start once it is written")
+
+    def _keep(self, known: _Known, *, is_settled: bool) -> None:
+        _KNOWN.pop(known.stamp.path, None)
+        if is_settled:
+            while len(_KNOWN) >= _MOST_KNOWN:
+                del _KNOWN[next(iter(_KNOWN))]
+            _KNOWN[known.stamp.path] = known
+
+    def _read_all(self, file: Path) -> str:
+        digest, buffer = hashlib.sha256(), bytearray(_PIECE)
+        with file.open("rb", buffering=0) as opened, memoryview(buffer) as view:
+            while num_read := opened.readinto(buffer):
+                digest.update(view[:num_read])
+                self._tell(num_read)
+        return digest.hexdigest()
+
+    def _tell(self, num_read: int) -> None:
+        with self._lock:
+            self._read += num_read
+            if time.monotonic() - self._told_at < _SLOW:
+                return
+            self._told_at = time.monotonic()
+            read, total = format_size(self._read), format_size(self._total)
+        _log.warning("naming the weights in %s: %s of %s read", self._path, read, total)
 
 
-def _pieces(path: Path) -> Iterator[bytes]:
-    with path.open("rb", buffering=0) as file:
-        while piece := file.read(_PIECE):
-            yield piece
+def _samples(file: Path, size: int) -> int:
+    """A digest of some pieces: where a file system keeps no honest times, new weights still differ in these."""
+    digest = xxhash.xxh3_64()
+    with file.open("rb", buffering=0) as opened:
+        for number in range(_NUM_SAMPLES):
+            opened.seek(max(0, size - _SAMPLE) * number // (_NUM_SAMPLES - 1))
+            digest.update(opened.read(_SAMPLE))
+    return digest.intdigest()

@@ -15,6 +15,7 @@ import xxhash
 from torch.nn.modules import module as _torch_modules
 
 from kvtier.connector.models.model_watch import ModelWatch
+from kvtier.tiers import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -99,10 +100,15 @@ class LiveModel:
             is_same = merged == self._merged and watch.same_tensors(base) and watch.holds()
         except RuntimeError:
             is_same = False
+        unreadable: str | None = None
         if not is_same:
             self._merged, self._own = merged, None
-            self._weights = self._named()
+            try:
+                self._weights = self._named()
+            except ConfigError as error:
+                unreadable, self._weights = str(error), ("", "")
         self._look(parts)
+        self.refusal = self.refusal or unreadable
 
     def renew(self) -> None:
         """The weights may be others now, whether that shows or not: have them a name that nothing had. Reads none."""
@@ -180,11 +186,11 @@ def base_tensors(parts: Iterable[ModelPart]) -> dict[str, torch.Tensor]:
 
 
 def base_state(model: torch.nn.Module) -> dict[str, Any]:
-    """`state_dict()` of the model without its adapters."""
+    """`state_dict(keep_vars=True)` of the model without its adapters."""
     state: dict[str, Any] = {}
     for part in parts_of(model):
         if part.adapter is None:
-            part.module._save_to_state_dict(state, part.path, False)
+            part.module._save_to_state_dict(state, part.path, True)
     return state
 
 

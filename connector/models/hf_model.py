@@ -2,16 +2,20 @@
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
 
-from kvtier.connector.models.checkpoint import config_digest_of, revision_of, weight_files
+from kvtier.connector.models.checkpoint import config_digest_of, file_stamps, revision_of, weight_files
 from kvtier.connector.models.computes import LiveModel, base_state
 from kvtier.connector.models.length_rope import SHORT_ROPE, rope_limit
+from kvtier.tiers import ConfigError
 from kvtier.tiers.naming import KVShape, ModelIdentity, config_digest
+
+_UNQUANTISED: Final = "load the model unquantised, or as a checkpoint whose quantised weights are plain tensors"
+_ALL_IN_MEMORY: Final = 'load the whole model into memory (a device_map without "disk", and no meta device)'
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -26,7 +30,9 @@ def identity_of(
     epoch: int,
     exact_rows: int | None = None,
 ) -> ModelIdentity:
-    """All that a model's KV depends on, of texts within `rope_limit`, but its `variant`. ConfigError for unknown RoPE.
+    """All that a model's KV depends on, of texts within `rope_limit`, but its `variant`. Reads all weights.
+
+    ConfigError for unknown RoPE, and as `weights_of`.
 
     A model that still equals its checkpoint directory is named after that, as by every engine. Any other model is named
     after its own weights. `exact_rows` names the engine's exact mode, whose KV differs in the last bits.
@@ -57,10 +63,28 @@ def live_model(model: "PreTrainedModel", label: str | None = None) -> LiveModel:
 
 def weights_name(model: "PreTrainedModel") -> tuple[str, str]:
     """`revision` and `config_digest` of the model's own weights as they are now, without adapters. Reads them all."""
+    names = _names_of_checkpoint(model)
+    if names is not None:
+        return names
+    return f"xxh3:{weights_digest(weights_of(model).items())}", config_digest(model.config.to_dict())
+
+
+def _names_of_checkpoint(model: "PreTrainedModel") -> tuple[str, str] | None:
+    """Revision and configuration's digest of the directory that it was loaded from; None if it is not that, or changes.
+
+    What is compared and what is named has to be one state of the files, though nobody keeps others from writing there.
+    """
     path = Path(model.name_or_path) if model.name_or_path else None
-    if path is not None and path.is_dir() and is_checkpoint(model, path):
-        return revision_of(path), config_digest_of(path)
-    return f"xxh3:{weights_digest(base_state(model).items())}", config_digest(model.config.to_dict())
+    if path is None or not path.is_dir():
+        return None
+    try:
+        stamps = file_stamps(path)
+        if not is_checkpoint(model, path):
+            return None
+        names = revision_of(path), config_digest_of(path)
+        return names if file_stamps(path) == stamps else None
+    except OSError:
+        return None
 
 
 def is_checkpoint(model: "PreTrainedModel", path: Path) -> bool:
@@ -71,7 +95,7 @@ def is_checkpoint(model: "PreTrainedModel", path: Path) -> bool:
     saved: Any = type(model.config).from_pretrained(path)
     if config_digest(saved.to_dict()) != config_digest(model.config.to_dict()):
         return False
-    weights = base_state(model)
+    weights = weights_of(model)
     found = set[tuple[int, int]]()
     try:
         for file in files:
@@ -84,6 +108,43 @@ def is_checkpoint(model: "PreTrainedModel", path: Path) -> bool:
     except (OSError, SafetensorError):
         return False
     return all(_place(weight) in found for weight in weights.values())  # tied weights are saved once
+
+
+def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """All weights and buffers but adapters', by name, each with bytes of its own to read. Reads none.
+
+    ConfigError names the first that has none: offloaded ones, and what a quantiser put there instead of a tensor.
+    """
+    try:
+        weights = base_state(model)
+    except Exception as error:  # of some module's own making
+        why = f"state_dict() raises {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        raise ConfigError(f"{why}; {_UNQUANTISED}") from error
+    return {name: _readable(name, weight) for name, weight in weights.items()}
+
+
+def _readable(name: str, weight: object) -> torch.Tensor:
+    plain = _plain(weight)
+    if plain is None:
+        why, fix = f"a {type(weight).__module__}.{type(weight).__qualname__}, of which no bytes are known", _UNQUANTISED
+    elif plain.is_meta:
+        why, fix = "on the meta device, so its bytes are elsewhere", _ALL_IN_MEMORY
+    elif plain.layout is not torch.strided or plain.is_quantized:
+        why, fix = f"{plain.layout}, {plain.dtype}, of which no plain bytes are there", _UNQUANTISED
+    else:
+        return plain
+    raise ConfigError(f"weight {name!r}: {why}, and weights without bytes cannot name the KV; {fix}")
+
+
+def _plain(weight: object) -> torch.Tensor | None:
+    """The weight as a tensor of torch's own class; None if it is of another, whose bytes may be other numbers."""
+    if not isinstance(weight, torch.Tensor):
+        return None
+    try:
+        plain = weight.detach()
+    except (NotImplementedError, RuntimeError, TypeError):
+        return None
+    return plain if type(plain) is torch.Tensor else None
 
 
 def _place(tensor: torch.Tensor) -> tuple[int, int]:

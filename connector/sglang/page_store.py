@@ -155,8 +155,10 @@ class PageStore:
     def _batch(self) -> int:
         """Pages in one go: a quarter of L2 is what one claim may fetch at once, and what a tier below may queue."""
         region = self.tiers.region
-        in_queue = self.tiers.num_slots if region is None else self._store_queue // region.slot_bytes
-        return max(1, min(self.tiers.num_slots // 4, in_queue))
+        quarter = self.tiers.num_slots // 4
+        if region is None or self._store_queue is None:
+            return max(1, quarter)
+        return max(1, min(quarter, self._store_queue // region.slot_bytes))
 
     def _copy(self, direction: CopyDirection, copies: BlockCopies, region: HostRegion | None) -> str | None:
         """Copy to or from the region the slots are of; why that failed, or None."""

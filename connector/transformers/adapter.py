@@ -2,7 +2,8 @@
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Final, Self
@@ -27,13 +28,21 @@ except ModuleNotFoundError:
     require_extra("KVTier", "transformers")
     raise
 
-from kvtier.connector import open_apart
-from kvtier.connector.models import identity_of, live_model, name_of, rope_limit, without_adapters
+from kvtier.connector import Turn, open_apart
+from kvtier.connector.models import identity_of, live_model, name_of, rope_limit, weights_of, without_adapters
 from kvtier.connector.segments import Repair, WantedReuse
 from kvtier.connector.transformers.assisted import going_on_from
 from kvtier.connector.transformers.blocks import Blocks
 from kvtier.connector.transformers.cache_form import CacheForm, empty_cache, probe_of
-from kvtier.connector.transformers.calls import Call, UnheldCallError, read_call, require_plain_rows, require_rows
+from kvtier.connector.transformers.calls import (
+    Call,
+    UnheldCallError,
+    other_tokens,
+    read_call,
+    require_plain_rows,
+    require_rows,
+    require_text,
+)
 from kvtier.connector.transformers.endings import tell_ends
 from kvtier.connector.transformers.kv_cache import BlendedCache, blocks_of, fill, is_whole
 from kvtier.connector.transformers.padding import move_behind_padding, why_padding_shows
@@ -61,10 +70,11 @@ _CHANGED: Final = (
 
 
 class KVTier:
-    """Keeps the KV of one transformers model: `kv.generate(...)` for `model.generate(...)`. One thread at a time.
+    """Keeps the KV of one transformers model: `kv.generate(...)` for `model.generate(...)`.
 
     A call whose KV blocks cannot hold (images) is generated as ever, and nothing of it is kept; so is a model's whose
-    cache they cannot hold. Blocks are those of kvtier's own engine: for one checkpoint directory, dtype and block
+    cache they cannot hold, and all in a forked child. Calls of several threads take turns; RequestError refuses one
+    from inside another. Blocks are those of kvtier's own engine: for one checkpoint directory, dtype and block
     size each finds what the other stored.
     """
 
@@ -78,9 +88,9 @@ class KVTier:
     ) -> None:
         """`config`: a Config, `{section: {option: value}}` or the name of a TOML file; default: the environment.
 
-        `name` defaults to the checkpoint directory's. Reads all weights once. `variant` is your name for what hooks and
-        code of your own compute in the model, another one for each way of computing; without it, nothing is kept of
-        such a model.
+        `name` is what people call the model, by default its checkpoint directory's. Reads all weights once. `variant`
+        is your name for what hooks and code of your own compute in the model, another one for each way of computing;
+        without it, nothing is kept of such a model.
 
         Raises ConfigError where memory or disk are too small, or segments are "on" and the model's KV cannot be moved.
         FormatError and StoreLocked come from the slab.
@@ -94,10 +104,13 @@ class KVTier:
         self._config = Config.of(config)
         self._said: set[str] = set()
         self._roots: WeakKeyDictionary[DynamicCache, ChainHash] = WeakKeyDictionary()  # of caches that `load` made
+        self._turn = Turn("KVTier")
         self._opened: CacheTiers | None = None
+        self._inherited: CacheTiers | None = None  # in a forked child: its parent's, which nobody may even collect
         self._states: StateCalls | None = None  # None: the model keeps no recurrent states
         cache = self._config.cache
         try:
+            weights_of(model)  # refused by name before anything computes with them
             self._limit = rope_limit(model.config)  # tokens: behind them RoPE is another, and so is all KV
             self._form = CacheForm.of(model, cache.block_size)
             going_on = self._how_it_goes_on(model)
@@ -149,6 +162,17 @@ class KVTier:
         Of `segments` (a list for each row) the KV may come from another place: approximate, see `Repair`. `hint` says
         whether these conversations go on. RequestError before anything is computed if one of them is bad.
         """
+        with self._my_turn():
+            return self._generate(input_ids, segments, repair, hint, options)
+
+    def _generate(
+        self,
+        input_ids: torch.Tensor,
+        segments: SegmentLists | None,
+        repair: Repair | None,
+        hint: Hint | str | None,
+        options: dict[str, Any],
+    ) -> Any:
         began = time.monotonic()
         said = None if hint is None else hint_of(hint)
         wanted = self._wanted(input_ids, segments, repair)
@@ -186,22 +210,24 @@ class KVTier:
 
         Give it to `model(input_ids[:, num_tokens:], cache=cache)`; at least the last token is left. Behind a
         recurrent state that takes one token at a time, it is the only one: the others are computed here.
-        Rows of one length without padding: what a mask would hide, this can't see. With `segments` (see `generate`) it
-        has all tokens but the last, and `store` keeps none of it behind the first reused one.
+        Rows of one length without padding: what a mask would hide, this can't see. Nor can it see images: of a prompt
+        with tokens that stand for some it has nothing. With `segments` (see `generate`) it has all tokens but the last,
+        and `store` keeps none of it behind the first reused one.
         """
-        wanted = self._wanted(input_ids, segments, repair)
-        self._forget_last_call()
-        if not self._can_hold(input_ids):
-            return empty_cache(self.model), 0
-        if self._states is not None:
-            rows = self._rows(input_ids)
-            loaded = self._states.load(rows, input_ids)
-            self._roots[loaded[0]] = self._blocks.root
-            self._note_cached(self._states.num_cached_tokens, len(rows))
-            return loaded
-        cache = self._load(self._rows(input_ids), wanted)
-        self._roots[cache] = self._blocks.root
-        return cache, cache.get_seq_length()
+        with self._my_turn():
+            wanted = self._wanted(input_ids, segments, repair)
+            self._forget_last_call()
+            if not self._can_hold(input_ids):
+                return empty_cache(self.model), 0
+            if self._states is not None:
+                rows = self._rows(input_ids)
+                loaded = self._states.load(rows, input_ids)
+                self._roots[loaded[0]] = self._blocks.root
+                self._note_cached(self._states.num_cached_tokens, len(rows))
+                return loaded
+            cache = self._load(self._rows(input_ids), wanted)
+            self._roots[cache] = self._blocks.root
+            return cache, cache.get_seq_length()
 
     def precompute(self, texts: Sequence[Any]) -> None:
         """Compute texts (token ids) that are going to be segments, each alone: ordinary blocks, in every tier.
@@ -211,15 +237,21 @@ class KVTier:
         if self.segments is None:
             raise self._no_segments()
         checked = self.segments.texts(texts)
-        if all(self._can_hold(torch.tensor([text])) for text in checked):
-            self.segments.precompute(checked)
+        with self._my_turn():
+            if all(self._can_hold(torch.tensor([text])) for text in checked):
+                self.segments.precompute(checked)
 
     def store(self, input_ids: torch.Tensor, cache: DynamicCache, *, hint: Hint | str | None = None) -> None:
         """Keep the KV of the tokens ([rows, tokens], from the first one on) that `cache` holds.
 
-        `hint` says whether these conversations go on; RequestError if it is none.
+        Nothing is kept where tokens stand for images. `hint` says whether these conversations go on; RequestError if it
+        is none.
         """
         said = None if hint is None else hint_of(hint)
+        with self._my_turn():
+            self._keep(input_ids, cache, said)
+
+    def _keep(self, input_ids: torch.Tensor, cache: DynamicCache, said: Hint | None) -> None:
         if self._can_hold(input_ids):
             rows = self._rows(input_ids)
             if self._roots.get(cache, self._blocks.root) != self._blocks.root:
@@ -241,7 +273,8 @@ class KVTier:
 
     def drain(self, timeout: float = 30.0) -> bool:
         """Wait until everything stored so far is in the lowest tier; False when `timeout` seconds pass first."""
-        return self._opened is None or self._blocks.drain(timeout)
+        with self._my_turn():
+            return self._opened is None or self._blocks.drain(timeout)
 
     def reset(self) -> None:
         """Forget every block in every tier, and name new ones apart: the weights may be others now. Reads no weights.
@@ -249,17 +282,19 @@ class KVTier:
         For training loops, after each step: else the next call reads all weights to name them. Blocks kept from then on
         are found by this `KVTier` alone, until its weights change again. Whoever shares a tier forgets, too.
         """
-        if self._opened is not None:
-            self._opened.reset()
-            self._live.renew()
-            self._blocks.root = self._root()
+        with self._my_turn():
+            if self._opened is not None:
+                self._opened.reset()
+                self._live.renew()
+                self._blocks.root = self._root()
 
     def close(self) -> None:
         """Flush and close the tiers. Idempotent; later calls generate without them."""
-        tiers, self._opened = self._opened, None
-        if tiers is not None:
-            self._blocks.close()
-            tiers.close()
+        with self._my_turn():
+            tiers, self._opened = self._opened, None
+            if tiers is not None:
+                self._blocks.close()
+                tiers.close()
 
     def __enter__(self) -> Self:
         return self
@@ -289,6 +324,13 @@ class KVTier:
         """The same; UnheldCallError if it has no name."""
         if not self._follow():
             raise UnheldCallError(self._live.refusal)
+
+    def _my_turn(self) -> AbstractContextManager[object]:
+        """While it is open, no other thread is in here. Without tiers there is nothing to wait for."""
+        if self._opened is not None and self._turn.is_inherited:
+            self._inherited, self._opened = self._opened, None
+            self._say_once(f"nothing is loaded or kept: {self._turn.refusal}")
+        return nullcontext() if self._opened is None else self._turn
 
     def _tell_ends(
         self, call: Call, rows: list[PromptRow], result: Any, input_ids: torch.Tensor, hint: Hint | None, began: float
@@ -325,16 +367,21 @@ class KVTier:
         return call
 
     @cached_property
+    def _other_tokens(self) -> Mapping[int, str] | None:
+        return other_tokens(self.model.config)
+
+    @cached_property
     def _why_padding_shows(self) -> str | None:
         return why_padding_shows(self.model, self._form)
 
     def _can_hold(self, input_ids: torch.Tensor) -> bool:
-        """Whether blocks can hold the KV of these rows. If not, it is said once and counted."""
+        """Whether blocks can hold what the caller computes of these rows. If not, that is said once, and counted."""
         if self._opened is None:
             return False
         try:
             self._require_named()
             require_rows(self.model, input_ids, self._limit)
+            require_text(self._other_tokens, input_ids)
         except UnheldCallError as error:
             self._refuse(input_ids, error)
             return False

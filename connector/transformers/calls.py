@@ -25,6 +25,25 @@ _BY_ROW: Final = ("adapter_names", "alora_offsets")  # of PEFT: rows of a call c
 _WHOLE_PROMPT: Final = ("output_attentions", "output_hidden_states")
 _DYNAMIC: Final = (None, "dynamic", "hybrid")  # the cache that is made here; Gemma's checkpoints name the last
 _QUANTIZED: Final = "quantized"
+_OTHER_THAN_TEXT: Final = frozenset(  # words in the names of configuration fields
+    {
+        "audio",
+        "boa",
+        "boi",
+        "eoa",
+        "eoi",
+        "frame",
+        "image",
+        "img",
+        "media",
+        "patch",
+        "pixel",
+        "sound",
+        "speech",
+        "video",
+    }
+    | {"vision", "visual"}
+)
 _SPECIAL_TOKENS: Final = ("pad_token_id", "eos_token_id", "bos_token_id")
 _CHUNKS_GO_ON: Final = tuple(map(int, _version.split(".")[:2])) >= (5, 23)  # earlier ones count chunks from position 0
 
@@ -75,6 +94,47 @@ def require_rows(model: Any, input_ids: torch.Tensor, limit: int | None) -> None
     if limit is not None and input_ids.shape[1] > limit:
         trait = f"this model's RoPE is another for texts above {limit}"
         raise UnheldCallError(f"{input_ids.shape[1]} tokens: {trait}; use vLLM for long ones")
+
+
+def require_text(named: Mapping[int, str] | None, input_ids: torch.Tensor) -> None:
+    """UnheldCallError if the tokens do not say all: some stand for images, sound or video, whose content is not here.
+
+    For callers that run the model themselves: a call of `generate` shows what it computes with. `named` is what
+    `other_tokens` tells of the model.
+    """
+    if named is None:
+        trait = "this model takes more than text, and its configuration does not name the tokens that stand for it"
+        raise UnheldCallError(f"{trait}; let generate() compute its prompts")
+    if named and (found := torch.isin(input_ids, torch.tensor(sorted(named), device=input_ids.device))).any():
+        token = int(input_ids[found][0])
+        raise UnheldCallError(
+            f"token {token} ({named[token]}) stands for what load() and store() are not shown; let generate() compute "
+            "such prompts, or pass those without images, sound and video"
+        )
+
+
+def other_tokens(config: Any) -> Mapping[int, str] | None:
+    """Tokens of prompts that stand for something other than text → the configuration's field that says so.
+
+    None: the model has a part for something else, and no such field.
+    """
+    named: dict[int, str] = {}
+
+    def visit(fields: Mapping[str, Any]) -> None:
+        for name, value in fields.items():
+            if isinstance(value, Mapping):
+                visit(value)
+            elif _names_other(str(name)):
+                tokens = value if isinstance(value, list | tuple) else [value]
+                named.update((token, name) for token in tokens if type(token) is int)
+
+    visit(config.to_dict())
+    return named if named or config.get_text_config(decoder=True) is config else None
+
+
+def _names_other(field: str) -> bool:
+    *words, last = field.split("_")
+    return last in ("id", "ids", "index") and not _OTHER_THAN_TEXT.isdisjoint(words)
 
 
 def read_call(model: Any, input_ids: torch.Tensor, options: Mapping[str, Any], limit: int | None = None) -> Call:

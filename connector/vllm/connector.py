@@ -28,6 +28,7 @@ except ImportError as error:
     raise ImportError(f"kvtier.connector.vllm needs vLLM 0.32 or 0.33 beside it ({error}); pip install vllm") from error
 
 from kvtier.connector import open_tiers
+from kvtier.connector.vllm.adapters import ServedAdapters, watch_engine_core
 from kvtier.connector.vllm.endings import AnswerReader
 from kvtier.connector.vllm.hashing import name_instead
 from kvtier.connector.vllm.identity import fingerprint, identity
@@ -89,9 +90,12 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         parallel = vllm_config.parallel_config
         num_ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         config = options.shared(parallel.data_parallel_rank, parallel.data_parallel_size)
-        self._scheduler_half = SchedulerHalf(
-            plan, open_tiers(config, named, plan, model_identity), cache, named, kv_cache_config.num_blocks, num_ranks
-        )
+        adapters = None
+        if (lora := vllm_config.lora_config) is not None:
+            adapters = ServedAdapters(lora.max_cpu_loras or lora.max_loras)
+            watch_engine_core()
+        tiers = open_tiers(config, named, plan, model_identity)
+        self._scheduler_half = SchedulerHalf(plan, tiers, cache, named, kv_cache_config.num_blocks, num_ranks, adapters)
         if (reason := why_none(vllm_config)) is not None:
             _log.warning("no blocks of this model are kept: %s", reason)
         shares = bool(vllm_config.cache_config.enable_prefix_caching)
@@ -117,6 +121,11 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     def _scheduler(self) -> SchedulerHalf:
         assert self._scheduler_half is not None, "a question for the scheduler's half"
         return self._scheduler_half
+
+    @property
+    def served_adapters(self) -> ServedAdapters | None:
+        """What vLLM has loaded, for `watch_engine_core`; None in a worker's half."""
+        return None if self._scheduler_half is None else self._scheduler_half.names.adapters
 
     @property
     def _worker(self) -> WorkerHalf:

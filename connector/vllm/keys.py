@@ -1,23 +1,19 @@
 """Names the blocks of a vLLM request: by vLLM's own hashes, or by kvtier's chain over its tokens."""
 
 import hashlib
-import logging
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from kvtier.connector.models import revision_of
+from kvtier.connector.vllm.adapters import ServedAdapters
 from kvtier.connector.vllm.drafts import AheadChain
-from kvtier.tiers import ChainHash, ChildBlock, ConfigError
+from kvtier.tiers import ChainHash, ChildBlock
 from kvtier.tiers.config import CacheConfig
 from kvtier.tiers.naming import KeptNames, TokenChain, pack_tokens, root_hash
 
 if TYPE_CHECKING:
     from kvtier.connector.vllm.slots import SlotPlan
-
-_log = logging.getLogger(__name__)
 
 _DIGEST: Final = 32  # bytes of a name
 
@@ -141,18 +137,21 @@ class OwnChain:
 class RequestNames:
     """Names the requests of one engine. Those of adapters that cannot be named have none."""
 
-    def __init__(self, plan: "SlotPlan", cache: CacheConfig, root: bytes) -> None:
+    def __init__(
+        self, plan: "SlotPlan", cache: CacheConfig, root: bytes, adapters: ServedAdapters | None = None
+    ) -> None:
+        """`adapters`: what the engine has loaded; without it, nothing so far."""
         self._plan = plan
         self._cache = cache
         self._root = root
         self._kept = KeptNames()  # of our own chains
-        self._unnamed: set[str] = set()  # adapters that a word was said about
+        self.adapters = adapters or ServedAdapters()
         self.name_instead: NameInstead | None = None  # without it no part of a block that vLLM named is reused
 
     def of(self, request: Any) -> VllmChain | AheadChain | OwnChain | None:
         """How the request's blocks are named; None if they cannot be."""
         lora = request.lora_request
-        digest = None if lora is None else self._lora_digest(lora.lora_path)
+        digest = None if lora is None else self.adapters.digest(lora)
         if lora is not None and digest is None:
             return None
         if not self._plan.canonical:
@@ -161,8 +160,7 @@ class RequestNames:
         if request.mm_features or request.prompt_embeds is not None:
             return None
         salt = request.cache_salt if request.cache_salt is not None else self._cache.cache_salt
-        name = None if lora is None else lora.lora_name
-        named = self._root, salt, name, digest
+        named = self._root, salt, None, digest  # an adapter's weights, whatever it is called
         return OwnChain(request, named, self._plan.block_size, self._cache.hash, self._kept)
 
     def _ahead(self, chain: VllmChain, request: Any) -> VllmChain | AheadChain | None:
@@ -172,13 +170,3 @@ class RequestNames:
         if request.mm_features or request.prompt_embeds is not None:
             return None  # what follows a block may be part of an image, which its tokens do not tell
         return AheadChain(chain, request, self._plan.lookahead)
-
-    def _lora_digest(self, path: str) -> bytes | None:
-        """The digest of an adapter; None, logged once, if it is not in a local directory."""
-        try:
-            return revision_of(Path(path)).encode()
-        except (ConfigError, OSError) as error:
-            if path not in self._unnamed:
-                _log.warning("no blocks of requests with this adapter are kept: %s", error)
-                self._unnamed.add(path)
-            return None

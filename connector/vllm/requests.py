@@ -36,6 +36,7 @@ class TrackedRequest:
     request_id: str
     keys: VllmChain | AheadChain | OwnChain
     stored: int | None = None  # leading blocks stored, loaded or found; None: not scheduled yet
+    adapter: bytes | None = None  # the weights it is named by, beside the model's
     asked: int = 0  # tokens vLLM had at the last lookup
     answer: tuple[int | None, bool] | None = None
     good_until: float = 0.0

@@ -7,8 +7,9 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any, Final
 
-from kvtier.connector import CopyOp, SchedulerSide, StepPlan, WorkerReport
+from kvtier.connector import Answered, CopyOp, SchedulerSide, StepPlan, WorkerReport
 from kvtier.connector.daemon import RemoteTiers
+from kvtier.connector.vllm.adapters import ServedAdapters
 from kvtier.connector.vllm.endings import AnswerReader, answered_of
 from kvtier.connector.vllm.events import VllmEvents
 from kvtier.connector.vllm.handover import Handovers
@@ -53,9 +54,19 @@ class SchedulerHalf:
     """
 
     def __init__(
-        self, plan: SlotPlan, tiers: CacheTiers, cache: CacheConfig, root: bytes, num_blocks: int, num_ranks: int
+        self,
+        plan: SlotPlan,
+        tiers: CacheTiers,
+        cache: CacheConfig,
+        root: bytes,
+        num_blocks: int,
+        num_ranks: int,
+        adapters: ServedAdapters | None = None,
     ) -> None:
-        """`num_blocks` is vLLM's number of blocks. `root` is where kvtier's chains begin, and the parent of vLLM's."""
+        """`num_blocks` is vLLM's number of blocks. `root` is where kvtier's chains begin, and the parent of vLLM's.
+
+        `adapters`: what vLLM has loaded, if it serves any.
+        """
         # with several KV groups vLLM's own hits end with a block in every group, and so do ours
         self.side = SchedulerSide(tiers, partial_blocks=cache.partial_blocks and plan.has_one_table)
         of_states = StateSide(self.side, plan, num_blocks, keeps_answers=cache.store_generated)
@@ -81,7 +92,7 @@ class SchedulerHalf:
         self._next = NextStep()
         self._tails: dict[int, Tables] = {}  # stores not planned yet of blocks that may be reused, and their tables
         self._reported_at = 0.0
-        self.names = RequestNames(plan, cache, root)
+        self.names = RequestNames(plan, cache, root, adapters)
         self._handovers = Handovers(tiers, plan, root, cache.prefetch_deadline)
 
     def configure(self, *, layerwise: bool, waits: bool, keeps: bool, shares: bool, stores: bool) -> None:
@@ -119,6 +130,9 @@ class SchedulerHalf:
         """vLLM's `get_num_new_matched_tokens`: tokens that can be loaded, and whether the load is asynchronous."""
         row = self._row(request)
         if row is None or request.skip_reading_prefix_cache:
+            return 0, False
+        if request.lora_request is not None and not self._is_of_its_adapter(row, num_computed_tokens):
+            self._forget(row)
             return 0, False
         now = time.monotonic()
         if row.answer is not None and row.asked == num_computed_tokens and now < row.good_until:
@@ -210,6 +224,8 @@ class SchedulerHalf:
 
     def update(self, reports: CopyReports | None) -> None:
         """vLLM's `update_connector_output`: take in the workers' reports of their copies."""
+        if self.names.adapters.is_unsettled:
+            self._look_at_adapters()
         if reports is None:
             return
         self._reported_at = time.monotonic()
@@ -227,17 +243,15 @@ class SchedulerHalf:
 
         Returns what its answer tells a decode node, if a proxy asked for that.
         """
+        if self.names.adapters.is_unsettled:
+            self._look_at_adapters()
         row = self._rows.get(request.request_id)
         if row is None:
             return None
         if row.stored is not None and request.num_computed_tokens:
             ops = self._store(row, request.num_computed_tokens - request.num_in_flight_tokens, tables)
             self._tails.update(dict.fromkeys(ops, row.tables))
-        del self._rows[request.request_id]
-        answered = answered_of(request, self.reads_answers, self.side.tiers.metrics.hint_ignored)
-        for known in (row, row.closed, row.states):
-            if known is not None:
-                self.side.finished(known.request_id, answered if known is row else None)
+        self._forget(row, answered_of(request, self.reads_answers, self.side.tiers.metrics.hint_ignored))
         return self._handovers.offer(row)
 
     def found_in(self, request: Any, num_tokens: int) -> tuple[int, int]:
@@ -273,6 +287,32 @@ class SchedulerHalf:
         """Release what was never reported, then flush and close the tiers. Idempotent."""
         self.side.close()
         self.side.tiers.close()
+
+    def _forget(self, row: TrackedRequest, answered: Answered | None = None) -> None:
+        """Nothing more is loaded or kept for this request."""
+        del self._rows[row.request_id]
+        for known in (row, row.closed, row.states):
+            if known is not None:
+                self.side.finished(known.request_id, answered if known is row else None)
+
+    def _is_of_its_adapter(self, row: TrackedRequest, num_computed_tokens: int) -> bool:
+        """Whether its adapter still has the weights that name it, and what vLLM found of it is of these."""
+        adapters, lora = self.names.adapters, row.request.lora_request
+        return adapters.digest(lora) == row.adapter and not (num_computed_tokens and adapters.is_mixed(lora))
+
+    def _look_at_adapters(self) -> None:
+        """Before stores become visible: drop those of adapters that have other weights than they are named by."""
+        adapters = self.names.adapters
+        rows = [(row, row.request.lora_request) for row in self._rows.values() if row.adapter is not None]
+        if adapters.look():
+            wrong = [row for row, lora in rows if row.adapter != adapters.current(lora.lora_int_id)]
+            self._ops.spoil(self._rows.keys() - {row.request_id for row in wrong})
+            for row in wrong:
+                self._forget(row)
+        for row, lora in rows:
+            if row.request.num_output_tokens and row.request_id in self._rows:
+                adapters.computed(lora)
+        adapters.settle({lora.lora_int_id for _, lora in rows if lora.load_inplace})
 
     def _lookup(self, row: TrackedRequest) -> int | Pending:
         return self.side.lookup(row, row.asked) if self._states is None else self._states.lookup(row)
@@ -317,6 +357,8 @@ class SchedulerHalf:
         row = self._rows.get(request.request_id)
         if row is None and self._keeps and (keys := self.names.of(request)) is not None:
             row = self._rows[request.request_id] = TrackedRequest(request, request.request_id, keys)
+            if request.lora_request is not None:
+                row.adapter = self.names.adapters.current(request.lora_request.lora_int_id)
             self.side.admit(row)
             self._handovers.admit(row)
             if self._states is not None:

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
+    Locality,
     LookupResult,
     Medium,
     OffloadingCounterMetadata,
+    OffloadingEvent,
     OffloadingGaugeMetadata,
     OffloadingMetricMetadata,
     OffloadKey,
@@ -21,8 +23,9 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 from kvtier.connector.vllm.model import why_none
+from kvtier.connector.vllm.tier_events import TierEvents
 from kvtier.connector.vllm.tier_identity import engine_config, native_identity
-from kvtier.connector.vllm.tier_jobs import TierJobs
+from kvtier.connector.vllm.tier_jobs import StoreOrder, TierJobs
 from kvtier.tiers import ChainHash, ConfigError, Metrics, Outcome
 from kvtier.tiers.config import Config
 from kvtier.tiers.hierarchy import Rates, TierPort, open_ports
@@ -35,7 +38,9 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _SECTIONS: Final = ("file", "cache", "breaker")  # the sections of kvtier's configuration that apply here
-_OPTIONS: Final = ("config", "revision")
+_OPTIONS: Final[Mapping[str, type]] = {"config": str, "revision": str, "enable_kv_events": bool, "locality": str}
+_LOCALITIES: Final = " or ".join(f'"{each.value}"' for each in Locality)
+_GROUP_BYTES: Final = 4  # of an offload key, at its end
 _MAX_PROMOTIONS: Final = 2  # of one chunk for one request; after that the chunk is computed, whatever failed
 
 
@@ -74,6 +79,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
         """
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         config = _configuration(tier_type, options)
+        self.locality = _locality(tier_type, options)
         engine = engine_config(offloading_spec)
         identity = native_identity(engine, offloading_spec, options.get("revision"), config.cache.epoch)
         root = root_hash(identity.fingerprint(), cache_salt=config.cache.cache_salt)
@@ -84,12 +90,15 @@ class KVTierSecondaryTier(SecondaryTierManager):
             ports = open_ports(config, root, _Chunks(chunk_bytes), self.metrics, Rates("load"))
         else:
             _log.warning("secondary tier %s keeps no blocks: %s", tier_type, reason)
-        # Waiting stores keep chunks from eviction: at most a quarter of vLLM's own tier.
-        max_storing = max(1, min(config.cache.store_queue // chunk_bytes, num_chunks // 4))
-        self.jobs = TierJobs(ports, chunk_bytes, max_storing, config.cache.prefetch_deadline, self.metrics)
+        if engine.lora_config is not None:
+            said = "vLLM's keys know an adapter's name and path; load changed weights from a new path"
+            _log.warning("secondary tier %s: %s", tier_type, said)
+        max_storing = num_chunks if config.cache.store_queue is None else config.cache.store_queue // chunk_bytes
+        self.jobs = TierJobs(ports, chunk_bytes, max(1, max_storing), config.cache.prefetch_deadline, self.metrics)
         self._chunks = primary_kv_view.cast("B")
         self._deadline = config.cache.prefetch_deadline + 2 * config.file.deadline
         self._running: dict[int, tuple[TransferJob, list[OffloadKey]]] = {}
+        self._events = self._events_of(offloading_spec) if options.get("enable_kv_events") else None
         self._reported: dict[tuple[str, tuple[str, ...]], float] = {}
         self._has_news = True
 
@@ -104,7 +113,11 @@ class KVTierSecondaryTier(SecondaryTierManager):
     def submit_store(self, job_metadata: TransferJob) -> None:
         """Write chunks from the primary tier. vLLM pins them there until the job is reported."""
         keys, chunks = self._take(job_metadata)
-        self.jobs.store(job_metadata.job_id, [_name(key) for key in keys], chunks)
+        context = job_metadata.req_context
+        if (order := context.get_state(StoreOrder)) is None:
+            context.set_state(order := StoreOrder())
+        groups = [int.from_bytes(key[-_GROUP_BYTES:], "big") for key in keys]
+        self.jobs.store(job_metadata.job_id, [_name(key) for key in keys], chunks, groups, order)
 
     def submit_load(self, job_metadata: TransferJob) -> None:
         """Read and verify chunks, then fill their slots of the primary tier."""
@@ -125,6 +138,8 @@ class KVTierSecondaryTier(SecondaryTierManager):
             if job.is_promotion:
                 promotions = job.req_context.get_state(_Promotions)
                 promotions.update(dict.fromkeys(map(_name, set(keys).difference(good)), _MAX_PROMOTIONS))
+            elif self._events is not None:
+                self._events.stored((_name(key), key) for key in good)
             results.append(
                 JobResult(
                     ended.job_id,
@@ -136,6 +151,10 @@ class KVTierSecondaryTier(SecondaryTierManager):
             )
         self._has_news = self._has_news or bool(results)
         return results
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        """What came to the tier and left it, with `enable_kv_events`."""
+        return self._events.take() if self._events is not None else ()
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         return RequestOffloadingContext()
@@ -172,11 +191,23 @@ class KVTierSecondaryTier(SecondaryTierManager):
                 stats.increase_counter(name, grown, sample.labels)
         return stats
 
+    def _events_of(self, spec: "OffloadingSpec") -> TierEvents | None:
+        """Where chunks are told of; None, after a warning, if vLLM publishes no events."""
+        if not spec.kv_events_config.enable_kv_cache_events:
+            _log.warning(
+                "secondary tier %s, enable_kv_events: vLLM publishes no KV events, so nothing is told; start it with "
+                "--kv-events-config '{\"enable_kv_cache_events\": true}'",
+                self.tier_type,
+            )
+            return None
+        return TierEvents(self.jobs.held, self.medium, self.locality)
+
     def _take(self, job: TransferJob) -> tuple[list[OffloadKey], list[memoryview]]:
         """The job's keys and their chunks' memory, in the order of tokens, so that chains are contiguous."""
         position = job.req_context.get_offload_key_position
         pairs = sorted(
-            zip(job.keys, job.chunk_ids, strict=True), key=lambda pair: (pair[0][-4:], position(pair[0]) or 0)
+            zip(job.keys, job.chunk_ids, strict=True),
+            key=lambda pair: (pair[0][-_GROUP_BYTES:], position(pair[0]) or 0),
         )
         keys = [key for key, _ in pairs]
         self._running[job.job_id] = job, keys
@@ -189,15 +220,28 @@ def _name(key: OffloadKey) -> ChainHash:
     return hashlib.sha256(key).digest()
 
 
+def _locality(tier_type: str, options: Mapping[str, Any]) -> Locality | None:
+    """Where the storage is, as seen from this vLLM. ConfigError if it is nowhere."""
+    if (given := options.get("locality")) is None:
+        return None
+    try:
+        return Locality(given)
+    except ValueError:
+        fix = f"write {_LOCALITIES}, or leave it out"
+        raise ConfigError(f'secondary tier {tier_type}, locality "{given}": no such place; {fix}') from None
+
+
 def _configuration(tier_type: str, options: Mapping[str, Any]) -> Config:
     """kvtier's configuration from a tier's entry in `secondary_tiers`. Raises ConfigError naming the wrong option."""
     for name, value in options.items():
         if name not in (*_SECTIONS, *_OPTIONS):
             known = ", ".join((*_OPTIONS, *_SECTIONS))
             raise ConfigError(f"secondary tier {tier_type}, {name} {value!r}: no such option here; known are {known}")
-    for name in _OPTIONS:
-        if not isinstance(options.get(name, ""), str):
-            raise ConfigError(f"secondary tier {tier_type}, {name} {options[name]!r}: not a string; write it in quotes")
+    for name, kind in _OPTIONS.items():
+        if (value := options.get(name)) is not None and not isinstance(value, kind):
+            wrong = "not a string; write it in quotes" if kind is str else "neither true nor false; write one of them"
+            raise ConfigError(f"secondary tier {tier_type}, {name} {value!r}: {wrong}")
+    _locality(tier_type, options)
     config = Config.load(options.get("config"), **{name: options[name] for name in _SECTIONS if name in options})
     if config.file.path is None:
         fix = 'name a directory: "file": {"path": "/var/cache/kvtier"}'

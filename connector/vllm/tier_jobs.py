@@ -1,10 +1,12 @@
 """Whole jobs between an engine's own host memory and the tiers below it: bounded, with deadlines, never waited for."""
 
+import logging
 import mmap
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from threading import Condition
 from typing import ClassVar, Final
@@ -15,9 +17,12 @@ from kvtier.tiers import BATCH_BYTES, BlockRecord, ChainHash, Direction, Metrics
 from kvtier.tiers.hierarchy import TierPort
 from kvtier.tiers.host import memory
 
-_STORE_PATIENCE: Final = 10  # a store may wait in line for so many times the deadline of one operation
+_STORE_PATIENCE: Final = 10  # a part of a store may wait in a tier's queue for so many times its deadline
 _NO_PARENT: Final = bytes(32)  # the engine's keys do not tell
 _LOOK_AGAIN: Final = 0.02  # seconds between looks at the deadlines while draining
+_LOG_EVERY: Final = 60.0  # seconds between two lines about stores that were refused
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +34,31 @@ class EndedJob:
     seconds: float
 
 
+@dataclass(eq=False, slots=True)
+class _StoreLine:
+    """What one request stores in one tier: a part at a time, in the order of its tokens."""
+
+    waiting: "deque[_StoreBatch]" = field(default_factory=deque)
+    current: "_StoreBatch | None" = None  # in the tier's queue, or written
+    failed: set[int] = field(default_factory=set)  # groups with a block that is not there: those behind it are no use
+
+
+@dataclass(eq=False, slots=True)
+class StoreOrder:
+    """What one request stores, over all its jobs: a prefix in each tier, without a gap. Kept for as long as it runs."""
+
+    lines: dict[str, _StoreLine] = field(default_factory=dict)  # by tier
+    is_refused: bool = False  # a job of it was: those that follow lie behind a gap
+
+
 class TierJobs:
     """Loads into and stores from memory that an engine owns, for engines that keep a host tier of their own.
 
     Every job ends: each part of it waits and runs up to a deadline, then counts as TIMEOUT, and the engine may use its
     memory again. So a load is read into memory of ours, verified there, and copied on only while its job still runs: a
     read that hangs never writes to memory the engine took back. A store is written straight from the engine's memory;
-    one that was given up may have written another block's bytes, so it is forgotten when it ends.
+    one that was given up may have written another block's bytes, so it is forgotten when it ends. A long store is
+    written in parts, one behind the other, and ends with the last. Behind a block that failed nothing is written.
 
     Lock: `_changed` guards the bookkeeping; inside it only the metrics' is taken; never held across I/O or a copy.
     """
@@ -49,7 +72,9 @@ class TierJobs:
         metrics: Metrics,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """At most `max_storing` blocks wait for or are in a write; a load waits up to `load_deadline` seconds."""
+        """No store is begun while `max_storing` blocks wait for or are in a write. A load waits up to `load_deadline`
+        seconds.
+        """
         self.ports = ports
         self.slot_bytes = slot_bytes
         self.metrics = metrics
@@ -61,11 +86,20 @@ class TierJobs:
         self._live: set[_JobBatch] = set()
         self._ended: list[EndedJob] = []
         self._num_storing = 0
+        self._num_refused = 0  # blocks that the next line in the log tells of
+        self._told_at = -_LOG_EVERY
         self._staging: list[mmap.mmap] = []  # idle ones; there are never more than I/O threads
 
     def holds(self, name: ChainHash) -> bool:
         """Whether some tier holds the block, readable now; index-only."""
         return any(port.holds([name])[0] for port in self.ports)
+
+    def held(self, names: Sequence[ChainHash]) -> list[bool] | None:
+        """Which blocks some tier holds; None while a tier cannot say."""
+        if not all(port.tier is not None and port.breakers["read"].closed for port in self.ports):
+            return None
+        by_port = [port.holds(names) for port in self.ports]
+        return [any(where) for where in zip(*by_port, strict=True)] if by_port else [False] * len(names)
 
     def load(self, job_id: int, names: Sequence[ChainHash], into: Sequence[memoryview]) -> None:
         """Fill each buffer (`slot_bytes`, writable) with its block, from the first tier that holds it."""
@@ -79,25 +113,43 @@ class TierJobs:
         ]
         self._submit(job, batches, self.clock() + self._load_deadline)
 
-    def store(self, job_id: int, names: Sequence[ChainHash], payloads: Sequence[memoryview]) -> None:
-        """Store blocks in every tier. The memory must not change until the job has ended.
+    def store(
+        self,
+        job_id: int,
+        names: Sequence[ChainHash],
+        payloads: Sequence[memoryview],
+        groups: Sequence[int] = (),
+        order: StoreOrder | None = None,
+    ) -> None:
+        """Store blocks in every tier, parents first. The memory must not change until the job has ended.
 
-        Where too many wait already the last ones are refused, as QUEUE_FULL.
+        `groups` says which of several chains each block is of; none: they are one. `order` is that of all the request's
+        jobs. A job is taken whole. Where too many blocks wait already it is refused, as QUEUE_FULL, and with it those
+        that follow it, as PARENT_FAILED.
         """
+        order = order or StoreOrder()
         with self._changed:
-            taken = max(0, min(len(names), self._max_storing - self._num_storing))
-            self._num_storing += taken
-        job = _TierJob(job_id, self.clock(), [Outcome.QUEUE_FULL] * len(names), 1, num_storing=taken)
-        for port in self.ports:
-            if taken < len(names):
-                self.metrics.dropped(port.name, Outcome.QUEUE_FULL, len(names) - taken)
-        batches = [
-            _StoreBatch(self, job, port, part, [names[i] for i in part], [payloads[i] for i in part], epoch=port.epoch)
-            for port in self.ports
-            for part in self._parts(list(range(taken)))
-        ]
-        patience = _STORE_PATIENCE * max((port.settings.deadline for port in self.ports), default=0.0)
-        self._submit(job, batches, self.clock() + patience)
+            reason = Outcome.PARENT_FAILED if order.is_refused else Outcome.QUEUE_FULL
+            if order.is_refused or (names and self._num_storing >= self._max_storing):
+                order.is_refused = True
+                self._ended.append(EndedJob(job_id, [reason] * len(names), 0.0))
+                self._refused(len(names), reason)
+                return
+            self._num_storing += len(names)
+            job = _TierJob(job_id, self.clock(), [Outcome.QUEUE_FULL] * len(names), 1, num_storing=len(names))
+            chains, lines = groups or [0] * len(names), []
+            for port in self.ports:
+                lines.append(line := order.lines.setdefault(port.name, _StoreLine()))
+                for part in self._parts(list(range(len(names)))):
+                    own = _StoreBatch(self, job, port, part, [names[i] for i in part], [payloads[i] for i in part])
+                    own.chains, own.line = [chains[i] for i in part], line
+                    line.waiting.append(own)
+                    self._live.add(own)
+                    job.num_parts += 1
+        for line in lines:
+            self.advance(line)
+        with self._changed:
+            self._end_part(job)  # the one that stood for submitting
 
     def finished(self) -> list[EndedJob]:
         """The jobs that ended since the last call; also keeps the deadlines and sends probes that are due. Cheap."""
@@ -117,7 +169,7 @@ class TierJobs:
                 port.tick()
             with self._changed:
                 self._changed.wait_for(lambda: not self._live, _LOOK_AGAIN)
-        for batch in list(self._live):
+        for batch in sorted(self._live, key=lambda batch: batch.is_begun):  # or their turn would come now
             self.give_up(batch)
         with self._changed:  # what is left is being copied in memory, which cannot hang
             self._changed.wait_for(lambda: not self._live, timeout)
@@ -144,6 +196,7 @@ class TierJobs:
                 return False
             self._live.remove(batch)
             job = batch.job
+            batch.settled(outcomes)
             for position, outcome in zip(batch.positions, outcomes, strict=True):
                 if job.outcomes[position] is not Outcome.OK:  # one tier that took a block is enough
                     job.outcomes[position] = outcome
@@ -155,8 +208,25 @@ class TierJobs:
     def give_up(self, batch: "_JobBatch") -> None:
         """Nobody waits for a batch any more, unless it is being copied already: then it has all but ended."""
         with self._changed:
-            if not batch.copying:
-                self.settle(batch, [Outcome.TIMEOUT] * len(batch.positions))
+            if batch.copying:
+                return
+            self.settle(batch, [Outcome.TIMEOUT] * len(batch.positions))
+        self.advance(batch.line)
+
+    def advance(self, line: _StoreLine | None) -> None:
+        """Give the next part in line to its tier, unless one is there."""
+        while line is not None:
+            with self._changed:
+                if line.current is not None or not line.waiting:
+                    return
+                batch = line.waiting.popleft()
+                if batch not in self._live:
+                    continue
+                line.current = batch
+            is_cut = line.failed.issuperset(batch.chains)
+            if not is_cut and self._given(batch, self.clock() + _STORE_PATIENCE * batch.port.settings.deadline):
+                return
+            self.settle(batch, [Outcome.PARENT_FAILED if is_cut else Outcome.QUEUE_FULL] * len(batch.positions))
 
     def is_live(self, batch: "_JobBatch") -> bool:
         return batch in self._live
@@ -188,11 +258,31 @@ class TierJobs:
             job.num_parts += len(batches)
             self._live.update(batches)
         for batch in batches:
-            batch.deadline = deadline
-            if not batch.port.queue.submit(batch, urgent=batch.direction == "read"):
+            if not self._given(batch, deadline):
                 batch.end(Outcome.QUEUE_FULL, late=False)
         with self._changed:
             self._end_part(job)  # the one that stood for submitting
+
+    def _given(self, batch: "_JobBatch", deadline: float) -> bool:
+        """Whether the tier's queue took a batch, which may wait there until `deadline`."""
+        batch.is_begun = True
+        batch.deadline = deadline
+        batch.epoch = batch.port.epoch
+        return batch.port.queue.submit(batch, urgent=batch.direction == "read")
+
+    def _refused(self, num_blocks: int, reason: Outcome) -> None:
+        """Count blocks that were not taken, and say so once a minute."""
+        for port in self.ports:
+            self.metrics.dropped(port.name, reason, num_blocks)
+        self._num_refused += num_blocks
+        if self.clock() - self._told_at >= _LOG_EVERY:
+            _log.warning(
+                "%d chunks were not stored: %d wait to be written, as many as cache.store_queue allows. Raise it or "
+                "leave it out, or have vLLM store less (its option `backpressure` of this tier)",
+                self._num_refused,
+                self._num_storing,
+            )
+            self._num_refused, self._told_at = 0, self.clock()
 
     def _end_part(self, job: "_TierJob") -> None:
         job.num_parts -= 1
@@ -232,9 +322,12 @@ class _JobBatch:
     positions: list[int]  # in the job
     names: list[ChainHash]
     buffers: list[memoryview]  # the engine's
-    epoch: int = 0  # the port's when a store was offered
+    epoch: int = 0  # the port's when it was given to it
     deadline: float = 0.0
     copying: bool = False
+    is_begun: bool = False  # given to its tier
+    line: _StoreLine | None = None  # of a store
+    chains: list[int] = field(default_factory=list)  # of a store: the chain of each block
 
     def run(self) -> list[Outcome] | None:
         self.deadline = self.owner.clock() + self.port.settings.deadline  # the wait in line had its own
@@ -244,6 +337,7 @@ class _JobBatch:
         outcomes = result if isinstance(result, list) else [result or Outcome.TIMEOUT] * len(self.positions)
         if not self.owner.settle(self, outcomes) and isinstance(result, list):
             self.given_up()
+        self.owner.advance(self.line)
 
     def overdue(self) -> None:
         self.port.failed(self.direction)
@@ -255,6 +349,9 @@ class _JobBatch:
 
     def given_up(self) -> None:
         """It was transferred, but the engine had its memory back before the end."""
+
+    def settled(self, outcomes: Sequence[Outcome]) -> None:
+        """What became of it was recorded: under the owner's lock."""
 
 
 class _LoadBatch(_JobBatch):
@@ -277,11 +374,23 @@ class _StoreBatch(_JobBatch):
     def transfer(self) -> list[Outcome]:
         if not self.port.writable:
             return [Outcome.BREAKER_OPEN] * len(self.positions)
-        records = [
-            BlockRecord(name, _NO_PARENT, b"", checksum(payload))
-            for name, payload in zip(self.names, self.buffers, strict=True)
-        ]
-        return self.port.write(records, self.buffers, self.epoch)
+        failed = self.line.failed if self.line is not None else set()  # it changes only when this one has ended
+        outcomes = [Outcome.PARENT_FAILED] * len(self.positions)
+        open_chains = set(self.chains) - failed
+        for chain in sorted(open_chains):
+            at = [i for i, own in enumerate(self.chains) if own == chain]
+            records = [BlockRecord(self.names[i], _NO_PARENT, b"", checksum(self.buffers[i])) for i in at]
+            written = self.port.write(records, [self.buffers[i] for i in at], self.epoch)
+            for i, outcome in zip(at, written, strict=True):
+                outcomes[i] = outcome
+        return outcomes
+
+    def settled(self, outcomes: Sequence[Outcome]) -> None:
+        line = self.line
+        assert line is not None
+        line.failed.update(c for c, outcome in zip(self.chains, outcomes, strict=True) if outcome is not Outcome.OK)
+        if line.current is self:
+            line.current = None
 
     def given_up(self) -> None:
         """What was written may be another block's bytes."""

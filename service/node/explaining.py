@@ -88,12 +88,12 @@ def _elsewhere(
 
 
 def _closed(own: Namespace, others: Sequence[Namespace], slabs: Path | None) -> list[Json]:
-    """Closed slabs of a model with the same name. Whether they hold the prompt is not known: nobody reads them."""
+    """Closed slabs of the same weights, or of a model with the same name. Nobody reads whether they hold the prompt."""
     closed = closed_models(slabs, {own.fingerprint, *(other.fingerprint for other in others)})
     return [
         {"model": name_of(each.fingerprint), "bytes": each.num_bytes, "fields": _differing(own.about, each.about)}
         for each in closed
-        if own.about and each.about.get("model") == own.about.get("model")
+        if any(field in own.about and each.about.get(field) == own.about[field] for field in ("model", "revision"))
     ]
 
 
@@ -102,6 +102,7 @@ def _differing(here: Mapping[str, str], there: Mapping[str, str]) -> list[Json]:
     if not here or not there:
         return []
     fields = dict.fromkeys([*here, *there])
+    fields.pop("model", None)  # a name for people
     return [
         {"field": field, "here": here.get(field, "none"), "there": there.get(field, "none")}
         for field in fields

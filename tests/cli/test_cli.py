@@ -169,7 +169,7 @@ def test_every_public_name_is_there() -> None:
                 hasattr(each, member) for each in (Tier, Announces, Enumerates, Locates, TellsChildren)
             )  # the protocols' docstrings
             told = contract or inspect.getdoc(getattr(public, member))
-            is_ours = isinstance(what, FunctionType | property | classmethod)
+            is_ours = isinstance(what, (FunctionType, property, classmethod))
             assert told or not is_ours or member.startswith("_"), f"{name}.{member}"
     assert {*dir(kvtier), "__version__"} == set(kvtier.__all__)
     with pytest.raises(AttributeError, match="attribute Nothing"):

@@ -211,9 +211,11 @@ def test_a_refused_view_falls_back_to_the_own_blocks_for_good() -> None:
     prompt = Prompt("a", [*PREFIX, 1, 2, 3, 4, 5])
     start = bench.hierarchy.promoter.start
     others = [prompt.chain.hashes[:2], []]
-    bench.hierarchy.promoter.start = (  # type: ignore[method-assign]
-        lambda claim, run, *args: run in others and start(claim, run, *args)  # no slot for the view
-    )
+
+    def no_slot_for_the_view(claim: Any, run: list[ChainHash], *args: Any) -> bool:
+        return run in others and start(claim, run, *args)
+
+    bench.hierarchy.promoter.start = no_slot_for_the_view  # pyrefly: ignore[bad-assignment] # named otherwise
     for _ in range(3):
         assert bench.scheduler.lookup(prompt, 0) == 2 * BLOCK_SIZE
     assert len(bench.asked) == 3  # own, view, own

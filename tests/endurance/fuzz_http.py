@@ -94,7 +94,7 @@ def stream(data: bytes) -> None:
 class _Pipe(asyncio.Transport):
     """What a connection to a replica writes to: nowhere."""
 
-    def writelines(self, pieces: Any) -> None:
+    def writelines(self, list_of_data: Any) -> None:
         """Nobody reads it."""
 
     def abort(self) -> None:

@@ -111,7 +111,7 @@ class SlabStory:
         victim = Victim(victims.write_slab, self._directory, first)
         number = victim.next_word()
         time.sleep(self._dice.random() * 0.05)
-        said = [number, *victim.kill()]
+        said: list[Any] = [number, *victim.kill()]
         self._next = int(max(said))
         newest = range(max(first, self._next - 3 * slab.BATCH), self._next)
         store = slab.open_store(self._directory)

@@ -7,11 +7,13 @@ from unittest.mock import patch
 import crash_images
 import pytest
 from crash_images import KINDS, WRONG, Recorder, Write
+from extent import brief
 
 from kvtier.tiers.file import slab_reader
 from kvtier.tiers.file.slab_codec import Codec, SlabEntry
 from kvtier.tiers.tier import BlockRecord, ChainHash, Outcome
 
+COUNT, BLIND = brief((100, 60), (400, 200))  # images
 ROW = 1024  # bytes: a row of the table has fewer, a payload more
 
 
@@ -44,16 +46,16 @@ def gullible() -> Iterator[None]:
 def believed() -> Sequence[str]:
     """The wrong bytes of a slab that believes its payloads, whose writer is right."""
     with gullible():
-        return crash_images.crash_images(seed=7, count=200).wrong_bytes
+        return crash_images.crash_images(seed=7, count=BLIND).wrong_bytes
 
 
 def test_no_image_serves_a_wrong_byte() -> None:
-    verdict = crash_images.crash_images(seed=7, count=400)
+    verdict = crash_images.crash_images(seed=7, count=COUNT)
     for what in WRONG:
         assert not getattr(verdict, what), getattr(verdict, what)[:5]
     # images of every kind, and blocks in them
     assert {name.partition(",")[0] for name in verdict.images} == set(KINDS)
-    assert verdict.images.total() == 400
+    assert verdict.images.total() == COUNT
     assert verdict.blocks_served > 1000
     assert verdict.caught > 0  # by a checksum: the disk had reordered what nobody synced
 
@@ -65,7 +67,7 @@ def test_a_slab_that_believes_its_payloads_is_found(believed: Sequence[str]) -> 
 def test_a_writer_that_writes_the_header_first_is_found(believed: Sequence[str]) -> None:
     # even where the disk reorders nothing, and only the last write is missing
     with gullible():
-        wrong = crash_images.crash_images(7, 200, HeaderFirst).wrong_bytes
+        wrong = crash_images.crash_images(7, BLIND, HeaderFirst).wrong_bytes
     assert [each for each in wrong if each.startswith("cut")]
     # a right one has none of these
     assert not [each for each in believed if each.startswith("cut")]

@@ -8,6 +8,7 @@ from pathlib import Path
 import kill_victims
 import kills
 import pytest
+from extent import brief
 from kills import SHARES, WRONG, SlabStory, Verdict
 
 from kvtier.tiers.file.store import FileStore
@@ -24,12 +25,12 @@ def boast(directory: Path, first: int, tell: Connection) -> None:
 
 def test_each_kind_of_victim_leaves_whole_blocks_and_nothing_else() -> None:
     with kills.stories(seed=3) as (verdict, kinds):
-        for kind in (*SHARES, *SHARES, "slab writer", "slab writer"):
+        for kind in (*SHARES, *brief([], [*SHARES, "slab writer", "slab writer"])):
             kinds[kind]()
     for what in WRONG:
         assert not getattr(verdict, what), getattr(verdict, what)[:5]
     assert verdict.blocks_right > 100
-    assert verdict.archives_whole == 2
+    assert verdict.archives_whole == brief(1, 2)
 
 
 def test_a_writer_that_acknowledges_too_soon_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

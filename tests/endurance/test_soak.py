@@ -29,7 +29,7 @@ def by_fork(arguments: Sequence[str], variables: Mapping[str, str], log: IO[byte
 
 
 @pytest.mark.skipif(NO_REDIS is not None, reason=NO_REDIS or "")
-@pytest.mark.slow
+@pytest.mark.exhaustive  # in `make test` tests/faults/test_fault_cluster.py has a fault of each kind
 @pytest.mark.timeout(900)
 def test_a_node_under_faults_is_right_and_hits_every_tier(home: Path) -> None:
     report = soak(seed=11, minutes=0.3, save=None, home=home, num_talks=12, start=by_fork)

@@ -51,7 +51,7 @@ def test_a_batch_is_adjusted_by_definition() -> None:
     dice = np.random.default_rng(5)
     everything = {"presence_penalty": 0.5, "frequency_penalty": -0.25, "repetition_penalty": 1.5}
     asked = [
-        SamplingParams(**everything, logit_bias={3: 100.0, 7: -1.5}),  # type: ignore[arg-type]
+        SamplingParams(**everything, logit_bias={3: 100.0, 7: -1.5}),
         SamplingParams(),
         SamplingParams(frequency_penalty=2.0),
         SamplingParams(repetition_penalty=0.5),
@@ -114,7 +114,7 @@ def test_an_engine_answers_by_them_alone_and_in_a_batch(engine: Engine, monkeypa
 
 def test_logprobs_are_the_models_own(engine: Engine) -> None:
     kept = {"max_tokens": 6, "ignore_eos": True, "keep_logits": True}
-    [plain] = engine.generate([PROMPT], SamplingParams(**kept, logprobs=3))  # type: ignore[arg-type]
+    [plain] = engine.generate([PROMPT], SamplingParams(**kept, logprobs=3))
     for token, row, told in zip(plain.token_ids, plain.logits, plain.logprobs, strict=True):
         assert told.token_id == token == told.likeliest[0][0]  # greedy
         assert np.isclose(told.logprob, logs(row)[token], atol=1e-4)

@@ -300,7 +300,7 @@ class GatedSlab:
             file={"path": str(self._directory), "size": "64MiB", "deadline": "60s"},
             cache={"block_size": 16, "load_or_recompute": "load", "prefetch_deadline": "60s"},
         )
-        settings = EngineConfig(**{"max_num_batched_tokens": 64, "max_num_seqs": 8, **ON, **self._options})
+        settings = EngineConfig(**ON | {"max_num_batched_tokens": 64, "max_num_seqs": 8} | self._options)
         return Engine.from_config(config_of("llama"), settings, LocalConnector.connect(config))
 
     def wait(self, *names: str) -> list[Blend]:

@@ -54,7 +54,7 @@ class SlowSlab:
             "cache": {"block_size": block_size, "prefetch_deadline": "60s"},
         }
         config = Config(**sections)
-        settings = EngineConfig(**{"block_size": block_size, "num_blocks": 2560 // block_size, **EXACT, **options})
+        settings = EngineConfig(**EXACT | {"block_size": block_size, "num_blocks": 2560 // block_size} | options)
         self.engine = Engine.from_config(config_of("llama"), settings, LocalConnector.connect(config))
         self.block_size = block_size
         self.prompt = prompt(1, LENGTH)

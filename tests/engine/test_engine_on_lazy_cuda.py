@@ -3,12 +3,14 @@
 import random
 import shutil
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from cpu_cupy import LazyCupy
+from extent import brief
 from lazy_cuda import LazyCuda, LazyDriver, pin, ranges_of, rows_of
 from tiny_models import config_of, prompt
 
@@ -47,7 +49,7 @@ def answers(model: Model) -> list[list[int]]:
         return [engine.generate([tokens], GREEDY)[0].token_ids for tokens in PROMPTS]
 
 
-@pytest.fixture(params=range(2))
+@pytest.fixture
 def cuda(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[LazyCuda]:
     """The device below the engine: what it computes reads and writes L1 at once, copies run when they like."""
     seed = int(request.param)
@@ -84,8 +86,14 @@ def cuda(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     cuda.finish()
 
 
-@pytest.mark.parametrize("loading", ["async", "layerwise"])
-@pytest.mark.parametrize("way", ["kernel", "copies", "batches"])
+@pytest.mark.parametrize(
+    ("cuda", "way", "loading"),
+    brief(
+        [(0, "kernel", "async"), (1, "batches", "layerwise")],
+        [*product(range(2), ["kernel", "copies", "batches"], ["async", "layerwise"])],
+    ),
+    indirect=["cuda"],
+)
 def test_answers_are_a_cold_engines_and_nothing_races(
     cuda: LazyCuda,
     loading: str,

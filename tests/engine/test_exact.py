@@ -1,7 +1,10 @@
 """Stories of `exact` mode: the same bits, however a prompt is cut, packed or found; and what holds without it."""
 
+from itertools import product
+
 import numpy as np
 import pytest
+from extent import brief
 from numpy.typing import NDArray
 from tiny_models import FAMILIES, config_of, plain, plain_logits, prompt
 
@@ -11,6 +14,7 @@ from kvtier.engine.llm import Engine
 from kvtier.engine.sequence import SamplingParams
 
 KEEP = SamplingParams(max_tokens=3, ignore_eos=True, keep_logits=True)
+PAIRS = brief([("llama", "float32"), ("qwen2-mixed", "bfloat16")], [*product(FAMILIES, ("float32", "bfloat16"))])
 PROMPTS = [prompt(1, 90), prompt(2, 17), prompt(3, 120), [*prompt(1, 70), 5, 6, 7]]  # the last shares 70 tokens
 
 
@@ -27,8 +31,7 @@ def same(left: list[NDArray[np.float32]], right: list[NDArray[np.float32]]) -> b
     return all(np.array_equal(a, b) for a, b in zip(left, right, strict=True))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "dtype"), PAIRS)
 def test_logits_are_the_same_bits_across_packings(family: str, dtype: str) -> None:
     # One by one, each prompt in one forward, nothing cached: the cold run all others are held against.
     alone = engine_of(family, dtype, enable_prefix_caching=False)
@@ -71,8 +74,7 @@ def test_contexts_beyond_one_tile_length_stay_exact() -> None:
     assert same(bits(cut.generate([tokens], KEEP)), cold)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "dtype"), PAIRS)
 def test_without_exact_equal_boundaries_give_equal_bits(family: str, dtype: str) -> None:
     tokens = prompt(4, 90)
     options: dict[str, object] = {"exact": False, "max_num_batched_tokens": 32, "partial_blocks": False}

@@ -354,7 +354,7 @@ def test_stores_that_cannot_be_started_leave_their_slots_and_blocks(
 
 
 def test_a_connector_that_cannot_start_lets_go_of_the_slab(make: Make, tmp_path: Any) -> None:
-    config = Config(host={"size": "4MiB"}, file={"path": tmp_path, "size": "16MiB"})  # type: ignore[arg-type]
+    config = Config(host={"size": "4MiB"}, file={"path": tmp_path, "size": "16MiB"})
     model = make().model
     pool = make().pool
     with pytest.raises(ValueError, match="contiguous"):

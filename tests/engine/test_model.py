@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from _architectures import ARCHITECTURES
+from extent import brief
 from tiny_models import FAMILIES, VOCAB, config_of, plain, plain_logits, prompt
 from transformers import T5Config
 
@@ -47,7 +48,7 @@ def test_fp32_logits_and_text_are_those_of_plain_transformers(family: str) -> No
     assert engine.stats["l1_tokens"] >= 96
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", brief(["qwen2-mixed"], FAMILIES))
 def test_chunked_prefill_changes_nothing_but_last_bits(family: str) -> None:
     engine = engine_of(family, EngineConfig(num_blocks=64, max_num_batched_tokens=23, max_num_seqs=4, block_size=8))
     assert distance(engine, plain(family), prompt(5, 120)) < 1e-4
@@ -55,7 +56,7 @@ def test_chunked_prefill_changes_nothing_but_last_bits(family: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", brief(["llama", "qwen2-mixed"], FAMILIES))
 def test_half_precision_stays_near_plain_transformers(family: str, dtype: str) -> None:
     module = plain(family, getattr(torch, dtype))
     scale = float(plain_logits(module, prompt(9, 70)).abs().max())

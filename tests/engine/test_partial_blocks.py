@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from exact_engines import Bits, bits, engine_over, forget, keep
+from extent import brief
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from small_engines import end, settled
@@ -23,7 +24,7 @@ def cold() -> Bits:
 
 
 @pytest.mark.parametrize(("tier", "loading"), [("L1", "async"), *product(("L2", "slab"), ("async", "layerwise"))])
-@pytest.mark.parametrize("block_size", [16, 64, 256])
+@pytest.mark.parametrize("block_size", brief([64], [16, 64, 256]))
 def test_every_bit_is_as_without_a_cache(tier: str, block_size: int, loading: str, cold: Bits, tmp_path: Path) -> None:
     engine = engine_over(tmp_path, block_size, loading=loading)
     size = block_size
@@ -48,7 +49,7 @@ def test_every_bit_is_as_without_a_cache(tier: str, block_size: int, loading: st
     end(engine)
 
 
-@pytest.mark.parametrize("family", ["qwen2-mixed", "qwen3", "mistral-window"])
+@pytest.mark.parametrize("family", brief(["qwen2-mixed"], ["qwen2-mixed", "qwen3", "mistral-window"]))
 def test_sliding_windows_and_other_families_keep_their_bits(family: str, tmp_path: Path) -> None:
     engine, own = engine_over(tmp_path, 64, family), Bits(family)
     first = prompt(1, 150)
@@ -191,7 +192,7 @@ def prompts(draw: st.DrawFn) -> list[int]:
     return [*text[:cut], *other[: draw(st.integers(1, 40))]]
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=brief(4, 20), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     rounds=st.lists(
         st.tuples(st.sampled_from(TIERS), st.lists(prompts(), min_size=1, max_size=4), st.booleans()),

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from extent import brief
 from recall import LENGTH, MODEL, NUM_DOCUMENTS, Asked, asked
 from small_engines import end, settled
 
@@ -18,7 +19,7 @@ from kvtier.tiers.config.config import Config
 ONE = SamplingParams(max_tokens=1, ignore_eos=True)
 SEGMENTS = [Segment(place * LENGTH, (place + 1) * LENGTH) for place in range(NUM_DOCUMENTS)]
 UNREPAIRED = Repair(share=0.0)
-QUESTIONS = 160
+QUESTIONS = brief(80, 160)
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +53,7 @@ def recall(engine: Engine, questions: Sequence[Asked], repair: Repair | None) ->
     return float(np.mean([one.token_ids == [each.answer] for one, each in zip(found, questions, strict=True)]))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", brief(["bfloat16"], ["float32", "bfloat16"]))
 def test_repair_restores_what_reuse_costs(questions: list[Asked], dtype: str) -> None:
     engine = opened(dtype=dtype)
     full = recall(engine, questions, None)
@@ -66,7 +67,7 @@ def test_repair_restores_what_reuse_costs(questions: list[Asked], dtype: str) ->
 
 
 def test_documents_read_back_from_every_tier(questions: list[Asked], disk_dir: Path) -> None:
-    some = questions[:80]
+    some = questions[:40]
     engine = opened(disk_dir)
     full = recall(engine, some, None)
     engine.precompute([document for each in some for document in each.documents])

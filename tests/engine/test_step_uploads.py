@@ -77,7 +77,7 @@ def test_uploads_come_from_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> Non
     cuda = LazyCuda()
     cuda.patch(monkeypatch)
     arrays = [np.arange(5), np.empty(0, np.int64), np.array([7])]
-    with torch.cuda.device(0), torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+    with torch.cuda.device(0), torch.cuda.stream(torch.cuda.Stream()):
         tensors = uploaded(arrays, torch.device("cuda"))
     assert [tensor.tolist() for tensor in tensors] == [[0, 1, 2, 3, 4], [], [7]]
     assert cuda.num_ops == 1

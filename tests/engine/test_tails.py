@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from event_rig import Shelf
 from exact_engines import Bits, bits, engine_over, forget, keep
+from extent import brief
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from scheduler_rig import ScriptedConnector, Story, tokens
@@ -29,7 +30,9 @@ def num_tails(engine: Engine) -> int:
     return engine.connector.hierarchy.host.pool.check().tails
 
 
-@pytest.mark.parametrize(("block_size", "loading"), [(16, "async"), (64, "layerwise"), (64, "async"), (256, "async")])
+@pytest.mark.parametrize(
+    ("block_size", "loading"), [(16, "async"), (64, "layerwise"), *brief([], [(64, "async"), (256, "async")])]
+)
 def test_the_next_turn_begins_in_a_tail_of_l2(block_size: int, loading: str, cold: Bits) -> None:
     engine = engine_over(None, block_size, loading=loading)
     said = prompt(1, block_size + block_size // 2 - 3)
@@ -166,7 +169,7 @@ def test_readers_of_l1s_events_are_told_of_whole_blocks_alone(cold: Bits) -> Non
 # A random story: conversations beside each other, each turn from whichever tier is left.
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=brief(4, 20), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     turns=st.lists(
         st.tuples(st.integers(0, 2), st.integers(1, 40), st.integers(1, 7), st.sampled_from(["L1", "L2", "slab"])),

@@ -1,5 +1,7 @@
 """Faults 34, 36 and 37 over a real slab: another model, another tenant, other weights: nothing old is ever found."""
 
+import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,11 +11,12 @@ import pytest
 import torch
 from doubles import chain_of, fill_slots, record_of, reserve, store, wait_until
 from fault_rig import FaultyIO, ask, fetch, forget_l2, over_slab, settle
-from tiny_models import config_of, prompt
+from tiny_models import config_of, plain, prompt
 
 from kvtier.connector.local import LocalConnector
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.llm import Engine
+from kvtier.engine.local import open_engine
 from kvtier.engine.sequence import SamplingParams
 from kvtier.tiers import RequestError
 from kvtier.tiers.config.config import Config
@@ -33,7 +36,6 @@ IDENTITY = ModelIdentity(
     layers=(0, 1),
 )
 OTHERS: list[dict[str, Any]] = [
-    {"model": "other"},
     {"revision": "fedcba9876543210"},
     {"dtype": "float16"},
     {"kv_dtype": "fp8_e4m3"},
@@ -150,3 +152,31 @@ def test_new_weights_find_nothing_of_the_old_ones_in_any_tier(tmp_path: Path) ->
             engine.pool.reset()
     for one in (engine, cold):
         one.close()
+
+
+def test_a_checkpoint_is_what_its_files_hold_wherever_they_lie(tmp_path: Path) -> None:
+    """N1, N2: the same files at another mount point share; other files at the same place, size and time kept, don't."""
+    tokens, params = prompt(1, 80), SamplingParams(max_tokens=4, ignore_eos=True)
+
+    def answer(checkpoint: Path, slab: str | None = "slab") -> tuple[list[int], int]:
+        file = {} if slab is None else {"file": {"path": str(tmp_path / slab), "size": "64MiB"}}
+        cache = {"block_size": 16, "load_or_recompute": "load", "partial_blocks": False}
+        with open_engine(checkpoint, {"host": {"size": "8MiB"}, "cache": cache, **file}) as engine:
+            [made] = engine.generate([tokens], params)
+        return made.token_ids, made.num_external_tokens
+
+    for seed in (0, 1):
+        plain("llama", seed=seed).save_pretrained(tmp_path / str(seed))  # type: ignore[operator]
+    here, text = shutil.copytree(tmp_path / "0", tmp_path / "here" / "model"), answer(tmp_path / "0", None)[0]
+    assert answer(here) == (text, 0)
+    # another node's mount point, and another name
+    assert answer(shutil.copytree(here, tmp_path / "there" / "renamed")) == (text, 80 - 16)
+    # an archive is unpacked over it: of other weights, the same size and the same times
+    file = here / "model.safetensors"
+    before = file.stat()
+    shutil.copyfile(tmp_path / "1" / "model.safetensors", file)
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    other = answer(tmp_path / "1", None)[0]
+    assert other != text
+    assert answer(here) == (other, 0)
+    assert answer(tmp_path / "there" / "renamed") == (text, 80 - 16)

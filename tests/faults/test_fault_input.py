@@ -10,6 +10,7 @@ import msgpack
 import pytest
 import xxhash
 from doubles import BLOCK_SIZE, SLOT_BYTES, chain_of, payload_of, record_of
+from extent import brief
 from fault_rig import FINGERPRINT, num_descriptors
 from hypothesis import given
 from hypothesis import strategies as st
@@ -118,7 +119,7 @@ def test_a_forged_slab_beside_ours_does_not_keep_us_from_opening(slab_path: Path
         slab_path.with_name(bytes(32).hex() + ".slab").unlink(missing_ok=True)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(brief(1, 4)))
 def test_random_rows_with_right_checksums_are_misses(slab_path: Path, seed: int) -> None:
     """Rows that pass every checksum and lie: a wrong slot, length, state, number of tokens, or somebody's payload."""
     dice = random.Random(seed)

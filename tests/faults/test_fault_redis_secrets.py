@@ -2,7 +2,6 @@
 
 import logging
 import struct
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import redis
 import xxhash
 from doubles import BLOCK_SIZE, SLOT_BYTES, chain_of, payload_of, store, wait_until
 from fault_rig import fetch, forget_l2, settle
-from redis_rig import NO_REDIS, RedisServer, standalone
+from redis_rig import NO_REDIS, RedisServer
 from redis_stories import (
     CHAIN,
     FINGERPRINT,
@@ -44,17 +43,9 @@ FORMS = ["clear", "sealed", "encrypted"]
 MISS = {Outcome.ABSENT, Outcome.EVICTED, Outcome.CHECKSUM, Outcome.KEY_MISMATCH}
 
 
-@pytest.fixture(scope="module")
-def _server() -> Iterator[RedisServer]:
-    with standalone() as server:
-        yield server
-
-
 @pytest.fixture
-def server(_server: RedisServer) -> RedisServer:
-    """A server with nothing in it."""
-    _server.cli("FLUSHALL")
-    return _server
+def server(redis_server: RedisServer) -> RedisServer:
+    return redis_server
 
 
 def forged(value: bytes, payload: bytes) -> bytes:
@@ -72,7 +63,7 @@ def forged(value: bytes, payload: bytes) -> bytes:
 def everything_in(server: RedisServer) -> dict[bytes, bytes]:
     """What somebody with access to the server sees: its keys and values."""
     with redis.Redis("127.0.0.1", server.port) as client:
-        return {key: client.get(key) or b"" for key in client.keys("*")}
+        return {key: client.get(key) or b"" for key in client.keys("*")}  # pyrefly: ignore[bad-return] # bytes
 
 
 @pytest.mark.parametrize("form", FORMS)

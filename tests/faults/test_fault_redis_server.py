@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 from doubles import chain_of, store, wait_until
+from extent import brief
 from fault_rig import drops, fetch, forget_l2, misses, num_descriptors, num_threads, settle
-from redis_rig import NO_REDIS, RedisServer, standalone
+from redis_rig import NO_REDIS, RedisServer
 from redis_stories import (
     CHAIN,
     OTHER,
@@ -44,9 +45,8 @@ Open = Callable[..., Hierarchy]
 
 
 @pytest.fixture
-def server() -> Iterator[RedisServer]:
-    with standalone("--enable-debug-command", "yes") as server:
-        yield server
+def server(redis_server: RedisServer) -> RedisServer:
+    return redis_server
 
 
 @pytest.fixture
@@ -208,7 +208,7 @@ def answers(server: RedisServer) -> bool:
 Silence = Callable[[RedisServer, ToxicProxy], AbstractContextManager[None]]
 
 
-@pytest.mark.parametrize("silence", [muted, frozen, paused, asleep])
+@pytest.mark.parametrize("silence", [muted, frozen, *brief([], [paused, asleep])])
 def test_a_server_that_never_answers_is_a_miss_at_the_deadline_and_is_used_again(
     over: Open, server: RedisServer, proxy: ToxicProxy, silence: Silence
 ) -> None:
@@ -363,7 +363,7 @@ def test_faults_of_the_network_leak_no_thread_no_connection_and_no_descriptor(ov
     for _ in range(3):
         round_of_faults()
     threads, descriptors = num_threads(), num_descriptors()
-    for _ in range(10):
+    for _ in range(brief(4, 10)):
         round_of_faults()
     wait_until(lambda: num_threads() <= threads + 2)  # one connection's pumps more or less
     wait_until(lambda: num_descriptors() <= descriptors + 3)

@@ -1,11 +1,13 @@
 """Every kind of reuse at once, while everything goes wrong: random stories, held to what is true."""
 
+import itertools
 import random
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from extent import brief
 from mischief import Mischief
 from tiny_models import config_of
 from uncached_truth import Truth
@@ -43,8 +45,11 @@ def cold() -> Iterator[Engine]:
     engine.close()
 
 
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("exact", [True, False], ids=["exact", "segments"])
+@pytest.mark.parametrize(
+    ("exact", "seed"),
+    brief([(True, 0), (False, 1)], [*itertools.product([True, False], range(4))]),  # blocks of 16 and of 32 tokens
+    ids=lambda value: str(value) if value not in (True, False) else "exact" if value else "segments",
+)
 def test_whatever_goes_wrong_answers_are_right_and_nothing_approximate_is_kept(
     disk_dir: Path, truth: Truth, cold: Engine, exact: bool, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from device_rig import WAYS, DeviceRig, ended_well, pairs
+from extent import brief
 
 from kvtier.tiers.copies.cuda_transfer import CudaCopyStream
 from kvtier.tiers.copies.engine_blocks import BlockPart, EngineBlocks
@@ -39,7 +40,7 @@ def both_ways(rig: DeviceRig, stream: CudaCopyStream, l1: list[torch.Tensor], re
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", brief([4 * KIB, 512 * KIB], SIZES))
 def test_blocks_of_one_piece(rig: DeviceRig, size: int, way: str) -> None:
     l1 = rig.upload(torch.randint(0, 256, (NUM_BLOCKS, 4, size // 4), dtype=torch.uint8))
     region = HostRegion.allocate(NUM_BLOCKS, size)
@@ -51,7 +52,7 @@ def test_blocks_of_one_piece(rig: DeviceRig, size: int, way: str) -> None:
 
 
 @pytest.mark.parametrize("way", ["batch", "copies"])
-@pytest.mark.parametrize("size", SIZES[:4])
+@pytest.mark.parametrize("size", brief([24 * KIB], SIZES[:4]))
 def test_a_piece_of_each_layer(rig: DeviceRig, size: int, way: str) -> None:
     tensors = [rig.upload(torch.randint(0, 256, (NUM_BLOCKS, size), dtype=torch.uint8)) for _ in range(3)]
     parts = [BlockPart(tensor, layer, layer * size) for layer, tensor in enumerate(tensors)]

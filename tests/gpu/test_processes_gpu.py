@@ -57,6 +57,7 @@ class Child:
             self.process.kill()
 
 
+@pytest.mark.exhaustive  # each rank alone: test_cuda_transfer_gpu.py, `second_rank`
 def test_two_ranks_store_and_load_their_halves_of_the_same_slots(rig: DeviceRig, tmp_path: Path) -> None:
     kind = "cuda" if isinstance(rig, CudaRig) else "lazy"
     region = HostRegion.allocate(NUM_BLOCKS, SLOT, shared=True)

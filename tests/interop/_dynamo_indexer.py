@@ -2,6 +2,6 @@
 
 import sys
 
-from dynamo._core import run_kv_indexer  # type: ignore[import-not-found]
+from dynamo._core import run_kv_indexer
 
 run_kv_indexer(sys.argv[1:])

@@ -18,7 +18,7 @@ def main() -> None:
     """Store the pages named by `store` as 0, 1, …, or load those named by `load`; of states, the last one."""
     asked = json.loads(sys.argv[1])
     arguments = rig.server_arguments(Path(asked["model"]))
-    adapter.get_server_args = lambda: arguments  # type: ignore[attr-defined]
+    adapter.get_server_args = lambda: arguments
     rank = {"tp_rank": asked["rank"], "tp_size": 2, "is_mla_model": True}
     config = rig.storage_config({"service": asked["service"], "cache": {"prefetch_deadline": "30s"}}, **rank)
     torch.manual_seed(asked["rank"])  # states are each rank's own

@@ -51,6 +51,7 @@ def main() -> None:
         "engine_id": job["engine_id"],
         "kv_connector_extra_config": job["extra"],
     }
+    events = _listen(job["options"]) if job["options"].pop("events", False) else []
     llm = LLM(
         model=job["model"],
         kv_transfer_config=transfer if job["extra"] else None,
@@ -62,9 +63,34 @@ def main() -> None:
         disable_log_stats=False,
         **job["options"],
     )
-    results = [_step(llm, disk, step) for step in job["steps"]]
+    results = [_told(events) if step["do"] == "events" else _step(llm, disk, step) for step in job["steps"]]
     llm.llm_engine.engine_core.shutdown()
     print(json.dumps(results))
+
+
+def _listen(options: dict[str, Any]) -> list[Any]:
+    """Have vLLM publish its KV events, to nobody but this list."""
+    from vllm.config import KVEventsConfig
+    from vllm.distributed.kv_events import NullEventPublisher
+
+    told: list[Any] = []
+    NullEventPublisher.publish = lambda self, batch: told.extend(batch.events)
+    options["kv_events_config"] = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+    return told
+
+
+def _told(events: list[Any]) -> list[dict[str, Any]]:
+    """What was told of storage, in words that JSON has."""
+    return [
+        {
+            "is": type(event).__name__,
+            "locality": event.locality,
+            "hashes": [repr(each) for each in event.block_hashes],
+            "tokens": list(getattr(event, "token_ids", ())),
+        }
+        for event in events
+        if getattr(event, "medium", None) == "STORAGE"
+    ]
 
 
 def _generate(llm: Any, step: dict[str, Any]) -> dict[str, Any]:

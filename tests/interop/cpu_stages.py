@@ -9,7 +9,7 @@ from vllm.distributed.parallel_state import get_pp_group
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 
-class StageWorker(CPUWorker):  # type: ignore[misc]
+class StageWorker(CPUWorker):
     """vLLM's own worker, with that room."""
 
     def load_model(self, *arguments: Any, **options: Any) -> None:

@@ -10,11 +10,11 @@ SWITCH: Final[dict[str, Any]] = {"on": False, "failed": 0}
 
 
 @dataclass
-class _Promised(KVConnectorMetadata):  # type: ignore[misc]
+class _Promised(KVConnectorMetadata):
     blocks: set[int]
 
 
-class FailingConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+class FailingConnector(KVConnectorBase_V1, SupportsHMA):
     """Loads synchronously: the blocks are computed on in the very step whose end says that they hold nothing."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:

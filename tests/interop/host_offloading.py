@@ -28,7 +28,7 @@ from kvtier.tiers.host import memory
 Addresses = NDArray[np.int64]
 
 
-class HostOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]
+class HostOffloadingSpec(TieringOffloadingSpec):
     """`TieringOffloadingSpec` whose device is host memory."""
 
     _worker: OffloadingWorker | None
@@ -67,7 +67,7 @@ class _Transfer:
     seconds: float = 0.0
 
 
-class HostCopyWorker(OffloadingWorker):  # type: ignore[misc]
+class HostCopyWorker(OffloadingWorker):
     """One thread that copies in the order of submission, without the GIL; one scattered copy per transfer."""
 
     def __init__(self, kv_caches: CanonicalKVCaches, blocks_per_chunk: int, region: SharedOffloadRegion) -> None:

@@ -20,12 +20,12 @@ LOST: Final[dict[str, Any]] = {"on": False, "failed": 0, "pulled": 0}
 
 
 @dataclass
-class _Moves(KVConnectorMetadata):  # type: ignore[misc]
+class _Moves(KVConnectorMetadata):
     sends: dict[str, list[int]] = field(default_factory=dict)
     pulls: dict[str, tuple[str, list[int]]] = field(default_factory=dict)
 
 
-class PullingConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+class PullingConnector(KVConnectorBase_V1, SupportsHMA):
     """Asynchronous both ways: a request's blocks stay until they were sent, and a pull ends a step later."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:

@@ -140,7 +140,8 @@ def application(cluster: Cluster, model: Path, **options: Any) -> Iterator[RayAp
     serve.start(http_options={"host": "127.0.0.1", "port": (port := free_port())})
     env = {"KVTIER_HOST__SIZE": "8MiB", "OMP_NUM_THREADS": "1", **options.pop("env", {})}
     try:
-        serve.run(build(RayOptions(model=str(model), env=env, **{"options": ("--exact",), **options})))
+        chosen: dict[str, Any] = {"options": ("--exact",), **options}
+        serve.run(build(RayOptions(model=str(model), env=env, **chosen)))
         app = RayApp(cluster, port)
         until(app.is_up if "router" in options else app.running, _START)
         yield app

@@ -189,7 +189,7 @@ class StandIns(MetaPathFinder, Loader):
 
 
 _zeros: Final = torch.zeros
-torch.zeros = unpinned_zeros  # type: ignore[assignment]
+torch.zeros = unpinned_zeros
 is_torchvision_available()  # asks before there is one, and remembers: transformers goes without
 sys.meta_path.insert(0, StandIns())
 for name, operation in sglang_recurrent.OPERATIONS.items():

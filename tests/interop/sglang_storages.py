@@ -178,7 +178,7 @@ def buffers_of(pool: Any) -> list[torch.Tensor]:
     if hasattr(pool, "index_k_with_scale_buffer"):
         kept = [pool.index_k_with_scale_buffer]
     else:
-        kept = list(pool.kv_buffer) if isinstance(pool.kv_buffer, tuple | list) else [pool.kv_buffer]
+        kept = list(pool.kv_buffer) if isinstance(pool.kv_buffer, (tuple, list)) else [pool.kv_buffer]
     return [buffer.view(torch.uint8) for buffer in kept]
 
 

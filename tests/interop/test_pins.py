@@ -44,6 +44,7 @@ def test_pip_check_says_what_it_said_before() -> None:
     assert pip(Path(sys.prefix), "check") == pip(ENGINE, "check")
 
 
+@pytest.mark.exhaustive
 def test_the_test_can_fail_another_numpy_shows(tmp_path: Path) -> None:
     (tmp_path / "numpy-1.0.dist-info").mkdir()
     (tmp_path / "numpy-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: numpy\nVersion: 1.0\n")

@@ -198,7 +198,7 @@ def test_delays_and_failures_of_the_storage_change_no_answer(stored: Stored, tmp
 
 def test_pages_of_a_latent_cache(tmp_path: Path) -> None:
     """MLA: one joint latent a token and layer."""
-    sizes = {**SIZES, "num_key_value_heads": 4, "kv_lora_rank": 32, "q_lora_rank": None, "qk_rope_head_dim": 16}
+    sizes = SIZES | {"num_key_value_heads": 4, "kv_lora_rank": 32, "q_lora_rank": None, "qk_rope_head_dim": 16}
     yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 512}
     config = DeepseekV2Config(
         **sizes,
@@ -254,7 +254,7 @@ def test_a_sliding_window_beside_full_attention(tmp_path: Path) -> None:
 def test_a_chat_goes_on_from_its_recurrent_state(tmp_path: Path) -> None:
     """LFM2: layers with a state beside layers with KV. SGLang keeps states where requests end."""
     options: dict[str, Any] = {"layer_types": ["conv", "full_attention"] * 2, "conv_L_cache": 3}
-    model = save(Lfm2Config(**{**SIZES, "num_hidden_layers": 4}, **options), tmp_path / "lfm2")
+    model = save(Lfm2Config(**SIZES | {"num_hidden_layers": 4}, **options), tmp_path / "lfm2")
     directory = tmp_path / "slabs"
     chosen: dict[str, Any] = {"hicache_mem_layout": "page_first_direct", **needs(model)}
     with Sglang(model, directory, **chosen) as engine:

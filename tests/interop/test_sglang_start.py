@@ -31,7 +31,7 @@ TOKENS, LAYERS, PAGES, HEADS, DIM = 4, 2, 8, 2, 8
 class MHATokenToKVPoolHost:
     """What of SGLang's host pool is read."""
 
-    storage_format_tag = None
+    storage_format_tag: Any = None
     layout = "layer_first"
     layer_num, start_layer, end_layer = LAYERS, 0, LAYERS
     head_num, head_dim, v_head_dim = HEADS, DIM, DIM

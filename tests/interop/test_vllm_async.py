@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from extent import brief
 
 pytest.importorskip("vllm", reason="no vLLM here; run `make test-vllm`")
 
@@ -96,7 +97,8 @@ class PlayedWorker:
         return text[start + num_tokens - drafts : self.at[name] + 1]
 
     def _write(self, name: str, position: int, token: int) -> None:
-        block = self.kv.setdefault(self.tables[name][position // BLOCK], [None] * BLOCK)
+        empty: list[tuple[str, int, int] | None] = [None] * BLOCK
+        block = self.kv.setdefault(self.tables[name][position // BLOCK], empty)
         block[position % BLOCK] = (name, position, token)
 
     def _store(self, plan: StepPlan) -> list[int]:
@@ -105,7 +107,7 @@ class PlayedWorker:
         return [op.op_id for op in plan.stores]
 
 
-@pytest.mark.parametrize("method", ["near", "eagle"])
+@pytest.mark.parametrize("method", brief(["eagle"], ["near", "eagle"]))
 def test_no_store_reads_what_was_rejected(method: str, tmp_path: Path) -> None:
     let_vllm_register_its_cpu_kernels()
     model = make_checkpoint("llama", tmp_path / "llama")

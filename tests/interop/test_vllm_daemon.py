@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from extent import brief
 
 pytest.importorskip("vllm", reason="no vLLM here; run `make test-vllm`")
 
@@ -101,7 +102,7 @@ def test_an_engine_that_waits_for_nothing_but_the_daemon_leaves_it_the_core(
 
 
 @pytest.mark.timeout(500)  # two starts of three processes each: `run` gives each 200 seconds
-@pytest.mark.parametrize("options", [{}, TWO_RANKS], ids=["processes", "two ranks"])
+@pytest.mark.parametrize("options", brief([TWO_RANKS], [{}, TWO_RANKS]))
 def test_workers_in_processes_of_their_own_map_the_daemons_memory(
     model: Path, expected: list[list[int]], daemon: Node, options: dict[str, Any]
 ) -> None:

@@ -6,6 +6,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from extent import brief
 
 pytest.importorskip("vllm", reason="no vLLM here; run `make test-vllm`")
 
@@ -90,7 +91,10 @@ def says_the_same(
     return cold
 
 
-@pytest.mark.parametrize("method", ["ngram", "suffix", "medusa", "near", "draft_model", "eagle", "eagle3"])
+METHODS = ["ngram", "suffix", "medusa", "near", "draft_model", "eagle", "eagle3"]
+
+
+@pytest.mark.parametrize("method", brief(["ngram", "eagle"], METHODS))  # without and with KV of its own
 def test_the_text_is_the_models_own_cold_warm_and_after_a_restart(
     method: str,
     model: Path,
@@ -110,6 +114,7 @@ def test_the_text_is_the_models_own_cold_warm_and_after_a_restart(
         assert 0 < cold < 3 * ANSWER - 3  # some accepted, some rejected
 
 
+@pytest.mark.exhaustive
 def test_a_model_that_drafts_itself_with_one_more_layer(tmp_path: Path) -> None:
     """MTP: the KV of MiMo's fifth layer, which reads hidden states, is kept beside that of the four."""
     model = make_mtp_checkpoint(tmp_path / "mimo")
@@ -117,6 +122,7 @@ def test_a_model_that_drafts_itself_with_one_more_layer(tmp_path: Path) -> None:
     says_the_same(model, plainly_said(model), spec, CACHED["whole"], tmp_path / "store")
 
 
+@pytest.mark.exhaustive
 def test_other_drafters_have_other_names(model: Path, expected: list[list[int]], tmp_path: Path) -> None:
     """The draft KV of one is nothing to another, and nothing to a vLLM without."""
     with engine(model, tiers(tmp_path / "store"), speculative_config=drafter("near", model, tmp_path / "one")) as vllm:

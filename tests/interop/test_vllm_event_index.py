@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from extent import brief
 
 pytest.importorskip("vllm", reason="no vLLM here; run `make test-vllm`")
 
@@ -87,7 +88,7 @@ def test_what_vllm_holds_is_known(llama: Path, reader: Reader) -> None:
         assert reader.found(prompt(0, 200)) == {}
 
 
-@pytest.mark.parametrize("keys", ["vllm", "kvtier"])
+@pytest.mark.parametrize("keys", brief(["kvtier"], ["vllm", "kvtier"]))
 def test_what_the_tiers_behind_vllm_hold_is_known(keys: str, llama: Path, tmp_path: Path, reader: Reader) -> None:
     with reader.engine(llama, tiers(tmp_path, keys=keys)) as vllm:
         vllm.text(PROMPTS, 1)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from extent import brief
 
 pytest.importorskip("vllm", reason="no vLLM here; run `make test-vllm`")
 
@@ -88,7 +89,7 @@ def in_tiers(vllm: Engine) -> tuple[set[Any], ...]:
     return {external(name) for name in in_host}, {external(name) for name, _ in slab.held()}
 
 
-@pytest.mark.parametrize("keys", ["vllm", "kvtier"])
+@pytest.mark.parametrize("keys", brief(["vllm"], ["vllm", "kvtier"]))
 def test_every_stored_block_is_told_with_tokens_parent_and_medium(keys: str, llama: Path, tmp_path: Path) -> None:
     with telling(llama, tiers(tmp_path, keys=keys)) as (vllm, batches):
         vllm.text(PROMPTS, 1)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from extent import brief
 
 pytest.importorskip("vllm", reason="no vLLM here; run `make test-vllm`")
 
@@ -88,9 +89,7 @@ def failing_loads(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("family", "kind", "caching"),
     [
-        ("llama", "asynchronous", True),
-        ("llama", "synchronous", True),
-        ("llama", "synchronous", False),
+        *brief([], [("llama", "asynchronous", True), ("llama", "synchronous", False), ("llama", "synchronous", True)]),
         ("llama", "layerwise", True),
         ("gemma3", "asynchronous", True),  # several KV groups: always asynchronous
     ],

@@ -90,6 +90,7 @@ def test_a_new_engine_finds_what_an_old_one_stored(model: Path, right: list[list
         assert second.found_in("file") > 0
 
 
+@pytest.mark.exhaustive
 def test_small_blocks_that_slid_out_of_the_window_cost_nothing_else(model: Path, tmp_path: Path) -> None:
     """Answers fill their blocks token by token, while the window moves on."""
     first_turn = prompt(6, 100)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
+from extent import brief
 
 pytest.importorskip("vllm", reason="no vLLM here; run `make test-vllm`")
 
@@ -70,7 +71,7 @@ def run(model: Path, transfer: dict[str, Any], **variables: str) -> tuple[dict[s
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("named", ["by name", "by path, where vLLM loads no plugins"])
+@pytest.mark.parametrize("named", brief(["by name"], ["by name", "by path, where vLLM loads no plugins"]))
 def test_at_info_metrics_find_the_connector_by_its_name(
     named: str, model: Path, expected: list[list[int]], tmp_path: Path
 ) -> None:
@@ -85,7 +86,9 @@ def test_at_info_metrics_find_the_connector_by_its_name(
     assert WARNING not in log  # the child's policy is "fail", as vLLM's default is; the outer one counts
 
 
-@pytest.mark.parametrize(("outer", "inner"), [("recompute", "fail"), ("fail", "recompute")])
+@pytest.mark.parametrize(
+    ("outer", "inner"), brief([("fail", "recompute")], [("recompute", "fail"), ("fail", "recompute")])
+)
 def test_the_outer_policy_counts(
     outer: str, inner: str, model: Path, expected: list[list[int]], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -116,7 +119,7 @@ def test_what_was_computed_on_blocks_another_connector_could_not_load_is_not_kep
         assert [output.num_cached_tokens for output in outputs] == CACHED
 
 
-@pytest.mark.parametrize("policy", ["recompute", "fail"])
+@pytest.mark.parametrize("policy", brief(["recompute"], ["recompute", "fail"]))
 def test_with_several_batches_in_flight_no_load_is_waited_for(
     policy: str, model: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

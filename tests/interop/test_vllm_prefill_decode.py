@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
+from extent import brief
 
 pytest.importorskip("vllm", reason="no vLLM here; run `make test-vllm`")
 
@@ -170,7 +171,7 @@ def test_kv_both_keeps_what_it_decodes_and_the_next_turn_finds_it(
         assert output.kv_transfer_params is None  # nobody asked
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3-next"])
+@pytest.mark.parametrize("family", brief(["qwen3-next"], ["llama", "gemma3", "qwen3-next"]))
 def test_what_comes_late_is_waited_for(family: str, redis: RedisServer, tmp_path: Path) -> None:
     """The prefill node has answered, and its blocks are still on their way."""
     has_states = family == "qwen3-next"
@@ -253,12 +254,9 @@ def test_a_prefill_node_with_other_names_is_named_once_and_not_waited_for(
 @pytest.mark.parametrize(
     "said",
     [
-        7,
-        {"blocks": "6"},
-        {"blocks": -1},
         {"blocks": 10**9},
-        {"blocks": 3, "store": 5, "last": None},
-        {"blocks": True, "store": "", "last": ""},
+        *brief([], [7, {"blocks": "6"}, {"blocks": -1}, {"blocks": 3, "store": 5, "last": None}]),
+        *brief([], [{"blocks": True, "store": "", "last": ""}]),
         {"blocks": 6, "store": "x" * 100_000, "last": "00"},
     ],
 )

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from extent import brief
 
 pytest.importorskip("vllm", reason="no vLLM here; run `make test-vllm`")
 
@@ -64,9 +65,7 @@ def served(vllm: Engine, seed: int, *, disturb: bool) -> dict[int, list[int]]:
     return answers
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"layerwise": True}, {"keys": "kvtier"}], ids=["plain", "layerwise", "own keys"]
-)
+@pytest.mark.parametrize("options", brief([{"layerwise": True}], [{}, {"layerwise": True}, {"keys": "kvtier"}]))
 def test_every_request_answers_as_without_kvtier(model: Path, tmp_path: Path, options: dict[str, Any]) -> None:
     seed = 7 + len(options)
     with engine(model, **SMALL) as plain:

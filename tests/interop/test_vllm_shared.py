@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from extent import brief
 
 pytest.importorskip("vllm", reason="no vLLM here; run `make test-vllm`")
 
@@ -21,7 +22,7 @@ LOADED = 6 * BLOCK
 NEW = 16
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3"])
+@pytest.fixture(scope="module", params=brief(["llama"], ["llama", "qwen3"]))
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(request.param, tmp_path_factory.mktemp("models") / request.param)
 

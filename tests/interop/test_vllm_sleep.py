@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from extent import brief
 
 pytest.importorskip("vllm", reason="no vLLM here; run `make test-vllm`")
 
@@ -73,7 +74,7 @@ def ask(vllm: Engine) -> tuple[list[list[int]], list[int]]:
     return [list(output.outputs[0].token_ids) for output in outputs], [output.num_cached_tokens for output in outputs]
 
 
-@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("level", brief([2], [1, 2]))
 def test_what_the_tiers_hold_outlives_a_sleep_if_the_weights_stay(
     level: int, model: Path, expected: list[list[int]], sleeps: list[int]
 ) -> None:

@@ -36,6 +36,7 @@ def answers(vllm: Engine) -> tuple[list[list[int]], list[int]]:
     return [list(one.outputs[0].token_ids) for one in outputs], [one.num_cached_tokens for one in outputs]
 
 
+@pytest.mark.exhaustive
 def test_two_stages_load_what_they_stored_and_what_one_stored(tmp_path: Path) -> None:
     model = make_checkpoint("llama", tmp_path / "llama")
     with engine(model) as plain:

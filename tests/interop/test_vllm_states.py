@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from extent import brief
 
 pytest.importorskip("vllm", reason="no vLLM here; run `make test-vllm`")
 
@@ -55,7 +56,7 @@ def decided(model: Path, prompts: Sequence[list[int]], num_tokens: int = 12) -> 
     """
     ways = []
     for step in STEPS:
-        options = {**OPTIONS, "max_num_batched_tokens": step, "enable_prefix_caching": False}
+        options = OPTIONS | {"max_num_batched_tokens": step, "enable_prefix_caching": False}
         with engine(model, **options) as plain:
             ways.append([up_to_a_near_tie(plain, tokens, num_tokens) for tokens in prompts])
     texts = []
@@ -127,6 +128,7 @@ def test_a_new_engine_goes_on_from_states_that_an_old_one_stored(
         assert second.found_in("file") > 0
 
 
+@pytest.mark.exhaustive
 def test_a_group_may_have_more_states_than_there_are_layers_without(tmp_path: Path) -> None:
     odd = make_checkpoint("qwen3-next-odd", tmp_path / "model", dtype=torch.bfloat16)
     expected = decided(odd, PROMPTS[:1])
@@ -152,7 +154,7 @@ def test_the_next_turn_goes_on_from_the_answer(model: Path, tmp_path: Path) -> N
         assert one_by_one(vllm, second_turns, expected) == ([480] * 4, expected)
 
 
-@pytest.mark.parametrize("lost", ["state", "block", "first block"])
+@pytest.mark.parametrize("lost", brief(["state", "first block"], ["state", "block", "first block"]))
 def test_a_lost_record_costs_no_more_than_what_it_was_needed_for(
     model: Path, right: list[list[int]], tmp_path: Path, lost: str
 ) -> None:
@@ -191,6 +193,7 @@ def test_a_load_that_fails_is_computed(
         assert one_by_one(vllm, PROMPTS[:1], right[:1]) == ([1280], right[:1])
 
 
+@pytest.mark.exhaustive
 def test_random_prompts_that_share_beginnings(model: Path, tmp_path: Path) -> None:
     random = np.random.default_rng(7)
     prompts: list[list[int]] = []
@@ -222,7 +225,7 @@ def test_without_prefix_caching_there_are_no_states_to_keep(model: Path) -> None
     not (torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()),
     reason="vLLM has no fp8 KV on a CPU without AVX-512 and AMX",
 )
-@pytest.mark.parametrize("kind", ["fp8", "fp8_e5m2"])
+@pytest.mark.parametrize("kind", brief(["fp8"], ["fp8", "fp8_e5m2"]))
 def test_quantised_kv_travels_as_it_is(tmp_path: Path, kind: str) -> None:
     path = make_checkpoint("llama", tmp_path / "model")
     prompts = [prompt(1, 300), prompt(1, 200) + prompt(2, 50)]

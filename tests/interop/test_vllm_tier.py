@@ -20,6 +20,7 @@ from kvtier.tiers.tier import BlockRecord, Outcome
 
 pytest.importorskip("vllm", reason="no vLLM here; run `make test-vllm`")
 
+import torch
 from vllm_rig import make_checkpoint
 
 HERE: Final = Path(__file__).resolve().parent
@@ -243,6 +244,19 @@ def test_vllms_own_processes_share_the_store_too(house: House) -> None:
     assert warm["cached"] == CACHED
 
 
+def test_routers_are_told_which_blocks_the_store_has(house: House) -> None:
+    """In vLLM's own stream, with tokens and hashes: what a router needs to send a prompt where its KV is."""
+    extra = tier(house.empty("told")) | {"self_describing_kv_events": True}
+    extra["secondary_tiers"][0] |= {"enable_kv_events": True, "locality": "LOCAL"}
+    told = {"do": "events"}
+    [cold, again, events] = run(house.model, extra, generate(), generate(), told, events=True)
+    assert cold["tokens"] == again["tokens"] == house.tokens
+    assert {(each["is"], each["locality"]) for each in events} == {("BlockStored", "LOCAL")}
+    assert len({each["hashes"][0] for each in events}) == len(events) == NUM_CHUNKS
+    blocks = {tuple(prompt[i : i + BLOCK]) for prompt in PROMPTS for i in range(0, len(prompt) - BLOCK + 1, BLOCK)}
+    assert {tuple(each["tokens"]) for each in events} == blocks
+
+
 def test_layers_that_slide_get_right_hits(tmp_path: Path, house: House) -> None:
     """Gemma 3: every other layer sees 64 tokens; vLLM keeps those in a group of their own, with keys of their own."""
     model, extra = make_checkpoint("gemma3", tmp_path), tier(house.empty("sliding"), size=2 * SLAB_BYTES)
@@ -252,6 +266,7 @@ def test_layers_that_slide_get_right_hits(tmp_path: Path, house: House) -> None:
     assert warm["cached"] == CACHED
 
 
+@pytest.mark.skipif(torch.cpu._is_amx_tile_supported(), reason="vLLM's MLA has no float32 on a CPU with AMX")
 def test_where_vllm_cannot_go_on_behind_a_prefix_nothing_is_kept(tmp_path: Path, house: House) -> None:
     """MLA on a CPU: its kernel computes whole prompts only, so a loaded prefix would give wrong text."""
     model, store = make_checkpoint("deepseek", tmp_path), house.empty("latent")

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from doubles import wait_until
 
+from kvtier.tiers.breaker import BreakerState
 from kvtier.tiers.checksum import checksum
 from kvtier.tiers.errors import ConfigError
 from kvtier.tiers.naming.identity import ModelIdentity
@@ -42,15 +43,15 @@ def make(monkeypatch: pytest.MonkeyPatch, disk_dir: Path, primary: Any) -> Itera
     """Makes tiers over one directory and the primary tier; laws are checked at the end."""
     from kvtier.connector.vllm import tier as vllm_tier
 
-    monkeypatch.setattr(vllm_tier, "engine_config", lambda spec: None)
+    monkeypatch.setattr(vllm_tier, "engine_config", lambda spec: SimpleNamespace(lora_config=None))
     monkeypatch.setattr(vllm_tier, "why_none", lambda config: None)
     monkeypatch.setattr(vllm_tier, "native_identity", lambda config, spec, revision, epoch: IDENTITY)
     made: list[Any] = []
 
     def factory(**options: Any) -> Any:
         section = {"path": str(disk_dir), "size": "8MiB", "mode": "buffered", **options.pop("file", {})}
-        view = options.pop("view", None) or memoryview(primary)
-        tier = vllm_tier.KVTierSecondaryTier(SimpleNamespace(), view, "kvtier", file=section, **options)
+        view, spec = options.pop("view", None) or memoryview(primary), options.pop("spec", SimpleNamespace())
+        tier = vllm_tier.KVTierSecondaryTier(spec, view, "kvtier", file=section, **options)
         made.append(tier)
         return tier
 
@@ -197,15 +198,103 @@ def test_one_request_is_promised_a_chunk_twice_at_most(make: Make, primary: Any)
     assert answer(tier, key(1), request("other")) == "HIT"
 
 
-def test_stores_past_a_quarter_of_the_primary_tier_are_refused(make: Make, primary: Any) -> None:
-    tier = make()
+@pytest.mark.parametrize("sizes", [[12], [3, 3, 3, 3], [1] * 12])
+def test_a_prompt_that_fills_most_of_the_primary_tier_is_kept_whole(make: Make, primary: Any, sizes: list[int]) -> None:
+    """vLLM hands over what it stored, a step's at a time; its own tiers take all of it."""
+    tier, context, first = make(), request("r"), 0
+    fill(primary, *range(12))
     [port] = tier.jobs.ports
     with port.tier._lock:  # the disk is busy
-        tier.submit_store(job(1, [key(n) for n in range(NUM_CHUNKS // 4)], range(4), request("r"), load=False))
-        tier.submit_store(job(2, [key(99)], [9], request("r"), load=False))
+        for job_id, size in enumerate(sizes):
+            keys = [key(first + i) for i in range(size)]
+            tier.submit_store(job(job_id, keys, range(first, first + size), context, load=False))
+            first += size
+        assert not list(tier.get_finished_jobs())
+    tier.drain_jobs()
+    assert all(result.success for result in tier.get_finished_jobs())
+    assert [answer(tier, key(n), context) for n in range(13)] == ["HIT"] * 12 + ["MISS"]
+
+
+def test_with_a_bound_a_prompt_is_kept_up_to_where_it_was_reached(make: Make, primary: Any) -> None:
+    tier, context = make(cache={"store_queue": 4 * CHUNK_BYTES}), request("r")
+    [port] = tier.jobs.ports
+    with port.tier._lock:
+        tier.submit_store(job(1, [key(n) for n in range(6)], range(6), context, load=False))
+        tier.submit_store(job(2, [key(99)], [9], context, load=False))
         [refused] = tier.get_finished_jobs()
         assert (refused.job_id, refused.success) == (2, False)
     assert ended(tier).success
+    tier.submit_store(job(3, [key(100)], [10], context, load=False))  # behind the one that is missing
+    assert not ended(tier).success
+    assert [answer(tier, key(n), context) for n in (5, 99, 100)] == ["HIT", "MISS", "MISS"]
+
+
+def spec_with_events(is_on: bool) -> Any:
+    return SimpleNamespace(kv_events_config=SimpleNamespace(enable_kv_cache_events=is_on))
+
+
+def events(tier: Any) -> list[tuple[list[bytes], bool]]:
+    """What the tier tells vLLM: keys, and whether they are gone."""
+    told = list(tier.take_events())
+    assert all(each.medium.value == "STORAGE" and each.locality.value == "LOCAL" for each in told)
+    return [(list(each.keys), each.removed) for each in told]
+
+
+def test_routers_are_told_what_came_and_what_has_left(make: Make, primary: Any) -> None:
+    tier, context = make(spec=spec_with_events(True), enable_kv_events=True, locality="LOCAL"), request("r")
+    [port] = tier.jobs.ports
+    assert events(tier) == []
+    other = request("another")
+    tier.submit_store(job(1, [key(1), key(2)], [0, 1], context, load=False))
+    assert ended(tier).success
+    assert events(tier) == [([key(1), key(2)], False)]
+    assert events(tier) == []
+    tier.submit_store(job(2, [key(1), key(3)], [0, 2], context, load=False))  # one is there already
+    assert ended(tier).success
+    assert events(tier) == [([key(3)], False)]
+    # The slab gives up a chunk; while the disk does not answer, nothing is said to be gone.
+    port.tier.discard([_name(key(2))])
+    port.breakers["read"].trip()
+    assert events(tier) == []
+    port.breakers["read"].state = BreakerState.HALF_OPEN
+    port.breakers["read"].probed(True)
+    assert events(tier) == [([key(2)], True)]
+    tier.submit_store(job(3, [key(2)], [1], context, load=False))
+    assert ended(tier).success
+    assert events(tier) == [([key(2)], False)]
+    # A load tells nothing, nor does a store that failed.
+    tier.submit_load(job(4, [key(1)], [5], context, load=True))
+    assert ended(tier).success
+    port.breakers["write"].trip()
+    tier.submit_store(job(5, [key(7)], [0], other, load=False))
+    assert not ended(tier).success
+    assert events(tier) == []
+
+
+def test_whatever_left_is_found_by_and_by(make: Make, primary: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvtier.connector.vllm import tier_events
+
+    monkeypatch.setattr(tier_events, "_LOOKED_AT", 2)
+    tier, context = make(spec=spec_with_events(True), enable_kv_events=True, locality="LOCAL"), request("r")
+    [port] = tier.jobs.ports
+    keys = [key(n) for n in range(6)]
+    tier.submit_store(job(1, keys, range(6), context, load=False))
+    assert ended(tier).success
+    events(tier)
+    port.tier.discard([_name(each) for each in (keys[1], keys[4], keys[5])])
+    found = [each for _ in range(6) for told in events(tier) for each in told[0]]
+    assert sorted(found) == sorted([keys[1], keys[4], keys[5]])
+    monkeypatch.setattr(tier_events, "_MOST", 2)
+    assert [removed for _, removed in events(tier)] == [True]  # one more than are kept
+
+
+def test_without_vllms_events_the_option_is_a_warning(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    tier = make(spec=spec_with_events(False), enable_kv_events=True)
+    assert "vLLM publishes no KV events" in caplog.text
+    tier.submit_store(job(1, [key(1)], [0], request("r"), load=False))
+    assert ended(tier).success
+    assert list(tier.take_events()) == []
+    assert tier.locality is None
 
 
 def test_a_directory_that_cannot_be_used_is_a_warning_and_misses(
@@ -237,10 +326,16 @@ def test_after_shutdown_nothing_holds_the_primary_tier(make: Make) -> None:
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        ({"fil": {}}, "secondary tier kvtier, fil {}: no such option here; known are config, revision, file, cache, "),
+        ({"fil": {}}, "secondary tier kvtier, fil {}: no such option here; known are config, revision, enable_"),
         ({"file": {"path": "x", "sise": 1}}, "[file] sise 1: unknown option; did you mean size?"),
         ({"host": {"size": "1GiB"}}, "secondary tier kvtier, host {'size': '1GiB'}: no such option here; known are "),
         ({"revision": 7}, "secondary tier kvtier, revision 7: not a string; write it in quotes"),
+        ({"enable_kv_events": "yes"}, "secondary tier kvtier, enable_kv_events 'yes': neither true nor false; "),
+        ({"locality": 3}, "secondary tier kvtier, locality 3: not a string; write it in quotes"),
+        (
+            {"locality": "here", "file": {"path": "x"}},
+            'secondary tier kvtier, locality "here": no such place; write "LOCAL" or "REMOTE", or leave it out',
+        ),
         ({}, "secondary tier kvtier, file.path: none given, so no blocks would be kept; name a directory: "),
     ],
 )

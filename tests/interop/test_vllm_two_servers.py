@@ -88,6 +88,7 @@ def test_over_one_daemon_the_decode_server_finds_it_in_the_same_memory(
             assert answer.tokens == expected[5]
 
 
+@pytest.mark.exhaustive
 def test_data_parallel_replicas_share_a_daemon(chat_model: Path, expected: list[list[int]], tmp_path: Path) -> None:
     """What one replica of a server computed, the other one loads."""
     with node() as daemon:

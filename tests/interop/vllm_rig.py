@@ -70,7 +70,7 @@ def config_of(family: str) -> Any:
         extra: dict[str, Any] = {"vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 16}
         return transformers.Gemma4TextConfig(**_SIZES, **heads, **extra, sliding_window=64, layer_types=kinds)
     if family == "deepseek":
-        sizes = {**_SIZES, "num_key_value_heads": 4, "head_dim": None}
+        sizes = _SIZES | {"num_key_value_heads": 4, "head_dim": None}
         ranks: dict[str, Any] = {
             "kv_lora_rank": 512,
             "q_lora_rank": None,
@@ -89,7 +89,7 @@ def config_of(family: str) -> Any:
         kinds = ["linear_attention", "full_attention"] * 2
         if family == "qwen3-next-odd":  # more layers with a state than without, and in one group
             kinds = [*kinds, "linear_attention", "full_attention", "linear_attention"]
-        sizes = {**_SIZES, "num_key_value_heads": 4, "head_dim": 128, "num_hidden_layers": len(kinds)}
+        sizes = _SIZES | {"num_key_value_heads": 4, "head_dim": 128, "num_hidden_layers": len(kinds)}
         linear: dict[str, Any] = {f"linear_{part}_head_dim": 128 for part in ("key", "value")}
         experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
         return transformers.Qwen3NextConfig(

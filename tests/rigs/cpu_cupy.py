@@ -146,9 +146,9 @@ class _LazyKernel(CpuKernel):
         ]
         inner = [sum(step) for step in itertools.product(*steps)]
         starts = [layer + each * block_stride for each in _numbers_at(blocks, count) for layer in layers]
-        own = [start + step for start in starts for step in inner]
-        kept = [canonical + first * layer_bytes + each * slot_stride for each in _numbers_at(slots, count)]
-        sides = [[(at, at + run) for at in own], [(at, at + num_layers * layer_bytes) for at in kept]]
+        own = np.add.outer(np.array(starts, np.int64), np.array(inner, np.int64)).ravel()
+        kept = np.array([canonical + first * layer_bytes + each * slot_stride for each in _numbers_at(slots, count)])
+        sides = [np.stack([at, at + size], 1) for at, size in ((own, run), (kept, num_layers * layer_bytes))]
         reads, writes = sides if self.name == "kv_gather" else reversed(sides)
         index = [(address, address + 8 * count) for address in (blocks, slots)]
         # torch's allocator gives the numbers' memory to later ops of the stream alone; here nobody would keep it
@@ -157,7 +157,8 @@ class _LazyKernel(CpuKernel):
         launch = super().__call__
         stream = streams[0] if streams else cuda.elsewhere
         what = f"{self.name} by {grid[0] * grid[1]} blocks"
-        cuda.issue(stream, what, [*reads, *index], writes, lambda: (launch(grid, block, held), numbers_held))
+        touched = np.concatenate([reads, index])
+        cuda.issue(stream, what, touched, writes, lambda: (launch(grid, block, held), numbers_held))
 
 
 def _numbers_at(address: int, count: int) -> list[int]:

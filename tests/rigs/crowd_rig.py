@@ -175,9 +175,9 @@ class Crowd:
 
 
 @contextmanager
-def crowd(url: str, talks: Sequence[Sequence[Turn]]) -> Iterator[Crowd]:
+def crowd(url: str, talks: Sequence[Sequence[Turn]], num_clients: int = NUM_CLIENTS) -> Iterator[Crowd]:
     """Clients that have all been answered once; none of them was ever told anything wrong."""
-    made = Crowd(url, talks)
+    made = Crowd(url, talks, num_clients=num_clients)
     try:
         made.everybody()
         yield made

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import pytest
@@ -54,7 +54,7 @@ def rank_story(rig: DeviceRig, rank: int, region: HostRegion) -> None:
         _say(right=all(back))
 
 
-def broken_story(rig: DeviceRig) -> dict[str, object]:
+def broken_story(rig: DeviceRig) -> dict[str, Any]:
     """Copies of a device that has broken down: each fails by its deadline, says why, and all is closed in the end."""
     region = HostRegion.allocate(8, PART)
     rig.pin(region)

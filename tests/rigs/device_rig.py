@@ -115,7 +115,7 @@ class CudaRig:
         return cuda_stream(l1, region, way)
 
     def graph(self, act: Callable[[], object], *, reads: Sequence[torch.Tensor], writes: Any) -> Callable[[], None]:
-        side = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        side = torch.cuda.Stream(self.device)
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             act()  # warms up, as engines do

@@ -48,7 +48,7 @@ def engine_over(
     sections: dict[str, Any] = {"host": host or {"size": "8MiB"}, "cache": cache}
     if home is not None:
         sections["file"] = {"path": str(home), "size": "64MiB"}
-    chosen = {"block_size": block_size, "num_blocks": 2560 // block_size, **EXACT, **options}
+    chosen = EXACT | {"block_size": block_size, "num_blocks": 2560 // block_size} | options
     config = EngineConfig(**chosen)
     return Engine.from_config(config_of(family), config, LocalConnector.connect(Config(**sections)))
 

@@ -53,7 +53,7 @@ ENGINE: Final = (
 )
 """What `kvtier engine` and `kvtier demo` import besides, torch and transformers, and what clients of an engine do."""
 WORKER: Final = (
-    *ENGINE,
+    *(name for name in ENGINE if name != "small_demo"),  # a worker is no program
     "hypothesis.stateful",
     "kvtier.connector.transformers.adapter",
     "matplotlib.pyplot",
@@ -76,8 +76,8 @@ def cpu_seconds() -> float:
 def warm_programs(folder: Path, modules: tuple[str, ...]) -> Path:
     """A new folder with `python`, `kvtier` and `activate`: what they start are forks, as those of `Forked`.
 
-    `worker` is a `python` whose `sys.executable` is the real one: what it starts is no fork. The folder's path is short,
-    since a socket lies in it.
+    `worker` is a `python` whose `sys.executable` is the real one: what it starts is no fork. The folder's path is
+    short, since a socket lies in it.
     """
     folder.mkdir(parents=True)
     shim = Path(__file__).with_name("_fork_shim.py").read_text(encoding="utf-8")
@@ -177,7 +177,7 @@ class _Parent:
             self._process = subprocess.Popen(
                 [warm or sys.executable, str(program), *modules, _ROOM * " "],
                 env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
-                stdin=other,
+                stdin=other.fileno(),
                 stdout=subprocess.DEVNULL,
             )
         atexit.register(self.close)

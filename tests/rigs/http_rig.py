@@ -15,6 +15,7 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse
 
 from kvtier.service.admin.http_app import Pages
+from kvtier.service.observe import dashboard
 from kvtier.service.observe.dashboard import LivePage
 from kvtier.service.web.http_server import HttpServer, HttpSocket
 from kvtier.service.web.routes import page
@@ -79,7 +80,7 @@ class ServedStatus:
     def is_asked(self) -> bool:
         """Whether somebody looks: it is asked for again within some periods."""
         before = self.num_asked
-        time.sleep(3.0)
+        time.sleep(5 * dashboard._PERIOD)
         return self.num_asked > before
 
 

@@ -22,8 +22,10 @@ from kvtier.tiers.host.host import HostRegion
 from kvtier.tiers.host.pinning import PIECE_BYTES, PinnedPieces
 
 Ranges = list[tuple[int, int]]  # of addresses, half-open, ascending, disjoint
+Spans = Iterable[tuple[int, int]] | NDArray[np.int64]  # the same in any order, and any number of times
 
-_KEPT: Final = 4000  # ops that a new one is compared with
+_KEPT: Final = 8000  # ops that a new one is compared with
+_FEW: Final = 200  # of them, before those that are over are sought
 
 
 class Race(NamedTuple):
@@ -182,34 +184,41 @@ class LazyCuda:
 
     # What the driver is asked.
 
-    def issue(
-        self, stream: LazyStream, what: str, reads: Iterable[tuple[int, int]], writes: Iterable[tuple[int, int]],
-        run: Callable[[], object],
-    ) -> None:  # fmt: skip
+    def issue(self, stream: LazyStream, what: str, reads: Spans, writes: Spans, run: Callable[[], object]) -> None:
         """Give a stream an op."""
-        reads, writes = list(reads), list(writes)
-        for low, high in (*reads, *writes):
-            if any(start <= low < end < high for start, end in self.registered):
-                self.complaints.append(f"{what} reaches over the border of two pieces of pinned memory")
+        given = [spans_of(side) for side in (reads, writes)]
+        if any(self._is_over_a_border(spans) for spans in given):
+            self.complaints.append(f"{what} reaches over the border of two pieces of pinned memory")
         stream.num_issued += 1
         _join(stream.clock, self.host)  # it was issued after all that the host knows of
         stream.clock[stream.name] = stream.num_issued
-        op = Op(what, stream.name, stream.num_issued, dict(stream.clock), _merged(reads), _merged(writes), run)
+        read, written = map(_merged, given)
+        op = Op(what, stream.name, stream.num_issued, dict(stream.clock), read, written, run)
         self._check(op)
         if stream is not self.compute:
             self._check_memory(op, stream)
-        self._issued = [*self._issued[-_KEPT:], op] if len(self._issued) > 2 * _KEPT else [*self._issued, op]
+        if len(self._issued) > _FEW:  # nothing is unordered with what the host knows to be over
+            self._issued = [each for each in self._issued[-_KEPT:] if self.host.get(each.stream, 0) < each.number]
+        self._issued = [*self._issued, op]
         stream.queue.append(op)
         self.num_ops += 1
 
-    def compute_op(self, what: str, reads: Iterable[tuple[int, int]], writes: Iterable[tuple[int, int]]) -> None:
+    def compute_op(self, what: str, reads: Spans, writes: Spans) -> None:
         """The compute stream reads and writes this now: the caller does it, behind this call."""
         self.issue(self.compute, what, reads, writes, lambda: None)
         self.run_to(self.compute, self.compute.num_issued)
 
-    def host_touches(self, what: str, ranges: Iterable[tuple[int, int]], *, writes: bool) -> None:
+    def _is_over_a_border(self, spans: NDArray[np.int64]) -> bool:
+        pieces = np.sort(spans_of(self.registered), axis=0)  # they are disjoint
+        if not len(pieces):
+            return False
+        at = np.searchsorted(pieces[:, 0], spans[:, 0], "right") - 1
+        ends = np.where(at < 0, 0, pieces[at, 1])
+        return bool(((spans[:, 0] < ends) & (ends < spans[:, 1])).any())
+
+    def host_touches(self, what: str, ranges: Spans, *, writes: bool) -> None:
         """The host itself reads or writes this now."""
-        touched = _merged(ranges)
+        touched = _merged(spans_of(ranges))
         op = Op(what, "host", 0, self.host, [] if writes else touched, touched if writes else [], lambda: None)
         self._check(op)
 
@@ -500,14 +509,19 @@ def _join(clock: dict[str, int], other: dict[str, int]) -> None:
         clock[name] = max(clock.get(name, 0), number)
 
 
-def _merged(ranges: Iterable[tuple[int, int]]) -> Ranges:
-    merged: Ranges = []
-    for low, high in sorted(ranges):
-        if merged and low <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(high, merged[-1][1]))
-        else:
-            merged.append((low, high))
-    return merged
+def spans_of(ranges: Spans) -> NDArray[np.int64]:
+    """`[ranges, 2]`."""
+    return np.asarray(ranges if isinstance(ranges, np.ndarray) else list(ranges), np.int64).reshape(-1, 2)
+
+
+def _merged(spans: NDArray[np.int64]) -> Ranges:
+    if not len(spans):
+        return []
+    lows, ends = spans[np.argsort(spans[:, 0], kind="stable")].T
+    ends = np.maximum.accumulate(ends)
+    firsts = np.flatnonzero(np.concatenate(([True], lows[1:] > ends[:-1])))
+    lasts = np.append(firsts[1:], len(lows)) - 1
+    return list(zip(lows[firsts].tolist(), ends[lasts].tolist(), strict=True))
 
 
 def _overlap(ours: Sequence[tuple[int, int]], theirs: Sequence[tuple[int, int]]) -> int | None:

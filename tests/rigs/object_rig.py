@@ -139,10 +139,11 @@ class ObjectServer:
 
 
 @contextmanager
-def object_server(directory: Path) -> Iterator[ObjectServer]:
+def object_server(directory: Path, *, starts: bool = True) -> Iterator[ObjectServer]:
     server = ObjectServer(directory)
     try:
-        server.start()
+        if starts:
+            server.start()
         yield server
     finally:
         server.kill()

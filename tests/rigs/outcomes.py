@@ -16,7 +16,7 @@ _skipped: Counter[str] = Counter()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Which reasons a skip may have: `pytest --allowed-skips .ci/allowed-skips`."""
+    """Which reasons a skip may have: `pytest --allowed-skips=.ci/allowed-skips`."""
     parser.addoption(
         "--allowed-skips", type=Path, metavar="FILE", help="a pattern a line: a skip for any other reason is a failure"
     )

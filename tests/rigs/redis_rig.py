@@ -57,6 +57,14 @@ class RedisServer:
             self.process.wait()
             self.process = None
 
+    def renew(self) -> None:
+        """As it was started: killed or not, without data, limits and clients."""
+        if self.process is None:
+            self.start()
+        self.cli("CONFIG", "SET", "maxmemory", "0", "maxmemory-policy", "noeviction")
+        self.cli("FLUSHALL")
+        self.cli("CLIENT", "KILL", "TYPE", "normal")
+
     @contextmanager
     def frozen(self) -> Iterator[None]:
         """Stopped: the kernel still accepts connections, nobody answers."""
@@ -237,8 +245,8 @@ def watched(num_sentinels: int = 1, name: str = "mymaster", password: str | None
             sentinels.append(stack.enter_context(_running(RedisServer(home, [str(file), "--sentinel"]))))
         others = f"num-other-sentinels\n{num_sentinels - 1}\n".encode()
         for sentinel in sentinels:
-            wait_for(lambda s=sentinel: b"num-slaves\n1\n" in s.cli("SENTINEL", "MASTER", name))  # type: ignore[misc]
-            wait_for(lambda s=sentinel: others in s.cli("SENTINEL", "MASTER", name))  # type: ignore[misc]
+            wait_for(lambda s=sentinel: b"num-slaves\n1\n" in s.cli("SENTINEL", "MASTER", name))
+            wait_for(lambda s=sentinel: others in s.cli("SENTINEL", "MASTER", name))
         yield Watched(name, master, replica, sentinels)
 
 
@@ -273,13 +281,13 @@ def _join(nodes: Sequence[tuple[RedisServer, int]]) -> None:
         server.cli("CLUSTER", "MEET", "127.0.0.1", str(first.port), str(first_bus))
     known = f"cluster_known_nodes:{len(nodes)}".encode()
     for server, _ in nodes:
-        wait_for(lambda s=server: known in s.cli("CLUSTER", "INFO"))  # type: ignore[misc]
+        wait_for(lambda s=server: known in s.cli("CLUSTER", "INFO"))
     for number, (replica, _) in enumerate(nodes[3:]):
         master_id = nodes[number % 3][0].cli("CLUSTER", "MYID").decode()
-        wait_for(lambda s=replica, m=master_id: m.encode() in s.cli("CLUSTER", "NODES"))  # type: ignore[misc]
+        wait_for(lambda s=replica, m=master_id: m.encode() in s.cli("CLUSTER", "NODES"))
         replica.cli("CLUSTER", "REPLICATE", master_id)
     for server, _ in nodes:
-        wait_for(lambda s=server: _agreed(s, len(nodes)))  # type: ignore[misc]
+        wait_for(lambda s=server: _agreed(s, len(nodes)))
 
 
 def _agreed(server: RedisServer, num_nodes: int) -> bool:

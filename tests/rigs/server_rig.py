@@ -156,7 +156,8 @@ class ServerProcess:
 
 def client(url: str, token: str = "none", **options: Any) -> OpenAI:
     """The official client; it does not try again by itself."""
-    return OpenAI(base_url=f"{url}/v1", api_key=token, **{"max_retries": 0, "timeout": 60, **options})
+    chosen: dict[str, Any] = {"max_retries": 0, "timeout": 60, **options}
+    return OpenAI(base_url=f"{url}/v1", api_key=token, **chosen)
 
 
 @contextmanager

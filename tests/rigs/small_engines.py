@@ -28,7 +28,7 @@ def small_engine(
 
     Stories of what a hit does tell blocks apart by counts; those of hits inside a block are in test_partial_blocks.
     """
-    chosen = {
+    chosen: dict[str, Any] = {
         "block_size": 16,
         "num_blocks": 64,
         "max_num_batched_tokens": 64,
@@ -40,7 +40,7 @@ def small_engine(
     connect = None
     if tiers:
         section = {"block_size": settings.block_size, "load_or_recompute": "load", **(cache or {})}
-        connect = LocalConnector.connect(Config(host={"size": "4MiB"}, cache=section))  # type: ignore[arg-type]
+        connect = LocalConnector.connect(Config(host={"size": "4MiB"}, cache=section))
     return Engine.from_config(config_of(family), settings, connect, dtype=dtype)
 
 

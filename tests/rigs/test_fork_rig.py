@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from fork_rig import Forked, cpu_seconds, warm_programs
+from service_rig import environment
 
 MODULES = ("json",)
 TELL = "import os, sys; print(os.getpid(), os.getsid(0), sys.argv, os.environ['WHO'], os.getcwd(), flush=True)"
@@ -50,6 +51,21 @@ def test_a_fork_has_its_own_arguments_environment_session_and_end() -> None:
         third.kill()
     assert third.returncode == -signal.SIGKILL
     assert cpu_seconds() > before
+
+
+def test_forks_end_with_who_started_them_however_that_ends() -> None:
+    program = """
+import os, time
+from fork_rig import Forked
+print(Forked(["-c", "import time; time.sleep(600)"], ("json",), env=os.environ).pid, flush=True)
+time.sleep(600)
+"""
+    with subprocess.Popen([sys.executable, "-c", program], env=environment(), stdout=subprocess.PIPE) as worker:
+        assert worker.stdout is not None
+        fork = int(worker.stdout.readline())
+        assert runs(fork)
+        worker.kill()
+    until(lambda: not runs(fork))
 
 
 def test_a_program_starts_forks_by_their_names(programs: Path, tmp_path: Path) -> None:

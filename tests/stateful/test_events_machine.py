@@ -7,6 +7,7 @@ from pathlib import Path
 
 from doubles import SLOT_BYTES, chain_of, store
 from event_rig import Shelf, held, tiered
+from extent import brief
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -156,5 +157,5 @@ class EventsMachine(RuleBasedStateMachine):
         shutil.rmtree(self.directory)
 
 
-EventsMachine.TestCase.settings = settings(max_examples=50, stateful_step_count=30)
+EventsMachine.TestCase.settings = settings(max_examples=brief(12, 50), stateful_step_count=30)
 TestEventsMachine = EventsMachine.TestCase

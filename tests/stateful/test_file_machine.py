@@ -6,6 +6,7 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
+from extent import brief
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -171,5 +172,5 @@ class FileMachine(RuleBasedStateMachine):
         shutil.rmtree(self.directory)
 
 
-FileMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30)
+FileMachine.TestCase.settings = settings(max_examples=brief(20, 60), stateful_step_count=30)
 TestFileMachine = FileMachine.TestCase

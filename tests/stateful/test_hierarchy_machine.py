@@ -18,6 +18,7 @@ from doubles import (
     reserve,
     wait_until,
 )
+from extent import brief
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -110,6 +111,7 @@ class HierarchyMachine(RuleBasedStateMachine):
         self.clock = FakeClock()
         self.tier = DamagedTier()
         self.epoch_of: dict[ChainHash, int] = {}  # the model: the newest epoch a block's bytes were computed in
+        self.lost_below: set[ChainHash] = set()  # what the tier had and may have lost, or was not passed down
         self.open_stores: set[Store] = set()
         self.open_asks: set[Ask] = set()
         self.open_loans: set[Loan] = set()
@@ -169,7 +171,17 @@ class HierarchyMachine(RuleBasedStateMachine):
         assert self.hierarchy.stores.sealing_queue.drain(60)
         if store.epoch == self.hierarchy.epoch:
             self.epoch_of.update(dict.fromkeys(reservation.hashes, self.resets))
+            self.lost_below -= set(reservation.hashes) - self.tier.read_fails.keys()
             assert all(bytes_in_l2(self.hierarchy, h) in (payload_of(h), None) for h in reservation.hashes)
+
+    @rule(chain=chains, length=lengths)
+    def burst(self, chain: TokenChain, length: int) -> None:
+        """A whole prompt at once: more than may wait for the tier below."""
+        reservation = reserve(self.hierarchy, chain.hashes[:length], chain.root)
+        if reservation is not None:
+            store = Store(reservation, self.hierarchy.epoch)
+            self.open_stores.add(store)
+            self.seal(store)
 
     @rule(store=consumes(stores))
     def abandon(self, store: Store) -> None:
@@ -262,6 +274,7 @@ class HierarchyMachine(RuleBasedStateMachine):
     @rule(chain=chains, i=st.integers(0, 5), outcome=failures)
     def fail_reads(self, chain: TokenChain, i: int, outcome: Outcome) -> None:
         self.tier.read_fails[chain.hashes[i]] = outcome
+        self.lost_below.add(chain.hashes[i])  # what is found corrupt is forgotten
 
     @rule(chain=chains, i=st.integers(0, 5), outcome=write_failures)
     def fail_writes(self, chain: TokenChain, i: int, outcome: Outcome) -> None:
@@ -277,10 +290,12 @@ class HierarchyMachine(RuleBasedStateMachine):
     @rule(chain=chains, i=st.integers(0, 5), bit=st.integers(0, SLOT_BYTES * 8 - 1))
     def corrupt(self, chain: TokenChain, i: int, bit: int) -> None:
         """One bit of a stored block flips, in storage."""
+        self.lost_below.update({chain.hashes[i]} & self.tier.blocks.keys())
         self.tier.damage(chain.hashes[i], bit)
 
     @rule(chain=chains, first=positions)
     def evict_below(self, chain: TokenChain, first: int) -> None:
+        self.lost_below.update(set(chain.hashes[first:]) & self.tier.blocks.keys())
         self.tier.discard(chain.hashes[first:])
 
     @rule(chain=chains, first=positions)
@@ -302,6 +317,17 @@ class HierarchyMachine(RuleBasedStateMachine):
         assert self.hierarchy.drain(60)
         if not (self.open_stores or self.open_loans):  # those are the worker's copies: not idle
             self.hierarchy.check()
+
+    @rule()
+    def recover(self) -> None:
+        """The storage is well again, and has time: what L2 holds is below."""
+        self.break_storage(False)
+        self.tier.gate.set()
+        for _ in range(3):
+            self.advance(61.0)
+            assert self.hierarchy.drain(60)
+        assert self.hierarchy.ports[0].writable
+        self.all_is_below()
 
     @precondition(lambda self: not self.open_loans)
     @rule(in_flight=st.booleans())
@@ -325,6 +351,18 @@ class HierarchyMachine(RuleBasedStateMachine):
         self.open()
 
     # what always holds
+
+    def all_is_below(self) -> None:
+        """What L2 holds a well tier has after a drain, but for what it lost itself and what nobody could reach."""
+        pool, port = self.hierarchy.host.pool, self.hierarchy.ports[0]
+        for chain in CHAINS:
+            held, below = pool.holds(chain.hashes), port.tier and port.tier.holds(chain.hashes)
+            assert below
+            for here, there, name in zip(held, below, chain.hashes, strict=True):
+                if not (there or name in self.lost_below):
+                    if not here:
+                        break  # its descendants cannot be reached
+                    raise AssertionError("a block of L2 is not below, and the tier has been idle")
 
     def verify(self, lease: Lease, hashes: list[ChainHash]) -> None:
         assert lease.hashes == hashes[: len(lease)]
@@ -383,7 +421,7 @@ class HierarchyMachine(RuleBasedStateMachine):
 
 TestHierarchyMachine = HierarchyMachine.TestCase
 TestHierarchyMachine.settings = settings(
-    max_examples=60,
+    max_examples=brief(20, 60),
     stateful_step_count=40,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )

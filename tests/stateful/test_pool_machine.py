@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from functools import cache
 
 from event_rig import Shelf
+from extent import brief
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -30,7 +31,7 @@ from kvtier.tiers.tier import BlockRecord, ChainHash
 Path = tuple[int, ...]
 
 NUM_SLOTS = 6
-SETTINGS = settings(max_examples=100, stateful_step_count=40)
+SETTINGS = settings(max_examples=brief(30, 100), stateful_step_count=40)
 PATHS = st.lists(st.integers(0, 1), min_size=1, max_size=5).map(tuple)  # a binary tree of chains: much is shared
 POSITIONS = st.sets(st.integers(0, 4))
 

@@ -6,6 +6,7 @@ from typing import Any, Final
 import numpy as np
 import pytest
 import torch
+from extent import brief
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -108,7 +109,7 @@ def finite(dtype: str) -> "st.SearchStrategy[list[float]]":
 
 
 @each_dtype
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=brief(30, 150), deadline=None)
 @given(data=st.data())
 def test_any_numbers_come_back_near_enough(dtype: str, data: st.DataObject) -> None:
     payload = bytes_of(data.draw(finite(dtype)), dtype)

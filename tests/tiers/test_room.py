@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from doubles import wait_until
-from redis_rig import NO_REDIS, standalone
+from redis_rig import RedisServer
 from redis_stories import opened
 from slab_rig import SLOT
 
@@ -30,10 +30,12 @@ def test_a_slab_tells_how_full_its_disk_is(disk_dir: Path) -> None:
     store.close()
 
 
-@pytest.mark.skipif(NO_REDIS is not None, reason=str(NO_REDIS))
-def test_a_server_tells_its_memory_in_the_background(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_tells_its_memory_in_the_background(
+    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = redis_server
     monkeypatch.setattr(room, "_EVERY", 0.0)
-    with standalone() as server, opened(server.url) as store:
+    with opened(server.url) as store:
         assert store.room() == ()  # nobody waits: it has only been asked
         wait_until(lambda: len(store.room()) == 1)
         [(place, used, limit, _)] = store.room()

@@ -81,7 +81,9 @@ class CacheConfig(Section):
         "tail",
         "what is evicted first: tail learns it from how requests return; if nobody tells that, it is lru",
     )
-    store_queue: ByteSize = option("256MiB", "bytes waiting for L3; beyond it stores are dropped")
+    store_queue: ByteSize | None = option(
+        None, "bytes of L2 that wait for L3 and cannot be evicted, at most a quarter of it; none = a quarter"
+    )
     prefetch_deadline: Time = option("2s", "longest a request waits for L3; then it takes what is there")
     load_or_recompute: Literal["auto", "load", "recompute"] = option(
         "auto", "load a held block, recompute it, or auto: whichever measures faster, or both at once"

@@ -12,7 +12,7 @@ from kvtier.tiers.file.file_io import FileIO
 from kvtier.tiers.file.slab_budget import SLAB_NAME
 from kvtier.tiers.file.slab_space import no_space
 
-_SECTOR: Final = 512  # bytes in which st_blocks counts
+SECTOR: Final = 512  # bytes in which st_blocks counts
 # What is wrong with a path, not with the disk behind it: waiting does not help.
 _WRONG_PATH: Final = {
     errno.EEXIST: "a file is in its place",
@@ -53,7 +53,7 @@ def slabs_in(directory: Path) -> list[Path]:
 def disk_use(path: Path, size: int, free: int) -> DiskUse:
     """Of a directory, which need not be there yet, whose slabs may take `size` bytes of a disk with `free` left."""
     slabs = slabs_in(path)
-    on_disk = sum(slab.stat().st_blocks * _SECTOR for slab in slabs)
+    on_disk = sum(slab.stat().st_blocks * SECTOR for slab in slabs)
     return DiskUse(path, len(slabs), on_disk, size, free)
 
 

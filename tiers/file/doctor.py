@@ -14,9 +14,10 @@ from typing import Final
 from kvtier.tiers import ConfigError, Finding, FormatError, error, key_id, load_key, ok, warning
 from kvtier.tiers.config import FileConfig, show_size
 from kvtier.tiers.file import slab
-from kvtier.tiers.file.directory import disk_use, slabs_in
+from kvtier.tiers.file.directory import SECTOR, disk_use, slabs_in
 from kvtier.tiers.file.file_io import FileIO
 from kvtier.tiers.file.payload_io import PayloadIO
+from kvtier.tiers.naming import FORMAT_VERSION
 
 _CALL_BYTES: Final = 4 << 20
 _NUM_THREADS: Final = 2  # as many as the file tier has
@@ -24,6 +25,7 @@ _SPAN_BYTES: Final = 256 << 20  # most bytes of the probe's file
 _SECONDS: Final = 0.8  # seconds of writing, then of reading
 _PATIENCE: Final = 5.0  # seconds without a call that ends, after which a disk counts as hung
 _LOOK: Final = 0.05  # seconds between two looks at that
+_MOST_NAMED: Final = 4  # slabs in one line
 _SLOW: Final = 0.5e9  # bytes per second; a local NVMe reads and writes several times that
 
 
@@ -75,6 +77,25 @@ def check_key(config: FileConfig) -> Finding:
     if wanted is None:
         return ok(name, "off: a reader of [file] path can reconstruct prompts")
     return ok(name, f"[file] key_file holds key {wanted.hex()}")
+
+
+def check_naming(config: FileConfig) -> list[Finding]:
+    """A warning if slabs of [file] path were made when KV had other names: none is found. Reads their headers."""
+    old, num_bytes = [], 0
+    for path in slabs_in(config.path) if config.path else []:
+        try:
+            with path.open("rb") as file:
+                if slab.decode(file.read(slab.HEADER_BYTES), path.name).naming < FORMAT_VERSION:
+                    num_bytes += os.fstat(file.fileno()).st_blocks * SECTOR
+                    old.append(path.name)
+        except (OSError, FormatError):
+            continue  # opening the slab reports that
+    if not old:
+        return []
+    made = "made by a kvtier to which the name of a model's directory was part of its KV's name"
+    found = f"{len(old)} of [file] path, {show_size(num_bytes)}: {made}; engines find nothing there, but make new slabs"
+    more = f" and {len(old) - _MOST_NAMED} more" if len(old) > _MOST_NAMED else ""
+    return [warning("older slabs", found, f"remove {', '.join(old[:_MOST_NAMED])}{more}")]
 
 
 def _nearest(path: Path) -> Path | None:

@@ -13,6 +13,7 @@ from typing import Final
 
 import numpy as np
 
+from kvtier.tiers import forget_descriptor, hide_from_children
 from kvtier.tiers.file.read_queue import CompiledReads, ReadQueue, compiled_reads
 
 PAGE: Final = 4096  # alignment of addresses, lengths and offsets that every O_DIRECT file system accepts
@@ -29,10 +30,11 @@ class FileIO:
     """
 
     def open(self, path: Path, flags: int) -> int:
-        """A descriptor (close-on-exec); new files are readable by their owner alone."""
-        return os.open(path, flags | os.O_CLOEXEC, 0o600)
+        """A descriptor (close-on-exec, of no use in forked children); new files are readable by their owner alone."""
+        return hide_from_children(os.open(path, flags | os.O_CLOEXEC, 0o600))
 
     def close(self, fd: int) -> None:
+        forget_descriptor(fd)
         os.close(fd)
 
     def size(self, fd: int) -> int:
@@ -47,7 +49,7 @@ class FileIO:
         return True
 
     def unlock(self, fd: int) -> None:
-        """Give the lock up: closing alone does not while a forked child still has the file open."""
+        """Give the lock up at once, whoever else has the file open."""
         fcntl.flock(fd, fcntl.LOCK_UN)
 
     def allocate(self, fd: int, offset: int, length: int) -> None:

@@ -5,7 +5,7 @@ from typing import Final
 from kvtier.tiers import BATCH_BYTES, BlockShape, ConfiguredTier, Finding, load_key
 from kvtier.tiers.config import Config
 from kvtier.tiers.file.directory import require_directory
-from kvtier.tiers.file.doctor import check_disk, check_key
+from kvtier.tiers.file.doctor import check_disk, check_key, check_naming
 from kvtier.tiers.file.store import FileStore
 
 _JOINED: Final = 16  # blocks of requests that want one each: as many as a read has in flight
@@ -46,5 +46,5 @@ def checked(config: Config) -> str | None:
 
 
 def examine(config: Config) -> list[Finding]:
-    """The disk under [file] path, and the key. Some seconds; writes one file there and removes it."""
-    return [*check_disk(config.file), check_key(config.file)]
+    """The disk under [file] path, the key, old slabs. Some seconds; writes one file there and removes it."""
+    return [*check_disk(config.file), check_key(config.file), *check_naming(config.file)]

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from kvtier.tiers import STAMP_BYTES, ConfigError, Encryption, FingerprintMismatch, FormatError
 from kvtier.tiers.file.file_io import CALL_BYTES, PAGE
 from kvtier.tiers.file.read_queue import SlabLayout
+from kvtier.tiers.naming import FORMAT_VERSION
 
 MAGIC: Final = b"KVTIER01"
 VERSION: Final = 1
@@ -35,6 +36,8 @@ _CHECKSUM = struct.Struct("<Q")
 _CHECKSUM_OFFSET: Final = _SUPERBLOCK_BYTES - _CHECKSUM.size
 _ENCRYPTION = struct.Struct("<16s16s")
 _ENCRYPTION_OFFSET: Final = _FIXED.size + MAX_SEGMENTS * _SEGMENT.size
+_NAMING = struct.Struct("<I")
+_NAMING_OFFSET: Final = _ENCRYPTION_OFFSET + _ENCRYPTION.size
 _ENTRY_FIXED_BYTES: Final = 112
 _ENCRYPTED_FIXED_BYTES: Final = 168
 _CHUNK_ROWS: Final = 16_384  # rows whose bytes are in Python's hands at once
@@ -90,6 +93,7 @@ class Superblock:
     min_seq: int = 1  # rows of lower seq were forgotten by a reset
     update: int = 1  # grows with every rewrite; of two good copies the higher is the newer
     encryption: Encryption | None = None  # None: blocks lie in the clear
+    naming: int = 0  # `FORMAT_VERSION` of identities in the kvtier that made it; 0: one that did not note it
 
     @cached_property
     def stride(self) -> int:
@@ -199,7 +203,7 @@ def plan(
     per_slot = round_up(slot_bytes, PAGE) + entry_dtype(block_size, encryption is not None).itemsize
     slots = max(1, (num_bytes - HEADER_BYTES) // per_slot)
     per_extent = max(1, min(EXTENT_BYTES // round_up(slot_bytes, PAGE), slots // _MIN_EXTENTS))
-    empty = Superblock(fingerprint, slot_bytes, block_size, per_extent, (), update=0, encryption=encryption)
+    empty = Superblock(fingerprint, slot_bytes, block_size, per_extent, (), 1, 0, encryption, FORMAT_VERSION)
     return empty.resized(num_bytes)
 
 
@@ -228,8 +232,9 @@ def encode(superblock: Superblock) -> bytes:
         for segment in superblock.segments
     )
     lock = superblock.encryption
-    sealed = _ENCRYPTION.pack(lock.key_id, lock.salt) if lock else b""
-    body = ((fixed + segments).ljust(_ENCRYPTION_OFFSET, b"\0") + sealed).ljust(_CHECKSUM_OFFSET, b"\0")
+    sealed = _ENCRYPTION.pack(lock.key_id, lock.salt) if lock else bytes(_ENCRYPTION.size)
+    body = (fixed + segments).ljust(_ENCRYPTION_OFFSET, b"\0") + sealed + _NAMING.pack(superblock.naming)
+    body = body.ljust(_CHECKSUM_OFFSET, b"\0")
     return body + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(body))
 
 
@@ -287,7 +292,8 @@ def _decode_copy(copy: bytes) -> Superblock | None:
         return None
     segments = tuple(SlabSegment(*_SEGMENT.unpack_from(copy, _FIXED.size + i * _SEGMENT.size)) for i in range(count))
     lock = Encryption(*_ENCRYPTION.unpack_from(copy, _ENCRYPTION_OFFSET)) if version == ENCRYPTED_VERSION else None
-    found = Superblock(fingerprint, slot_bytes, block_size, per_extent, segments, min_seq, update, lock)
+    (naming,) = _NAMING.unpack_from(copy, _NAMING_OFFSET)
+    found = Superblock(fingerprint, slot_bytes, block_size, per_extent, segments, min_seq, update, lock, naming)
     return found if (found.stride, found.entry_bytes) == (stride, entry_bytes) and _fits(found) else None
 
 

@@ -1,5 +1,6 @@
 """Demotion: sealed L2 blocks on their way to a lower tier, behind a bounded queue, never in an engine's way."""
 
+import logging
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -10,10 +11,25 @@ from typing import Final
 from kvtier.tiers import BATCH_BYTES, L2, ChainHash, Metrics, Outcome, checksum
 from kvtier.tiers.hierarchy.admission import TierAdmission
 from kvtier.tiers.hierarchy.lower_tier import TierPort
+from kvtier.tiers.hierarchy.settings import HierarchySettings
 from kvtier.tiers.host import HostTier
 from kvtier.tiers.pool import Departures, Lease
 
+_log = logging.getLogger(__name__)
+
 _MAX_FAILED: Final = 65_536  # remembered blocks that failed or were not admitted; their descendants are refused
+# What a write may end with and succeed later, as long as L2 has the block.
+_PASSING: Final = frozenset(
+    {Outcome.IO_ERROR, Outcome.TIMEOUT, Outcome.FULL, Outcome.BREAKER_OPEN, Outcome.PARENT_FAILED}
+)
+_MAX_SWEPT: Final = 1024  # blocks queued from a line in one go: some milliseconds
+_LONGEST_PAUSE: Final = 60.0  # seconds between two tries of what failed again and again
+_LOG_EVERY: Final = 60.0  # seconds between two lines about blocks that L2 lost before they were written
+_LOST: Final = (
+    "%s: %d blocks left host memory before they were written: they come faster than it stores. A larger [host] size "
+    'keeps more until it has caught up; [cache] admit_after = "auto" writes less meanwhile'
+)
+_LOST_WHILE_OFF: Final = "%s is off for now: %d blocks left host memory unwritten. A larger [host] size keeps more"
 
 BlocksEnded = Callable[[Sequence[ChainHash], Sequence[Outcome]], None]
 
@@ -21,70 +37,102 @@ BlocksEnded = Callable[[Sequence[ChainHash], Sequence[Outcome]], None]
 class Demoter:
     """Copies blocks one tier down. One per lower tier. Thread-safe.
 
-    At most `max_bytes` wait here (and a quarter of L2, since what waits is leased); past that the newest tail is
-    refused (`QUEUE_FULL`), never the head. A block that fails or is refused takes its descendants with it
-    (`PARENT_FAILED`): without their parent nobody could reach them. With a `TierAdmission` new blocks may be left out.
-    Lock: `_lock` guards the counter and the failed set; never held across I/O or another lock.
+    At most `store_queue` bytes wait here (and a quarter of L2, since what waits is leased). What finds no room then
+    stands in line, unleased, as long as L2 has it: the oldest is queued when half of the room is free. A block that
+    fails takes its descendants with it (`PARENT_FAILED`): without their parent nobody could reach them. They stand in a
+    line of their own, which is tried again later, a batch at first. With `admit_after = "auto"` a tier that falls
+    behind is offered only what was seen before.
+    Lock: `_lock` guards the counter, the failed set and what paces the lines; never held across I/O or another lock.
     """
 
     def __init__(
         self,
         port: TierPort,
         host: HostTier,
-        max_bytes: int,
+        settings: HierarchySettings,
         metrics: Metrics,
         clock: Callable[[], float],
-        *,
-        is_adaptive: bool = False,
     ) -> None:
-        """`is_adaptive`: while the tier falls behind, it is offered only what was seen before (`admission.py`)."""
         self.port = port
         self.host = host
         self.clock = clock
         self._metrics = metrics
         self._lock = Lock()
-        self._max_blocks = max(1, min(max_bytes // host.region.slot_bytes, host.pool.num_slots // 4))
+        self._max_blocks = max(1, host.pool.num_slots // 4)
+        if settings.store_queue is not None:
+            self._max_blocks = max(1, min(self._max_blocks, settings.store_queue // host.region.slot_bytes))
         self._batch = max(1, BATCH_BYTES // host.region.slot_bytes)
         self._num_waiting = 0
-        self._failed: OrderedDict[ChainHash, None] = OrderedDict()
+        self.num_written = 0
+        self._failed: OrderedDict[ChainHash, bool] = OrderedDict()  # whether it may succeed later
+        self._line = host.pool.backlog()  # blocks that found no room
+        self._again = host.pool.backlog()  # blocks that failed, and were counted
+        self._is_sweeping = False
+        self._pause = port.settings.retry_after  # seconds before `_again` is tried next,
+        self._again_at = -math.inf  # when that is,
+        self._num_again = self._batch  # and with how many blocks
+        self._num_lost = 0  # blocks that the next line in the log tells of
+        self._told_at = -math.inf
+        self._is_through = settings.write_policy == "write_through"
         self._admission: TierAdmission | None = None
-        if is_adaptive:
+        if self._is_through and settings.admit_after == "auto":
             self._admission = TierAdmission(port.name, self._departures, host.pool.return_gaps, metrics, clock)
-            metrics.before_read(self._show)
+        port.recovered = self._recovered
+        metrics.before_read(self._show)
 
     @property
     def num_waiting(self) -> int:
         """Blocks queued or being written."""
         return self._num_waiting
 
-    def offer(self, hashes: Sequence[ChainHash], ended: BlocksEnded | None = None) -> int:
+    @property
+    def num_in_line(self) -> int:
+        """Blocks that are to be queued when there is room or the tier is well, with such as left L2 unnoticed."""
+        return len(self._line) + len(self._again)
+
+    def pass_down(self, hashes: Sequence[ChainHash]) -> Sequence[ChainHash]:
+        """Have consecutive blocks written that were just sealed; returns those for which L2 is to hold on.
+
+        These found no room, and will be queued in their turn. L2 seals a block once: what failed goes with its
+        children.
+        """
+        if not hashes:
+            return ()
+        epoch = self.port.epoch  # before the leases: what they name was stored in this epoch or a later one
+        ancestors = self._failed_ancestors(hashes[0]) if self._failed else []
+        hashes = [*ancestors, *self._admitted(hashes)]
+        taken = 0 if len(self._line) else self._take_room(len(hashes))
+        self._submit(hashes[:taken], epoch)
+        refused = hashes[taken:]
+        if not refused:
+            return ()
+        if len(self._again):
+            self._again.remove(refused)
+        self._line.add(refused)
+        self.port.not_stored(refused, Outcome.QUEUE_FULL)
+        if self._admission is not None:
+            self._admission.is_selective(1.0, refused=True)
+        self.sweep_soon()
+        return refused if self.port.writable else ()
+
+    def offer(self, hashes: Sequence[ChainHash], ended: BlocksEnded) -> int:
         """Queue consecutive blocks for writing; returns how many leading ones were taken.
 
-        `ended` is told, on an I/O thread, what became of every block taken: its owner offers the others again. Without
-        it the others are refused for good, and counted.
+        `ended` is told, on an I/O thread, what became of every block taken: its owner offers the others again.
         """
-        epoch = self.port.epoch  # before the leases: what they name was stored in this epoch or a later one
-        if ended is None and hashes:  # L2 seals a block once: what failed is offered with its children
-            ancestors = self._failed_ancestors(hashes[0]) if self._failed else []
-            hashes = [*ancestors, *self._admitted(hashes)]
-        with self._lock:
-            taken = max(0, min(len(hashes), self._max_blocks - self._num_waiting))
-            self._num_waiting += taken
-            for chain_hash in hashes[:taken]:  # tried anew
-                self._failed.pop(chain_hash, None)
-            if taken < len(hashes):
+        epoch = self.port.epoch
+        taken = self._take_room(len(hashes))
+        if taken < len(hashes):
+            with self._lock:
                 self._remember_failed(hashes[taken:])
-        if taken < len(hashes) and ended is None:
-            self._metrics.dropped(self.port.name, Outcome.QUEUE_FULL, len(hashes) - taken)
-            self.port.not_stored(hashes[taken:], Outcome.QUEUE_FULL)
-            if self._admission is not None:
-                self._admission.is_selective(1.0, refused=True)
-        for first in range(0, taken, self._batch):
-            batch = list(hashes[first : min(taken, first + self._batch)])
-            job = _WriteJob(self, batch, self.host.pool.lease(batch), epoch, ended)
-            if not self.port.queue.submit(job):
-                job.end(Outcome.QUEUE_FULL, late=False)
+        self._submit(hashes[:taken], epoch, ended)
         return taken
+
+    def owe(self, hashes: Sequence[ChainHash]) -> None:
+        """Put blocks in line that this tier lacks, and another one took."""
+        self._line.add(hashes)
+        if not self._num_waiting:  # else some of them may be on their way here
+            self.sweep_soon()
 
     def write(self, lease: Lease, epoch: int) -> list[Outcome]:
         """Re-hash, compare with the checksum taken at seal, and write: on an I/O thread."""
@@ -105,25 +153,176 @@ class Demoter:
             outcomes += [Outcome.CHECKSUM] + [Outcome.PARENT_FAILED] * (len(same) - whole - 1)
         return outcomes
 
-    def settle(self, hashes: Sequence[ChainHash], outcomes: Sequence[Outcome], ended: BlocksEnded | None) -> None:
+    def settle(self, job: "_WriteJob", outcomes: Sequence[Outcome]) -> None:
+        hashes = job.hashes
         good = [h for h, outcome in zip(hashes, outcomes, strict=True) if outcome is Outcome.OK]
+        again = [h for h, outcome in zip(hashes, outcomes, strict=True) if outcome in _PASSING]
         with self._lock:
             self._num_waiting -= len(hashes)
+            self.num_written += len(good)
             for chain_hash in good:
                 self._failed.pop(chain_hash, None)
-            if len(good) < len(hashes):
-                self._remember_failed(
-                    [h for h, o in zip(hashes, outcomes, strict=True) if o not in (Outcome.OK, Outcome.EPOCH)]
-                )
+            for chain_hash, outcome in zip(hashes, outcomes, strict=True):
+                if outcome not in (Outcome.OK, Outcome.EPOCH):
+                    self._remember_failed([chain_hash], may_succeed=outcome in _PASSING)
+            self._pace(job, has_failed=bool(again))
         self._metrics.stored(self.port.name, len(good))
         for outcome in set(outcomes) - {Outcome.OK}:
             lost = [h for h, each in zip(hashes, outcomes, strict=True) if each is outcome]
-            self._metrics.dropped(self.port.name, outcome, len(lost))
-            self.port.not_stored(lost, outcome)
+            self._not_written(lost, outcome, is_repeated=job.is_repeated)
         if corrupt := [h for h, outcome in zip(hashes, outcomes, strict=True) if outcome is Outcome.CHECKSUM]:
             self.host.pool.evict(corrupt, Outcome.CHECKSUM)
-        if ended is not None:
-            ended(hashes, outcomes)
+        if job.ended is not None:
+            self._line.remove(good)
+            job.ended(hashes, outcomes)
+        else:
+            self._keep_in_line(good, again)
+        self.sweep_soon()
+
+    # what stands in line
+
+    def sweep_soon(self, *, at_once: bool = False) -> None:
+        """Have what stands in line queued, on an I/O thread, if half of the room is free. Cheap.
+
+        What failed waits a while before it is tried again, unless `at_once`.
+        """
+        if at_once:
+            self._again_at = -math.inf
+        if not (len(self._line) or (len(self._again) and self.clock() >= self._again_at)):
+            return
+        with self._lock:
+            if self._is_sweeping or self._num_waiting > self._max_blocks // 2 or not self.port.writable:
+                return
+            self._is_sweeping = True
+        if not self.port.queue.submit(_SweepJob(self)):
+            self._is_sweeping = False
+
+    def sweep(self) -> None:
+        """Queue what stands in line, oldest first, as far as there is room: on an I/O thread."""
+        epoch = self.port.epoch
+        with self._lock:
+            room = min(self._max_blocks - self._num_waiting, _MAX_SWEPT)
+        room -= self._sweep(*self._line.take(room), epoch, is_repeated=False)
+        if room > 0 and len(self._again) and self.clock() >= self._again_at:
+            self._sweep(*self._again.take(min(room, self._num_again)), epoch, is_repeated=True)
+        self._note_lost()
+
+    def swept(self) -> None:
+        """A sweep has ended. What came or ended meanwhile asked for none."""
+        self._is_sweeping = False
+        self.sweep_soon()
+
+    def close(self) -> None:
+        """The tier was closed: what still stands in line is counted, and one line tells of it."""
+        self._note_lost(look=True)
+        if num_left := len(self._line):
+            self._metrics.dropped(self.port.name, Outcome.CLOSED, num_left)
+        if num_left + len(self._again):
+            _log.warning(
+                "%s: %d blocks of host memory were not written before the end; a longer time to close writes more",
+                self.port.name,
+                num_left + len(self._again),
+            )
+
+    def _sweep(self, names: list[ChainHash], slots: list[int], epoch: int, *, is_repeated: bool) -> int:
+        """Queue these blocks, chain by chain; returns how many were."""
+        parents = [self.host.parent_in(slot, name) for name, slot in zip(names, slots, strict=True)]
+        num_queued = 0
+        for run, parent in _runs(names, parents):
+            chain = run
+            if parent is not None and self._failed and self._parent_failed(parent):
+                with self._lock:
+                    self._remember_failed(run)
+                if not is_repeated:  # it goes with its parent
+                    self._not_written(run, Outcome.PARENT_FAILED)
+                    self._again.add(run)
+                    continue
+                chain = [*self._failed_ancestors(run[0]), *run]
+                if self._parent_failed(self.host.parent_of(chain[0]) or b""):  # L2 has lost it, or it never succeeds
+                    continue
+            with self._lock:
+                self._num_waiting += len(chain)
+            self._submit(chain, epoch, is_repeated=is_repeated)
+            num_queued += len(chain)
+        return num_queued
+
+    def _not_written(self, hashes: Sequence[ChainHash], reason: Outcome, *, is_repeated: bool = False) -> None:
+        """Count blocks that the tier did not get, but for what was counted when it failed first."""
+        if not (is_repeated and reason in _PASSING):
+            self._metrics.dropped(self.port.name, reason, len(hashes))
+        self.port.not_stored(hashes, reason)
+
+    def _keep_in_line(self, good: Sequence[ChainHash], again: Sequence[ChainHash]) -> None:
+        """What L2 holds on for was written, or will be when the tier is well."""
+        if good and self.host.pool.has_dirty:
+            self.host.pool.mark_clean(good)
+        if again:
+            self._again.add(again)
+        if again and self._is_through and self.host.pool.has_dirty and not self.port.writable:
+            self.host.pool.mark_all_clean()  # the tier takes nothing for now: holding on would cost others their place
+
+    def _pace(self, job: "_WriteJob", *, has_failed: bool) -> None:
+        """Under the lock: when and how much of what failed is tried next."""
+        if has_failed:
+            self._pause = min(2 * self._pause, _LONGEST_PAUSE) if job.is_repeated else self.port.settings.retry_after
+            self._again_at = self.clock() + self._pause
+            self._num_again = self._batch
+        elif job.is_repeated:
+            self._pause, self._again_at = self.port.settings.retry_after, -math.inf
+            self._num_again = min(2 * self._num_again, self._max_blocks)
+
+    def _recovered(self) -> None:
+        """The tier's probe was answered."""
+        if self._pause <= self.port.settings.retry_after:  # else the blocks themselves fail
+            self._again_at = -math.inf
+        self.sweep_soon()
+
+    def _note_lost(self, *, look: bool = False) -> None:
+        """Count the blocks that left L2 while they stood in line, and say so once a minute."""
+        lost = self._line.take_lost(look=look)
+        self._again.take_lost(look=look)  # were counted when they failed
+        if lost:
+            self._metrics.dropped(self.port.name, Outcome.EVICTED, lost)
+        with self._lock:
+            self._num_lost += lost
+            if not self._num_lost or self.clock() - self._told_at < _LOG_EVERY:
+                return
+            lost, self._num_lost, self._told_at = self._num_lost, 0, self.clock()
+        _log.warning(_LOST if self.port.writable else _LOST_WHILE_OFF, self.port.name, lost)
+
+    # what is queued
+
+    def _take_room(self, num_blocks: int) -> int:
+        """How many of so many blocks may be queued; they count as waiting from now on."""
+        with self._lock:
+            taken = max(0, min(num_blocks, self._max_blocks - self._num_waiting))
+            self._num_waiting += taken
+            return taken
+
+    def _submit(
+        self, hashes: Sequence[ChainHash], epoch: int, ended: BlocksEnded | None = None, *, is_repeated: bool = False
+    ) -> None:
+        """Queue blocks that count as waiting, a batch a job."""
+        if self._failed:
+            with self._lock:
+                for chain_hash in hashes:  # tried anew
+                    self._failed.pop(chain_hash, None)
+            self._line.remove(hashes)  # ancestors that came along
+            self._again.remove(hashes)
+        for first in range(0, len(hashes), self._batch):
+            batch = list(hashes[first : first + self._batch])
+            job = _WriteJob(self, batch, self.host.pool.lease(batch), epoch, ended, is_repeated)
+            if not self.port.queue.submit(job):
+                job.refuse()
+
+    def refuse(self, job: "_WriteJob") -> None:
+        """The tier's queue has too many jobs, or is closed: as if there were no room."""
+        if job.ended is not None:
+            self.settle(job, [Outcome.QUEUE_FULL] * len(job.hashes))
+            return
+        with self._lock:
+            self._num_waiting -= len(job.hashes)
+        (self._again if job.is_repeated else self._line).add(job.hashes)
 
     def _admitted(self, hashes: Sequence[ChainHash]) -> Sequence[ChainHash]:
         """The leading blocks of a chain just sealed that are to be written now; what is left out is counted.
@@ -136,30 +335,31 @@ class Demoter:
         if refused := hashes[num_seen:]:
             with self._lock:
                 self._remember_failed(refused)
-            self._metrics.dropped(self.port.name, Outcome.NOT_ADMITTED, len(refused))
-            self.port.not_stored(refused, Outcome.NOT_ADMITTED)
+            self._not_written(refused, Outcome.NOT_ADMITTED)
         return hashes[:num_seen]
 
     def _filling(self) -> float:
-        return self._num_waiting / self._max_blocks
+        return (self._num_waiting + len(self._line)) / self._max_blocks
 
     def _departures(self) -> list[Departures]:
         return [each for each in (self.host.pool.departures, self.port.departures) if each is not None]
 
     def _show(self) -> None:
+        self._note_lost(look=True)
+        self._metrics.waiting(self.port.name, self._num_waiting + self.num_in_line)
         if self._admission is not None:
             self._admission.is_selective(self._filling())
 
-    def _remember_failed(self, hashes: Sequence[ChainHash]) -> None:
-        self._failed.update(dict.fromkeys(hashes))
+    def _remember_failed(self, hashes: Sequence[ChainHash], *, may_succeed: bool = True) -> None:
+        self._failed.update(dict.fromkeys(hashes, may_succeed))
         while len(self._failed) > _MAX_FAILED:
             self._failed.popitem(last=False)
 
     def _failed_ancestors(self, chain_hash: ChainHash) -> list[ChainHash]:
-        """The blocks before it that failed and that L2 still holds: without them nobody could reach it."""
+        """The blocks before it that failed for now and that L2 still holds: without them nobody could reach it."""
         found: list[ChainHash] = []
         parent = self.host.parent_of(chain_hash) if self.port.writable else None
-        while parent is not None and self._parent_failed(parent):
+        while parent is not None and self._failed.get(parent):
             grandparent = self.host.parent_of(parent)
             if grandparent is None:  # L2 has lost it
                 break
@@ -172,6 +372,18 @@ class Demoter:
             return parent in self._failed
 
 
+def _runs(
+    names: Sequence[ChainHash], parents: Sequence[ChainHash | None]
+) -> list[tuple[list[ChainHash], ChainHash | None]]:
+    """Blocks as runs of consecutive ones, each with the name before it: chains that grew side by side come apart."""
+    runs: dict[ChainHash, tuple[list[ChainHash], ChainHash | None]] = {}  # by the name of the last block
+    for name, parent in zip(names, parents, strict=True):
+        run = runs.pop(parent, None) if parent is not None else None
+        runs[name] = run or ([], parent)
+        runs[name][0].append(name)
+    return list(runs.values())
+
+
 @dataclass(eq=False, slots=True)
 class _WriteJob:
     """One batch of consecutive blocks; their lease keeps them in L2 until the write has ended. Implements `Job`."""
@@ -181,6 +393,7 @@ class _WriteJob:
     lease: Lease
     epoch: int  # the port's when they were offered
     ended: BlocksEnded | None
+    is_repeated: bool  # they failed before
     deadline: float = math.inf  # waiting hurts nobody; `run` sets it
 
     def run(self) -> list[Outcome]:
@@ -191,8 +404,29 @@ class _WriteJob:
 
     def end(self, result: list[Outcome] | Outcome, *, late: bool) -> None:
         self.lease.release()
-        outcomes = [result] * len(self.hashes) if isinstance(result, Outcome) else result
-        self.demoter.settle(self.hashes, outcomes, self.ended)
+        self.demoter.settle(self, [result] * len(self.hashes) if isinstance(result, Outcome) else result)
+
+    def refuse(self) -> None:
+        """The queue did not take it."""
+        self.lease.release()
+        self.demoter.refuse(self)
 
     def overdue(self) -> None:
         self.demoter.port.failed("write")  # the lease stays: the write still reads its slots
+
+
+@dataclass(eq=False, slots=True)
+class _SweepJob:
+    """Queues what stands in line. Implements `Job`."""
+
+    demoter: Demoter
+    deadline: float = math.inf  # memory only: it cannot hang
+
+    def run(self) -> None:
+        self.demoter.sweep()
+
+    def end(self, result: Outcome | None, *, late: bool) -> None:
+        self.demoter.swept()
+
+    def overdue(self) -> None:
+        """Never told: there is no deadline."""

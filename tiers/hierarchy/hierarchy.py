@@ -1,6 +1,7 @@
 """The hierarchy: L2 and the tiers below it as one store. The only module that knows two tiers."""
 
 import math
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -64,6 +65,7 @@ class Hierarchy:
         self._ticked_at = -math.inf
         self._num_dirty_dropped = 0  # of those the pool counts: shown as dropped already
         self._closed = False
+        self._pid = os.getpid()
         if host.pool.departures is None:
             host.pool.remember(Departures(L2, self.num_slots, self.num_slots + 1, clock))
         metrics.before_read(self._show_pools)
@@ -199,6 +201,7 @@ class Hierarchy:
         self._ticked_at = now
         for port in self.ports:
             port.tick()
+        self.stores.tick()
         if self.promoter.active:
             self.promoter.tick()
 
@@ -236,8 +239,11 @@ class Hierarchy:
             raise AssertionError(f"at idle nothing may be leased, filling or quarantined: {counts}")
 
     def close(self, timeout: float = 5.0) -> None:
-        """Drain, drop what is left (counted), close every tier: in `timeout` seconds altogether. Idempotent."""
-        if self._closed:
+        """Drain, drop what is left (counted), close every tier: in `timeout` seconds altogether. Idempotent.
+
+        In a forked child there is nothing to close.
+        """
+        if self._closed or self._pid != os.getpid():
             return
         deadline = time.monotonic() + timeout
         self.drain(timeout)
@@ -246,6 +252,7 @@ class Hierarchy:
         self.promoter.close(max(0.0, deadline - time.monotonic()))
         for port in self.ports:
             port.close(max(0.0, deadline - time.monotonic()))
+        self.stores.close()
         self.host.close()
 
     # inside
@@ -369,8 +376,9 @@ class Hierarchy:
         with self._lock:
             self.metrics.evicted(L2, pool.num_evicted)
             dropped, self._num_dirty_dropped = pool.num_dirty_dropped - self._num_dirty_dropped, pool.num_dirty_dropped
+            is_ours = dropped and self.settings.write_policy == "write_back"  # else the tiers' lines count them
             for port in self.ports:
-                if dropped and port.settings.takes_stores:
+                if is_ours and port.settings.takes_stores:
                     self.metrics.dropped(port.name, Outcome.EVICTED, dropped)
                 tier = port.tier  # a probe may detach it meanwhile
                 stats = tier.stats() if tier is not None else {}

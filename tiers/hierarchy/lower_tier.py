@@ -94,6 +94,7 @@ class TierPort:
         self._attaching = Lock()  # held while `open` runs, by the constructor and by probes only
         self._lock = Lock()  # guards what follows; innermost, never held across I/O
         self._closed = False
+        self.recovered: Callable[[], None] | None = None  # told, on an I/O thread, when writes are tried again
         self.epoch = 0  # counts resets: a write offered before one never lands after it
         self.is_shared = False  # the tier `Locates`
         self.tells_children: TellsChildren | None = None  # the tier, if it does
@@ -300,6 +301,8 @@ class TierPort:
         self._show_breakers()
         if answered:
             _log.info("%s tier is back (%s)", self.name, direction)
+            if direction == "write" and self.recovered is not None:
+                self.recovered()
 
     def _readable(self) -> Tier | None:
         return self.tier if self.breakers["read"].closed and not self._num_stale else None

@@ -5,6 +5,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Final
 
 from kvtier.tiers import L2, BlockRecord, ChainHash, Metrics, Outcome
@@ -21,6 +22,7 @@ _log = logging.getLogger(__name__)
 
 _SIGHTINGS_PER_SLOT: Final = 4  # how many blocks not yet admitted are remembered, per L2 slot
 _MAX_SEALING: Final = 1 << 16  # stores waiting to be sealed
+_DIRTY_SHARE: Final = 2  # write-through: half of L2 at most waits, unleased, with a right to stay
 _SEALED_NOW: Final = 256 << 10  # bytes up to which hashing them takes less than waking a thread for it
 
 
@@ -47,13 +49,8 @@ class StoreQueue:
         self._lock = lock
         self._settings = settings
         self._metrics = metrics
-        is_adaptive = settings.admit_after == "auto" and settings.write_policy == "write_through"
         self._admit_after = settings.admit_after if isinstance(settings.admit_after, int) else 1
-        self._demoters = [
-            Demoter(port, host, settings.store_queue, metrics, clock, is_adaptive=is_adaptive)
-            for port in ports
-            if port.settings.takes_stores
-        ]
+        self._demoters = [Demoter(port, host, settings, metrics, clock) for port in ports if port.settings.takes_stores]
         self.unsealed: dict[ChainHash, Sealing] = {}  # filled blocks that are not published yet
         self._waiting: deque[Sealing] = deque()  # of them, those that no job has taken: a job is queued for them
         self._num_waiting = 0  # stores in these
@@ -124,12 +121,26 @@ class StoreQueue:
             return self.sealing_queue.drain(timeout)
         deadline = time.monotonic() + timeout
         drained = self._drain_queues(deadline)
-        before = self._host.pool.num_slots + 1
-        while drained and (dirty := self._host.pool.counts().dirty) and dirty < before:  # write-back, while it helps
-            before = dirty
-            self._demote_dirty(dirty)
+        before = -1
+        while drained and self._num_unwritten and (written := sum(d.num_written for d in self._demoters)) > before:
+            before = written  # while it helps
+            if self._settings.write_policy == "write_back":
+                self._demote_dirty(self._host.pool.counts().dirty)
+            for demoter in self._demoters:
+                demoter.sweep_soon(at_once=True)
             drained = self._drain_queues(deadline)
         return drained
+
+    def tick(self) -> None:
+        """Have what waits for room in a lower tier, or failed there, offered again if it is time. Cheap."""
+        for demoter in self._demoters:
+            if demoter.num_in_line:
+                demoter.sweep_soon()
+
+    def close(self) -> None:
+        """The lower tiers were closed: count what they did not get."""
+        for demoter in self._demoters:
+            demoter.close()
 
     # on the sealing thread
 
@@ -332,22 +343,37 @@ class StoreQueue:
                     sightings.popitem(last=False)
         return heads
 
+    @property
+    def _num_unwritten(self) -> int:
+        """Blocks that are to be written below and that nobody writes now."""
+        return self._host.pool.counts().dirty + sum(demoter.num_in_line for demoter in self._demoters)
+
     def _drain_queues(self, deadline: float) -> bool:
         queues = (self.sealing_queue, *(port.queue for port in self._ports))
         return all([queue.drain(max(0.0, deadline - time.monotonic())) for queue in queues])
 
     def _pass_down(self, chains: Sequence[list[ChainHash]], lease: Lease) -> None:
         """Give chains that were just sealed, and are leased, to the tiers below: now, or when they are to make room."""
+        pool = self._host.pool
         if self._settings.write_policy == "write_through":
             for hashes in chains:
-                for demoter in self._demoters:
-                    demoter.offer(hashes)
+                refused = [demoter.pass_down(hashes) for demoter in self._demoters]
+                if all(refused):
+                    self._hold_on(min(refused, key=len))
             return
-        pool = self._host.pool
         pool.mark_dirty(lease)
         limit = int((1 - self._settings.clean_share) * pool.num_slots)
         if (excess := pool.counts().dirty - len(self._cleaning) - limit) > 0:
             self._demote_dirty(excess)
+
+    def _hold_on(self, hashes: Sequence[ChainHash]) -> None:
+        """Write-through: blocks that no tier has room for are evicted after others, if these are not too many."""
+        pool = self._host.pool
+        hashes = hashes[: max(0, pool.num_slots // _DIRTY_SHARE - pool.counts().dirty)]
+        pool.mark_dirty(hashes)
+        held = zip(*(demoter.port.holds(hashes) for demoter in self._demoters), strict=True)
+        if written := [h for h, where in zip(hashes, held, strict=True) if any(where)]:  # meanwhile
+            pool.mark_clean(written)
 
     def _demote_dirty(self, num_blocks: int) -> None:
         """Write-back: write the blocks next in line for eviction, so that they are clean when their turn comes."""
@@ -357,12 +383,17 @@ class StoreQueue:
             self._cleaning.update(chosen)
         for chain in _chains(chosen, self._host.parent_of):
             for demoter in self._demoters:
-                taken = demoter.offer(chain, self._cleaned)
+                taken = demoter.offer(chain, partial(self._cleaned, demoter))
                 with self._lock:
                     self._cleaning.difference_update(chain[taken:])
 
-    def _cleaned(self, hashes: Sequence[ChainHash], outcomes: Sequence[Outcome]) -> None:
-        self._host.pool.mark_clean([h for h, o in zip(hashes, outcomes, strict=True) if o is Outcome.OK])
+    def _cleaned(self, demoter: Demoter, hashes: Sequence[ChainHash], outcomes: Sequence[Outcome]) -> None:
+        """Blocks that one tier took are clean; those that lack them get them in their turn."""
+        good = [h for h, o in zip(hashes, outcomes, strict=True) if o is Outcome.OK]
+        self._host.pool.mark_clean(good)
+        for other in self._demoters:
+            if other is not demoter and good:
+                other.owe([h for h, is_held in zip(good, other.port.holds(good), strict=True) if not is_held])
         with self._lock:
             self._cleaning.difference_update(hashes)
 

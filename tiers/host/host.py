@@ -13,13 +13,13 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.tiers import BlockRecord, ChainHash, ChildBlock, ConfigError, Lineage, checksum_of
+from kvtier.tiers import BlockRecord, ChainHash, ChildBlock, ConfigError, Lineage, checksum_of, cut_off_in_children
 from kvtier.tiers.config import format_size, show_size
 from kvtier.tiers.host import memory
 from kvtier.tiers.host.cuda_driver import cuda_driver
 from kvtier.tiers.host.pinning import PinDriver, PinnedPieces
 from kvtier.tiers.host.records import BlockRecords
-from kvtier.tiers.pool import MAX_CHILDREN, ChildIndex, SlotPool
+from kvtier.tiers.pool import MAX_CHILDREN, ChildIndex, SlotPool, listed
 
 logger = logging.getLogger(__name__)
 
@@ -34,8 +34,8 @@ _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 class HostRegion:
     """`num_slots` slots of `slot_bytes` in one mapping, each starting on a 4 KiB boundary.
 
-    Private regions are anonymous with huge pages advised and absent from forked children; shared ones are a memfd
-    sealed against shrinking and growing, so that no process can make another's reads fault.
+    Private regions are anonymous with huge pages advised; shared ones are a memfd sealed against shrinking and growing,
+    so that no process can make another's reads fault. A forked child has no slots, and none of this memory.
     """
 
     def __init__(self, mapping: mmap.mmap, num_slots: int, slot_bytes: int, fd: int | None) -> None:
@@ -55,6 +55,7 @@ class HostRegion:
         self._kept = False
         self._closing = threading.Event()
         self._prefault_thread: threading.Thread | None = None
+        cut_off_in_children(self)
 
     @classmethod
     def allocate(
@@ -170,6 +171,12 @@ class HostRegion:
         if self.fd is not None:
             os.close(self.fd)
             self.fd = None
+
+    def forked(self) -> None:
+        """In a child its copies fail for want of slots, and whatever is mapped next does not lie where it ends."""
+        if self.num_slots:
+            memory.fence_off(self.address, len(self._mapping), is_mapped=self.fd is not None)
+        self.array, self.num_slots = np.empty((0, self.slot_stride), np.uint8), 0
 
     def _prefault(self) -> None:
         """Thread: fault the region in, piece by piece, without the GIL."""
@@ -292,9 +299,13 @@ class HostTier:
 
     def parent_of(self, chain_hash: ChainHash) -> ChainHash | None:
         """The name of the block before this one; None if it is not held."""
-        with self.pool.lease([chain_hash]) as lease:
-            record = self.records[int(lease.slots[0])] if len(lease) else None
-            return record.parent if record else None
+        found = listed(self.pool.places([chain_hash]).slots)
+        return self.parent_in(found[0], chain_hash) if found else None
+
+    def parent_in(self, slot: int, chain_hash: ChainHash) -> ChainHash | None:
+        """As `parent_of`, of a block that was in this slot a moment ago."""
+        record = self.records[slot]
+        return record.parent if record is not None and record.chain_hash == chain_hash else None
 
     def held(self, *, tails: bool = False) -> list[tuple[ChainHash, ChainHash]]:
         """Name and parent of every block, in no particular order; takes the pool's lock for some blocks at a time.

@@ -20,6 +20,12 @@ from kvtier.tiers.config import compiled_setting
 PAGE: Final = 4096
 HUGE_PAGE: Final = 2 << 20
 
+_PROT_NONE: Final = 0
+_MAP_PRIVATE: Final = 0x02
+_MAP_FIXED: Final = 0x10
+_MAP_ANONYMOUS: Final = 0x20
+_MAP_NORESERVE: Final = 0x4000
+_MAP_FIXED_NOREPLACE: Final = 0x100000  # Linux 4.17
 _MADV_DONTFORK: Final = 10
 _MADV_HUGEPAGE: Final = 14
 _MADV_POPULATE_WRITE: Final = 23  # Linux 5.14
@@ -32,6 +38,9 @@ _COPY_PIECE: Final = 32 << 20  # bytes per system call: a cancelled copy stops a
 _libc = ctypes.CDLL(None, use_errno=True)  # CDLL releases the GIL around every call, PyDLL would not
 _madvise = _libc.madvise
 _madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_mmap = _libc.mmap
+_mmap.argtypes = [*(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)]
+_mmap.restype = ctypes.c_void_p
 _mlock, _munlock = _libc.mlock, _libc.munlock
 _mlock.argtypes = _munlock.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _process_vm_readv, _process_vm_writev = _libc.process_vm_readv, _libc.process_vm_writev
@@ -67,6 +76,15 @@ def collapse(address: int, num_bytes: int) -> bool:
 def advise_no_fork(address: int, num_bytes: int) -> None:
     """Leave the pages out of forked children: no copy-on-write under a DMA, no second copy of a large pool."""
     _madvise(address, num_bytes, _MADV_DONTFORK)
+
+
+def fence_off(address: int, num_bytes: int, *, is_mapped: bool) -> None:
+    """Let nobody reach a range of memory, nor map anything else there. Unless `is_mapped`, nothing may be there yet.
+
+    For a forked child: unmapping what `advise_no_fork` left out would unmap whatever came to lie there since.
+    """
+    fixed = _MAP_FIXED if is_mapped else _MAP_FIXED_NOREPLACE
+    _mmap(address, num_bytes, _PROT_NONE, _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE | fixed, -1, 0)
 
 
 def populate(address: int, num_bytes: int) -> None:

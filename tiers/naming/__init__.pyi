@@ -9,7 +9,7 @@ from .chain import (
     state_name,
     token_array,
 )
-from .identity import ModelIdentity, config_digest
+from .identity import FORMAT_VERSION, ModelIdentity, config_digest
 from .kept_names import KeptNames
 from .key_schemes import VllmKeys, dynamo_local_hashes, dynamo_seed, dynamo_sequence_hashes, sglang_hashes
 from .kv_probe import PROBE_BYTES, TOLERANCES, KVProbe
@@ -18,6 +18,7 @@ from .shape import DTYPE_BYTES, FlatShape, KVLayout, KVShape
 
 __all__ = [
     "DTYPE_BYTES",
+    "FORMAT_VERSION",
     "PROBE_BYTES",
     "TOLERANCES",
     "FlatShape",

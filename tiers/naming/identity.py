@@ -11,7 +11,7 @@ import msgpack
 
 from kvtier.tiers import ConfigError
 
-FORMAT_VERSION: Final = 1  # of the canonical block layout and of how blocks are named
+FORMAT_VERSION: Final = 2  # of the canonical block layout and of how blocks are named; 1 hashed `model`, too
 
 _FEW: Final = 4  # values of a list that are told one by one
 _SHORT: Final = 80  # characters of a field that are told
@@ -40,7 +40,7 @@ class ModelIdentity:
     with None as its default, keeps old fingerprints valid.
     """
 
-    model: str  # its name, for people; the next two say what it is
+    model: str  # its name, for people, and no part of the fingerprint: the next two say what it is
     revision: str  # commit or digest of the weights, in hex, an "algorithm:" before it allowed; never a branch's name
     config_digest: str  # `config_digest()` of the model's configuration
     dtype: str  # of the weights
@@ -84,8 +84,10 @@ class ModelIdentity:
                 raise _bad(field, (first, stop), f"give a half-open range within the {size} there are")
 
     def fingerprint(self) -> bytes:
-        """32 bytes: SHA-256 of the fields as a msgpack map, its keys sorted, None left out, 2.0 as 2."""
-        return hashlib.sha256(msgpack.packb(_normal(asdict(self), "identity"))).digest()
+        """32 bytes: SHA-256 of all fields but `model` as a msgpack map, its keys sorted, None left out, 2.0 as 2."""
+        named = asdict(self)
+        del named["model"]
+        return hashlib.sha256(msgpack.packb(_normal(named, "identity"))).digest()
 
     def told(self) -> dict[str, str]:
         """Each field that applies, for people: short, a long list as how many it has and a digest of them."""

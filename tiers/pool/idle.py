@@ -1,6 +1,7 @@
 """IdleSlots: the slots that could be evicted, and the choice of those that are."""
 
 from functools import cached_property
+from typing import Final
 
 import numpy as np
 
@@ -8,6 +9,8 @@ from kvtier.tiers.pool.index import Slots
 from kvtier.tiers.pool.links import ChainLinks
 from kvtier.tiers.pool.policy import EvictionPolicy
 from kvtier.tiers.pool.slot_queue import SlotQueue
+
+_MOST_PASSED: Final = 4096  # dirty slots that one eviction passes over, in search of clean ones
 
 
 def no_slots() -> Slots:
@@ -180,14 +183,25 @@ class IdleSlots:
     # --- choosing -----------------------------------------------------------------------------------------------
 
     def _candidates(self, count: int) -> Slots:
-        """The policy's next victims: clean ones while there are any, then the dirty ones passed over before."""
-        while len(batch := self._policy.pop(count)):
+        """The policy's next victims: clean ones if any come soon, else the dirty ones passed over before.
+
+        It looks past no more than `_MOST_PASSED` dirty ones: where all are dirty, finding that out would take long.
+        """
+        num_passed, size = 0, count
+        while len(batch := self._policy.pop(size)):
             if not self.num_dirty:
                 return batch
             dirty = self.dirty[batch]
+            clean = batch[~dirty]
             self._deferred.append(batch[dirty])
-            if not dirty.all():
-                return batch[~dirty]
+            if len(clean):
+                if len(clean) > count:
+                    self._policy.give_back(clean[count:])
+                return clean[:count]
+            num_passed += len(batch)
+            if num_passed >= _MOST_PASSED:
+                break
+            size = min(2 * size, _MOST_PASSED)
         return self._deferred.take(count) if self.num_dirty else batch
 
     def _split(self, batch: Slots) -> Slots:

@@ -5,12 +5,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvtier.tiers import BlockRecord, ChainHash, Changes, Outcome
+from kvtier.tiers.pool.backlog import Backlog
 from kvtier.tiers.pool.departures import REMOVED, RESET, Departures
 from kvtier.tiers.pool.few import FEW, BatchTable
 from kvtier.tiers.pool.index import Slots
@@ -22,6 +23,8 @@ from kvtier.tiers.returns import RequestEnd, ToldEnd
 
 if TYPE_CHECKING:
     from _typeshed import SupportsGetItem
+
+_PIECE: Final = 4096  # slots looked at while the lock is held
 
 Chains = Sequence[tuple[Sequence[ChainHash], ChainHash | None]]  # (names, the name before them) of each
 
@@ -46,6 +49,7 @@ class SlotPool:
         self._places = KeptPlaces(self._table)
         self._lock = threading.Lock()
         self._epoch = 0  # resets so far
+        self._backlogs: list[Backlog] = []
         # `__del__` may run anywhere, even inside this pool's own methods: it only leaves a note here.
         self._dropped: deque[Lease | Reservation] = deque()
 
@@ -259,10 +263,19 @@ class SlotPool:
                 self._table.departures.left(names, Outcome.QUOTA)
             return gone
 
-    # --- write-back ---------------------------------------------------------------------------------------------
+    # --- what lower tiers lack ----------------------------------------------------------------------------------
+
+    def backlog(self) -> Backlog:
+        """A line, empty yet, for blocks of this pool that are still to be given to a lower tier; a reset clears it."""
+        with self._lock:
+            self._backlogs.append(Backlog(self._table, self._lock))
+            return self._backlogs[-1]
 
     def mark_dirty(self, blocks: Sequence[ChainHash] | Lease) -> None:
-        """Note that no lower tier holds these blocks, by name or those leased: clean ones are evicted first."""
+        """Note that no lower tier holds these blocks, by name or those leased: clean ones are evicted first.
+
+        As far as clean ones are among the next 4,096 in line: an eviction looks no further.
+        """
         with self._lock:
             if isinstance(blocks, Lease):  # one that was dropped meanwhile is not ready, and its slot nobody else's
                 slots = blocks.slots
@@ -270,10 +283,22 @@ class SlotPool:
             else:
                 self._table.idle.mark_dirty(self._ready(blocks))
 
+    @property
+    def has_dirty(self) -> bool:
+        """Whether any block is dirty, as a hint: no lock is taken."""
+        return self._table.idle.num_dirty > 0
+
     def mark_clean(self, hashes: Sequence[ChainHash]) -> None:
         """Note that a lower tier holds these blocks now."""
         with self._lock:
             self._table.idle.mark_clean(self._ready(hashes))
+
+    def mark_all_clean(self) -> None:
+        """Nothing is dirty any more: what was goes in its turn. The lock is held for a piece at a time."""
+        for first in range(0, self.num_slots, _PIECE):
+            with self._lock:
+                dirty = np.flatnonzero(self._table.idle.dirty[first : first + _PIECE]) + first
+                self._table.idle.mark_clean(dirty[dirty < self.num_slots])
 
     def oldest_dirty(self, n: int) -> list[ChainHash]:
         """Up to `n` dirty blocks, those the policy would evict next first, but each after its dirty parents."""
@@ -320,6 +345,8 @@ class SlotPool:
                 ready = np.flatnonzero(self._table.state == READY)
                 self._table.departures.left(self._table.index.words(ready), RESET)
             self._table.reset()
+            for backlog in self._backlogs:
+                backlog.clear()
 
     def check(self) -> PoolCounts:
         """Raise AssertionError where a law of the pool is broken; return the counts. A full scan: at idle, in tests."""

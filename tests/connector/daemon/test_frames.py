@@ -7,6 +7,7 @@ from typing import Any
 import msgpack
 import numpy as np
 import pytest
+from extent import brief
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -303,7 +304,7 @@ def test_frames_cut_anywhere(operations: list[Any], cuts: list[int]) -> None:
     assert [unpack_request(body) for body in bodies] == [(n, [each]) for n, each in enumerate(operations)]
 
 
-@settings(max_examples=300)
+@settings(max_examples=brief(60, 300))
 @given(st.binary(max_size=200))
 def test_any_bytes_are_frames_or_a_format_error(stream: bytes) -> None:
     try:
@@ -312,7 +313,7 @@ def test_any_bytes_are_frames_or_a_format_error(stream: bytes) -> None:
         return
 
 
-@settings(max_examples=300)
+@settings(max_examples=brief(60, 300))
 @given(anything)
 def test_any_value_is_a_message_or_a_format_error(value: Any) -> None:
     body = msgpack.unpackb(msgpack.packb(value), strict_map_key=False)
@@ -323,7 +324,7 @@ def test_any_value_is_a_message_or_a_format_error(value: Any) -> None:
             continue
 
 
-@settings(max_examples=300)
+@settings(max_examples=brief(60, 300))
 @given(st.lists(operation, min_size=1, max_size=2), st.data())
 def test_a_flipped_byte_is_another_message_or_a_format_error(operations: list[Any], data: st.DataObject) -> None:
     frame = bytearray(pack_request(1, operations))

@@ -12,7 +12,7 @@ from kvtier.connector.segments.rope import rotated
 from kvtier.connector.segments.rope_gate import require_rotatable
 from kvtier.tiers.errors import ConfigError
 
-LONG = {**SIZES, "max_position_embeddings": 4096, "num_hidden_layers": 4}
+LONG = SIZES | {"max_position_embeddings": 4096, "num_hidden_layers": 4}
 THETA = {"rope_theta": 1e4}
 SHORT = {"original_max_position_embeddings": 1024}
 

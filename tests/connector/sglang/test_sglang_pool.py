@@ -85,7 +85,7 @@ def through_slots(source: Any, target: Any) -> list[bytes]:
     copies = BlockCopies(np.arange(PAGES), np.arange(PAGES)[::-1].copy())
     for direction, each in (("store", source), ("load", target)):
         blocks = page_blocks(pool_pages(each), pages.page_bytes, whole=True)
-        assert PartCopier(blocks, region).copy(direction, copies) is None  # type: ignore[arg-type]
+        assert PartCopier(blocks, region).copy(direction, copies) is None
     slots = [bytes(region.slot(slot)) for slot in range(PAGES)][::-1]
     region.close()
     return slots

@@ -76,9 +76,9 @@ def test_a_text_that_grows_out_of_its_rope_is_loaded_and_its_answer_not_kept(ope
     model = model_of(kind)
     kv = open_tier(model)
     tokens = torch.tensor([prompt(1, 120)])
-    kv.generate(tokens, **{**GREEDY, "max_new_tokens": 4})
+    kv.generate(tokens, **GREEDY | {"max_new_tokens": 4})
     for _ in range(2):
-        grown = {**GREEDY, "max_new_tokens": 40}
+        grown = GREEDY | {"max_new_tokens": 40}
         assert torch.equal(kv.generate(tokens, **grown), model.generate(tokens, **grown))
         assert kv.num_cached_tokens == 112
     with torch.inference_mode():
@@ -104,7 +104,7 @@ def test_our_engine_ends_where_rope_changes() -> None:
         with Engine.from_config(config(kind), EngineConfig(block_size=16, num_blocks=32)) as engine:
             assert engine.max_model_len == limit
             [answer] = engine.generate([tokens], SamplingParams(max_tokens=8, ignore_eos=True))
-            plain = engine.model.module
+            plain: Any = engine.model.module
             plain.set_attn_implementation("sdpa")
             expected: Any = plain.generate(torch.tensor([tokens]), **GREEDY)
             assert answer.token_ids == expected[0, 90:].tolist()

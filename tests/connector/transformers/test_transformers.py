@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from extent import brief
 from kv_tier_rig import Open
 from service_rig import PATIENCE, DaemonThread
 from tiny_models import VOCAB, config_of, prompt
@@ -66,7 +67,7 @@ def ids(*rows: list[int]) -> torch.Tensor:
     return torch.tensor(rows)
 
 
-KINDS = ["llama", "qwen3", "mistral", "mistral-window", "gemma3", "deepseek-v2", "deepseek-v3"]
+KINDS = ["llama", *brief([], ["qwen3", "mistral", "gemma3", "deepseek-v2"]), "mistral-window", "deepseek-v3"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -95,7 +96,7 @@ def test_a_prompt_is_found_again_by_the_next_call_turn_and_process(open_tier: Op
     assert stats['kvtier_bytes_total{tier="l2",direction="load"}'] == 5 * block_bytes
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [*brief([], [torch.float32, torch.float16]), torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_loaded_is_what_was_stored_bit_for_bit(open_tier: Open, kind: str, dtype: torch.dtype) -> None:
     model = model_of(kind, dtype)
@@ -106,8 +107,8 @@ def test_what_is_loaded_is_what_was_stored_bit_for_bit(open_tier: Open, kind: st
         whole = model(tokens, **cache_option(model, stored)).logits[:, -1]
     kv.store(tokens, stored)
     assert kv.drain()
-    loaded: Any
-    loaded, num_cached = kv.load(tokens)
+    cache, num_cached = kv.load(tokens)
+    loaded: Any = cache
     assert (num_cached, loaded.get_seq_length()) == (64, 64)
     for one, other in zip(stored.layers, loaded.layers, strict=True):
         assert torch.equal(one.keys[:, :, :64], other.keys)

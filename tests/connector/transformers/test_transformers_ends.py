@@ -29,7 +29,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[RequestEnd]:
 def test_a_call_tells_one_end_for_each_prompt(open_tier: Open, told: list[RequestEnd]) -> None:
     kv = open_tier(model_of("llama"))
     rows = left_padded([range(3, 43), range(50, 70)])
-    kv.generate(**rows, **{**GREEDY, "do_sample": True, "num_return_sequences": 2}, hint="tool")
+    kv.generate(**rows, **GREEDY | {"do_sample": True, "num_return_sequences": 2}, hint="tool")
     assert [(end.num_prompt, end.num_output_tokens, end.hint, end.is_derived) for end in told] == [
         (40 // BLOCK, 8, Hint.TOOL, False),
         (20 // BLOCK, 8, Hint.TOOL, False),

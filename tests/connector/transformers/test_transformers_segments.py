@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from extent import brief
 from kv_tier_rig import Open, tiers_over
 from service_rig import PATIENCE, DaemonThread
 from small_engines import KEEP, Make, end
@@ -87,7 +88,7 @@ def open_tier(disk_dir: Path) -> Iterator[Open]:
 # what is computed
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2-mixed", "qwen3", "mistral-window"])
+@pytest.mark.parametrize("family", brief(["qwen2-mixed"], ["llama", "qwen2-mixed", "qwen3", "mistral-window"]))
 @pytest.mark.parametrize("rule", ["deviation", "question"])
 def test_repairing_everything_is_a_full_prefill(open_tier: Open, family: str, rule: str) -> None:
     kv = open_tier(plain(family))
@@ -170,7 +171,7 @@ def test_rows_of_a_batch_have_segments_of_their_own(open_tier: Open) -> None:
 def test_nothing_behind_the_exact_prefix_is_named_or_stored(open_tier: Open) -> None:
     kv = open_tier()
     tokens, segments = asked(DOCUMENTS, lead=40)
-    answer = kv.generate(ids(tokens), segments=segments, **{**GREEDY, "max_new_tokens": 40})[0].tolist()
+    answer = kv.generate(ids(tokens), segments=segments, **GREEDY | {"max_new_tokens": 40})[0].tolist()
     assert kv.num_segment_tokens == REUSED
     assert held_names(kv, answer) == [True] * 2 + [False] * (len(answer) // 16 - 2)  # 40 tokens before the first one
     for document in DOCUMENTS:  # ordinary blocks under the ordinary root
@@ -435,13 +436,18 @@ def _never(*_: object, **__: object) -> None:
     raise AssertionError("something was computed")
 
 
+def counted(kv: KVTier) -> dict[str, float]:
+    """Everything but what others, too, put on the disk."""
+    return {name: number for name, number in kv.stats().items() if "storage" not in name}
+
+
 @pytest.mark.parametrize("what", BAD)
 def test_bad_input_is_one_clear_error_before_anything_is_computed(
     open_tier: Open, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     kv = open_tier()
     given, message = BAD[what]
-    before = kv.stats()
+    before = counted(kv)
     with monkeypatch.context() as patch:
         patch.setattr(kv.model, "forward", _never)
         patch.setattr(kv.model.model, "forward", _never)
@@ -451,7 +457,7 @@ def test_bad_input_is_one_clear_error_before_anything_is_computed(
         ):
             with pytest.raises(RequestError, match=message):
                 call(**given())
-    assert kv.stats() == before
+    assert counted(kv) == before
 
 
 def test_rows_and_texts_are_counted_and_checked(open_tier: Open) -> None:

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from extent import brief
 from kv_tier_rig import Open
 from service_rig import PATIENCE, DaemonThread
-from state_models import COARSE_STEPS, CONFIGS, FROM_ZERO, ONE_BY_ONE, PURE, model_of
+from state_models import COARSE_STEPS, CONFIGS, FROM_ZERO, ONE_BY_ONE, PURE, SHOWN, model_of
 from tiny_models import VOCAB, prompt
 
 from kvtier.connector.models import cache_option, given_cache, returned_cache
@@ -37,7 +38,7 @@ def names_of(kv: KVTier, tokens: list[int], border: int) -> list[bytes]:
     return list(kv._states._records._pieces(kv._blocks.row(tokens), border).hashes)
 
 
-@pytest.mark.parametrize("kind", list(CONFIGS))
+@pytest.mark.parametrize("kind", SHOWN)
 def test_a_prompt_is_found_again_by_the_next_call_turn_and_process(open_tier: Open, kind: str) -> None:
     model = model_of(kind)
     tokens, other = ids(prompt(1, 391)), ids(prompt(2, 391))
@@ -62,7 +63,7 @@ def test_a_prompt_is_found_again_by_the_next_call_turn_and_process(open_tier: Op
     assert again.num_cached_tokens == 416
 
 
-@pytest.mark.parametrize("kind", list(CONFIGS))
+@pytest.mark.parametrize("kind", brief(["mamba2", "bamba", "minimax", "zamba2"], [*CONFIGS]))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_gate_tells_how_each_kind_goes_on(kind: str, dtype: torch.dtype) -> None:
     model = model_of(kind, dtype)
@@ -73,7 +74,7 @@ def test_the_gate_tells_how_each_kind_goes_on(kind: str, dtype: torch.dtype) -> 
         assert found == GoingOn(kind not in ONE_BY_ONE, kind not in COARSE_STEPS, kind in FROM_ZERO)
 
 
-@pytest.mark.parametrize("kind", ["mamba2", "qwen3.5", "falcon-h1", "lfm2", "jamba"])
+@pytest.mark.parametrize("kind", ["mamba2", *brief([], ["qwen3.5", "falcon-h1", "jamba"]), "lfm2"])
 def test_states_come_back_bit_for_bit(open_tier: Open, kind: str) -> None:
     model = model_of(kind, torch.bfloat16)
     rows = ids(prompt(1, 391), prompt(2, 391))
@@ -81,8 +82,8 @@ def test_states_come_back_bit_for_bit(open_tier: Open, kind: str) -> None:
     kv.generate(rows, **GREEDY)
     form, direct = kv._form.states, CacheForm.of(model, BLOCK)
     assert form is not None
-    cache: Any
-    cache, num_cached = kv.load(rows[:, :385])
+    loaded, num_cached = kv.load(rows[:, :385])
+    cache: Any = loaded
     assert num_cached == 384
     with torch.no_grad():
         own: Any = model(rows[:, :384], use_cache=True)
@@ -95,7 +96,7 @@ def test_states_come_back_bit_for_bit(open_tier: Open, kind: str) -> None:
         assert torch.equal(cache.layers[number].keys, whole.layers[number].keys)
 
 
-@pytest.mark.parametrize("kind", ["mamba2", "qwen3.5", "kimi-linear"])
+@pytest.mark.parametrize("kind", ["qwen3.5", *brief([], ["mamba2", "kimi-linear"])])
 def test_prompts_that_part_in_the_middle_share_what_is_before(open_tier: Open, kind: str) -> None:
     model = model_of(kind)
     shared = prompt(1, 1100)
@@ -109,7 +110,7 @@ def test_prompts_that_part_in_the_middle_share_what_is_before(open_tier: Open, k
     assert found == ([0, 1024, 1024] if kind in PURE else [0, 1024, 1088])
 
 
-@pytest.mark.parametrize("kind", ["mamba", "mamba2", "qwen3.5", "falcon-h1"])
+@pytest.mark.parametrize("kind", ["mamba", *brief([], ["mamba2", "falcon-h1"]), "qwen3.5"])
 def test_rows_of_a_batch_go_on_from_one_border(open_tier: Open, kind: str) -> None:
     model = model_of(kind)
     one, two, three = prompt(1, 391), prompt(2, 391), prompt(3, 391)
@@ -127,7 +128,7 @@ def test_rows_of_a_batch_go_on_from_one_border(open_tier: Open, kind: str) -> No
     assert kv.num_cached_tokens == 0
 
 
-@pytest.mark.parametrize("kind", ["mamba2", "qwen3.5"])
+@pytest.mark.parametrize("kind", [*brief([], ["mamba2"]), "qwen3.5"])
 def test_the_test_can_fail_another_state_gives_another_text(open_tier: Open, kind: str) -> None:
     model = model_of(kind)
     tokens = ids(prompt(1, 391))
@@ -142,7 +143,7 @@ def test_the_test_can_fail_another_state_gives_another_text(open_tier: Open, kin
     assert torch.equal(kv.generate(tokens, **GREEDY), expected)
 
 
-@pytest.mark.parametrize("kind", ["mamba2", "qwen3.5", "falcon-h1"])
+@pytest.mark.parametrize("kind", ["mamba2", *brief([], ["qwen3.5"]), "falcon-h1"])
 def test_a_lost_state_costs_hits_and_nothing_else(open_tier: Open, kind: str) -> None:
     model = model_of(kind)
     tokens = prompt(1, 1200)
@@ -166,7 +167,7 @@ def test_a_lost_state_costs_hits_and_nothing_else(open_tier: Open, kind: str) ->
     assert kv.num_cached_tokens == 0
 
 
-@pytest.mark.parametrize("kind", ["qwen3.5", "falcon-h1"])
+@pytest.mark.parametrize("kind", ["qwen3.5", *brief([], ["falcon-h1"])])
 def test_a_state_whose_blocks_are_lost_is_not_used(open_tier: Open, kind: str) -> None:
     model = model_of(kind)
     tokens = prompt(1, 1200)
@@ -183,7 +184,7 @@ def test_a_state_whose_blocks_are_lost_is_not_used(open_tier: Open, kind: str) -
     assert kv.num_cached_tokens == 1184
 
 
-@pytest.mark.parametrize("kind", ["mamba2", "qwen3.5"])
+@pytest.mark.parametrize("kind", [*brief([], ["mamba2"]), "qwen3.5"])
 def test_a_corrupt_state_in_the_slab_is_a_miss(open_tier: Open, kind: str) -> None:
     model = model_of(kind)
     tokens = prompt(1, 1200)
@@ -221,7 +222,7 @@ def test_another_model_and_another_tenant_find_nothing(open_tier: Open) -> None:
         other.close()
 
 
-@pytest.mark.parametrize("kind", ["mamba2", "qwen3.5"])
+@pytest.mark.parametrize("kind", ["mamba2", *brief([], ["qwen3.5"])])
 def test_after_a_reset_no_state_is_found(open_tier: Open, kind: str) -> None:
     model = model_of(kind)
     tokens = ids(prompt(1, 391))
@@ -252,7 +253,7 @@ def test_a_reset_while_text_is_generated_keeps_nothing_of_it(open_tier: Open) ->
     assert kv.num_cached_tokens == 0
 
 
-@pytest.mark.parametrize("kind", ["mamba2", "qwen3.5"])
+@pytest.mark.parametrize("kind", [*brief([], ["mamba2"]), "qwen3.5"])
 def test_over_a_daemon_a_state_is_found_as_in_the_process(tmp_path: Path, disk_dir: Path, kind: str) -> None:
     cache = {"block_size": BLOCK, "load_or_recompute": "load", "prefetch_deadline": "60s"}
     file = {"path": str(disk_dir), "size": "64MiB", "deadline": "60s"}
@@ -377,7 +378,7 @@ def test_a_loop_of_ones_own_needs_no_positions(open_tier: Open, kind: str, ends:
         assert torch.equal(model(tokens, position_ids=shifted).logits, plain(tokens, position_ids=shifted).logits)
 
 
-@pytest.mark.parametrize("kind", ONE_BY_ONE)
+@pytest.mark.parametrize("kind", brief(["jamba"], ONE_BY_ONE))
 def test_load_leaves_one_token_to_a_model_that_takes_no_more(open_tier: Open, kind: str) -> None:
     model = model_of(kind)
     tokens = ids(prompt(1, 391))
@@ -397,7 +398,7 @@ def test_chunks_of_a_prompt_leave_nothing_if_the_model_loses_its_state_between_t
     model = model_of("jamba")
     tokens = ids(prompt(1, 100))
     kv = open_tier(model)
-    options = {**GREEDY, "prefill_chunk_size": 16}
+    options = GREEDY | {"prefill_chunk_size": 16}
     expected = model.generate(tokens, **options)
     assert not torch.equal(expected, model.generate(tokens, **GREEDY))  # in transformers itself
     assert torch.equal(kv.generate(tokens, **options), expected)
@@ -406,7 +407,7 @@ def test_chunks_of_a_prompt_leave_nothing_if_the_model_loses_its_state_between_t
     assert kv.num_cached_tokens == 0
 
 
-@pytest.mark.parametrize("kind", ["qwen3.5", "mamba2", "minimax"])
+@pytest.mark.parametrize("kind", [*brief([], ["qwen3.5"]), "mamba2", "minimax"])
 def test_the_two_halves_give_a_cache_of_the_models_own_also_when_nothing_is_kept(open_tier: Open, kind: str) -> None:
     model = model_of(kind)
     tokens = ids(prompt(1, 40))
@@ -456,7 +457,7 @@ def test_a_model_that_does_not_go_on_behind_a_state_is_refused_by_name(monkeypat
     [
         ({"attention_mask": torch.tensor([[0] * 10 + [1] * 381])}, "padding, of a model with recurrent states"),
         ({"num_return_sequences": 2, "do_sample": True}, "several answers or beams, of a model"),
-        ({"num_beams": 2}, "several answers or beams, of a model"),
+        *brief([], [({"num_beams": 2}, "several answers or beams, of a model")]),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
@@ -482,11 +483,11 @@ def test_a_row_that_ends_early_is_kept_up_to_its_end(open_tier: Open) -> None:
     rows = ids(prompt(1, 391), prompt(2, 391))
     answers = model.generate(rows, **GREEDY)[:, 391:].tolist()
     ends = next(token for token in answers[0][:8] if token not in answers[1])
-    options = {**GREEDY, "eos_token_id": ends}
+    options = GREEDY | {"eos_token_id": ends}
     kv = open_tier(model)
     expected = model.generate(rows, **options)
     assert torch.equal(kv.generate(rows, **options), expected)
     for row, num_cached in ((0, 384), (1, 400)):
         turn = torch.cat([expected[row : row + 1, :400], ids(prompt(3, 6))], dim=1)
-        kv.generate(turn, **{**GREEDY, "attention_mask": torch.ones_like(turn)})
+        kv.generate(turn, **GREEDY | {"attention_mask": torch.ones_like(turn)})
         assert kv.num_cached_tokens == num_cached

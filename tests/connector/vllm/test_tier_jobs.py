@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 from doubles import SLOT_BYTES, FakeClock, MemoryTier, chain_of, payload_of, wait_until
 
-from kvtier.connector.vllm.tier_jobs import EndedJob, TierJobs
+from kvtier.connector.vllm.tier_jobs import EndedJob, StoreOrder, TierJobs
 from kvtier.tiers.hierarchy.lower_tier import PortSettings, TierPort
 from kvtier.tiers.hierarchy.rates import Rates
 from kvtier.tiers.metrics import Metrics
@@ -37,7 +37,7 @@ class Story:
         self.tier, self.second = MemoryTier(), MemoryTier()
         settings = PortSettings(deadline=DEADLINE, failures=2, retry_after=1.0, num_threads=1)
         self.ports = [
-            TierPort(name, lambda tier=tier: tier, settings, self.metrics, Rates("load"), self.clock)  # type: ignore[misc]
+            TierPort(name, lambda tier=tier: tier, settings, self.metrics, Rates("load"), self.clock)
             for name, tier in (("file", self.tier), ("redis", self.second))
         ]
         self.jobs = TierJobs(self.ports, SLOT_BYTES, 4, LOAD_DEADLINE, self.metrics, self.clock)
@@ -161,21 +161,139 @@ def test_a_store_that_was_given_up_is_forgotten_when_it_ends(story: Story) -> No
     assert not story.tier.blocks
 
 
-def test_stores_past_the_bound_are_refused_at_once_newest_first(story: Story) -> None:
+def test_a_job_is_taken_whole_and_those_past_the_bound_are_refused_whole(
+    story: Story, caplog: pytest.LogCaptureFixture
+) -> None:
     story.fill(*range(6))
     story.tier.gate.clear()
     story.store(1, 0, 1, 2)
-    story.store(2, 3, 4)  # four may wait: one of these two
+    story.store(2, 3, 4)  # three wait, of four that may: the whole job joins them
     story.store(3, 5)
-    [refused] = story.jobs.finished()
-    assert refused == EndedJob(3, [Outcome.QUEUE_FULL], 0.0)
+    story.store(4, 5)
+    refused = story.jobs.finished()
+    assert refused == [EndedJob(3, [Outcome.QUEUE_FULL], 0.0), EndedJob(4, [Outcome.QUEUE_FULL], 0.0)]
+    assert [record.getMessage().split(":")[0] for record in caplog.records] == ["1 chunks were not stored"]
+    assert "cache.store_queue" in caplog.text
     story.tier.gate.set()
     wait_until(lambda: not story.jobs._live)
-    assert [job.outcomes for job in story.jobs.finished()] == [[Outcome.OK] * 3, [Outcome.OK, Outcome.QUEUE_FULL]]
-    assert set(story.tier.blocks) == set(NAMES[:4])
+    assert [job.outcomes for job in story.jobs.finished()] == [[Outcome.OK] * 3, [Outcome.OK] * 2]
+    assert set(story.tier.blocks) == set(NAMES[:5])
     assert story.counted('kvtier_store_dropped_total{tier="file",reason="queue_full"}') == 2
-    story.store(4, 5)  # the room is free again
+    story.store(5, 5)  # the room is free again
     assert story.ended().outcomes == [Outcome.OK]
+
+
+@pytest.mark.parametrize("sizes", [[40], [5] * 8, [1] * 40, [1, 30, 9]])
+def test_however_long_a_prompt_is_and_in_how_many_jobs_it_comes_all_of_it_is_kept(sizes: list[int]) -> None:
+    tier, metrics = MemoryTier(), Metrics()
+    port = TierPort("file", lambda: tier, PortSettings(num_threads=2), metrics, Rates("load"))
+    jobs = TierJobs([port], SLOT_BYTES, 64, 60.0, metrics)
+    jobs._per_batch = 4
+    names = chain_of(sum(sizes)).hashes
+    slots = [memoryview(bytearray(payload_of(name))) for name in names]
+    order, first = StoreOrder(), 0
+    tier.gate.clear()
+    for job_id, size in enumerate(sizes):
+        jobs.store(job_id, names[first : first + size], slots[first : first + size], order=order)
+        first += size
+    assert not jobs.finished()  # the engine's memory is read until all of a job is stored
+    tier.gate.set()
+    jobs.drain(60)
+    assert {job.job_id: job.outcomes for job in jobs.finished()} == {i: [Outcome.OK] * n for i, n in enumerate(sizes)}
+    assert tier.writes == names  # parents first, one part behind the other
+    jobs.check()
+    jobs.close(10)
+
+
+class InOrder:
+    """Jobs of one request in parts of two blocks, and what became of them."""
+
+    def __init__(self, story: Story, max_storing: int = 64) -> None:
+        self.story, self.order = story, StoreOrder()
+        story.jobs._per_batch, story.jobs._max_storing = 2, max_storing
+        story.fill(*range(6))
+
+    def store(self, job_id: int, *positions: int, groups: Sequence[int] = ()) -> None:
+        names, slots = [NAMES[i] for i in positions], [self.story.slots[i] for i in positions]
+        self.story.jobs.store(job_id, names, slots, groups, self.order)
+
+    def outcomes(self) -> dict[int, list[str]]:
+        for tier in (self.story.tier, self.story.second):
+            tier.gate.set()
+        wait_until(lambda: not self.story.jobs._live)
+        return {job.job_id: [str(each) for each in job.outcomes] for job in self.story.jobs.finished()}
+
+
+def test_behind_a_block_that_failed_nothing_more_of_its_prompt_is_written(story: Story) -> None:
+    story.second.write_fails = {NAMES[3]: Outcome.IO_ERROR}
+    story.tier.write_fails = {NAMES[1]: Outcome.IO_ERROR}
+    request = InOrder(story)
+    story.tier.gate.clear()
+    request.store(1, 0, 1, 2, 3)
+    request.store(2, 4, 5)  # the next step's, before anything failed
+    outcomes = request.outcomes()
+    assert outcomes[1][:3] == ["ok"] * 3  # each as far as one tier took it
+    assert outcomes[1][3] in ("io_error", "parent_failed")
+    assert outcomes[2] == ["parent_failed"] * 2
+    assert story.tier.writes == NAMES[:2]
+    assert story.second.writes == NAMES[:4]
+    # Another request is not concerned, be its blocks the same.
+    story.tier.write_fails = story.second.write_fails = {}
+    other = InOrder(story)
+    other.store(3, *range(6))
+    assert other.outcomes() == {3: ["ok"] * 6}
+
+
+def test_groups_of_layers_are_chains_of_their_own(story: Story) -> None:
+    story.tier.write_fails = story.second.write_fails = {NAMES[0]: Outcome.IO_ERROR}
+    request = InOrder(story)
+    request.store(1, *range(6), groups=[0, 0, 0, 1, 1, 1])
+    assert request.outcomes() == {1: ["io_error", "ok", "parent_failed", "ok", "ok", "ok"]}
+    request.store(2, 2, 3, groups=[0, 1])
+    assert request.outcomes() == {2: ["parent_failed", "ok"]}
+
+
+def test_what_follows_a_refused_job_is_refused_too_though_there_is_room(story: Story) -> None:
+    request, other = InOrder(story), InOrder(story, max_storing=4)
+    story.tier.gate.clear()
+    other.store(1, 0, 1, 2, 3)
+    request.store(2, 4)  # four wait already
+    assert request.outcomes() == {1: ["ok"] * 4, 2: ["queue_full"]}
+    request.store(3, 5)
+    assert request.outcomes() == {3: ["parent_failed"]}
+    assert NAMES[5] not in story.tier.blocks
+
+
+def test_a_part_that_hangs_ends_the_job_and_lets_the_other_tiers_line_go_on(story: Story) -> None:
+    request = InOrder(story)
+    story.tier.gate.clear()
+    request.store(1, *range(6))
+    wait_until(lambda: story.ports[0].queue.running)
+    assert story.ports[1].queue.drain(60)
+    story.clock.advance(DEADLINE)
+    ended = ended_jobs(story.jobs)
+    assert [job.outcomes for job in ended] == [[Outcome.OK] * 6]  # one tier has all of it
+    assert story.counted('kvtier_store_dropped_total{tier="file",reason="timeout"}') == 2
+    story.tier.gate.set()
+    assert story.ports[0].queue.drain(60)
+    assert not story.tier.blocks  # the hung part is forgotten, and nothing was written behind it
+    assert set(story.second.blocks) == set(NAMES)
+
+
+def test_an_empty_job_ends_well(story: Story) -> None:
+    story.store(1)
+    assert story.ended() == EndedJob(1, [], 0.0)
+
+
+def test_closing_with_a_long_line_ends_every_job(story: Story) -> None:
+    request = InOrder(story)
+    story.tier.gate.clear()
+    request.store(1, *range(6))
+    request.store(2, 0, 1)
+    story.jobs.drain(0.05)
+    assert {job.job_id for job in story.jobs.finished()} == {1, 2}
+    assert len(story.tier.writes) <= 2  # what had not begun never does
+    story.tier.gate.set()
 
 
 def test_a_failing_disk_costs_stores_and_loads_never_an_exception(story: Story) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from command_rig import kvtier, kvtier_process
+from extent import brief
 from tiny_models import config_of
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM
@@ -85,9 +86,12 @@ def test_a_broken_checkpoint_is_one_line_and_status_2(
     assert result.returncode == 2
 
 
-def test_a_context_too_short_for_a_document_is_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    # by python, all of it: the engine's process opens the model, and says so
-    result = kvtier_process("demo", "--model", checkpoint(context=300))
+def test_a_context_too_short_for_a_document_is_refused(
+    checkpoint: Checkpoint, programs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # the engine's process opens the model, and says so: by python, all of it, where all runs
+    monkeypatch.setattr(sys, "executable", brief(str(programs / "python"), sys.executable))
+    result = brief(kvtier, kvtier_process)("demo", "--model", checkpoint(context=300))
     assert "a context of 300 tokens; the demo needs 456 or more" in result.stderr
     assert result.returncode == 2
 

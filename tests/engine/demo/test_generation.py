@@ -1,11 +1,14 @@
 """`kvtier model` and `kvtier generate`: a model to try things with, and where a prompt's KV came from."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from command_rig import kvtier, kvtier_process
+from command_rig import kvtier
+from extent import brief
 from tiny_models import SIZES
 from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, set_seed
@@ -27,7 +30,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def test_a_second_process_finds_what_the_first_computed(model: Path, tmp_path: Path) -> None:
+def test_a_second_process_finds_what_the_first_computed(model: Path, tmp_path: Path, programs: Path) -> None:
     config, prompt = tmp_path / "kvtier.toml", tmp_path / "prompt.txt"
     config.write_text(
         f'[host]\nsize = "8MiB"\n[file]\npath = "{tmp_path / "slabs"}"\nsize = "32MiB"\ndeadline = "60s"\n'
@@ -35,7 +38,9 @@ def test_a_second_process_finds_what_the_first_computed(model: Path, tmp_path: P
     )
     prompt.write_text("Blocks of a prompt are named by the chain hash of their tokens. " * 20)
     arguments = ("generate", "--model", model, "--config", config, "--prompt-file", prompt, "--max-tokens", 6)
-    first, second = (json.loads(each(*arguments, "--json").stdout) for each in (kvtier_process, kvtier))
+    command = list(map(str, (brief(programs, Path(sys.executable).parent) / "kvtier", *arguments, "--json")))
+    first = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
+    second = json.loads(kvtier(*arguments, "--json").stdout)
     assert first["cached_tokens"] == {"L1": 0, "L2": 0, "file": 0, "peers": 0, "redis": 0, "objects": 0}
     assert second["cached_tokens"]["file"] == first["prompt_tokens"] - 1  # the answer filled its last block
     assert second["text"] == first["text"]

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from _train_recall import recall_config, share_right, train
 from command_rig import kvtier
+from extent import brief
 from tiny_models import config_of
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
@@ -42,7 +43,7 @@ from kvtier.tiers.errors import ConfigError, MissingPackages
 
 pytestmark = pytest.mark.timeout(300)
 
-ASKED = 96
+ASKED = brief(32, 96)
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +100,7 @@ def test_repair_gives_back_the_answers_that_reuse_costs(model: Path, tmp_path: P
 
 def test_too_little_repair_is_told_and_fails(model: Path, programs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", str(programs / "python"))  # of the engines' processes
-    asked = ("--questions", 40, "--rule", "first", "--share", 0.02)
+    asked = ("--questions", brief(24, 40), "--rule", "first", "--share", 0.02)
     done = kvtier("demo", "rag", "--model", model, *asked)
     assert done.returncode == 1
     lines = [line.split() for line in done.stdout.splitlines()]
@@ -199,6 +200,7 @@ def test_questions_are_the_same_each_time_and_their_order_matters() -> None:
     assert example([RagQuestion([make_documents(np.random.default_rng(0)).tolist()], [2, 4], 3)]) == ""
 
 
+@pytest.mark.exhaustive  # it trains one; what the model can do, the demo shows
 def test_the_model_is_the_one_that_the_program_trains() -> None:
     held, made = (config.to_dict() for config in (AutoConfig.from_pretrained(RECALL_MODEL), recall_config()))
     assert {name: held[name] for name in held if name not in ("architectures", "dtype", "_name_or_path")} == {

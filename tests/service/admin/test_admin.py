@@ -389,14 +389,20 @@ def test_top_is_a_line_a_look(daemon: DaemonProcess, tiers: RemoteTiers) -> None
     assert [(row["hits"], row["state"]) for row in rows] == [(None, "ok")] * 2
 
 
+def part_of(kind: Any, **fields: Any) -> Any:
+    """A status of which only these fields are looked at."""
+    return kind.model_construct(**fields)
+
+
 def test_a_row_is_what_changed() -> None:
     def look(hits: int, misses: int, read: int) -> DaemonStatus:
-        l2 = statuses.HostTierStatus.model_construct(bytes=100, ready_bytes=25, leased=3)
+        l2 = part_of(statuses.HostTierStatus, bytes=100, ready_bytes=25, leased=3)
         lookups = {"l1": 0, "l2": hits, "file": 0, "peers": 0, "redis": 0, "objects": 0, "miss": misses}
         moved = {"file": {"read": read}}
-        model = statuses.ModelStatus.model_construct(l2=l2, lookups=lookups, stored={"l2": 10}, dropped={}, moved=moved)
-        clients = [statuses.ClientStatus.model_construct(connected=here) for here in (True, False)]
-        return DaemonStatus.model_construct(models=[model], clients=clients, status="ok")
+        model = part_of(statuses.ModelStatus, l2=l2, lookups=lookups, stored={"l2": 10}, dropped={}, moved=moved)
+        clients = [part_of(statuses.ClientStatus, connected=here) for here in (True, False)]
+        status: DaemonStatus = part_of(DaemonStatus, models=[model], clients=clients, status="ok")
+        return status
 
     view = view_of({})
     row = view.row_of(look(10, 10, 0), look(40, 20, 4_000_000), 2.0)

@@ -107,14 +107,15 @@ def test_another_model_that_holds_the_prompt_is_named() -> None:
 
 def test_a_closed_slab_of_the_same_checkpoint_is_told_field_by_field(tmp_path: Path) -> None:
     own, before, gone = opened(), bytes([1]) * 32, bytes([2]) * 32
-    own.about = {"model": "llama", "dtype": "bfloat16", "block_size": "64"}
-    for fingerprint, about in ((before, {**own.about, "dtype": "float16"}), (gone, own.about)):
+    own.about = {"model": "llama", "revision": "sha256:aa", "dtype": "bfloat16", "block_size": "64"}
+    renamed = {**own.about, "model": "llama-copy", "dtype": "float16"}  # the weights decide, not what people call them
+    for fingerprint, about in ((before, renamed), (gone, own.about)):
         (tmp_path / f"{fingerprint.hex()}.slab").write_bytes(bytes(4096))
         note_model(tmp_path, fingerprint, about)
     (tmp_path / f"{gone.hex()}.slab").unlink()
     stranger = bytes([3]) * 32
     (tmp_path / f"{stranger.hex()}.slab").write_bytes(bytes(4096))
-    note_model(tmp_path, stranger, {**own.about, "model": "qwen"})
+    note_model(tmp_path, stranger, {**own.about, "model": "qwen", "revision": "sha256:bb"})
     torn = tmp_path / f"{(bytes([4]) * 32).hex()}"
     torn.with_suffix(".slab").write_bytes(bytes(4096))
     torn.with_suffix(".about.json").write_text("{")

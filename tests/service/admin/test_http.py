@@ -15,6 +15,7 @@ import httpx2
 import pytest
 from command_rig import kvtier
 from doubles import SLOT_BYTES, chain_of, wait_until
+from extent import brief
 from http_rig import MODEL, ServedDaemon, talk
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -368,7 +369,7 @@ fields = st.sampled_from(
 )
 
 
-@settings(max_examples=100)
+@settings(max_examples=brief(30, 100))
 @given(
     st.sampled_from(["reset", "evict", "pin", "unpin", "quota", "export", "import", "trace"]),
     st.dictionaries(fields.filter(lambda name: name != "file") | st.text(max_size=8), values, max_size=5) | values,
@@ -384,7 +385,7 @@ def test_a_hundred_wrong_bodies_leave_it_well(shared: DaemonProcess, verb: str, 
     assert healthy(shared)
 
 
-@settings(max_examples=100)
+@settings(max_examples=brief(30, 100))
 @given(
     st.sampled_from(
         [b"", b"GET /status HTTP/1.1\r\n", b"POST /admin/reset HTTP/1.1\r\nHost: localhost\r\n", b"\x16\x03\x01"]
@@ -407,6 +408,7 @@ def test_a_hundred_streams_of_bytes_leave_it_well(shared: DaemonProcess, start: 
 
 def test_who_says_nothing_is_hung_up_on(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "_IDLE", 0.3)
+    monkeypatch.setattr(http_server, "_HEAD", 0.3)
     monkeypatch.setattr(guard, "_BODY", 0.3)
     served = ServedDaemon(home / "s", host={"size": 1 << 20})
     try:
@@ -432,6 +434,7 @@ def test_who_says_nothing_is_hung_up_on(home: Path, monkeypatch: pytest.MonkeyPa
 
 def test_who_reads_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "_IDLE", 0.3)
+    monkeypatch.setattr(http_server, "_HEAD", 0.3)
     ended = Event()
 
     async def zeros() -> AsyncIterator[bytes]:

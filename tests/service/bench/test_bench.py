@@ -33,7 +33,7 @@ class Plain(BaseHTTPRequestHandler):
     held: threading.Event
     models: object = {"data": [{"id": "plain"}]}
 
-    def log_message(self, *_: object) -> None:
+    def log_message(self, format: str, *_: object) -> None:
         return
 
     def do_GET(self) -> None:
@@ -81,7 +81,7 @@ def plain() -> Iterator[tuple[str, type[Plain]]]:
 
 
 def measured(url: str, *others: str, pace: LoadPace | None = None, deadline: float = 60.0, **shape: Any) -> BenchResult:
-    small = {"prompt_tokens": 16, "turn_tokens": 4, "answer_tokens": 4, **shape}
+    small: dict[str, Any] = {"prompt_tokens": 16, "turn_tokens": 4, "answer_tokens": 4, **shape}
     options = BenchOptions((url, *others), Shape(**small), pace or LoadPace(2), deadline=deadline)
     counted: list[int] = []
     outcome = run_bench(options, lambda total: lambda: counted.append(total))

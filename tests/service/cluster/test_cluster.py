@@ -293,8 +293,8 @@ def test_the_order_is_that_of_need(home: Path, file_of: Callable[[dict[str, Any]
 
 def test_a_failure_takes_back_what_it_started(home: Path, file_of: Callable[[dict[str, Any]], str]) -> None:
     good = page(port=0)
-    bad = {"argv": ["kvtier", "serve", "--http", "127.0.0.1:{port:1}"], "ready": {"exits": True}, "after": ["good"]}
-    bad["env"] = {"KVTIER_SERVICE__SOCKET": "{state}/none/kv.sock"}
+    bad: dict[str, Any] = {"argv": ["kvtier", "serve", "--http", "127.0.0.1:{port:1}"], "ready": {"exits": True}}
+    bad |= {"after": ["good"], "env": {"KVTIER_SERVICE__SOCKET": "{state}/none/kv.sock"}}
     running = Running(
         home / "state", "--file", file_of({"good": good, "bad": {"x-kvtier": bad}}), "--profile", "cluster"
     )
@@ -494,7 +494,7 @@ def test_one_that_does_not_heed_is_killed() -> None:
 def test_a_health_check_that_answers_byte_by_byte_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     def drips(path: str, headers: dict[str, str]) -> Iterator[bytes]:
         yield b"HTTP/1.1 200 OK\r\n"
-        for _ in range(300):  # three seconds, each byte in time
+        for _ in range(100):  # a second, each byte in time
             time.sleep(0.01)
             yield b"a"
         yield b": b\r\n\r\n"
@@ -503,7 +503,7 @@ def test_a_health_check_that_answers_byte_by_byte_has_an_end(monkeypatch: pytest
     try:
         monkeypatch.setattr(process, "_ANSWER", 60.0)
         assert process._answers(f"http://{other.name}/v1/healthz")
-        monkeypatch.setattr(process, "_ANSWER", 0.5)
+        monkeypatch.setattr(process, "_ANSWER", 0.2)
         assert not process._answers(f"http://{other.name}/v1/healthz")
     finally:
         other.close()

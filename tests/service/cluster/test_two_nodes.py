@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from threading import Timer
 
 import pytest
+from extent import brief
 from node_rig import Node, node
 from redis_rig import Cluster, cluster
 from small_engines import GREEDY
@@ -77,6 +78,7 @@ def expected() -> list[list[int]]:
         return text(plain)
 
 
+@pytest.mark.exhaustive  # test_two_nodes_find_each_others_blocks_through_a_cluster, test_cluster_chat.py
 def test_a_prefix_computed_on_one_node_is_loaded_on_the_other(rack: Rack, expected: list[list[int]]) -> None:
     with engine_on(rack.one) as first:
         assert text(first) == expected
@@ -101,7 +103,7 @@ def test_another_tenant_finds_nothing_on_either_node(rack: Rack, expected: list[
             assert found(other, "miss") == NUM_BLOCKS
 
 
-@pytest.mark.parametrize("delay", [0.0, 0.05, 0.2])
+@pytest.mark.parametrize("delay", brief([0.05], [0.0, 0.05, 0.2]))
 def test_a_master_killed_in_the_middle_of_loads_costs_hits_and_nothing_else(
     rack: Rack, expected: list[list[int]], delay: float
 ) -> None:
@@ -117,6 +119,7 @@ def test_a_master_killed_in_the_middle_of_loads_costs_hits_and_nothing_else(
         assert found(third, "l2") == NUM_BLOCKS
 
 
+@pytest.mark.exhaustive  # test_a_server_that_dies_is_misses_and_is_used_again_when_it_is_back
 def test_without_any_server_nodes_serve_what_they_have(rack: Rack, expected: list[list[int]]) -> None:
     for master in rack.redis.masters:
         master.kill()

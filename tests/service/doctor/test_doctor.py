@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import re
 import resource
 import socket
 import subprocess
@@ -36,7 +37,9 @@ from kvtier.tiers.config.sections import FileConfig
 from kvtier.tiers.copies.copy_ways import CopyChoice
 from kvtier.tiers.copies.kept_choices import ChoiceKey, KeptChoices
 from kvtier.tiers.file import doctor as doctor_disk
-from kvtier.tiers.file.doctor import DiskRates, check_disk, check_key
+from kvtier.tiers.file import opening as file_tier
+from kvtier.tiers.file import slab
+from kvtier.tiers.file.doctor import DiskRates, check_disk, check_key, check_naming
 from kvtier.tiers.file.store import FileStore
 from kvtier.tiers.finding import Finding, Status, ok, warning
 from kvtier.tiers.redis import doctor as redis_doctor
@@ -315,6 +318,31 @@ def test_too_little_room(disk_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert doctor_disk._check_room(disk(disk_dir, "32MiB"), 1 << 20).status is OK
     # Where a slab is there already, a start is not refused: it stays as it is.
     assert doctor_disk._check_room(disk(disk_dir, "64MiB"), 1 << 20).status is WARNING
+
+
+def test_slabs_of_another_naming_are_told_since_no_engine_finds_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = disk(tmp_path, "64MiB")
+    assert check_naming(config) == []
+
+    def made(fingerprint: bytes) -> str:
+        FileStore.open(tmp_path, fingerprint, slot_bytes=4096, block_size=16, size=4 << 20).close()
+        return f"{fingerprint.hex()}.slab"
+
+    # before slabs noted how KV was named, and one step ago
+    old = set()
+    for naming in (0, slab.FORMAT_VERSION - 1):
+        monkeypatch.setattr(slab, "FORMAT_VERSION", naming)
+        old.add(made(bytes([naming]) * 32))
+    monkeypatch.undo()
+    made(bytes([9]) * 32)
+    (tmp_path / f"{'5' * 64}.slab").write_bytes(b"no slab")  # what opening it reports
+    [finding] = check_naming(config)
+    assert finding.status is WARNING
+    assert re.match(r"2 of \[file\] path, [\d.]+ [KM]iB: .* name of a model's directory", finding.found)
+    assert old == set(finding.fix.removeprefix("remove ").split(", "))
+    assert finding in file_tier.examine(config=Config.load(file={"path": tmp_path, "size": "64MiB"}))
 
 
 def test_the_key_of_the_slabs(tmp_path: Path) -> None:

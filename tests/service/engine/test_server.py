@@ -65,8 +65,8 @@ def test_a_completion_is_what_the_engine_makes_of_its_tokens(server: ServerThrea
 
 
 def test_prompts_in_one_request_and_choices_of_each(server: ServerThread) -> None:
-    ask = {"model": MODEL, "prompt": [LONG, "another"], "max_tokens": 5, "n": 2, "seed": 7}
-    done, again = (server.client.completions.create(**ask) for _ in range(2))  # type: ignore[call-overload]
+    ask: dict[str, Any] = {"model": MODEL, "prompt": [LONG, "another"], "max_tokens": 5, "n": 2, "seed": 7}
+    done, again = (server.client.completions.create(**ask) for _ in range(2))
     assert [choice.index for choice in done.choices] == [0, 1, 2, 3]
     texts = [choice.text for choice in done.choices]
     assert texts == [choice.text for choice in again.choices]  # by the seed
@@ -245,7 +245,8 @@ def test_the_command_from_a_model_of_ours_to_the_end(tmp_path: Path) -> None:
     """`kvtier model` makes what `kvtier engine` serves; it chats, and finds its own first turn on the second."""
     with Forked(["-m", "kvtier.cli", "model", str(tmp_path / "llama")], ENGINE, env=environment()) as made:
         assert made.wait(100) == 0
-    server = ServerProcess(tmp_path / "llama", "--name", "llama-tiny", server__token="a secret nobody sees")
+    options = {"server__token": "a secret nobody sees", "l1__num_blocks": "1024"}  # room for the longest request
+    server = ServerProcess(tmp_path / "llama", "--name", "llama-tiny", **options)
     try:
         with pytest.raises(openai.AuthenticationError) as refused:
             server.client.models.list()

@@ -63,7 +63,7 @@ def test_an_answer_follows_its_schema_whole_and_streamed(server: ServerThread) -
     chunks = list(patient_client(server).chat.completions.create(**asked, stream=True))
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == choice.message.content
     # Each choice of one request goes its own way, beside one that is free.
-    several = patient_client(server).chat.completions.create(**{**asked, "temperature": 1.5}, n=4)
+    several = patient_client(server).chat.completions.create(**asked | {"temperature": 1.5}, n=4)
     assert all(set(json.loads(each.message.content or "")) == set(pet) for each in several.choices)
 
 
@@ -72,7 +72,7 @@ def test_an_object_of_any_kind_begins_as_one(server: ServerThread) -> None:
     choice = patient_client(server).chat.completions.create(**asked).choices[0]
     assert (choice.message.content or "").lstrip().startswith("{")
     assert choice.finish_reason in ("stop", "length")
-    free = patient_client(server).chat.completions.create(**{**asked, "response_format": {"type": "text"}}).choices[0]
+    free = patient_client(server).chat.completions.create(**asked | {"response_format": {"type": "text"}}).choices[0]
     assert not (free.message.content or "").startswith("{")
 
 

@@ -32,10 +32,10 @@ def test_bias_penalties_and_min_p_come_to_the_engine(server: ServerThread) -> No
     assert biased.choices[0].text == "******"
     # A penalty of what is there outweighs the bias from the second token on: each time something else comes.
     bias = {str(token): 100 for token in tokenizer().encode("*+-").ids}
-    chat = server.client.chat.completions.create(**{**CHAT, "max_tokens": 3}, logit_bias=bias, presence_penalty=2)
+    chat = server.client.chat.completions.create(**CHAT | {"max_tokens": 3}, logit_bias=bias, presence_penalty=2)
     assert set(chat.choices[0].message.content or "") == set("*+-")
     own = {"ignore_eos": True, "min_p": 1.0, "repetition_penalty": 1.0}
-    drawn = server.client.completions.create(**{**ASK, "temperature": 1.5, "extra_body": own}, prompt=PROMPT)
+    drawn = server.client.completions.create(**ASK | {"temperature": 1.5, "extra_body": own}, prompt=PROMPT)
     assert drawn.choices[0].text == server.client.completions.create(**ASK, prompt=PROMPT).choices[0].text
 
 

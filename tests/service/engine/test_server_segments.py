@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from extent import brief
 from prometheus_client.parser import text_string_to_metric_families
 from recall import LENGTH, NUM_DOCUMENTS, Asked, asked, servable, written
 from router_rig import routed, until
@@ -14,7 +15,7 @@ NAME = "recall"
 ON: dict[str, Any] = {"segments": "on", "segment_min_tokens": 8, "block_size": 8}
 REUSED = LENGTH * (NUM_DOCUMENTS - 1)  # the first document is an ordinary prefix
 REPAIRED = round(0.15 * REUSED)
-QUESTIONS = 80
+QUESTIONS = brief(24, 80)
 ONE: dict[str, Any] = {"model": NAME, "max_tokens": 1, "temperature": 0}
 
 

@@ -4,6 +4,7 @@ import struct
 from collections.abc import Sequence
 
 import xxhash
+from extent import brief
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -229,4 +230,4 @@ class AnnouncedMachine(RuleBasedStateMachine):
 
 
 TestAnnouncedBlocks = AnnouncedMachine.TestCase
-TestAnnouncedBlocks.settings = settings(max_examples=40, stateful_step_count=30)
+TestAnnouncedBlocks.settings = settings(max_examples=brief(10, 40), stateful_step_count=30)

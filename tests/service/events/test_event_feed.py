@@ -11,6 +11,7 @@ import msgpack
 import pytest
 import zmq
 from event_rig import until
+from extent import brief
 from node_rig import free_port
 
 from kvtier.service.events.announced import AnnouncedBlocks
@@ -130,7 +131,7 @@ def test_readers_late_and_early_end_alike() -> None:
                     publisher.announce(MODEL, [stored(chain)])
                 publisher.announce(MODEL, [Removed("l2", tuple(chains[0].hashes[2:]))])
                 for index in (early, late):
-                    until(lambda index=index: index.holdings("w") == {"CPU": 78, "STORAGE": 20})  # type: ignore[misc]
+                    until(lambda index=index: index.holdings("w") == {"CPU": 78, "STORAGE": 20})
                     assert found(index, chains[0]) == {"CPU": 2}
                     assert found(index, chains[19]) == {"CPU": 4}
                 until(lambda: second.state.state == "live")
@@ -335,10 +336,10 @@ def test_no_reader_misses_its_own_handshake() -> None:
     config = addresses()
     with Publisher(config) as publisher:
         publisher.announce(MODEL, [stored(chain_of(1))])
-        for _ in range(40):
+        for _ in range(brief(10, 40)):
             index = PrefixIndex(SIZE)
             with reader(config, index):
-                until(lambda index=index: index.num_blocks == 4)  # type: ignore[misc]
+                until(lambda index=index: index.num_blocks == 4)
 
 
 def test_a_silent_publisher_is_asked_whether_anything_was_missed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -454,6 +455,7 @@ with zmq.Context() as context, context.socket(zmq.PUB) as out:
 """
 
 
+@pytest.mark.exhaustive  # thirteen seconds; readers of test_router_stop.py fall behind, too, by less
 @pytest.mark.slow
 def test_a_reader_that_falls_behind_lives() -> None:
     """libzmq aborts a process whose heartbeat is late while its queue is full."""

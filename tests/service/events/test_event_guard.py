@@ -75,7 +75,7 @@ def test_who_has_the_key_reads_and_nobody_else_does(keys: Path) -> None:
         # somebody else's key, somebody else's publisher, no key at all
         for index, key in zip(indexes[1:], wrong, strict=True):
             with closing(EventConsumer("w", index, *at, keys=key)) as other:
-                until(lambda other=other: other.state.state == "refused")  # type: ignore[misc]
+                until(lambda other=other: other.state.state == "refused")
                 assert "CURVE" in str(other.state.why)
                 assert other.state.counts["keys_refused"] >= 1
                 tell(publisher)

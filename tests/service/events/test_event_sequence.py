@@ -1,6 +1,7 @@
 """The sequencer as scripted traces, and against every schedule: what is applied is what in-order reading would give."""
 
 import pytest
+from extent import brief
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -227,7 +228,7 @@ def applied(steps: list[Step]) -> set[int]:
     return held
 
 
-@settings(max_examples=250)
+@settings(max_examples=brief(50, 250))
 @given(st.data())
 def test_any_schedule_ends_as_in_order_reading_would(data: st.DataObject) -> None:
     publisher, sequencer = Publisher(data.draw(st.sampled_from([1, 3, 100]))), Sequencer()

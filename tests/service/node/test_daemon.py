@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from command_rig import kvtier
 from doubles import SLOT_BYTES, chain_of, wait_until
+from extent import brief
 from fork_rig import SERVICES, Forked
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -172,7 +173,7 @@ def test_a_number_of_a_file_that_was_closed_is_not_the_old_file() -> None:
         loop.watch(old, lambda events: said.append("the new file is not ready"))
 
     for fd, other in (readers, readers[::-1]):
-        loop.watch(fd, lambda events, other=other: replace(other))  # type: ignore[misc]
+        loop.watch(fd, lambda events, other=other: replace(other))
 
     def turn() -> float:
         if next(rounds, None) is None:
@@ -225,7 +226,7 @@ def test_blocks_come_back_from_the_slab_for_another_client(serve: Serve, disk_di
     assert where(other, chain)["l2"] == 4
 
 
-@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("end", brief([signal.SIGKILL], [signal.SIGKILL, signal.SIGTERM]))
 def test_a_daemon_that_is_started_anew(home: Path, disk_dir: Path, end: signal.Signals, attach: Attach) -> None:
     options = {"host__size": "1MiB", "file__path": str(disk_dir), "file__size": "4MiB"}
     daemon = DaemonProcess(home / "s", **options)
@@ -329,7 +330,7 @@ def test_a_client_that_says_goodbye_leaves_at_once(serve: Serve, attach: Attach)
 
 
 def test_a_stopped_client_holds_up_nobody_and_its_promise_lapses(serve: Serve, attach: Attach) -> None:
-    served = serve(host={"size": 16 * SLOT_BYTES}, lease_deadline=4.0)
+    served = serve(host={"size": 16 * SLOT_BYTES}, lease_deadline=1.0)
     tiers, chain = attach(), chain_of(8)
     store(tiers, chain)
     claim, promised = ask(tiers, chain)
@@ -391,7 +392,7 @@ def test_a_promise_that_is_asked_about_does_not_lapse(serve: Serve, attach: Atta
     tiers, chain = attach(), chain_of(4)
     store(tiers, chain)
     claim, _ = ask(tiers, chain)
-    end = time.monotonic() + 6.0
+    end = time.monotonic() + 5.0
     while time.monotonic() < end:
         assert tiers.poll(claim) == 4
         time.sleep(0.02)
@@ -461,7 +462,7 @@ def test_any_bytes_at_all(home: Path, serve: Serve, attach: Attach) -> None:
     request = st.tuples(st.integers(0, 9), st.lists(st.one_of(operation, body), max_size=3))
     frame = st.one_of(st.binary(max_size=64), body.map(pack_frame), request.map(pack_frame))
 
-    @settings(max_examples=150, suppress_health_check=list(HealthCheck), database=None)
+    @settings(max_examples=brief(40, 150), suppress_health_check=list(HealthCheck), database=None)
     @given(st.booleans(), st.lists(frame, min_size=1, max_size=4))
     def babble(greets: bool, frames: list[bytes]) -> None:
         with raw(home) as connection:
@@ -478,7 +479,7 @@ def test_any_bytes_at_all(home: Path, serve: Serve, attach: Attach) -> None:
     # This process lives on, so what a connection held stays until its copies are known to have ended.
     for client in list(served.daemon.call(lambda: [*served.daemon._sessions.values()])):
         if not client.connected:
-            served.daemon.call(lambda client=client: client.end("died"))  # type: ignore[misc]
+            served.daemon.call(lambda client=client: client.end("died"))
     served.check()
     assert served.daemon.counts["error"] == 0
     assert load(tiers, chain) == 4 or where(tiers, chain).miss == 4  # one of them may have said "reset"
@@ -568,7 +569,7 @@ def test_an_engine_finds_the_daemon_by_its_configuration(home: Path, serve: Serv
 
     serve()
     blocks = BlockDimensions(4, SLOT_BYTES)
-    tiers = open_tiers(Config(service={"socket": home / "s"}), FINGERPRINT, blocks)  # type: ignore[arg-type]
+    tiers = open_tiers(Config(service={"socket": home / "s"}), FINGERPRINT, blocks)
     assert isinstance(tiers, RemoteTiers)
     assert tiers.num_slots == 256  # it asked for [host] size, the budget has a mebibyte
     assert misses(tiers, Outcome.ABSENT) == 0

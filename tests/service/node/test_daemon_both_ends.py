@@ -78,7 +78,7 @@ def test_the_daemon_decides_and_the_client_asks_for_the_back(home: Path) -> None
 
     def all_there() -> bool:
         leases.extend((group.first, lease) for group, lease, _ in back.collect())
-        return sum(len(lease) for _, lease in leases) >= NUM_BLOCKS - claim.meeting.block  # type: ignore[union-attr]
+        return sum(len(lease) for _, lease in leases) >= NUM_BLOCKS - claim.meeting.block
 
     wait_until(all_there)
     names = [name for _, lease in sorted(leases, key=lambda each: each[0]) for name in lease.hashes]

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from doubles import SLOT_BYTES, wait_until
+from event_rig import until
 from http_rig import MODEL, ServedDaemon
 from service_rig import FINGERPRINT, attach, load, store
 
@@ -107,9 +108,9 @@ def test_tokens_are_a_tenants_under_either_hash(served: ServedDaemon, tiers: Rem
 
 def test_a_pin_ends_by_itself(served: ServedDaemon, tiers: RemoteTiers) -> None:
     store(tiers, prompt(4))
-    assert served.post("pin", tokens=tokens(4), ttl="4s").status_code == 200
+    assert served.post("pin", tokens=tokens(4), ttl="2s").status_code == 200
     assert pinned(served) == [4]
-    wait_until(lambda: not pinned(served))
+    until(lambda: not pinned(served))
     wait_until(lambda: namespace(served).hierarchy.host.pool.counts().leased == 0)
 
 

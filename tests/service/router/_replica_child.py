@@ -107,8 +107,8 @@ async def _complete(scope: Message, body: dict[str, Any], receive: Receive, send
         await _json(send, {"object": "text_completion", "choices": [{"index": 0, "text": "abc"}], "usage": usage})
         return
     await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
-    gone = asyncio.create_task(_gone(receive))
-    for number in range(BEHAVIOUR.get("events", 3)):
+    gone, number = asyncio.create_task(_gone(receive)), 0
+    while number < BEHAVIOUR.get("events", 3):  # or until it behaves
         choice = {"index": 0, "text": f"{number} ".ljust(BEHAVIOUR.get("size", 0)), "finish_reason": None}
         await _event(send, {"object": "text_completion", "choices": [choice]})
         if (pause := BEHAVIOUR.get("pause", 0.0)) and (await asyncio.wait([gone], timeout=pause))[0]:
@@ -119,6 +119,7 @@ async def _complete(scope: Message, body: dict[str, Any], receive: Receive, send
                 await send({"type": "http.response.body", "body": half.encode(), "more_body": True})
                 await asyncio.sleep(0.1)
             os.kill(os.getpid(), signal.SIGKILL)
+        number += 1
     gone.cancel()
     await _event(send, {"object": "text_completion", "choices": [], "usage": usage})
     await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})

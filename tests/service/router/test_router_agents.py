@@ -10,7 +10,8 @@ from typing import Any
 import httpx2
 import pytest
 from chat_shapes import HERMES
-from router_rig import PATIENCE, RoutedReplicas, ToldReplica, replicas, routed, until
+from extent import brief
+from router_rig import PATIENCE, RoutedReplicas, ToldReplica, routed, until
 from server_rig import tokenizer
 from transformers import PreTrainedTokenizerFast
 
@@ -29,19 +30,6 @@ TOOLS = [
     for number in range(3)
 ]
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
-
-
-@pytest.fixture(scope="module")
-def started() -> Iterator[Pair]:
-    with replicas(2) as (one, other):
-        yield one, other
-
-
-@pytest.fixture
-def pair(started: Pair) -> Pair:
-    for replica in started:
-        replica.behave()
-    return started
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +80,10 @@ def test_a_chat_with_tools_is_known_to_the_last_token(pair: Pair, model: Path) -
         assert router.metrics()["kvtier_route_prompt_tokens_total"] == num_tokens
 
 
-@pytest.mark.parametrize("task", ["Find it.", [{"type": "text", "text": "See:"}, IMAGE]], ids=["text", "image"])
+TASKS: dict[str, object] = {"text": "Find it.", "image": [{"type": "text", "text": "See:"}, IMAGE]}
+
+
+@pytest.mark.parametrize("task", [TASKS[name] for name in brief(["image"], [*TASKS])])
 def test_the_turns_of_an_agent_stay_together_where_nobody_says_what_it_holds(
     pair: Pair, model: Path, task: object
 ) -> None:

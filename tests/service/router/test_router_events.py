@@ -266,8 +266,8 @@ def test_who_publishes_elsewhere_is_forgotten_there() -> None:
             for told, num_blocks in ((one, 10), (other, 5), (one, 10), (other, 5)):
                 at = Publishers(told.ports["publish"], told.ports["replay"])
                 holdings.follow("r", at, SIZE, FINGERPRINT)
-                until(lambda num_blocks=num_blocks: holdings.state("r").blocks == {"GPU": num_blocks})  # type: ignore[misc]
-                until(lambda num_blocks=num_blocks: holdings.num_blocks == num_blocks)  # type: ignore[misc]
+                until(lambda num_blocks=num_blocks: holdings.state("r").blocks == {"GPU": num_blocks})
+                until(lambda num_blocks=num_blocks: holdings.num_blocks == num_blocks)
             assert not holdings.skipped
         finally:
             holdings.close()

@@ -31,7 +31,7 @@ def batch(*events: object) -> bytes:
 
 
 def hostile_batches() -> tuple[bytes, bytes, bytes]:
-    """Of a million blocks, sixteen million removed, as many events as may be: the largest batches; in short an eighth."""
+    """As large as a batch may be (in short an eighth): a million blocks, sixteen million removed, the most events."""
     num_blocks = _ROOM // (9 + SIZE)
     names = [2**63 + number for number in range(num_blocks)]
     tokens = [number // SIZE % 100 for number in range(num_blocks * SIZE)]
@@ -83,7 +83,7 @@ def test_a_router_stops_in_time_whatever_comes_in() -> None:
         run = subprocess.Popen([*command, "--replica", spec], env=environment(), stderr=subprocess.PIPE, text=True)
         try:
             assert run.stderr is not None
-            ready = run.stderr.readline()
+            ready = next(line for line in run.stderr if " is up" not in line)
             load = time.monotonic() - begun  # what it takes to start says how busy this machine is
             url = f"http://{ready.rpartition(' ')[2].strip()}"
             reading = threading.Thread(target=run.stderr.read)  # or it would wait for who reads its log

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import pytest
+from extent import brief
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -187,7 +188,7 @@ CANDIDATES = st.builds(
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=brief(60, 300))
 @given(st.lists(CANDIDATES, max_size=6), st.integers(0, 500), st.integers(0, 10_000))
 def test_it_never_chooses_who_cannot_take_it_nor_a_worse_one(fleet: list[Candidate], size: int, turn: int) -> None:
     choice = choose(fleet, size, turn=turn)

@@ -33,7 +33,7 @@ def brute_force(chains: list[Chain], num_prompt: list[int], capacity: int) -> in
 @strategies.composite
 def tree_traces(draw: strategies.DrawFn) -> tuple[list[Chain], list[int]]:
     """Up to six requests over a tree of seven blocks, each a path from its root; the last blocks may be an answer's."""
-    paths = [(0,), (0, 1), (0, 1, 2), (0, 3), (0, 3, 4), (5,), (5, 6)]
+    paths: list[Chain] = [(0,), (0, 1), (0, 1, 2), (0, 3), (0, 3, 4), (5,), (5, 6)]
     chains = draw(strategies.lists(strategies.sampled_from(paths), min_size=1, max_size=6))
     return chains, [draw(strategies.integers(0, len(chain))) for chain in chains]
 

@@ -12,11 +12,13 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from command_rig import kvtier
 from doubles import BLOCK_SIZE, SLOT_BYTES
+from extent import brief
 from service_rig import environment
 
 from kvtier.service.simulation.replay import TraceReplay, sweep
@@ -82,10 +84,8 @@ def test_lru_is_a_plain_lru_and_no_run_beats_the_optimum() -> None:
 def test_a_slab_and_redis_find_what_memory_has_lost() -> None:
     trace = trace_of(chats(150))
     replay = TraceReplay(trace, SLOT_BYTES)
-    alone, disk, redis, late = (
-        replay.run(Capacity(SLOTS * SLOT_BYTES, **room, policy="lru"))
-        for room in ({}, {"disk": 8 << 20}, {"redis": 8 << 20}, {"redis": 8 << 20, "redis_ttl": 1.0})
-    )
+    rooms: list[dict[str, Any]] = [{}, {"disk": 8 << 20}, {"redis": 8 << 20}, {"redis": 8 << 20, "redis_ttl": 1.0}]
+    alone, disk, redis, late = (replay.run(Capacity(SLOTS * SLOT_BYTES, **room, policy="lru")) for room in rooms)
     for run in (disk, redis):
         assert run.found.sum() > alone.found.sum()
     assert disk.found[:, 1].sum() > 0
@@ -191,7 +191,7 @@ def wait_for_processes(group: int, number: int) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("everybody", [True, False], ids=["a terminal's Ctrl-C", "a signal to it alone"])
+@pytest.mark.parametrize("everybody", brief([True], [True, False]))  # as a terminal's Ctrl-C does it; it alone
 def test_ctrl_c_ends_it_and_its_workers_at_once(tmp_path: Path, everybody: bool) -> None:
     process = endless(tmp_path)
     (os.killpg if everybody else os.kill)(process.pid, signal.SIGINT)

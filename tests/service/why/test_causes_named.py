@@ -215,7 +215,7 @@ def test_an_engine_says_what_its_fingerprint_is_made_from(monkeypatch: pytest.Mo
         model="tiny", revision="ab" * 20, config_digest="0" * 64, dtype="bfloat16", kv_dtype="bfloat16",
         compute_dtype="bfloat16", num_kv_heads=2, head_dim=8, block_size=BLOCK, layers=(0,),
     )  # fmt: skip
-    config = Config(service={"socket": "/tmp/none"})  # type: ignore[arg-type]
+    config = Config(service={"socket": "/tmp/none"})
     open_tiers(config, identity.fingerprint(), BlockDimensions(BLOCK, SLOT_BYTES), identity)
     assert dict(said[0].about)["kv_dtype"] == "bfloat16"
     assert len(pack_handshake(said[0])) < MAX_HELLO

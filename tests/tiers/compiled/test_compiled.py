@@ -73,9 +73,13 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tree:
 
 @pytest.fixture(scope="module")
 def one(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """A file as it is built, of the source for 1."""
+    """A file as it is built, of the source for 1: once for all processes of the suite."""
+    place = tmp_path_factory.getbasetemp()
+    place = place.parent if "PYTEST_XDIST_WORKER" in os.environ else place
     with pytest.MonkeyPatch.context() as patches:
         made = planted(Tree(tmp_path_factory.mktemp("one")), patches)
+        made.cache = place / "one-twin"
+        patches.setenv("KVTIER_COMPILED", str(made.cache))
         made.write(1)
         build()
         return made.file.read_bytes()
@@ -113,6 +117,19 @@ def test_a_twin_is_found_once_it_was_built_and_never_stale(tree: Tree, one: byte
     tree.write(2)
     assert tree.file != before
     assert number() is None  # the old one is not taken for it
+    tree.write(1)
+    assert number() == 1  # what was built of it is still there
+
+
+@builds
+@pytest.mark.exhaustive  # each build takes seconds: `make compiled` and `one` show one
+def test_what_is_torn_is_built_anew_and_another_source_beside_it(tree: Tree) -> None:
+    tree.write(1)
+    before = tree.file
+    tree.put(b"torn")
+    build()
+    assert number() == 1
+    tree.write(2)
     lines: list[str] = []
     assert build(lines.append) == [tree.file]
     assert number() == 2
@@ -120,14 +137,10 @@ def test_a_twin_is_found_once_it_was_built_and_never_stale(tree: Tree, one: byte
     assert [line.partition(" in ")[0] for line in lines] == [f"{NAME}: built", f"{NAME}: built already"]
     folders = {"lock", before.parent.name, tree.file.parent.name}
     assert {path.name for path in tree.cache.iterdir()} == folders
-    tree.write(1)
-    assert number() == 1  # what was built of it is still there
 
 
 @builds
-def test_what_cannot_be_trusted_is_not_loaded_and_built_anew(
-    tree: Tree, one: bytes, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_cannot_be_trusted_is_not_loaded(tree: Tree, one: bytes, caplog: pytest.LogCaptureFixture) -> None:
     def torn(file: Path) -> None:
         file.write_bytes(one[:-100])
 
@@ -148,8 +161,6 @@ def test_what_cannot_be_trusted_is_not_loaded_and_built_anew(
         spoil(tree.file)
         refused(tree, caplog, NAME, word)
         twins._loaded.clear()  # a process that starts now
-    build()
-    assert number() == 1
 
 
 @builds
@@ -166,6 +177,7 @@ def test_another_users_file_or_folder_is_not_trusted(tree: Tree, one: bytes, cap
 
 
 @builds
+@pytest.mark.exhaustive
 def test_an_extension_that_does_not_start_is_one_reason(tree: Tree, caplog: pytest.LogCaptureFixture) -> None:
     source_of(NAME).parent.mkdir(parents=True)
     source_of(NAME).write_text("raise RuntimeError('not on this machine')\n")
@@ -290,6 +302,7 @@ def test_the_verb_ends_with_2_where_there_is_no_compiler(tree: Tree, monkeypatch
 
 
 @builds
+@pytest.mark.exhaustive
 def test_a_source_that_does_not_compile_says_where(tree: Tree) -> None:
     source_of(NAME).parent.mkdir(parents=True)
     source_of(NAME).write_text("def number(:\n")
@@ -299,6 +312,7 @@ def test_a_source_that_does_not_compile_says_where(tree: Tree) -> None:
 
 
 @builds
+@pytest.mark.exhaustive
 def test_two_that_build_at_once_build_it_once(tree: Tree) -> None:
     tree.write(8)
     lines: list[str] = []

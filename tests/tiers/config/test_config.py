@@ -39,7 +39,7 @@ def test_the_constructor_reads_no_environment(monkeypatch: pytest.MonkeyPatch) -
 def test_frozen() -> None:
     config = Config()
     with pytest.raises(ValidationError):
-        config.host.size = 1
+        config.host.size = 1  # pyrefly: ignore[read-only]
     with pytest.raises(ValidationError):
         config.host = Config().host
 

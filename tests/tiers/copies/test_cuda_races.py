@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from cpu_cupy import LazyCupy
+from extent import brief
 from lazy_cuda import LazyCuda, LazyDriver, LazyStream, pin, ranges_of
 
 from kvtier.tiers.copies import cuda_event, cuda_transfer, direct_copies, packer, tensor_copier
@@ -241,25 +242,25 @@ def program(
 def test_random_programs_leave_every_byte_right_and_nothing_to_chance(layout: str, tmp_path: Path) -> None:
     if layout == "own, by kernel" and shutil.which("g++") is None:
         pytest.skip("no g++ to run the kernel's source on this CPU")
-    num_ops = sum(program(seed, layout, tmp_path)[0].num_ops for seed in range(6))
-    assert num_ops > 500
+    seeds = range(brief(1, 6))
+    assert sum(program(seed, layout, tmp_path)[0].num_ops for seed in seeds) > 80 * len(seeds)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", brief(["whole"], LAYOUTS))
 @pytest.mark.parametrize(("room", "way"), [(2 * SLOT, "smaller staging"), (0, "without staging")])
 def test_a_device_without_memory_for_the_staging_copies_more_slowly(
     layout: str, room: int, way: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for seed in range(4):
+    for seed in range(brief(2, 4)):
         caplog.clear()
         copier: Any = program(seed, layout, tmp_path, _much_staging, room=room)[1].stream._copier
         assert copier.counts[way]
         assert sum("no memory on the device" in message for message in caplog.messages) == 1
 
 
-@pytest.mark.parametrize("layout", ["whole", "groups", "own, by copies", "whole, by batches"])
+@pytest.mark.parametrize("layout", ["whole", *brief([], ["groups", "own, by copies", "whole, by batches"])])
 def test_copies_beside_a_capture_neither_fail_nor_spoil_it(layout: str, tmp_path: Path) -> None:
-    for seed in range(4):
+    for seed in range(brief(1, 4)):
         program(seed, layout, tmp_path, captures=True)
         with pytest.raises((AssertionError, RuntimeError)):
             program(seed, layout, tmp_path, _forbidden_in_captures, captures=True)

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
+from extent import brief
 
 from kvtier.tiers.compiled.twins import twin
 from kvtier.tiers.copies.device import BlockPool
@@ -131,7 +132,7 @@ class Requests:
             self.end()
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(brief(4, 20)))
 def test_both_ways_give_the_same_blocks_to_the_same_requests(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     if twin("kvtier.tiers.pool.few_compiled") is None:
         pytest.skip("not built: `make compiled`")

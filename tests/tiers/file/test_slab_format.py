@@ -96,6 +96,8 @@ def test_the_documented_bytes() -> None:
     assert struct.unpack_from("<IIII", encoded, 64) == (16, 192, PLAN.slots_per_extent, 1)
     assert struct.unpack_from("<QQ", encoded, 80) == (1, PLAN.update)
     assert struct.unpack_from("<QQQQ", encoded, 96) == (8192, PLAN.payload_offsets[0], PLAN.num_slots, PLAN.num_slots)
+    assert struct.unpack_from("<I", encoded, 1152) == (2,)
+    assert not any(encoded[1156:2040])
     offsets = {name: field[1] for name, field in (slab.entry_dtype(16).fields or {}).items()}
     assert offsets == {
         "checksum": 0, "state": 8, "generation": 12, "seq": 16, "slot": 24, "chain_hash": 32, "parent": 64,
@@ -108,7 +110,8 @@ def test_the_documented_bytes_of_an_encrypted_slab() -> None:
     assert struct.unpack_from("<I", encoded, 8) == (2,)
     assert struct.unpack_from("<I", encoded, 68) == (256,)
     assert encoded[1120:1152] == key_id(KEY) + b"salt of a slab.."
-    assert not any(encoded[1152:2040])
+    assert struct.unpack_from("<I", encoded, 1152) == (2,)
+    assert not any(encoded[1156:2040])
     offsets = {name: field[1] for name, field in (SEALED.row_dtype.fields or {}).items()}
     assert offsets == {
         "checksum": 0, "state": 8, "generation": 12, "seq": 16, "slot": 24, "chain_hash": 32, "parent": 64,

@@ -4,6 +4,7 @@ import random
 
 import numpy as np
 import pytest
+from extent import brief
 
 from kvtier.tiers.compiled import twin
 from kvtier.tiers.file.slab_index import SlabIndex
@@ -42,7 +43,7 @@ def test_it_finds_what_a_dict_finds(name) -> None:  # type: ignore[no-untyped-de
     num_slots = 300
     index, told = SlabIndex(num_slots), dict[bytes, int]()
     free = list(range(num_slots))
-    for step in range(400):
+    for step in range(brief(200, 400)):
         if rng.random() < 0.55 and free:
             rng.shuffle(free)
             slots = sorted(free[: rng.choice((1, 2, 5, 6, 7, 39))])

@@ -224,8 +224,8 @@ def test_switched_off_no_claim_has_children_and_no_memory_is_taken(tmp_path: Pat
     shape = KVShape(2, 1, 64, BLOCK_SIZE, "float32")
     for is_on in (False, True):
         config = Config(
-            host={"size": "1MiB", "pin": False}, file={"path": tmp_path / str(is_on), "size": "1MiB"},  # type: ignore[arg-type]
-            cache={"block_size": BLOCK_SIZE, "partial_blocks": is_on},  # type: ignore[arg-type]
+            host={"size": "1MiB", "pin": False}, file={"path": tmp_path / str(is_on), "size": "1MiB"},
+            cache={"block_size": BLOCK_SIZE, "partial_blocks": is_on},
         )  # fmt: skip
         hierarchy = open_hierarchy(config, b"f" * 32, shape)
         sibling = branch(1)

@@ -10,6 +10,7 @@ from kvtier.tiers.breaker import BreakerState
 from kvtier.tiers.hierarchy.demote import Demoter
 from kvtier.tiers.hierarchy.lower_tier import PortSettings, TierPort
 from kvtier.tiers.hierarchy.rates import Rates
+from kvtier.tiers.hierarchy.settings import HierarchySettings
 from kvtier.tiers.host.host import HostRegion, HostTier
 from kvtier.tiers.metrics import Metrics
 from kvtier.tiers.naming.chain import TokenChain
@@ -26,12 +27,14 @@ class Story:
         self.ended: list[tuple[ChainHash, Outcome]] = []
 
     def demoter(
-        self, slots: int = 64, max_blocks: int = 1000, failures: int = 100, batch: int | None = None
+        self, slots: int = 64, max_blocks: int | None = 1000, failures: int = 100, batch: int | None = None
     ) -> Demoter:
         self.host = HostTier(HostRegion.allocate(slots, SLOT_BYTES, huge_pages=False, prefault=False))
         settings = PortSettings(deadline=2.0, failures=failures, retry_after=1.0, num_threads=1)
         self.port = TierPort("file", lambda: self.tier, settings, self.metrics, Rates("load"), self.clock)
-        demoter = Demoter(self.port, self.host, max_blocks * SLOT_BYTES, self.metrics, self.clock)
+        max_bytes = None if max_blocks is None else max_blocks * SLOT_BYTES
+        queue = HierarchySettings(store_queue=max_bytes)
+        demoter = Demoter(self.port, self.host, queue, self.metrics, self.clock)
         if batch is not None:
             demoter._batch = batch
         return demoter
@@ -85,20 +88,21 @@ def test_what_waits_is_leased_and_bounded_and_the_newest_tail_is_refused(story: 
     story.tier.gate.clear()
     demoter = story.demoter(max_blocks=5)
     first, second = story.put(chain_of(3)), story.put(chain_of(4, first_token=100))
-    assert demoter.offer(first) == 3
-    assert demoter.offer(second) == 2
-    assert demoter.offer([]) == 0
+    assert demoter.offer(first, story.note) == 3
+    assert demoter.offer(second, story.note) == 2
+    assert demoter.offer([], story.note) == 0
     assert demoter.num_waiting == 5
     assert story.host.pool.counts().leased == 5  # nothing evicts them before they are written
-    assert story.drops(Outcome.QUEUE_FULL) == 2
     story.settle()
     assert set(story.tier.blocks) == {*first, *second[:2]}
 
 
-def test_no_more_than_a_quarter_of_l2_waits(story: Story) -> None:
+@pytest.mark.parametrize("max_blocks", [1000, None])
+def test_no_more_than_a_quarter_of_l2_waits(story: Story, max_blocks: int | None) -> None:
     story.tier.gate.clear()
-    demoter = story.demoter(slots=16, max_blocks=1000)
-    assert demoter.offer(story.put(chain_of(16))) == 4
+    demoter = story.demoter(slots=16, max_blocks=max_blocks)
+    assert len(demoter.pass_down(story.put(chain_of(16)))) == 12
+    assert demoter.num_waiting == story.host.pool.counts().leased == 4
 
 
 def test_descendants_of_a_refused_block_are_refused_until_it_is_taken_itself(story: Story) -> None:
@@ -113,7 +117,7 @@ def test_descendants_of_a_refused_block_are_refused_until_it_is_taken_itself(sto
     assert story.ended[2:] == [(h, Outcome.PARENT_FAILED) for h in hashes[4:]]  # nobody could reach them
     # Offered again from where it broke off, all goes down.
     for first in (2, 4):
-        assert demoter.offer(hashes[first : first + 2]) == 2
+        assert demoter.offer(hashes[first : first + 2], story.note) == 2
         story.settle()
     assert set(story.tier.blocks) == set(hashes)
 
@@ -138,7 +142,7 @@ def test_a_failed_block_takes_its_queued_descendants_with_it(story: Story) -> No
     assert story.tier.writes == [*hashes[:2], *unrelated]  # the descendants were not even tried
     # Once the disk takes it, its descendants go too.
     story.tier.write_fails = {}
-    assert demoter.offer(hashes) == 6
+    assert demoter.offer(hashes, story.note) == 6
     story.settle()
     assert set(story.tier.blocks) == {*hashes, *unrelated}
 
@@ -209,7 +213,7 @@ def test_a_write_that_waited_through_a_reset_never_lands(story: Story) -> None:
     assert {outcome for _, outcome in story.ended} == {Outcome.EPOCH}
     assert not story.tier.blocks
     # The same chain under the new weights is no descendant of a failure.
-    assert demoter.offer(story.put(chain_of(4))) == 4
+    assert demoter.offer(story.put(chain_of(4)), story.note) == 4
     story.settle()
     assert set(story.tier.blocks) == set(hashes)
 
@@ -243,22 +247,32 @@ def test_close_drops_what_waits_and_a_closed_queue_takes_nothing(story: Story) -
     assert demoter.num_waiting == 0
 
 
-@pytest.mark.parametrize("refusal", ["io_error", "queue_full"])
-def test_children_take_their_failed_ancestors_along_once_the_disk_is_well(story: Story, refusal: str) -> None:
-    """L2 seals a block once: without this one failed write would keep a shared prefix out of L3 for ever."""
-    demoter = story.demoter(max_blocks=4)
+def test_children_take_their_failed_ancestors_along_once_the_disk_is_well(story: Story) -> None:
+    """L2 seals a block once: without this one failed write would keep a shared prefix out of L3 for long."""
+    demoter = story.demoter()
     chain = chain_of(8)
     hashes = story.put(chain, 0, 1, 2, 3)
-    if refusal == "io_error":
-        story.tier.write_fails = dict.fromkeys(hashes[1:], Outcome.IO_ERROR)
-        demoter.offer(hashes)
-    else:
-        story.tier.gate.clear()
-        demoter.offer(story.put(chain_of(3, first_token=500)))
-        assert demoter.offer(hashes) == 1  # the tail finds no room
+    story.tier.write_fails = dict.fromkeys(hashes[1:], Outcome.IO_ERROR)
+    demoter.pass_down(hashes)
     story.settle()
-    story.tier.write_fails = {}
+    story.tier.write_fails = {}  # what failed would wait a second more: no time passes here
     for i in (4, 5):
-        demoter.offer(story.put(chain, i))
+        demoter.pass_down(story.put(chain, i))
         story.settle()
-    assert set(chain.hashes[:6]) <= set(story.tier.blocks)
+    assert set(chain.hashes[:6]) == set(story.tier.blocks)
+    assert demoter.num_in_line == 0
+
+
+def test_what_never_succeeds_and_its_children_are_not_tried_again_and_again(story: Story) -> None:
+    demoter = story.demoter(batch=2)
+    hashes = story.put(chain_of(6))
+    story.tier.write_fails = {hashes[1]: Outcome.UNSUPPORTED}  # its bytes are such that the tier cannot keep them
+    demoter.pass_down(hashes)
+    for _ in range(3):
+        story.settle()
+        demoter.sweep_soon(at_once=True)
+    story.settle()
+    assert story.tier.writes.count(hashes[1]) == 1
+    assert set(story.tier.blocks) == {hashes[0]}
+    assert (story.drops(Outcome.UNSUPPORTED), story.drops(Outcome.PARENT_FAILED)) == (1, 4)
+    assert demoter.num_in_line == 0

@@ -228,19 +228,6 @@ def test_bytes_that_changed_in_l2_are_never_passed_down(stories: Stories) -> Non
     assert drops(hierarchy, "file", Outcome.PARENT_FAILED) == 1
 
 
-def test_under_store_pressure_the_newest_tail_is_refused_never_the_head(stories: Stories) -> None:
-    tier = MemoryTier()
-    tier.gate.clear()
-    hierarchy = stories.open(slots=32, tier=tier, settings=HierarchySettings(store_queue=4 * 4096))  # four blocks
-    chain = chain_of(7)
-    store(hierarchy, chain)
-    tier.gate.set()
-    assert hierarchy.drain(60)
-    assert set(tier.blocks) == set(chain.hashes[:4])
-    assert drops(hierarchy, "file", Outcome.QUEUE_FULL) == 3
-    assert hierarchy.lookup(chain.hashes)["l2"] == 7  # L2 keeps them all
-
-
 def test_a_pool_without_room_takes_the_head_and_refuses_the_tail(stories: Stories) -> None:
     """FAULTS 22: no wait, no exception."""
     hierarchy = stories.open(slots=4)

@@ -40,7 +40,7 @@ def test_several_tiers_add_up() -> None:
 
 def test_pinned_policies_ask_nobody() -> None:
     for policy, expected in (("load", True), ("recompute", False)):
-        rates = Rates(policy)  # type: ignore[arg-type] # a literal each
+        rates = Rates(policy)
         rates.loaded("file", 1, 1.0)
         rates.computed(1_000_000, 1.0)
         assert all(rates.worth_loading(1, {"file": 1 << 40}) is expected for _ in range(100))

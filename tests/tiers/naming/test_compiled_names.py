@@ -254,7 +254,7 @@ def test_other_threads_go_on_while_a_long_prompt_is_hashed() -> None:
             before = turns
             TWIN.names["sha256"](ROOT, words, 0, len(words) // 16, 16)
             went_on = turns - before
-        assert went_on
+        assert went_on > 0
         before = turns
         TWIN.names["sha256"](ROOT, words, 0, 64, 16)  # a few blocks: getting it back would take longer than they do
         assert turns == before

@@ -20,7 +20,8 @@ def test_each_record_is_told_once_when_it_is_whole(lengths: list[int], cuts: lis
     sent = np.random.default_rng(1).bytes(int(came * sum(lengths)))
     slots = [bytearray(SLOT) for _ in lengths]
     told: list[tuple[int, bytes]] = []
-    records = ArrivingRecords(lengths, HEAD, [memoryview(slot) for slot in slots], lambda *each: told.append(each))
+    views = [memoryview(slot) for slot in slots]
+    records = ArrivingRecords(lengths, HEAD, views, lambda number, record: told.append((number, record)))
     edges = sorted({0, len(sent), *(cut for cut in cuts if cut < len(sent))})
     for start, end in itertools.pairwise(edges):
         records.take(memoryview(sent)[start:end])

@@ -257,7 +257,7 @@ def test_a_lying_peer_is_a_miss_with_a_reason_and_is_left_alone(
         assert (stats[f"failed_{reason}"], stats[f"read_{outcome}"]) == (2, 6)
         # Two in a row: it is not even connected to any more, though it would welcome us.
         welcomed = peer.num_welcomed
-        time.sleep(0.6)
+        time.sleep(0.2)
         assert (tier.locate(chain.hashes), tier.stats()["answering"], peer.num_welcomed) == (0, 0, welcomed)
         assert not tier.probe("read")
     peer.close()

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
+from extent import brief
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pools import state_of
@@ -158,7 +159,7 @@ class Twin:
 
 
 @each_way
-@settings(max_examples=300)
+@settings(max_examples=brief(40, 300))
 @given(STEPS, st.sampled_from(["lru", "s3fifo", "tail"]), st.booleans())
 def test_one_by_one_and_in_numpy_are_the_same(
     way: str, steps: list[tuple[str, tuple[int, ...], int]], policy: str, listens: bool
@@ -174,7 +175,7 @@ def test_one_by_one_and_in_numpy_are_the_same(
 
 
 @each_way
-@settings(max_examples=150)
+@settings(max_examples=brief(30, 150))
 @given(st.lists(st.tuples(st.sampled_from(["admit", "free", "publish", "hold", "reset"]), PATHS, st.integers(0, 4))))
 def test_blocks_of_l1_one_by_one_and_in_numpy_are_the_same(
     way: str, steps: list[tuple[str, tuple[int, ...], int]]

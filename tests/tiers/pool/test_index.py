@@ -1,5 +1,7 @@
 """HashIndex against a dict: hits, misses, full buckets, and keys that are no good hashes."""
 
+from functools import cache
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -13,8 +15,10 @@ def name(number: int) -> ChainHash:
     return number.to_bytes(32, "big")
 
 
-def crowd(index: HashIndex, count: int) -> list[ChainHash]:
-    """Names that all fall into one bucket."""
+@cache
+def crowd(num_slots: int, count: int) -> list[ChainHash]:
+    """Names that all fall into one bucket of an index."""
+    index = HashIndex(num_slots)
     found: list[ChainHash] = []
     number = 0
     while len(found) < count:
@@ -51,7 +55,7 @@ def test_an_index_is_a_dict(steps: list[tuple[bool, set[int]]], spread: int) -> 
 
 def test_a_crowded_bucket_overflows_and_nothing_is_lost() -> None:
     index = HashIndex(16)
-    names = crowd(index, 9)  # of four places
+    names = crowd(16, 9)  # of four places
     assert index.add(to_words(names[:6]), np.arange(6))
     assert index.find(names)[1].tolist() == [0, 1, 2, 3, 4, 5, -1, -1, -1]
     index.check()
@@ -69,7 +73,7 @@ def test_a_crowded_bucket_overflows_and_nothing_is_lost() -> None:
 @given(st.lists(st.tuples(st.integers(0, 8), st.booleans()), max_size=40))
 def test_a_crowded_bucket_is_the_same_for_names_that_come_alone(steps: list[tuple[int, bool]]) -> None:
     index, model = HashIndex(16), dict[int, int]()
-    names = crowd(index, 9)
+    names = crowd(16, 9)
     for number, alone in steps:
         if number in model:
             del model[number]
@@ -91,7 +95,7 @@ def test_a_crowded_bucket_is_the_same_for_names_that_come_alone(steps: list[tupl
 @pytest.mark.parametrize("num_before", [0, 3, 6])
 def test_a_name_given_twice_is_refused_and_nothing_changes(num_before: int) -> None:
     index = HashIndex(16)
-    names = crowd(index, 9)
+    names = crowd(16, 9)
     assert index.add(to_words(names[:num_before]), np.arange(num_before))
     twice = [names[6], names[7], names[8], names[7]]
     assert not index.add(to_words(twice), np.arange(10, 14))

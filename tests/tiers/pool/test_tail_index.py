@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from _synthetic_traces import TRACES
+from extent import brief
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -254,7 +255,7 @@ class SlowOrder:
     )
 )
 @example([("late", 0, 1), ("wait", 0, 4), ("use", 1, 1), ("wait", 0, 4), ("evict", 0, 1)])  # idle for a minute, unseen
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=brief(20, 60), deadline=None)
 def test_the_order_is_that_of_a_slow_list(steps: list[tuple[str, int, int]]) -> None:
     """Eight conversations of four slots each. What no end told of is an old and a known class of its own here."""
     clock, policy, slow = Clock(), TailIndex(32, lambda slots: np.zeros((len(slots), 4), np.uint64)), SlowOrder()
@@ -301,7 +302,7 @@ def test_the_order_is_that_of_a_slow_list(steps: list[tuple[str, int, int]]) -> 
         policy.check()
 
 
-@pytest.mark.parametrize("name", ["loop", "scans", "documents", "flips"])
+@pytest.mark.parametrize("name", ["loop", *brief([], ["scans", "documents"]), "flips"])
 def test_on_made_up_traces_it_is_no_more_than_a_point_below_lru(name: str) -> None:
     """The first 700 requests each, in a cache that holds a part of what returns."""
     requests = TRACES[name](1)[:700]
@@ -345,7 +346,7 @@ def test_lru_is_expected_to_hold_as_many_blocks_as_there_are_slots() -> None:
         assert (rival.num_takeovers > 0) is expects
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(brief(1, 3)))
 def test_a_scan_costs_no_more_than_lrus(seed: int) -> None:
     """Conversations of three turns beside a scan that never returns: at most a point below LRU."""
     shares = []

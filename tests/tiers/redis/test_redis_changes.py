@@ -3,10 +3,9 @@
 import random
 import threading
 
-import pytest
 from doubles import FakeClock, chain_of, record_of
 from event_rig import Shelf
-from redis_rig import NO_REDIS, standalone
+from redis_rig import RedisServer
 from redis_stories import CHAIN, OTHER, opened, read, reads_again, written
 
 from kvtier.tiers.hierarchy.events import TierEvents
@@ -99,9 +98,8 @@ def test_a_strict_reader_meets_no_contradiction() -> None:
     assert not changes.waiting
 
 
-@pytest.mark.skipif(NO_REDIS is not None, reason=str(NO_REDIS))
-def test_two_nodes_tell_what_each_wrote_or_read() -> None:
-    with standalone() as server, opened(server.url) as one, opened(server.url) as two:
+def test_two_nodes_tell_what_each_wrote_or_read(redis_server: RedisServer) -> None:
+    with opened(redis_server.url) as one, opened(redis_server.url) as two:
         ours, theirs = TierEvents("redis", one.announcer), TierEvents("redis", two.announcer)
         here, there = Shelf(), Shelf()
         written(one, CHAIN)

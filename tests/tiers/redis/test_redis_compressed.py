@@ -3,7 +3,6 @@
 import hashlib
 import hmac
 import logging
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ import zstandard
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from doubles import SLOT_BYTES, chain_of, store
 from fault_rig import fetch, forget_l2, settle
-from redis_rig import NO_REDIS, RedisServer, cluster, standalone
+from redis_rig import NO_REDIS, RedisServer, cluster
 from redis_stories import (
     CHAIN,
     FINGERPRINT,
@@ -261,9 +260,8 @@ def test_lengths_of_encrypted_records_are_few() -> None:
 
 
 @pytest.fixture
-def server() -> Iterator[RedisServer]:
-    with standalone() as server:
-        yield server
+def server(redis_server: RedisServer) -> RedisServer:
+    return redis_server
 
 
 @pytest.fixture
@@ -366,8 +364,8 @@ def test_both_settings_over_one_server_find_their_own_and_delete_nothing(server:
 
 
 @on_a_server
-def test_a_purge_that_no_server_heard_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    with standalone() as server, opened(server.url, compression="zstd") as store:
+def test_a_purge_that_no_server_heard_says_so(server: RedisServer, caplog: pytest.LogCaptureFixture) -> None:
+    with opened(server.url, compression="zstd") as store:
         written(store, CHAIN)
         store.discard(CHAIN.hashes[:1])
         assert "there still" not in caplog.text
@@ -379,7 +377,10 @@ def test_a_purge_that_no_server_heard_says_so(caplog: pytest.LogCaptureFixture) 
     assert [record.message for record in caplog.records if "there still" in record.message] == [told]
 
 
-def test_the_start_says_what_is_used(server: RedisServer, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_start_says_what_is_used(
+    server: RedisServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtier.tiers.redis.store._warned", set())  # of this server, in another story
     caplog.set_level(logging.INFO)
     open_store(server.url).close()
     assert "zstd" not in caplog.text
@@ -443,5 +444,5 @@ def test_what_is_below_the_limit_is_faster_compressed() -> None:
 
 def test_without_the_package_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "zstandard", None)
-    with pytest.raises(ConfigError, match=r"\[redis\] compression .*kvtier\[compression\]"):
+    with pytest.raises(ConfigError, match=r"\[redis\] compression .*needs zstandard; pip install 'zstandard"):
         opening.checked(Config.load(redis={"url": "redis://127.0.0.1", "compression": "zstd"}))

@@ -1,11 +1,10 @@
 """Learned expiries on a real server: what is needed less expires earlier, and with volatile-ttl it goes first."""
 
 import logging
-from collections.abc import Iterator
 
 import pytest
 from doubles import chain_of
-from redis_rig import NO_REDIS, RedisServer, standalone
+from redis_rig import NO_REDIS, RedisServer
 from redis_stories import CHAIN, OTHER, key_of, opened, read, whole, written
 
 from kvtier.tiers.naming.chain import TokenChain
@@ -42,10 +41,9 @@ def info(server: RedisServer, field: str) -> int:
     return next(int(line.partition(":")[2]) for line in lines if line.startswith(f"{field}:"))
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[RedisServer]:
-    with standalone() as one:
-        yield one
+@pytest.fixture
+def server(redis_server: RedisServer) -> RedisServer:
+    return redis_server
 
 
 def test_what_is_needed_less_expires_earlier(server: RedisServer) -> None:
@@ -69,7 +67,6 @@ def test_what_is_needed_less_expires_earlier(server: RedisServer) -> None:
 
 
 def test_with_volatile_ttl_what_is_finished_makes_room(server: RedisServer, caplog: pytest.LogCaptureFixture) -> None:
-    server.cli("FLUSHALL")
     server.cli("CONFIG", "SET", "maxmemory-samples", "64")
     with opened(server.url, expiry="learned") as store:
         for number in range(10):
@@ -95,7 +92,7 @@ def test_with_volatile_ttl_what_is_finished_makes_room(server: RedisServer, capl
                     'maxmemory-policy "allkeys-lru" takes no heed of expiries, which are learned; set volatile-ttl'
                 )
         finally:
-            server.cli("CONFIG", "SET", "maxmemory", "0", "maxmemory-policy", "noeviction")
+            server.cli("CONFIG", "SET", "maxmemory-samples", "5")
 
 
 def test_a_full_or_closed_store_keeps_what_expiries_there_are(server: RedisServer) -> None:

@@ -49,17 +49,9 @@ OK, EVICTED, ABSENT, EPOCH = Outcome.OK, Outcome.EVICTED, Outcome.ABSENT, Outcom
 SECRET = "s3cret-Wort"
 
 
-@pytest.fixture(scope="module")
-def _server() -> Iterator[RedisServer]:
-    with standalone() as server:
-        yield server
-
-
 @pytest.fixture
-def server(_server: RedisServer) -> RedisServer:
-    """A server with nothing in it."""
-    _server.cli("FLUSHALL")
-    return _server
+def server(redis_server: RedisServer) -> RedisServer:
+    return redis_server
 
 
 @pytest.fixture
@@ -578,28 +570,28 @@ def test_a_certificate_of_another_authority(tmp_path: Path) -> None:
 
 
 def test_too_little_memory_that_nothing_leaves_is_refused_and_other_settings_are_warned_of_once(
-    caplog: pytest.LogCaptureFixture,
+    server: RedisServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with standalone() as server:
-        server.cli("CONFIG", "SET", "maxmemory", "20000")
-        assert "maxmemory 20000, a block takes 4355 bytes" in refused(server.url)
-        server.cli("CONFIG", "SET", "maxmemory-policy", "allkeys-lru")
-        with caplog.at_level(logging.WARNING):
-            with pytest.raises(TierUnavailable):  # there is not even room for the epoch
-                open_store(server.url)
-            server.cli("CONFIG", "SET", "maxmemory", "100mb", "maxmemory-policy", "allkeys-random")
-            caplog.clear()
-            for _ in range(3):  # as a port does that attaches again and again
-                with opened(server.url):
-                    pass
-            server.cli("CONFIG", "SET", "maxmemory", "0")
+    monkeypatch.setattr("kvtier.tiers.redis.store._warned", set())  # of this server, in another story
+    server.cli("CONFIG", "SET", "maxmemory", "20000")
+    assert "maxmemory 20000, a block takes 4355 bytes" in refused(server.url)
+    server.cli("CONFIG", "SET", "maxmemory-policy", "allkeys-lru")
+    with caplog.at_level(logging.WARNING):
+        with pytest.raises(TierUnavailable):  # there is not even room for the epoch
+            open_store(server.url)
+        server.cli("CONFIG", "SET", "maxmemory", "100mb", "maxmemory-policy", "allkeys-random")
+        caplog.clear()
+        for _ in range(3):  # as a port does that attaches again and again
             with opened(server.url):
                 pass
-            assert [record.message.partition(": ")[2] for record in caplog.records] == [
-                'maxmemory-policy "allkeys-random" takes no heed of what is used; set allkeys-lru',
-                "no maxmemory: blocks take all of the server's memory until they expire; "
-                "set it, and maxmemory-policy allkeys-lru",
-            ]
+        server.cli("CONFIG", "SET", "maxmemory", "0")
+        with opened(server.url):
+            pass
+        assert [record.message.partition(": ")[2] for record in caplog.records] == [
+            'maxmemory-policy "allkeys-random" takes no heed of what is used; set allkeys-lru',
+            "no maxmemory: blocks take all of the server's memory until they expire; "
+            "set it, and maxmemory-policy allkeys-lru",
+        ]
 
 
 def test_a_server_that_shows_no_settings_is_asked_for_none(

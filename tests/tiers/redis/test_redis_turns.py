@@ -3,15 +3,16 @@
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from extent import brief
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from redis_rig import NO_REDIS, RedisServer, standalone
+from redis_rig import RedisServer
 from redis_stories import options
 
 from kvtier.tiers.checksum import checksum
@@ -289,21 +290,17 @@ def test_a_server_that_is_far_gets_as_many_at_once_as_python_asks_for(monkeypatc
     assert [found[i] for i in range(NUM)] == RECORDS
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[RedisServer]:
-    if NO_REDIS is not None:
-        pytest.skip(str(NO_REDIS))
-    with standalone() as server:
-        yield server
+@pytest.fixture
+def server(redis_server: RedisServer) -> RedisServer:
+    return redis_server
 
 
-@pytest.mark.parametrize("size", [LARGE, 200_001, 3 << 20])
+@pytest.mark.parametrize("size", [LARGE, 200_001, *brief([], [3 << 20])])
 def test_what_one_way_stores_the_other_reads(server: RedisServer, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over a real server, some of the blocks gone, one changed."""
     payloads = [memoryview(bytes([i]) * size) for i in range(12)]
     hashes = [bytes([100 + i]) * 32 for i in range(12)]
     records = [BlockRecord(hashes[i], b"p" * 32, b"\1\0\0\0" * 4, checksum(payloads[i])) for i in range(12)]
-    server.cli("FLUSHALL")
     fingerprint = b"both ways".ljust(32, b".")
     fast = RedisStore.open(options(server.url), fingerprint, slot_bytes=size, block_size=4)
     monkeypatch.setattr(batch, "make_turns", lambda payload_bytes: None)

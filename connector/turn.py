@@ -1,0 +1,79 @@
+"""Turn: one thread at a time in what is not thread-safe, and only in the process that made it."""
+
+import os
+import threading
+from typing import Final, Self
+
+from kvtier.tiers import RequestError
+
+_PATIENCE: Final = 600.0  # seconds in which nobody's turn ends: whoever has it hangs
+
+
+class Turn:
+    """`with turn:` waits for the threads before it. RequestError refuses the turn:
+
+    in a fork of the process that made it, to a thread that has it already, and where the one that has it hangs.
+    """
+
+    def __init__(self, what: str) -> None:
+        """`what` the turn is for, as messages name it."""
+        self._what = what
+        self._pid = os.getpid()
+        self._queue = (
+            threading.Lock()
+        )  # whoever waits next holds it: else the thread that leaves would come first again
+        self._lock = threading.Lock()
+        self._holder: int | None = None  # a thread's ident
+        self._num_ended = 0
+
+    @property
+    def is_inherited(self) -> bool:
+        """Whether this process is a fork of the one that made it."""
+        return self._pid != os.getpid()
+
+    @property
+    def refusal(self) -> str:
+        """What a fork is told."""
+        why = f"this {self._what} is process {self._pid}'s, and a fork has neither its threads nor its memory"
+        return f"{why}; make one in each worker, behind the fork (gunicorn: in post_fork, or without --preload)"
+
+    def require_here(self) -> None:
+        """RequestError in a fork."""
+        if self.is_inherited:
+            raise RequestError(self.refusal)
+
+    def __enter__(self) -> Self:
+        self.require_here()
+        if self._holder == threading.get_ident():
+            raise RequestError(f"this {self._what} was called from inside one of its own calls; call it afterwards")
+        self._wait_for(self._queue)
+        try:
+            self._wait_for(self._lock)
+        finally:
+            self._queue.release()
+        self._holder = threading.get_ident()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.leave()
+
+    def leave(self) -> None:
+        """The turn ends."""
+        self._holder = None
+        self._num_ended += 1
+        self._lock.release()
+
+    def taken_at_once(self) -> bool:
+        """Take the turn if nobody has it or waits for it, until `leave`. It never waits and never raises."""
+        if self.is_inherited or self._queue.locked() or not self._lock.acquire(blocking=False):
+            return False
+        self._holder = threading.get_ident()
+        return True
+
+    def _wait_for(self, lock: threading.Lock) -> None:
+        while True:
+            num_ended = self._num_ended
+            if lock.acquire(timeout=_PATIENCE):
+                return
+            if self._num_ended == num_ended:
+                raise RequestError(f"another thread has been in this {self._what} for {_PATIENCE:.0f} s; make another")

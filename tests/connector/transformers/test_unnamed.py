@@ -1,0 +1,219 @@
+"""What nothing names is refused in one line, and generated as ever: odd weights, images. And threads take turns."""
+
+import logging
+import re
+import threading
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from kv_tier_rig import Open
+from tiny_models import SIZES, plain, prompt
+from torch.utils._pytree import tree_map
+from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration, Qwen2VLConfig
+
+from kvtier.connector.models import cache_option
+from kvtier.connector.models.hf_model import weights_of
+from kvtier.connector.transformers.calls import other_tokens
+from kvtier.engine.model import Model
+from kvtier.tiers import ConfigError, RequestError
+
+GREEDY: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
+IMAGE = 5  # the token that stands for one
+
+
+class Halved(torch.Tensor):
+    """As a quantiser's tensor: other numbers than it has bytes, and no storage of its own."""
+
+    @staticmethod
+    def __new__(cls, whole: torch.Tensor) -> "Halved":
+        made: Halved = torch.Tensor._make_wrapper_subclass(cls, whole.shape, dtype=whole.dtype)
+        made.whole = whole
+        return made
+
+    whole: torch.Tensor
+
+    @classmethod
+    # pyrefly: ignore[bad-override]
+    def __torch_dispatch__(cls, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        def opened(each: Any) -> Any:
+            return each.whole / 2 if isinstance(each, Halved) else each
+
+        made = function(*tree_map(opened, arguments), **tree_map(opened, options or {}))
+        return Halved(made * 2) if function is torch.ops.aten.detach.default else made
+
+
+def wrapped(model: Any) -> Any:
+    layer = model.model.layers[1].mlp.up_proj
+    layer.weight = torch.nn.Parameter(Halved(layer.weight.detach()), requires_grad=False)
+    return model
+
+
+def quantized(model: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8)
+
+
+def offloaded(model: Any) -> Any:
+    """As accelerate leaves a layer whose weights are on the disk, until its hooks bring them."""
+    layer = model.model.layers[1].mlp
+    kept = {name: weight.detach().clone() for name, weight in layer.named_parameters()}
+    layer.to("meta")
+
+    def bring(module: Any, arguments: Any) -> None:
+        for name, weight in kept.items():
+            owner, _, leaf = name.rpartition(".")
+            setattr(module.get_submodule(owner), leaf, torch.nn.Parameter(weight, requires_grad=False))
+
+    def take(module: Any, arguments: Any, output: Any) -> None:
+        module.to("meta")
+
+    layer.register_forward_pre_hook(bring)
+    layer.register_forward_hook(take)
+    return model
+
+
+def sparse(model: Any) -> Any:
+    model.register_buffer("mask", torch.eye(4).to_sparse())
+    return model
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (
+            wrapped,
+            r"weight 'model\.layers\.1\.mlp\.up_proj\.weight': a [\w.]*Halved, of which no bytes are known",
+        ),
+        (quantized, r"_packed_params.*: a torch.dtype, of which no bytes are known.*load the model unquantised"),
+        (offloaded, r"weight 'model\.layers\.1\.mlp\.gate_proj\.weight': on the meta device.*whole model into memory"),
+        (sparse, r"weight 'mask': torch\.sparse_coo, torch\.float32, of which no plain bytes are there"),
+    ],
+)
+def test_weights_without_bytes_are_refused_by_name_and_the_model_generates_as_ever(
+    open_tier: Open, caplog: pytest.LogCaptureFixture, change: Any, told: str
+) -> None:
+    model = change(plain("llama"))
+    tokens = torch.tensor([prompt(1, 60)])
+    with torch.inference_mode():
+        expected = model.generate(tokens, **GREEDY)
+        kv = open_tier(model)
+        for _ in range(2):
+            assert torch.equal(kv.generate(tokens, **GREEDY), expected)
+            assert kv.num_cached_tokens == 0
+    [line] = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert line.startswith("nothing is kept of this model: ")
+    with pytest.raises(ConfigError, match=told):
+        weights_of(model)
+    with pytest.raises(ConfigError, match=told):
+        Model(model, "m")
+
+
+@pytest.fixture(scope="module")
+def seeing() -> Any:
+    """A model that takes images; four tokens stand for one."""
+    vision = CLIPVisionConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, image_size=16, patch_size=8
+    )
+    text = LlamaConfig(**SIZES)
+    parts: dict[str, Any] = {"vision_config": vision.to_dict(), "text_config": text.to_dict()}
+    config = LlavaConfig(**parts | {"image_token_id": IMAGE, "vision_feature_layer": -1})
+    torch.manual_seed(0)
+    return LlavaForConditionalGeneration(config).eval()
+
+
+def without_images(length: int, seed: int = 1) -> list[int]:
+    return [token if token != IMAGE else IMAGE + 1 for token in prompt(seed, length)]
+
+
+def test_own_loops_get_and_keep_nothing_of_prompts_whose_images_they_do_not_show(
+    open_tier: Open, seeing: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    kv = open_tier(seeing)
+    ids = torch.tensor([[1, *[IMAGE] * 4, *without_images(90)]])
+    images = [torch.randn(1, 3, 16, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
+    with torch.inference_mode():
+        # generate() sees what it computes with: the bare tokens are a text like any other
+        bare = kv.generate(ids, **GREEDY)
+        kv.generate(ids, **GREEDY)
+        assert kv.num_cached_tokens == 80
+        assert torch.equal(kv.generate(ids, **GREEDY), bare)
+        # an own loop, with one image and then another
+        for image in images:
+            cache, num_tokens = kv.load(ids)
+            assert num_tokens == 0
+            seeing(ids, pixel_values=image, **cache_option(seeing, cache))
+            kv.store(ids, cache)
+    assert kv.load(ids)[1] == 0
+    lines = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    [line] = lines
+    assert re.fullmatch(
+        r"nothing is loaded or kept of such a call: token 5 \(image_token_\w+\) stands for what load\(\) and store\(\) "
+        r"are not shown; let generate\(\) compute such prompts, or pass those without images, sound and video",
+        line,
+    )
+    # nothing of it took the place of the bare tokens' KV, and texts go the old way
+    assert torch.equal(kv.generate(ids, **GREEDY), bare)
+    text = torch.tensor([without_images(90, seed=2)])
+    cache, _ = kv.load(text)
+    with torch.inference_mode():
+        seeing(text, **cache_option(seeing, cache))
+    kv.store(text, cache)
+    assert kv.load(text)[1] == 80
+
+
+def test_tokens_that_stand_for_images_sound_and_video_are_known_by_their_configuration(seeing: Any) -> None:
+    assert set(other_tokens(seeing.config) or {}) == {IMAGE}
+    assert other_tokens(plain("llama").config) == {}
+    several: Any = Qwen2VLConfig(image_token_id=7, video_token_id=8, vision_start_token_id=9, vision_end_token_id=10)
+    assert set(other_tokens(several) or {}) == {7, 8, 9, 10}
+    # a part for something else, and no word about its tokens: any text may have some
+    without: dict[str, Any] = {"image_token_id": None}
+    silent: Any = LlavaConfig(**without)
+    assert other_tokens(silent) is None
+
+
+def test_threads_take_turns_and_each_gets_its_own_text(open_tier: Open) -> None:
+    model: Any = plain("llama")
+    tokens = [torch.tensor([prompt(seed, 80)]) for seed in range(3)]
+    with torch.inference_mode():
+        expected = [model.generate(each, **GREEDY) for each in tokens]
+    kv, wrong = open_tier(model), []
+
+    def work(first: int) -> None:
+        for turn in range(4):
+            number = (first + turn) % 3
+            if turn == 2:
+                loaded, num_tokens = kv.load(tokens[number])
+                if loaded.get_seq_length() != num_tokens:
+                    wrong.append(number)
+            elif not torch.equal(kv.generate(tokens[number], **GREEDY), expected[number]):
+                wrong.append(number)
+
+    threads = [threading.Thread(target=work, args=(first,)) for first in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not wrong
+    for each, text in zip(tokens, expected, strict=True):
+        assert torch.equal(kv.generate(each, **GREEDY), text)
+        assert kv.num_cached_tokens == 64
+
+
+def test_a_call_from_inside_a_call_is_refused(open_tier: Open) -> None:
+    model: Any = plain("llama")
+    kv, said = open_tier(model), []
+    tokens = torch.tensor([prompt(1, 60)])
+
+    def nested(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        with pytest.raises(RequestError, match="from inside one of its own calls") as refused:
+            kv.load(tokens)
+        said.append(str(refused.value))
+        return scores
+
+    kv.generate(tokens, logits_processor=[nested], **GREEDY)
+    assert len(said) == 6
+    assert kv.load(tokens)[1] == 48

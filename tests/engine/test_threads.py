@@ -1,0 +1,202 @@
+"""Threads share an engine, and a step that fails half way: every answer is right, and so is all that a store keeps."""
+
+import gc
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_engines import GREEDY, end, settled, small_engine
+from tiny_models import config_of, prompt
+
+from kvtier.connector.local import LocalConnector
+from kvtier.engine.config import EngineConfig
+from kvtier.engine.llm import Engine
+from kvtier.engine.sequence import SamplingParams
+from kvtier.tiers import RequestError
+from kvtier.tiers.config.config import Config
+
+PROMPTS = [prompt(seed, 60 + 7 * seed) for seed in range(6)]
+
+
+def over_slab(directory: Path, **options: Any) -> Engine:
+    config = Config.load(
+        host={"size": "8MiB"},
+        file={"path": str(directory), "size": "64MiB"},
+        cache={"block_size": 16, "load_or_recompute": "load", "prefetch_deadline": "60s"},
+    )
+    settings = EngineConfig(block_size=16, num_blocks=64, max_num_batched_tokens=64, partial_blocks=False, **options)
+    return Engine.from_config(config_of("llama"), settings, LocalConnector.connect(config))
+
+
+@pytest.fixture(scope="module")
+def texts() -> list[list[int]]:
+    """What each prompt is answered with."""
+    engine = small_engine()
+    told = [engine.generate([tokens], GREEDY)[0].token_ids for tokens in PROMPTS]
+    end(engine)
+    return told
+
+
+def at_once(*works: Callable[[], object]) -> None:
+    """All of them, each on a thread of its own; what one raises is raised here."""
+    failures: list[BaseException] = []
+
+    def run(work: Callable[[], object]) -> None:
+        try:
+            work()
+        except BaseException as failure:
+            failures.append(failure)
+
+    threads = [threading.Thread(target=run, args=(work,)) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    if failures:
+        raise failures[0]
+
+
+def test_threads_generate_and_stream_at_once_and_all_of_it_is_found_again(
+    tmp_path: Path, texts: list[list[int]]
+) -> None:
+    engine, wrong = over_slab(tmp_path), []
+
+    def generate(first: int) -> None:
+        for turn in range(4):
+            number = (first + turn) % len(PROMPTS)
+            [answer] = engine.generate([PROMPTS[number]], GREEDY)
+            if answer.token_ids != texts[number]:
+                wrong.append(number)
+
+    def stream(first: int) -> None:
+        for turn in range(4):
+            number = (first + turn) % len(PROMPTS)
+            outputs = engine.stream(PROMPTS[number], GREEDY)
+            tokens = [next(outputs).token_id, *(output.token_id for output in outputs)]
+            if tokens != texts[number]:
+                wrong.append(number)
+            next(engine.stream(PROMPTS[0], GREEDY))  # and one that nobody reads to its end
+
+    def look() -> None:
+        for _ in range(8):
+            engine.drain(0.01)
+            assert not engine.abort("nobody")
+            assert engine.stats["waiting"] >= 0
+
+    at_once(*(lambda first=first: generate(first) for first in (0, 2)), lambda: stream(1), look)
+    assert not wrong
+    assert {output.finish_reason for output in engine.step()} == {"abort"}  # of the streams left
+    assert not engine.has_unfinished
+    end(engine)
+    again = over_slab(tmp_path)
+    answers = again.generate(PROMPTS, GREEDY)
+    assert [answer.token_ids for answer in answers] == texts
+    assert all(answer.num_external_tokens for answer in answers)
+    end(again)
+
+
+def test_a_stream_that_is_collected_inside_a_step_is_ended_behind_it(texts: list[list[int]]) -> None:
+    engine = small_engine()
+    forgotten = [engine.stream(PROMPTS[0], GREEDY)]
+    next(forgotten[0])
+    run = engine.runner.run
+
+    def collecting(batch: Any) -> Any:
+        engine.runner.run = run  # type: ignore[method-assign]
+        forgotten.clear()
+        gc.collect()
+        assert len(engine.scheduler.live) == 2  # the scheduler counts on what it has just scheduled
+        return run(batch)
+
+    engine.runner.run = collecting  # type: ignore[method-assign]
+    outputs = engine.stream(PROMPTS[1], GREEDY)
+    assert [output.token_id for output in outputs] == texts[1]
+    assert engine.scheduler.stats["aborted"] == 1
+    end(engine)
+
+
+class Interrupt(BaseException):
+    """As an interrupt from the keyboard: it comes anywhere."""
+
+
+def fail(engine: Engine, place: str) -> Callable[[], None]:
+    """Let the engine's next step fail there. Returns what heals it."""
+    owner_name, _, name = place.partition(".")
+    owner = {"runner": engine.runner, "worker": engine.worker, "scheduler": engine.scheduler, "engine": engine}[
+        owner_name
+    ]
+    method = getattr(owner, name)
+
+    def raising(*arguments: Any) -> Any:
+        if name in ("schedule", "postprocess", "run", "sample"):
+            method(*arguments)  # all of it, and then the failure
+        raise Interrupt
+
+    setattr(owner, name, raising)
+    return lambda: setattr(owner, name, method)
+
+
+@pytest.mark.parametrize("place", ["runner.run", "runner.sample", "worker.start_store"])
+def test_of_a_step_that_fails_nothing_is_stored_and_the_engine_goes_on(
+    tmp_path: Path, texts: list[list[int]], place: str
+) -> None:
+    engine = over_slab(tmp_path)
+    heal = fail(engine, place)
+    with pytest.raises(Interrupt):
+        engine.generate([PROMPTS[0]], GREEDY)
+    assert engine.drain(30)
+    settled(engine)
+    assert isinstance(engine.connector, LocalConnector)
+    assert engine.connector.hierarchy.host.pool.counts().ready == 0
+    heal()
+    assert [answer.token_ids for answer in engine.generate(PROMPTS, GREEDY)] == texts
+    end(engine)
+
+
+@pytest.mark.parametrize("place", ["scheduler.schedule", "scheduler.postprocess", "scheduler.give_up"])
+def test_an_engine_interrupted_in_its_books_refuses_all_and_stores_nothing_more(
+    tmp_path: Path, texts: list[list[int]], place: str
+) -> None:
+    engine = over_slab(tmp_path)
+    assert engine.generate([PROMPTS[0]], GREEDY)[0].token_ids == texts[0]
+    assert engine.drain(30)
+    settled(engine)
+    assert isinstance(engine.connector, LocalConnector)
+    pool = engine.connector.hierarchy.host.pool
+    num_stored = pool.counts().ready
+    heals = [fail(engine, place)]
+    if place == "scheduler.give_up":
+        heals.append(fail(engine, "runner.run"))
+    with pytest.raises(Interrupt):
+        engine.generate([PROMPTS[1]], GREEDY)
+    for heal in heals:
+        heal()
+    said = "a step of this engine was interrupted half way; close it and make a new one"
+    for call in (
+        lambda: engine.generate([PROMPTS[1]], GREEDY),
+        lambda: next(engine.stream(PROMPTS[1], GREEDY)),
+        lambda: engine.add_request(PROMPTS[1]),
+        engine.step,
+        engine.reset_cache,
+    ):
+        with pytest.raises(RequestError, match=said):
+            call()
+    assert pool.counts().ready == num_stored
+    engine.close()
+    # what was stored before is there, and nothing of the step that was interrupted
+    again = over_slab(tmp_path)
+    answers = again.generate(PROMPTS, GREEDY)
+    assert [answer.token_ids for answer in answers] == texts
+    assert [bool(answer.num_external_tokens) for answer in answers] == [True, *[False] * 5]
+    end(again)
+
+
+def test_behind_close_threads_are_told(texts: list[list[int]]) -> None:
+    engine = small_engine()
+    outputs = engine.stream(PROMPTS[0], SamplingParams(max_tokens=8, ignore_eos=True))
+    assert next(outputs).token_id == texts[0][0]
+    engine.close()
+    with pytest.raises(RequestError, match="the engine is closed"):
+        list(outputs)

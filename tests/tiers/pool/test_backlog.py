@@ -1,0 +1,137 @@
+"""Stories of a backlog: blocks in line for a lower tier, oldest first, each once, which nobody's eviction waits for."""
+
+import pytest
+from pools import Chain, PoolOf, reserved, store
+
+from kvtier.tiers.pool.backlog import Backlog
+from kvtier.tiers.pool.pool import SlotPool
+from kvtier.tiers.tier import ChainHash
+
+
+def names_of(line: Backlog, count: int = 99) -> list[ChainHash]:
+    names, slots = line.take(count)
+    assert len(names) == len(slots)
+    return names
+
+
+def test_blocks_come_out_in_the_order_they_were_added_and_once(pool_of: PoolOf, chain: Chain) -> None:
+    pool = pool_of(8)
+    first, second = chain(1, 2, 3), chain(11, 12)
+    store(pool, first)
+    store(pool, second)
+    line = pool.backlog()
+    line.add(second)
+    line.add([*first, second[0]])  # it keeps its place
+    assert len(line) == 5
+    assert names_of(line, 3) == [*second, first[0]]
+    line.add(first[:1])  # it goes to the end now
+    assert names_of(line) == [first[1], first[2], first[0]]
+    assert (len(line), line.take_lost()) == (0, 0)
+    assert names_of(line) == []
+
+
+def test_what_was_evicted_is_passed_over_and_counted(pool_of: PoolOf, chain: Chain) -> None:
+    pool = pool_of(4)
+    blocks = chain(1, 2, 3, 4)
+    store(pool, blocks)
+    line = pool.backlog()
+    line.add(blocks)
+    store(pool, chain(11, 12))  # 4 and 3 make room
+    assert len(line) == 4  # nobody has looked
+    assert names_of(line, 2) == blocks[:2]
+    assert names_of(line) == []
+    assert line.take_lost() == 2
+    assert line.take_lost() == 0
+
+
+def test_a_slot_that_was_taken_again_is_another_blocks_place_in_line(pool_of: PoolOf, chain: Chain) -> None:
+    pool = pool_of(2)
+    old, new = chain(1, 2), chain(11, 12)
+    line = pool.backlog()
+    store(pool, old)
+    line.add(old)
+    store(pool, new)  # in the same slots
+    line.add(new[:1])
+    assert names_of(line) == new[:1]
+    assert line.take_lost() == 2
+    # A block that left and came back was not written meanwhile either: it stands in line when it is added again.
+    line.add(new)
+    pool.evict(new)
+    store(pool, new)
+    assert names_of(line) == []
+    line.add(new)
+    assert names_of(line) == new
+    assert line.take_lost() == 2
+
+
+def test_a_look_finds_what_has_left_and_a_reset_forgets_all(pool_of: PoolOf, chain: Chain) -> None:
+    pool = pool_of(4)
+    blocks = chain(1, 2, 3)
+    store(pool, blocks)
+    line = pool.backlog()
+    line.add([*blocks, *chain(99)])  # one that is not here
+    pool.evict(blocks[2:])
+    assert line.take_lost(look=True) == 2
+    assert len(line) == 2
+    line.remove([*blocks[:1], *chain(99)])
+    line.remove(blocks[:1])
+    assert names_of(line) == blocks[1:2]
+    line.add(blocks[:2])
+    pool.reset()
+    assert (len(line), line.take_lost(look=True)) == (0, 0)
+
+
+def test_a_block_that_still_fills_is_not_in_line(pool_of: PoolOf, chain: Chain) -> None:
+    pool = pool_of(4)
+    line = pool.backlog()
+    with reserved(pool, chain(1)):
+        line.add(chain(1))
+        assert len(line) == 0
+
+
+def test_an_eviction_looks_past_so_many_dirty_blocks_and_no_further(
+    pool_of: PoolOf, chain: Chain, policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where all blocks are dirty, finding that out takes a look at each: not in one go, under the lock."""
+    monkeypatch.setattr("kvtier.tiers.pool.idle._MOST_PASSED", 8)
+    pool: SlotPool = pool_of(64, policy)
+    singles = [chain(number) for number in range(100, 164)]
+    for each in singles:
+        store(pool, each)
+    for each in singles[:60]:
+        pool.mark_dirty(each)
+    popped: list[int] = []
+    real = pool._table.policy.pop
+
+    def pop(count: int) -> object:
+        batch = real(count)
+        popped.append(len(batch))
+        return batch
+
+    monkeypatch.setattr(pool._table.policy, "pop", pop)
+    store(pool, chain(1))
+    assert 8 <= sum(popped) <= 16  # not sixty, to come to a clean one
+    assert pool.num_dirty_dropped == 1
+    assert pool.lookup(singles[0]) == 0  # the first in line went after all
+    for number in range(2, 9):
+        store(pool, chain(number))
+    assert pool.num_dirty_dropped < 8  # clean ones were found by and by
+    pool.check()
+
+
+def test_where_nothing_is_to_be_kept_any_more_the_policys_order_is_back(
+    pool_of: PoolOf, chain: Chain, policy: str
+) -> None:
+    pool = pool_of(4, policy)
+    dirty, clean = chain(1, 2), chain(11, 12)
+    store(pool, dirty)
+    pool.mark_dirty(dirty)
+    store(pool, clean)
+    store(pool, chain(21))  # a clean one goes, and the dirty ones were passed over
+    assert pool.lookup(dirty) == 2
+    pool.mark_all_clean()
+    assert not pool.has_dirty
+    store(pool, chain(22, 23))
+    assert pool.lookup(dirty) == 0
+    assert pool.num_dirty_dropped == 0
+    pool.check()
