@@ -131,7 +131,7 @@ def test_two_nodes_and_a_cluster_run_as_printed(home: Path, programs: Path) -> N
     )  # the other node, whole blocks through the cluster
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # its page; that engines die in a cluster is told in test_fault_cluster.py
 @pytest.mark.timeout(600)
 def test_a_cluster_whose_engines_die_runs_as_printed(home: Path, programs: Path) -> None:
     if shutil.which("redis-server") is None:

@@ -8,7 +8,7 @@ from extent import brief
 
 pytest.importorskip("atheris", reason="no atheris for this Python or machine")
 
-RUNS = {"bytes": brief(1000, 5000), "http": 1500, "settings": 200}  # inputs for each parser: half a second at most
+RUNS = {"bytes": brief(400, 5000), "http": 1500, "settings": 200}  # inputs for each parser: half a second at most
 LONGEST = 60.0  # seconds for them, on a busy machine
 
 

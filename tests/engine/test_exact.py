@@ -14,7 +14,7 @@ from kvtier.engine.llm import Engine
 from kvtier.engine.sequence import SamplingParams
 
 KEEP = SamplingParams(max_tokens=3, ignore_eos=True, keep_logits=True)
-PAIRS = brief([("llama", "float32"), ("qwen2-mixed", "bfloat16")], [*product(FAMILIES, ("float32", "bfloat16"))])
+PAIRS = brief([("qwen2-mixed", "bfloat16")], [*product(FAMILIES, ("float32", "bfloat16"))])
 PROMPTS = [prompt(1, 90), prompt(2, 17), prompt(3, 120), [*prompt(1, 70), 5, 6, 7]]  # the last shares 70 tokens
 
 

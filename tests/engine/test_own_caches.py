@@ -137,7 +137,7 @@ def test_a_prompt_is_found_in_l1_below_and_after_a_restart(open_engine: Open, ki
     assert ask(again, tokens) == ((expected, 0, 384) if kind in PURE else (expected, 368, 16))
 
 
-@pytest.mark.parametrize("name", ["gemma4-shared", *brief([], ["gemma4", "mimo-v2-flash"]), "deepseek-v3.2"])
+@pytest.mark.parametrize("name", ["deepseek-v3.2", *brief([], ["gemma4", "gemma4-shared", "mimo-v2-flash"])])
 def test_layers_that_differ_lie_in_flat_blocks(open_engine: Open, name: str) -> None:
     tokens = prompt(1, 150)
     engine = open_engine(name)
@@ -152,7 +152,7 @@ def test_layers_that_differ_lie_in_flat_blocks(open_engine: Open, name: str) -> 
     assert ask(open_engine(name), tokens, 6)[::2] == (expected, 144)  # the slab has whole blocks alone
 
 
-@pytest.mark.parametrize("kind", ["mamba2", *brief([], ["qwen3.5"]), "kimi-linear"])
+@pytest.mark.parametrize("kind", ["kimi-linear", *brief([], ["mamba2", "qwen3.5"])])
 def test_prompts_that_part_in_the_middle_share_what_is_before(open_engine: Open, kind: str) -> None:
     shared, found = prompt(1, 1100), []
     engine = open_engine(kind)
@@ -168,7 +168,7 @@ def test_prompts_that_part_in_the_middle_share_what_is_before(open_engine: Open,
 @pytest.mark.parametrize(
     ("kind", "preemption"),
     brief(
-        [("mamba2", "offload"), ("qwen3.5", "recompute"), ("qwen3.5", "offload")],
+        [("qwen3.5", "recompute"), ("mamba2", "offload")],
         [*product(["mamba2", "qwen3.5", "jamba", "nemotron-h", "gemma4"], ["recompute", "offload"])],
     ),
 )
@@ -187,7 +187,7 @@ def test_equal_prompts_at_once_are_computed_once(open_engine: Open) -> None:
     assert engine.stats["l1_tokens"] == 2 * 384
 
 
-@pytest.mark.parametrize("kind", ["mamba2", "qwen3.5", *brief([], ["falcon-h1"])])
+@pytest.mark.parametrize("kind", ["qwen3.5", *brief([], ["mamba2", "falcon-h1"])])
 def test_a_lost_piece_costs_hits_and_nothing_else(open_engine: Open, kind: str) -> None:
     tokens = prompt(1, LONG)
     expected = said(kind, tokens, 8)
@@ -410,7 +410,7 @@ def test_random_stories_say_what_transformers_says(open_engine: Open, kind: str)
     chats = [prompt(seed, dice.randrange(20, 120)) for seed in range(4)]
     wanted: dict[str, list[int]] = {}
     texts: dict[str, list[int]] = {}
-    for _ in range(brief(40, 100)):
+    for _ in range(brief(25, 100)):
         if dice.random() < 0.3 and len(engine.scheduler.live) < 5:
             which = dice.randrange(len(chats))
             number = dice.randrange(1, 30)

@@ -498,10 +498,11 @@ def test_the_deviation_left_is_counted(make: Make) -> None:
     assert sum(engine.segments.deviations.values()) == 1
 
 
+LAYERWISE, IN_PIECES = {"preemption": "offload", "loading": "layerwise"}, {"max_num_batched_tokens": 12}
+
+
 @pytest.mark.parametrize("seed", range(brief(1, 3)))
-@pytest.mark.parametrize(
-    "options", [{}, {"preemption": "offload"}, {"loading": "layerwise"}, {"max_num_batched_tokens": 12}], ids=str
-)
+@pytest.mark.parametrize("options", [LAYERWISE, IN_PIECES, *brief([], [{}, {"preemption": "offload"}])], ids=str)
 def test_a_random_crowd_ends_and_leaks_nothing(make: Make, seed: int, options: dict[str, Any]) -> None:
     """Requests with and without segments come, are aborted and preempted, while L1 forgets: all end, all laws hold."""
     rng = np.random.default_rng(seed)

@@ -25,7 +25,7 @@ LATENT = ["deepseek-v2", "deepseek-v3", "minicpm3", "longcat-flash", "glm4-moe-l
 INDEXED = ["deepseek-v3.2", "glm-moe-dsa"]  # and a key of the indexer
 SHARING = ["gemma3n", "gemma4-shared"]  # the last two of four layers read what others keep
 FORMS = [*LATENT, *INDEXED, *SHARING, "gemma4", "mimo-v2-flash"]
-SHOWN = brief(["deepseek-v3", "deepseek-v3.2", "gemma4-shared"], FORMS)  # one of each class
+SHOWN = brief(["deepseek-v3.2", "gemma4-shared"], FORMS)  # one of each class
 
 
 @cache

@@ -27,12 +27,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def held(server: ServerThread) -> Iterator[None]:
-    """The engine's steps wait until the end of the block."""
-    go, step = threading.Event(), server.engine.step
+def held(server: ServerThread, after: int = 0) -> Iterator[None]:
+    """The engine's steps, but for the first `after`, wait until the end of the block."""
+    go, step, free = threading.Event(), server.engine.step, iter(range(after))
 
     def wait_and_step() -> Any:
-        assert go.wait(60)
+        assert next(free, None) is not None or go.wait(60)
         return step()
 
     server.engine.step = wait_and_step  # type: ignore[method-assign]
@@ -194,7 +194,8 @@ def test_few_prompts_are_tokenized_at_once_and_none_is_waited_for_for_ever(
 
 def test_who_hangs_up_is_computed_for_no_longer(model: Path) -> None:
     with serving(model) as server:
-        with server.http.stream("POST", "/v1/completions", json=body(max_tokens=800, stream=True, n=2)) as answer:
+        asked = body(max_tokens=800, stream=True, n=2)
+        with held(server, after=20), server.http.stream("POST", "/v1/completions", json=asked) as answer:
             next(answer.iter_lines())
             assert server.loop.num_live == 2
         wait_for(lambda: idle(server))
