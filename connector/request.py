@@ -87,6 +87,7 @@ class ConnectedRequest:
     looked_behind: int = -1  # so many held blocks: nothing there was of use
     look_again: float = 0.0
     whole_only: bool = False  # no view any more: one was refused
+    was_crowded: bool = False  # others had all of L2, for longer than it waits
     recompute: bool = False  # decided once: loading is slower, or has failed
 
     @property

@@ -127,6 +127,11 @@ class SchedulerSide:
         """Where the blocks of a live request were when it was first looked up."""
         return self.requests[request_id].found
 
+    def is_cut(self, request_id: str, num_loaded: int) -> bool:
+        """Whether so many tokens were all that one request may hold of L2: the next `lookup` promises what follows."""
+        known = self.requests.get(request_id)
+        return known is not None and num_loaded >= self.tiers.num_slots // 2 * known.request.chain.block_size > 0
+
     def found_in_part(self, request_id: str) -> str | None:
         """The tier that had the block of which a live request was promised a part; None: it was promised none."""
         return self.requests[request_id].found_in_part
@@ -322,8 +327,6 @@ class SchedulerSide:
             known.found = claim.found
             known.causes = claim.causes
             self.tiers.count(claim.found, claim.missing, known.causes)
-            if claim.refusal is Outcome.NO_SLOT:
-                self.tiers.metrics.missed(Outcome.NO_SLOT, claim.found.loadable)
         may_look = self._partial_blocks and known.view is None and claim.behind is not None
         if may_look and self._take_view(known, claim, least):
             return self._answer(known, least)
@@ -335,6 +338,9 @@ class SchedulerSide:
             self._ask(known)
             return self._answer(known, least)
         known.recompute |= claim.refusal is Outcome.RECOMPUTE
+        if claim.refusal is Outcome.NO_SLOT and claim.found is not None and not known.was_crowded:
+            known.was_crowded = True
+            self.tiers.metrics.missed(Outcome.NO_SLOT, claim.found.loadable)
         is_empty = claim.refusal is not None or (claim.found is not None and not claim.found.loadable)
         covered = claim.num_l1 + promised
         tokens = covered * claim.block_size if known.view is None else known.view.covered(covered)

@@ -157,7 +157,9 @@ class Admission:
     def _admit(self, sequence: Sequence, held: CachedBlocks) -> None:
         """A request with blocks leaves the queue, and who came earlier was passed over."""
         block_size, num_l1 = self._config.block_size, len(held.matched)
-        layerwise = self._config.loading == "layerwise" and sequence.reuse is None  # a blend needs what is loaded
+        # A blend needs what is loaded, and what comes in pieces is loaded before anything is computed behind it.
+        in_pieces = self._connector.is_cut(sequence.request_id, held.num_external)
+        layerwise = self._config.loading == "layerwise" and sequence.reuse is None and not in_pieces
         loading = self._connector.allocated(  # fewer than asked for where a promise lapsed
             sequence.request_id, sequence.block_table, held.num_external, layerwise=layerwise
         )

@@ -95,6 +95,9 @@ class NoOffload:
     ) -> int:
         return 0
 
+    def is_cut(self, request_id: str, num_loaded: int) -> bool:
+        return False
+
     def store(self, request_id: str, first_block: int, block_ids: Sequence[int]) -> None:
         """Never called: the scheduler does not store without a connector."""
 

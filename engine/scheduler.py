@@ -15,6 +15,7 @@ from kvtier.engine.meeting import MeetingPoint
 from kvtier.engine.offload import NoOffload
 from kvtier.engine.sequence import ALL, FinishReason, Output, SampledToken, Sequence, SequenceState
 from kvtier.tiers import ChainHash
+from kvtier.tiers.hierarchy import Pending
 
 if TYPE_CHECKING:
     from kvtier.connector import BothEndsSide
@@ -179,6 +180,8 @@ class Scheduler:
 
     def _compute(self, sequence: Sequence, budget: int, chunks: list[Chunk]) -> int:
         """Add what it computes in this step, of `budget` tokens at most. Returns how many: 0 if its back is awaited."""
+        if sequence.is_in_pieces and self._takes_piece(sequence):
+            return 0
         end = self._meet(sequence) if sequence.request_id in self._connector.backs else sequence.num_tokens
         start = sequence.num_computed
         if sequence.reuse is not None and sequence.reuse.is_due:
@@ -300,6 +303,7 @@ class Scheduler:
         sequence.num_loading = end - sequence.num_computed
         sequence.num_computed = end
         sequence.num_stored = end // self._config.block_size
+        sequence.is_in_pieces = first_failed is None and self._connector.is_cut(request_id, sequence.num_loading)
         self._count_loaded(sequence)
         self._name(sequence)
         sequence.state = SequenceState.RUNNING
@@ -307,9 +311,23 @@ class Scheduler:
 
     def _count_loaded(self, sequence: Sequence) -> None:
         if sequence.num_loading and not sequence.num_preempted:
-            sequence.num_external_tokens = sequence.num_loading
+            sequence.num_external_tokens += sequence.num_loading
         (self.segment_stats if sequence.is_segment else self.stats)["external_tokens"] += sequence.num_loading
         sequence.num_loading = 0
+
+    def _takes_piece(self, sequence: Sequence) -> bool:
+        """Whether more of what is held is on its way to a request that L2 cannot take as a whole."""
+        answer = self._connector.lookup(sequence, sequence.num_computed)
+        if isinstance(answer, Pending):
+            return True
+        if answer:
+            answer = self._connector.allocated(sequence.request_id, sequence.block_table, answer)
+        if answer:
+            sequence.num_loading = answer
+            self._await_load(sequence)
+        else:
+            sequence.is_in_pieces = False
+        return bool(answer)
 
     def _await_load(self, sequence: Sequence) -> None:
         """A layerwise load did not arrive in time: its request waits for the report like any other load."""

@@ -207,6 +207,7 @@ class Sequence:
         self.num_named = 0  # leading blocks offered to L1's index
         self.num_stored = 0  # leading blocks handed to the connector, or that came from it
         self.num_loading = 0  # tokens of the load under way
+        self.is_in_pieces = False  # more is held than L2 takes at once: the rest is loaded behind it
         self.num_passed_over = 0  # later requests admitted before this one
         self.num_preempted = 0
         self.num_l1_tokens = 0  # cached tokens at the first admission, by where they were

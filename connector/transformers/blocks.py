@@ -36,6 +36,15 @@ class Blocks:
         ]
         return cls(planes, torch.empty(num_states, form.num_elements, dtype=dtype, device=device))
 
+    @classmethod
+    def joined(cls, parts: Sequence[Self]) -> Self:
+        """Parts of one row, one behind the other, each plane of them as one tensor."""
+        if len(parts) == 1:
+            return parts[0]
+        planes = zip(*(part._planes for part in parts), strict=True)
+        joined = [[torch.cat([tensor for (tensor,) in plane])] for plane in planes]
+        return cls(joined, torch.cat([part.states for part in parts]))
+
     def __len__(self) -> int:
         """How many slots they fill."""
         return self._num_blocks + len(self.states)

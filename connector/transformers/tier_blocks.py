@@ -116,8 +116,20 @@ class TierBlocks:
     ) -> Blocks:
         """As `load`, for a chain that begins behind `parent`, and without counting a lookup.
 
-        `block_size` as the tiers' `ask` takes it. The first `num_blocks` names are blocks', the others states'.
+        `block_size` as the tiers' `ask` takes it. The first `num_blocks` names are blocks', the others states'. What
+        one request may not hold of L2 at once comes in pieces.
         """
+        most, at, parts = self.tiers.num_slots // 2, 0, list[Blocks]()
+        while not parts or (len(parts[-1]) >= most > 0 and at < len(hashes)):
+            first = hashes[at - 1] if at else parent
+            parts.append(self._bring(hashes[at:], first, deadline, block_size, max(0, num_blocks - at)))
+            at += len(parts[-1])
+        return Blocks.joined(parts)
+
+    def _bring(
+        self, hashes: Sequence[ChainHash], parent: ChainHash, deadline: float, block_size: int, num_blocks: int
+    ) -> Blocks:
+        """What L2 has room for at once."""
         tiers = self.tiers
         self._release_ended()
         region = tiers.region  # before asking: a daemon that was restarted since has another

@@ -23,6 +23,7 @@ _PASSING: Final = frozenset(
     {Outcome.IO_ERROR, Outcome.TIMEOUT, Outcome.FULL, Outcome.BREAKER_OPEN, Outcome.PARENT_FAILED}
 )
 _MAX_SWEPT: Final = 1024  # blocks queued from a line in one go: some milliseconds
+SOONEST: Final = 0.1  # seconds before what failed is tried again: another node may wait for it
 _LONGEST_PAUSE: Final = 60.0  # seconds between two tries of what failed again and again
 _LOG_EVERY: Final = 60.0  # seconds between two lines about blocks that L2 lost before they were written
 _LOST: Final = (
@@ -52,7 +53,9 @@ class Demoter:
         settings: HierarchySettings,
         metrics: Metrics,
         clock: Callable[[], float],
+        look_again: Callable[[float], None],
     ) -> None:
+        """`look_again` has `sweep_soon` called in so many seconds, also if nobody uses the tiers meanwhile."""
         self.port = port
         self.host = host
         self.clock = clock
@@ -68,7 +71,8 @@ class Demoter:
         self._line = host.pool.backlog()  # blocks that found no room
         self._again = host.pool.backlog()  # blocks that failed, and were counted
         self._is_sweeping = False
-        self._pause = port.settings.retry_after  # seconds before `_again` is tried next,
+        self._look_again = look_again
+        self._pause = SOONEST  # seconds before `_again` is tried next,
         self._again_at = -math.inf  # when that is,
         self._num_again = self._batch  # and with how many blocks
         self._num_lost = 0  # blocks that the next line in the log tells of
@@ -89,6 +93,11 @@ class Demoter:
     def num_in_line(self) -> int:
         """Blocks that are to be queued when there is room or the tier is well, with such as left L2 unnoticed."""
         return len(self._line) + len(self._again)
+
+    @property
+    def due_in(self) -> float:
+        """Seconds until what failed is to be tried again; inf: there is nothing, or the tier takes nothing for now."""
+        return self._again_at - self.clock() if len(self._again) and self.port.writable else math.inf
 
     def pass_down(self, hashes: Sequence[ChainHash]) -> Sequence[ChainHash]:
         """Have consecutive blocks written that were just sealed; returns those for which L2 is to hold on.
@@ -177,6 +186,8 @@ class Demoter:
             job.ended(hashes, outcomes)
         else:
             self._keep_in_line(good, again)
+        if again:
+            self._look_again(self._pause)
         self.sweep_soon()
 
     # what stands in line
@@ -264,11 +275,11 @@ class Demoter:
     def _pace(self, job: "_WriteJob", *, has_failed: bool) -> None:
         """Under the lock: when and how much of what failed is tried next."""
         if has_failed:
-            self._pause = min(2 * self._pause, _LONGEST_PAUSE) if job.is_repeated else self.port.settings.retry_after
+            self._pause = min(2 * self._pause, _LONGEST_PAUSE) if job.is_repeated else SOONEST
             self._again_at = self.clock() + self._pause
             self._num_again = self._batch
         elif job.is_repeated:
-            self._pause, self._again_at = self.port.settings.retry_after, -math.inf
+            self._pause, self._again_at = SOONEST, -math.inf
             self._num_again = min(2 * self._num_again, self._max_blocks)
 
     def _recovered(self) -> None:

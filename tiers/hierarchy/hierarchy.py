@@ -328,9 +328,10 @@ class Hierarchy:
         return [ChildBlock(*child) for child in by_name.items()][:MAX_CHILDREN]
 
     def _promote(self, claim: LocalClaim, where: Attribution, places: Places, num_blocks: int) -> None:
-        """Bring the blocks beyond `num_l1`, unless computing them is faster or other requests have all the room.
+        """Bring the blocks beyond `num_l1`, unless computing them is faster.
 
-        Where it is fastest to do both, only those that L2 has already.
+        Where it is fastest to do both, only those that L2 has already. For room that other requests hold it waits no
+        longer than computing would take.
         """
         block_bytes = self.host.region.slot_bytes
         below_l2 = {port.name: where.by_tier.get(port.name, 0) * block_bytes for port in self.ports}
@@ -350,8 +351,14 @@ class Hierarchy:
         first = claim.num_l1
         parent = claim.hashes[first - 1] if first else claim.parent
         run = claim.hashes if num_blocks == len(claim.hashes) else claim.hashes[first : first + num_blocks]
-        if not self.promoter.start(claim, run, parent, places, self.settings.prefetch_deadline):
-            claim.refusal, claim.meeting = Outcome.NO_SLOT, None
+        deadline, patience = self.settings.prefetch_deadline, 0.0
+        if claim.meeting is None and claim.ends is not Ends.BACK:  # nobody computes meanwhile
+            is_weighed = bool(claim.block_size)
+            spared = self.rates.spared(num_blocks * claim.block_size, below_l2) if is_weighed else math.inf
+            patience = min(deadline, spared)
+        self.promoter.start(claim, run, parent, places, deadline, patience)
+        if claim.refusal is not None:
+            claim.meeting = None
 
     def _meets(self, claim: LocalClaim, num_blocks: int, num_in_l2: int, below_l2: Mapping[str, int]) -> bool:
         """Decide where both ends meet, behind the leading blocks that L2 has. False: one way is as fast."""

@@ -37,7 +37,9 @@ class LocalClaim(Claim):
     end: int = 0  # of the run; shrinks when a block cannot be had
     next: int = 0  # first block of the run that is neither leased nor on its way
     held: Holding | None = None  # what it is counted for while it waits
-    deadline: float = 0.0
+    patience: float = 0.0  # seconds it waits for reads, from when it has room
+    room_until: float = 0.0  # it waits for room
+    deadline: float = math.inf  # for reads
     polled_at: float = 0.0
     leases: list[Lease] = field(default_factory=list)
     reads: "set[TierRead]" = field(default_factory=set)

@@ -1,5 +1,6 @@
 """Promotion: blocks on their way from a lower tier to L2, read once however many requests wait for them."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -21,7 +22,8 @@ class Promoter:
 
     Lock: `lock` (the hierarchy's) is held around this bookkeeping; inside it the pool's, a port's, a queue's or a
     tier's index lock may be taken, never the other way round; never held across I/O.
-    Law (`check`): every read under way is in the index, every waiter of a read knows it, at idle there is neither.
+    Law (`check`): every read under way is in the index, every waiter of a read knows it, at idle there is neither. Who
+    stands in line holds nothing.
     """
 
     def __init__(
@@ -45,44 +47,48 @@ class Promoter:
         self._reads: dict[ChainHash, TierRead] = {}
         self._given_up: set[TierRead] = set()  # hang in their I/O; their slots are in quarantine
         self.active: set[LocalClaim] = set()  # not yet taken or cancelled
+        self._line: dict[LocalClaim, None] = {}  # of these: who waits until others let go of L2, in order of arrival
+        self._short: dict[LocalClaim, None] = {}  # of these: whose next blocks found no slot when it was last tried
         self._held = WaitedBlocks(host.pool.num_slots)  # by active requests
         self._checking = IoQueue("verify", 1, _MAX_CHECKS, clock) if host.verify else None
 
     # one claim's way
 
     def start(
-        self, claim: LocalClaim, run: list[ChainHash], parent: ChainHash, places: Places, deadline: float
-    ) -> bool:
+        self,
+        claim: LocalClaim,
+        run: list[ChainHash],
+        parent: ChainHash,
+        places: Places,
+        deadline: float,
+        patience: float,
+    ) -> None:
         """Bring a run of consecutive blocks, of which waiting requests may hold half of L2 together.
 
-        `places`: where L2 had the first of them just now. The claim waits for `deadline` seconds at most. False, and no
-        change, if other requests hold all of that now.
+        `places`: where L2 had the first of them just now. If other requests hold what it needs, it stands in line for
+        `patience` seconds at most; then it takes what room there is. From then on it waits for `deadline` seconds.
         """
         now = self.clock()
         with self._lock:
-            room = self._held.room(run, places.slots, self._max_waiting)
-            if not room:
-                return False
             claim.run, claim.run_parent, claim.end = run, parent, len(run)
-            claim.deadline, claim.polled_at = now + deadline, now
-            if room < claim.end:
-                self._shorten(claim, room, Outcome.NO_SLOT)
+            claim.patience, claim.polled_at, claim.room_until = deadline, now, now + patience
             self.active.add(claim)
-            wanted = run if claim.end == len(run) else run[: claim.end]
-            if len(places) < len(wanted):
-                first = self.host.pool.lease(wanted[: len(places)], places)
+            if patience > 0 and (self._line or self._room(claim, places) < claim.end):
+                self._line[claim] = None
+                self._call_up()
             else:
-                first = self.host.pool.lease(wanted, places if len(places) == len(wanted) else None)
-            claim.held = self._held.hold(wanted, first.places)
-            self._take(claim, first)
-            self._advance(claim)
-            return True
+                self._begin(claim, places)
 
     def poll(self, claim: LocalClaim) -> int | Pending:
         """How many leading blocks are in L2, verified and leased; PENDING while more may come before the deadline."""
         now = self.clock()
         with self._lock:
             claim.polled_at = now
+            if claim in self._line:
+                if now < claim.room_until:
+                    return PENDING
+                del self._line[claim]
+                self._begin(claim, self.host.pool.places(claim.run))
             if not claim.done and now >= claim.deadline:
                 self._settle_late(claim)
             claim.told = claim.done
@@ -109,6 +115,11 @@ class Promoter:
         """Reclaim promises nobody has asked about for `lease_deadline` seconds; no copy was submitted for them."""
         now = self.clock()
         with self._lock:
+            short, self._short = self._short, {}
+            for claim in short:
+                self._advance(claim)
+                if claim.done:
+                    self._lock.notify_all()
             for claim in [each for each in self.active if now - each.polled_at >= self._lease_deadline]:
                 self._metrics.missed(Outcome.TIMEOUT, claim.end)
                 self._let_go(claim)
@@ -132,6 +143,8 @@ class Promoter:
                     raise AssertionError(f"the index of reads names one that does not read {chain_hash.hex()[:16]}")
                 if any(read not in waiter.reads for waiter in read.waiters):
                     raise AssertionError("a waiter does not know its read")
+            if any(claim not in self.active or claim.leases or claim.reads or claim.held for claim in self._line):
+                raise AssertionError("who stands in line holds something")
             self._held.check()
             if not self.active and len(self._held):
                 raise AssertionError(f"nobody waits, and {len(self._held)} blocks are held for it")
@@ -192,8 +205,45 @@ class Promoter:
     def _leave(self, claim: LocalClaim) -> None:
         if claim in self.active:
             self.active.remove(claim)
+            self._line.pop(claim, None)
+            self._short.pop(claim, None)
             if claim.held is not None:
                 self._held.drop(claim.held)
+            if self._line:
+                self._call_up()
+
+    def _room(self, claim: LocalClaim, places: Places) -> int:
+        """How many leading blocks of its run a claim may hold now; all, if it asks for more than it could ever hold."""
+        room = self._held.room(claim.run, places.slots, self._max_waiting)
+        return len(claim.run) if room >= self._max_waiting else room
+
+    def _call_up(self) -> None:
+        """Begin with those that stand in line, the first first, until one does not find what it needs."""
+        while claim := next(iter(self._line), None):
+            places = self.host.pool.places(claim.run)
+            if self._room(claim, places) < claim.end:
+                return
+            del self._line[claim]
+            self._begin(claim, places)
+            self._lock.notify_all()
+
+    def _begin(self, claim: LocalClaim, places: Places) -> None:
+        """Hold what room there is, lease what L2 has of it, and have the rest brought."""
+        run, room = claim.run, self._held.room(claim.run, places.slots, self._max_waiting)
+        claim.deadline = self.clock() + claim.patience
+        if not room:
+            claim.refusal, claim.end, claim.done = Outcome.NO_SLOT, 0, True
+            return
+        if room < claim.end:
+            self._shorten(claim, room, Outcome.NO_SLOT)
+        wanted = run if claim.end == len(run) else run[: claim.end]
+        if len(places) < len(wanted):
+            first = self.host.pool.lease(wanted[: len(places)], places)
+        else:
+            first = self.host.pool.lease(wanted, places if len(places) == len(wanted) else None)
+        claim.held = self._held.hold(wanted, first.places)
+        self._take(claim, first)
+        self._advance(claim)
 
     def _let_go(self, claim: LocalClaim) -> None:
         """Of everything that was on its way or leased."""
@@ -204,7 +254,8 @@ class Promoter:
 
     def _settle_late(self, claim: LocalClaim) -> None:
         """Nobody waits any longer: promise what has arrived."""
-        self._shorten(claim, 0, Outcome.TIMEOUT, keep_arrived=True)
+        self._shorten(claim, 0, Outcome.NO_SLOT if claim in self._line else Outcome.TIMEOUT, keep_arrived=True)
+        self._line.pop(claim, None)
         self._finish(claim)
 
     def _sort(self, read: TierRead, results: Sequence[BlockRecord | Outcome]) -> tuple[list[int], list[int]]:
@@ -218,15 +269,18 @@ class Promoter:
     def _tell_waiters(self, read: TierRead, results: Sequence[BlockRecord | Outcome]) -> None:
         for waiter in read.waiters:
             waiter.reads.discard(read)
-            self._deliver(waiter, read.hashes, results)
+            self._deliver(waiter, read, results)
         for waiter in read.waiters:
             self._advance(waiter)
         read.waiters.clear()
         self._lock.notify_all()
 
-    def _deliver(self, waiter: LocalClaim, hashes: list[ChainHash], results: Sequence[BlockRecord | Outcome]) -> None:
-        """Lease what landed to one waiter, up to its first hole; the run ends at the hole, finally for this request."""
-        position = waiter.position
+    def _deliver(self, waiter: LocalClaim, read: TierRead, results: Sequence[BlockRecord | Outcome]) -> None:
+        """Lease what landed to one waiter, up to its first hole; the run ends at the hole, finally for this request.
+
+        A server that kept silent is asked once more, if computing would take longer.
+        """
+        hashes, position = read.hashes, waiter.position
         first = next((i for i, chain_hash in enumerate(hashes) if chain_hash in position), len(hashes))
         whole = next((i for i in range(first, len(hashes)) if not isinstance(results[i], BlockRecord)), len(hashes))
         if wanted := [chain_hash for chain_hash in hashes[first:whole] if chain_hash in position]:
@@ -234,7 +288,10 @@ class Promoter:
         if whole < len(hashes) and hashes[whole] in position:
             outcome = results[whole]
             assert isinstance(outcome, Outcome)
-            self._shorten(waiter, position[hashes[whole]], outcome)
+            if outcome is Outcome.TIMEOUT and read.port.is_shared and self.clock() < waiter.room_until:
+                waiter.room_until, waiter.next = -math.inf, min(waiter.next, position[hashes[whole]])
+            else:
+                self._shorten(waiter, position[hashes[whole]], outcome)
 
     def _advance(self, claim: LocalClaim) -> None:
         """Lease, join or launch until the window is full or the run ends; finish when nothing is on its way."""
@@ -254,6 +311,9 @@ class Promoter:
             else:
                 reason = self._launch(claim, rest[: self._missing_run(rest)])
                 on_the_way += claim.next - start
+                if reason is Outcome.NO_SLOT and self.clock() < claim.room_until:
+                    self._short[claim] = None  # copies and stores that end give slots back
+                    return
                 if reason:
                     self._shorten(claim, claim.next, reason)
         if not claim.reads and not claim.checks:
@@ -319,6 +379,8 @@ class Promoter:
         after = claim.next + len(rest)
         behind = [h for h in claim.run[after : after + 1] if pool.holds([h])[0]]
         reservation = pool.reserve([*rest, *behind], parent)  # links the block behind the gap to its parent again
+        if reservation is None:  # perhaps all that could make room for it is what it goes on from
+            reservation = pool.reserve(rest, None)
         while reservation is None and len(rest) > 1:  # the head matters more than the tail
             rest = rest[: len(rest) // 2]
             reservation = pool.reserve(rest, parent)

@@ -1,5 +1,6 @@
 """Load, recompute or both: measured rates of every tier and of the engine decide which is fastest."""
 
+import math
 from collections.abc import Mapping
 from threading import Lock
 from typing import Final, Literal, NamedTuple
@@ -73,11 +74,17 @@ class Rates:
         with self._lock:
             if self._tokens_per_second is None:
                 return True
-            load = sum(n / self._bytes_per_second[t] for t, n in bytes_by_tier.items() if t in self._bytes_per_second)
-            if load <= num_tokens / self._tokens_per_second:
+            if self._load(bytes_by_tier) <= num_tokens / self._tokens_per_second:
                 return True
             self._refused += 1
             return self._refused % _RETRY == 0
+
+    def spared(self, num_tokens: int, bytes_by_tier: Mapping[str, int]) -> float:
+        """Seconds by which loading these bytes beats computing these tokens; inf where that is not known or weighed."""
+        with self._lock:
+            if self._policy != "auto" or self._tokens_per_second is None:
+                return math.inf
+            return max(0.0, num_tokens / self._tokens_per_second - self._load(bytes_by_tier))
 
     def meeting(self, span: Span, block_size: int) -> Meeting | None:
         """Where to meet, if computing a front and loading the rest at once beats either way alone; else None.
@@ -104,6 +111,10 @@ class Rates:
             if first * block_size < MIN_FRONT or seconds > min(_GAIN * best_alone, best_alone - _SAVED):
                 return None
             return Meeting(span.start // block_size + first, seconds)
+
+    def _load(self, bytes_by_tier: Mapping[str, int]) -> float:
+        """Seconds to load so many bytes of each tier; those of unknown rate take none. The caller holds the lock."""
+        return sum(n / self._bytes_per_second[t] for t, n in bytes_by_tier.items() if t in self._bytes_per_second)
 
     def _compute(self, start: int, num_tokens: int) -> float:
         """Seconds to prefill so many tokens behind the first `start`. The caller holds the lock and knows a rate."""

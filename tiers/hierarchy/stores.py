@@ -1,16 +1,18 @@
 """Stores: slots in L2 for computed blocks, their sealing in the background, and the way down to lower tiers."""
 
 import logging
+import math
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from threading import Timer
 from typing import Final
 
 from kvtier.tiers import L2, BlockRecord, ChainHash, Metrics, Outcome
 from kvtier.tiers.hierarchy.cache_tiers import Filled, NewsCondition, Wanted
-from kvtier.tiers.hierarchy.demote import Demoter
+from kvtier.tiers.hierarchy.demote import SOONEST, Demoter
 from kvtier.tiers.hierarchy.io_queue import IoQueue
 from kvtier.tiers.hierarchy.lower_tier import TierPort
 from kvtier.tiers.hierarchy.sealing import Sealing, SealJob, next_part, parts_of
@@ -50,7 +52,9 @@ class StoreQueue:
         self._settings = settings
         self._metrics = metrics
         self._admit_after = settings.admit_after if isinstance(settings.admit_after, int) else 1
-        self._demoters = [Demoter(port, host, settings, metrics, clock) for port in ports if port.settings.takes_stores]
+        takers = [port for port in ports if port.settings.takes_stores]
+        self._demoters = [Demoter(port, host, settings, metrics, clock, self._look_again) for port in takers]
+        self._timer: Timer | None = None
         self.unsealed: dict[ChainHash, Sealing] = {}  # filled blocks that are not published yet
         self._waiting: deque[Sealing] = deque()  # of them, those that no job has taken: a job is queued for them
         self._num_waiting = 0  # stores in these
@@ -137,8 +141,25 @@ class StoreQueue:
             if demoter.num_in_line:
                 demoter.sweep_soon()
 
+    def _look_again(self, seconds: float) -> None:
+        """Tick in so many seconds, whoever else does: behind an engine that is idle nobody would."""
+        with self._lock:
+            if self._timer is None and not self.closed:
+                self._timer = Timer(seconds, self._look)
+                self._timer.daemon = True
+                self._timer.start()
+
+    def _look(self) -> None:
+        self.tick()
+        self._timer = None
+        due = min(demoter.due_in for demoter in self._demoters)
+        if due < math.inf:
+            self._look_again(max(due, SOONEST))
+
     def close(self) -> None:
         """The lower tiers were closed: count what they did not get."""
+        if self._timer is not None:
+            self._timer.cancel()
         for demoter in self._demoters:
             demoter.close()
 

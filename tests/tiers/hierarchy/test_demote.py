@@ -34,7 +34,7 @@ class Story:
         self.port = TierPort("file", lambda: self.tier, settings, self.metrics, Rates("load"), self.clock)
         max_bytes = None if max_blocks is None else max_blocks * SLOT_BYTES
         queue = HierarchySettings(store_queue=max_bytes)
-        demoter = Demoter(self.port, self.host, queue, self.metrics, self.clock)
+        demoter = Demoter(self.port, self.host, queue, self.metrics, self.clock, lambda seconds: None)
         if batch is not None:
             demoter._batch = batch
         return demoter
