@@ -98,9 +98,9 @@ coverage: beside
 	$(VENV)/bin/coverage json --quiet -o - | .ci/coverage-by-folder 90
 	exit $${failed:-0}
 
-# Their libraries warn of much: here a warning is no error. vLLM's stories take a core each, SGLang's want the machine.
+# Their libraries warn of much: here a warning is no error. vLLM's stories run three at a time, SGLang's want the machine.
 # test-vllm has one of each class, as `make test` does; the others run whole.
-test-vllm test-vllm-0.33: ENGINE_ARGS = -n 2 --dist worksteal
+test-vllm test-vllm-0.33: ENGINE_ARGS = -n 3 --dist worksteal
 test-vllm-all test-vllm-0.33 test-sglang test-ray: export TEST_ALL = 1
 test-vllm-all: test-vllm
 test-vllm test-vllm-0.33 test-sglang test-ray: test-%:

@@ -101,6 +101,7 @@ def test_an_engine_that_waits_for_nothing_but_the_daemon_leaves_it_the_core(
         assert (list(outputs[0].outputs[0].token_ids), outputs[0].num_cached_tokens) == (expected[0], CACHED[0])
 
 
+@pytest.mark.exhaustive  # three minutes; test_vllm_processes.py has vLLM's own processes
 @pytest.mark.timeout(500)  # two starts of three processes each: `run` gives each 200 seconds
 @pytest.mark.parametrize("options", brief([TWO_RANKS], [{}, TWO_RANKS]))
 def test_workers_in_processes_of_their_own_map_the_daemons_memory(

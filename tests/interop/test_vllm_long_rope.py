@@ -12,6 +12,7 @@ from vllm_rig import engine, prompt, tiers
 pytestmark = pytest.mark.timeout(600)
 
 
+@pytest.mark.exhaustive  # tests/connector/transformers/test_length_rope.py tells it of one process
 def test_blocks_of_another_maximal_length_are_other_blocks(tmp_path: Path, disk_dir: Path) -> None:
     [row] = [one for one in ARCHITECTURES if one.name == "phi3-long"]  # trained with 1,024 tokens
     row.save(tmp_path / "model")

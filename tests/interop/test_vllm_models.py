@@ -12,6 +12,7 @@ from _model_trial import attempt
 from _models_page import saved
 
 
+@pytest.mark.exhaustive  # its families have stories of their own
 @pytest.mark.parametrize("name", brief(["gpt-oss"], ["gpt-oss", "gemma3n", "qwen3-next"]))
 def test_a_row_run_again_says_the_same(name: str, tmp_path: Path) -> None:
     [architecture] = [one for one in ARCHITECTURES if one.name == name]

@@ -70,7 +70,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("keys", brief(["kvtier"], ["vllm", "kvtier"]))
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", brief(["layerwise"], WAYS))
 def test_a_prompt_that_parts_inside_a_block_computes_only_what_is_its_own(
     model: Path, expected: list[list[int]], way: str, keys: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -119,7 +119,8 @@ def test_through_a_daemon(model: Path, expected: list[list[int]], daemon: Node) 
         assert ask(second, PROMPTS) == (expected[1:], list(SHARED))
 
 
-@pytest.mark.parametrize("family", brief(["mistral-window"], ["mistral-window", "qwen3"]))
+@pytest.mark.exhaustive  # a block's parts are of any model's layout
+@pytest.mark.parametrize("family", ["mistral-window", "qwen3"])
 def test_other_models(family: str, tmp_path: Path) -> None:
     path = make_checkpoint(family, tmp_path / "model")
     with engine(path) as plain:

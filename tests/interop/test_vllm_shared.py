@@ -60,8 +60,7 @@ def by_our_engine(model: Path, path: Path) -> tuple[list[int], int]:
     ("writer", "reader"),
     [
         (by_vllm, by_transformers),
-        (by_vllm, by_our_engine),
-        (by_transformers, by_vllm),
+        *brief([], [(by_vllm, by_our_engine), (by_transformers, by_vllm)]),
         (by_our_engine, by_vllm),
     ],
 )

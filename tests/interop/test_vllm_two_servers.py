@@ -61,6 +61,7 @@ def test_over_redis_the_decode_server_finds_what_the_prefill_server_just_stored(
             assert servers.decode.ask(PROMPTS[1], 16)[0].tokens == expected[1]
 
 
+@pytest.mark.exhaustive  # test_vllm_daemon.py has a second engine over it
 def test_over_one_daemon_the_decode_server_finds_it_in_the_same_memory(
     chat_model: Path, expected: list[list[int]], tmp_path: Path
 ) -> None:
