@@ -373,3 +373,13 @@ def test_close_with_reads_under_way_ends_in_time(stories: Stories) -> None:
     hierarchy.cancel(prefetch)
     assert reserve(hierarchy, chain.hashes, chain.root) is None  # a closed store takes nothing, and says so
     tier.gate.set()
+
+
+def test_a_write_that_failed_is_made_again_though_nobody_uses_the_tiers(stories: Stories) -> None:
+    tier, chain = MemoryTier(), chain_of(3)
+    tier.write_fails[chain.hashes[1]] = Outcome.TIMEOUT
+    hierarchy = stories.open(slots=8, tier=tier)
+    store(hierarchy, chain)
+    wait_until(lambda: chain.hashes[1] in tier.writes)
+    tier.write_fails.clear()
+    wait_until(lambda: tier.holds(chain.hashes) == [True] * 3)

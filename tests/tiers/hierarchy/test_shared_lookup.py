@@ -15,7 +15,7 @@ from kvtier.tiers.hierarchy.settings import HierarchySettings
 from kvtier.tiers.host.host import HostRegion, HostTier
 from kvtier.tiers.metrics import Metrics
 from kvtier.tiers.pool.lease import Places
-from kvtier.tiers.tier import ChainHash, Outcome
+from kvtier.tiers.tier import BlockRecord, ChainHash, Outcome
 
 
 class SharedTier(MemoryTier):
@@ -308,3 +308,24 @@ def test_all_of_a_step_is_reserved_in_one_go(bench: Bench) -> None:
     assert (one.indices, two.indices) == ([1, 2], [0, 1])  # the block that is held needs no slot
     for reservation in (one, two):
         bench.tiers.abandon(reservation, Outcome.COPY_FAILED)
+
+
+@pytest.mark.parametrize("num_times", [1, 2])
+def test_a_server_that_kept_silent_is_asked_once_more(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, num_times: int
+) -> None:
+    chain = chain_of(4)
+    bench.shared.fill(chain)
+    silent, read = [chain.hashes[1]] * num_times, bench.shared._read
+
+    def read_in_time(chain_hash: ChainHash, buffer: memoryview) -> BlockRecord | Outcome:
+        if chain_hash in silent:
+            silent.remove(chain_hash)
+            return Outcome.TIMEOUT
+        return read(chain_hash, buffer)
+
+    monkeypatch.setattr(bench.shared, "_read", read_in_time)
+    claim = bench.tiers.ask(chain.hashes, chain.root, block_size=4)
+    assert bench.settled(claim) == (4 if num_times == 1 else 1)
+    assert not silent
+    bench.tiers.cancel(claim)
