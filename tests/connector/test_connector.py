@@ -392,11 +392,11 @@ def test_a_dead_copy_costs_one_deadline_however_many_layers_wait(bench: Bench) -
     assert len(bench.update().loaded) == 4
 
 
-def test_a_request_that_found_no_room_to_wait_in_asks_again(bench: Bench) -> None:
+def test_a_request_that_finds_no_room_waits_for_it(bench: Bench) -> None:
     requests = [request_of(8, str(n), first_token=1000 * n) for n in range(3)]
     for request in requests:
         store(bench.hierarchy, request.chain)
-    assert [bench.scheduler.lookup(request, 0) for request in requests] == [8 * BLOCK_SIZE, 8 * BLOCK_SIZE, 0]
+    assert [bench.scheduler.lookup(request, 0) for request in requests] == [8 * BLOCK_SIZE, 8 * BLOCK_SIZE, PENDING]
     bench.scheduler.finished("0")
     assert bench.scheduler.lookup(requests[2], 0) == 8 * BLOCK_SIZE
     for name in ("1", "2"):

@@ -212,8 +212,11 @@ def test_a_refused_view_falls_back_to_the_own_blocks_for_good() -> None:
     start = bench.hierarchy.promoter.start
     others = [prompt.chain.hashes[:2], []]
 
-    def no_slot_for_the_view(claim: Any, run: list[ChainHash], *args: Any) -> bool:
-        return run in others and start(claim, run, *args)
+    def no_slot_for_the_view(claim: Any, run: list[ChainHash], *args: Any) -> None:
+        if run in others:
+            start(claim, run, *args)
+        else:
+            claim.refusal = Outcome.NO_SLOT
 
     bench.hierarchy.promoter.start = no_slot_for_the_view  # pyrefly: ignore[bad-assignment] # named otherwise
     for _ in range(3):

@@ -46,7 +46,8 @@ class ScriptedTiers:
         self.epoch = 0
         self.lost: set[ChainHash] = set()  # found when asked, not there when read
         self.stalled = False  # nothing asked from now on arrives
-        self.max_waiting = 1 << 30  # blocks that claims may be for
+        self.num_slots = 1 << 31
+        self.max_waiting = self.num_slots // 2  # blocks that claims may be for
         self.num_leased = 0
         self.asked: list[tuple[Ends, int]] = []  # of each claim, and how many blocks
         self._clock, self._rates, self._rate = clock, rates, bytes_per_second

@@ -286,8 +286,9 @@ def bring(
                 if cancelled():
                     break
                 tiers.wait_news(min(left, _LOOK))
+            lease = tiers.take(claim)
             if claim.refusal is not Outcome.NO_SLOT:
-                return tiers.take(claim)
+                return lease
         finally:
             tiers.cancel(claim)  # taken, it has nothing left to give up
         if cancelled() or (left := deadline - time.monotonic()) <= 0:

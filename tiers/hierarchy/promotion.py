@@ -87,8 +87,7 @@ class Promoter:
             if claim in self._line:
                 if now < claim.room_until:
                     return PENDING
-                del self._line[claim]
-                self._begin(claim, self.host.pool.places(claim.run))
+                self._end_waiting(claim)
             if not claim.done and now >= claim.deadline:
                 self._settle_late(claim)
             claim.told = claim.done
@@ -99,6 +98,8 @@ class Promoter:
     def take(self, claim: LocalClaim) -> Lease | None:
         """Hand over the lease of the promised blocks; None once that was done. The copy that follows releases it."""
         with self._lock:
+            if claim in self._line:
+                self._end_waiting(claim)
             if not claim.done:
                 self._settle_late(claim)
             self._leave(claim)
@@ -227,6 +228,11 @@ class Promoter:
             self._begin(claim, places)
             self._lock.notify_all()
 
+    def _end_waiting(self, claim: LocalClaim) -> None:
+        """It stands in line no longer, and takes what room there is."""
+        del self._line[claim]
+        self._begin(claim, self.host.pool.places(claim.run))
+
     def _begin(self, claim: LocalClaim, places: Places) -> None:
         """Hold what room there is, lease what L2 has of it, and have the rest brought."""
         run, room = claim.run, self._held.room(claim.run, places.slots, self._max_waiting)
@@ -254,8 +260,7 @@ class Promoter:
 
     def _settle_late(self, claim: LocalClaim) -> None:
         """Nobody waits any longer: promise what has arrived."""
-        self._shorten(claim, 0, Outcome.NO_SLOT if claim in self._line else Outcome.TIMEOUT, keep_arrived=True)
-        self._line.pop(claim, None)
+        self._shorten(claim, 0, Outcome.TIMEOUT, keep_arrived=True)
         self._finish(claim)
 
     def _sort(self, read: TierRead, results: Sequence[BlockRecord | Outcome]) -> tuple[list[int], list[int]]:
