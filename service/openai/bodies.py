@@ -5,6 +5,7 @@ from typing import Annotated, Any, Final, Self, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
+from kvtier.connector import ChatPrefix
 from kvtier.service import Json, first_error, object_in, shown
 from kvtier.service.openai.chat_turns import Chat, chat_of
 from kvtier.service.openai.errors import OpenAIError
@@ -77,10 +78,10 @@ class TemplateFields(BaseModel):
     continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
 
-    def chat_with(self, messages: Messages) -> Chat:
+    def chat_with(self, messages: Messages, prefix: ChatPrefix) -> Chat:
         """Raises OpenAIError if the template cannot be given this."""
         given = {name: getattr(self, name) for name in _FOR_TEMPLATES}
-        return chat_of({**given, "messages": [message.sent for message in messages]})
+        return chat_of({**given, "messages": [message.sent for message in messages]}, prefix)
 
 
 class ChatPrompt(RequestBody, TemplateFields):
@@ -88,10 +89,9 @@ class ChatPrompt(RequestBody, TemplateFields):
 
     messages: Messages
 
-    @property
-    def chat(self) -> Chat:
+    def chat(self, prefix: ChatPrefix) -> Chat:
         """As `chat_with`."""
-        return self.chat_with(self.messages)
+        return self.chat_with(self.messages, prefix)
 
 
 class CompletionBody(CompletionPrompt, Sampling):

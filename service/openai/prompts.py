@@ -12,6 +12,7 @@ from typing import Any, Final
 from jinja2 import TemplateError
 from tokenizers import Tokenizer
 
+from kvtier.connector import AS_SENT, ChatPrefix
 from kvtier.connector.models import ToolCalls, load_tokenizer
 from kvtier.service import writable
 from kvtier.service.openai.bodies import AnyPrompt, ChatPrompt, CompletionPrompt
@@ -36,8 +37,15 @@ class Prompts:
     before it is tokenized. Tokenizing takes about 100 bytes of memory and a microsecond for each character.
     """
 
-    def __init__(self, tokenizer: Tokenizer, templates: Mapping[str, ChatTemplate], context: int | None) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        templates: Mapping[str, ChatTemplate],
+        context: int | None,
+        prefix: ChatPrefix = AS_SENT,
+    ) -> None:
         """`templates` by name: `default`, and `tool_use` if there is a separate one for requests with tools."""
+        self.prefix = prefix  # how bodies' chats begin
         self.calls_tool = ToolCalls(tokenizer)
         self.token_texts = TokenTexts(tokenizer)
         self._tokenizer = tokenizer
@@ -48,7 +56,7 @@ class Prompts:
         self._silent = frozenset(token_id for token_id, token in added.items() if token.special)
 
     @classmethod
-    def open(cls, directory: Path) -> "Prompts":
+    def open(cls, directory: Path, prefix: ChatPrefix = AS_SENT) -> "Prompts":
         """Open a checkpoint directory, with or without a template. Raises ConfigError if one of its files is bad."""
         if not (directory / "tokenizer.json").is_file():
             raise ConfigError(f'--model "{directory}": no tokenizer.json there; save the tokenizer with the model')
@@ -62,12 +70,12 @@ class Prompts:
             templates = {name: ChatTemplate(source, special) for name, source in sources.items()}
         except (TemplateError, OSError, ValueError, RecursionError) as error:
             raise ConfigError(f'--model "{directory}": its chat template cannot be read ({error}); fix it') from None
-        return cls(tokenizer, templates, _context(directory))
+        return cls(tokenizer, templates, _context(directory), prefix)
 
     def tokenized(self, body: CompletionPrompt | ChatPrompt) -> list[TokenizedPrompt]:
         """The chat, or every prompt. Raises OpenAIError if one cannot be tokenized."""
         if isinstance(body, ChatPrompt):
-            return [self.chat(body.chat)]
+            return [self.chat(body.chat(self.prefix))]
         return [self.prompt(prompt) for prompt in body.prompts]
 
     def prompt(self, prompt: AnyPrompt, *, add_special_tokens: bool = True) -> TokenizedPrompt:

@@ -196,6 +196,11 @@ NodeAddresses = Annotated[
         'not a list of HOST:PORT; write one, as in ["node-b:9402"]',
     ),
 ]
+LineStarts = Annotated[
+    tuple[str, ...],
+    NoDecode,
+    listed(lambda text: text.strip(), 'not a list of how lines begin; write one, as in ["billing", "Session id:"]'),
+]
 Topic = Annotated[
     str,
     _text(
