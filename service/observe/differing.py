@@ -109,7 +109,7 @@ def finding(
 
 
 _REASONING: Final = re.compile(r"<think>|<thinking>|<reasoning>|\[THINK\]|<\|channel\|>analysis")
-_KEY: Final = re.compile(r'"[\w.$-]*("\s*:|$)')  # of a JSON object; perhaps cut at the end of the block
+_KEY: Final = re.compile(r'"[\w.$-]*(?:"\s*:|"?$)')  # of a JSON object; perhaps cut at the end of the block
 
 
 def _known_cause(mine: str, theirs: str) -> Difference | None:
