@@ -130,7 +130,7 @@ class KVTier:
         self._blocks = TierBlocks(self._opened, self._root(), self._form, self._config, model.device)
         self._blocks.follow = self._follow
         if going_on is not None:
-            keeps_answers = cache.store_generated
+            keeps_answers = bool(cache.store_generated)
             self._states = StateCalls(model, self._blocks, going_on, self._limit, keeps_answers=keeps_answers)
         if inv_freq is not None:
             self.segments = SegmentCalls(model, self._blocks, self._config, inv_freq)

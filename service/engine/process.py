@@ -61,6 +61,10 @@ class EngineServer:
             )
             opened.pop_all()
         self.engine.scheduler.calls_tool = prompts.calls_tool
+        if config.cache.store_generated == "answers" and not self.engine.model.has_own_cache:
+            self.engine.scheduler.reasoning = prompts.reasoning()
+            if self.engine.scheduler.reasoning is None:
+                _log.info("this model's chat template leaves no reasoning out: all of its answers are stored")
         self._feed = None if self.publisher is None else _feed(self.publisher, self.engine)
         self.loop = EngineLoop(self.engine, settings.max_waiting, self._feed, self._log)
         self.name = settings.name or name_of(model)

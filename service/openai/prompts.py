@@ -13,11 +13,11 @@ from jinja2 import TemplateError
 from tokenizers import Tokenizer
 
 from kvtier.connector import AS_SENT, ChatPrefix
-from kvtier.connector.models import ToolCalls, load_tokenizer
+from kvtier.connector.models import REASONING_MARKS, Reasoning, ToolCalls, load_tokenizer
 from kvtier.service import writable
 from kvtier.service.openai.bodies import AnyPrompt, ChatPrompt, CompletionPrompt
 from kvtier.service.openai.chat_template import ChatTemplate, TextTooLong
-from kvtier.service.openai.chat_turns import Chat
+from kvtier.service.openai.chat_turns import Chat, Turn
 from kvtier.service.openai.errors import OpenAIError
 from kvtier.service.openai.pieces import PromptPiece, TokenizedPrompt, chat_pieces
 from kvtier.service.openai.token_texts import TokenTexts
@@ -27,6 +27,14 @@ from kvtier.tiers import ConfigError
 _UNKNOWN: Final = "\ufffd"  # the replacement character: bytes that are not a whole character
 _CHARACTER: Final = 4  # most tokens of one character: its bytes
 _RUBBISH: Final = 16  # after so many tokens without a whole character, the bytes are invalid
+_THOUGHT: Final = "kvtierthinks"  # letters alone, which templates leave as they are
+# What an answer has besides its text, and what follows it: another question, or what a tool said.
+_LATER: Final[Sequence[Turn]] = ({}, {"role": "user", "content": "3+3"})
+_CALL: Final = {"id": "abcdef123", "type": "function", "function": {"name": "f", "arguments": {}}}
+_IN_CALLS: Final[Sequence[Turn]] = (
+    {"tool_calls": [_CALL]},
+    {"role": "tool", "tool_call_id": "abcdef123", "content": "4"},
+)
 _SPECIAL: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -127,6 +135,26 @@ class Prompts:
         """The tokenizer, as `tokenizer.json` has it."""
         text: str = self._tokenizer.to_str()
         return text
+
+    def reasoning(self) -> Reasoning | None:
+        """How answers reason, if the template leaves that out of later turns. None: it does not, or nothing shows it."""
+        for marks in REASONING_MARKS:
+            begins, ends = (self._tokenizer.token_to_id(mark) for mark in marks)
+            if begins is not None and ends is not None and not self._tells_reasoning(marks, _LATER):
+                return Reasoning(begins, ends, self._tells_reasoning(marks, _IN_CALLS))
+        return None
+
+    def _tells_reasoning(self, marks: tuple[str, str], turns: Sequence[Turn]) -> bool:
+        """Whether the template writes the reasoning of an answer that is sent back before these turns.
+
+        If it refuses them, it may.
+        """
+        said: Turn = {"role": "assistant", "content": f"{marks[0]}\n{_THOUGHT}\n{marks[1]}\n\n4", **turns[0]}
+        try:
+            pieces = self._pieces(Chat([{"role": "user", "content": "2+2"}, said, *turns[1:]]))
+        except OpenAIError:
+            return True
+        return any(_THOUGHT in piece.text for piece in pieces)
 
     @property
     def call_form(self) -> CallForm | None:

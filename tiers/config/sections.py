@@ -26,6 +26,7 @@ from kvtier.tiers.config.values import (
     Sightings,
     SocketPath,
     StorageSize,
+    StoredAnswers,
     Time,
     Topic,
     WholeNumber,
@@ -92,7 +93,11 @@ class CacheConfig(Section):
     partial_blocks: bool = option(
         True, "reuse the leading tokens that a prompt shares with a held block; off: whole blocks only"
     )
-    store_generated: bool = option(True, "store answers too, for the next turn of a conversation")
+    store_generated: StoredAnswers = option(
+        True,
+        "store answers too, for the next turn of a conversation; answers: without reasoning that the next turn lacks "
+        "(kvtier engine; elsewhere as true)",
+    )
     segments: Literal["off", "on"] = option(
         "off",
         "on: requests may name segments, whose KV is reused elsewhere: approximate; kvtier's engine and transformers",
