@@ -1,6 +1,7 @@
 from .back import Back
 from .both_ends import BothEndsSide
 from .chat_prefix import AS_SENT, ChatPrefix, named_line
+from .kv_hints import hint_in, is_cache_mark
 from .local import LocalConnector
 from .opening import open_apart, open_tiers
 from .partial import best_child
@@ -31,6 +32,8 @@ __all__ = [
     "WorkerReport",
     "WorkerSide",
     "best_child",
+    "hint_in",
+    "is_cache_mark",
     "named_line",
     "open_apart",
     "open_tiers",
