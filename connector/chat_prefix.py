@@ -69,7 +69,7 @@ class ChatPrefix:
         return "\n".join(kept + moved)
 
     def _parts(self, parts: list[Any]) -> list[Any]:
-        """The same of parts. Every part keeps its number, for the marks of segments, and a marked part is left alone."""
+        """The same of parts. Each keeps its number, which marks of segments go by, and a marked part is left alone."""
         made, moved, last = list(parts), [], None
         for number, part in enumerate(parts):
             if isinstance(part, Mapping) and isinstance(part.get("text"), str) and not part.get("kvtier"):

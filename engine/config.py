@@ -30,8 +30,8 @@ class EngineConfig:
     loading: Literal["async", "layerwise"] = "async"  # wait for a whole load, or compute each layer as it arrives
     max_passed_over: int = 8  # how often a longer cached prefix may go before an earlier request
     partial_blocks: bool = True  # the leading tokens of a held block are reused, too, and unfinished last blocks kept
-    # False: only prompt blocks are cached, and what preemption by offload puts away. "answers": none behind the block in
-    # which reasoning begins, where the scheduler was told how the model reasons.
+    # False: only prompt blocks are cached, and what preemption by offload puts away. "answers": none behind the block
+    # in which reasoning begins, where the scheduler was told how the model reasons.
     store_generated: bool | Literal["answers"] = True
     exact: bool = False
     exact_rows: int = 256

@@ -59,7 +59,9 @@ class Scheduler:
         self._look_ahead_at = 0.0
         self._ended: list[Output] = []  # aborts not told yet
         self.calls_tool: CallsTool | None = None  # reads an answer's tokens; None: nobody here knows its text
-        self.reasoning: Reasoning | None = None  # what of answers is not kept, since no later turn has it; None: nothing
+        self.reasoning: Reasoning | None = (
+            None  # what of answers is not kept, since no later turn has it; None: nothing
+        )
 
     @property
     def has_unfinished(self) -> bool:
@@ -372,7 +374,7 @@ class Scheduler:
         return Output(sequence.request_id, sample.token_id, reason, sample.logits, sample.logprobs)
 
     def _lasts(self, sequence: Sequence, num_tokens: int) -> None:
-        """So many leading tokens are the next turn's, too. The block that they end in is kept, if a part of it is found."""
+        """So many leading tokens are the next turn's, too. The block in which they end is kept if parts are found."""
         size = self._config.block_size
         sequence.num_lasting = -(-num_tokens // size) * size if self._pool.partial_blocks else num_tokens
         sequence.num_shareable = self._admission.num_shareable(sequence)
@@ -380,7 +382,9 @@ class Scheduler:
     def _end(self, sequence: Sequence, reason: FinishReason) -> None:
         if sequence.num_lasting != ALL and reason is FinishReason.STOP and not sequence.num_loading:
             assert self.reasoning is not None
-            if self.reasoning.lasts_in_calls and is_call(sequence, self.calls_tool):  # then it is found, reasoning and all
+            if self.reasoning.lasts_in_calls and is_call(
+                sequence, self.calls_tool
+            ):  # then it is found, reasoning and all
                 sequence.num_lasting = ALL
                 sequence.num_shareable = self._admission.num_shareable(sequence)
                 self._name(sequence)

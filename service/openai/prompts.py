@@ -137,7 +137,7 @@ class Prompts:
         return text
 
     def reasoning(self) -> Reasoning | None:
-        """How answers reason, if the template leaves that out of later turns. None: it does not, or nothing shows it."""
+        """How answers reason, if the template leaves it out of later turns. None: it does not, or nothing shows it."""
         for marks in REASONING_MARKS:
             begins, ends = (self._tokenizer.token_to_id(mark) for mark in marks)
             if begins is not None and ends is not None and not self._tells_reasoning(marks, _LATER):

@@ -1,5 +1,6 @@
 """Scripted stories of the scheduler: who computes which tokens in each step, in which blocks. No model runs."""
 
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -83,7 +84,7 @@ THINK, DONE, SAY, CALL = 90, 91, 7, 92
     ("answer", "lasts_in_calls", "num_stored"),  # of a prompt of 6 tokens, in blocks of 4
     [
         ([SAY] * 8, False, 3),
-        ([THINK, SAY, SAY, DONE, *[SAY] * 4], False, 2),  # with the block that it begins in, whose first tokens are found
+        ([THINK, SAY, SAY, DONE, *[SAY] * 4], False, 2),  # with the block in which it begins
         ([SAY, SAY, THINK, SAY, SAY, DONE, SAY, SAY], False, 2),  # it begins on a border
         ([THINK, SAY, SAY, DONE, *[CALL] * 4], False, 2),
         ([THINK, SAY, SAY, DONE, *[CALL] * 4], True, 3),  # as long as tools are called, the next turn has it
@@ -101,7 +102,9 @@ def test_reasoning_that_the_next_turn_lacks_is_not_kept(
     for token in [*answer, 0]:
         story.step(token=token)
     assert story.ended == dict.fromkeys("ab", FinishReason.STOP)
-    stored = {name: sum(each[3] for each in connector.log if each[:2] == ("store", name)) for name in "ab"}
+    stored: Counter[object] = Counter()
+    for kind, name, *more in connector.log:
+        stored[name] += int(str(more[1])) if kind == "store" else 0
     assert stored == {"a": num_stored, "b": 3 if lasts_in_calls else 2}
     connector.news = ConnectorUpdate(released=tuple(story.scheduler._held.copies.elements()))
     story.step()

@@ -178,9 +178,11 @@ def replicas(number: int, *natures: Mapping[str, object]) -> Iterator[list[ToldR
 class RoutedReplicas:
     """A router of this process, before replicas; times are those of a busy machine unless said."""
 
-    def __init__(self, *specs: str, chat: Mapping[str, object] | None = None, **options: object) -> None:
+    def __init__(self, *specs: str, chat: object = None, **options: object) -> None:
         patient = {"http": "127.0.0.1:0", "probe_interval": "50ms", "probe_timeout": "20s", "connect_timeout": "20s"}
-        config = Config.load(router={**patient, "replicas": specs, **options}, chat=chat or {})
+        config = Config.load(
+            router={**patient, "replicas": specs, **options}, chat=chat if isinstance(chat, Mapping) else {}
+        )
         self.config = config.router
         self.server = serve(self.config, prefix=ChatPrefix.of(config.chat))
         self.server.start()
@@ -209,7 +211,7 @@ class RoutedReplicas:
 
 
 @contextmanager
-def routed(*specs: str, chat: Mapping[str, object] | None = None, **options: object) -> Iterator[RoutedReplicas]:
+def routed(*specs: str, chat: object = None, **options: object) -> Iterator[RoutedReplicas]:
     """A running router."""
     router = RoutedReplicas(*specs, chat=chat, **options)
     try:

@@ -32,7 +32,7 @@ _START: Final = 100.0  # seconds
 
 
 def tokenizer(*words: str) -> Tokenizer:
-    """Every byte is a token: a random model's answer is full of bytes that are no character. `words`: further tokens."""
+    """Every byte is a token, and so are `words`: a random model's answer is full of bytes that are no character."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     made = Tokenizer(models.BPE({letter: index for index, letter in enumerate(letters)}, []))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

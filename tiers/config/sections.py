@@ -94,9 +94,7 @@ class CacheConfig(Section):
         True, "reuse the leading tokens that a prompt shares with a held block; off: whole blocks only"
     )
     store_generated: StoredAnswers = option(
-        True,
-        "store answers too, for the next turn of a conversation; answers: without reasoning that the next turn lacks "
-        "(kvtier engine; elsewhere as true)",
+        True, "store answers too, for the next turn; answers: without reasoning that it lacks, by kvtier engine"
     )
     segments: Literal["off", "on"] = option(
         "off",
