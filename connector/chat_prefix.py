@@ -1,15 +1,16 @@
 """Gives chats that mean the same one beginning: tool schemas in one order of keys, lines of one request's own aside."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Final
 
 from kvtier.tiers.config import ChatConfig
 
 # In the order in which models know a schema's keys; all others follow by name.
 _CUSTOMARY: Final = ("type", "function", "name", "description", "parameters", "properties", "required")
-_PLACES: Final = {name: place for place, name in enumerate(_CUSTOMARY)}
+_KNOWN: Final = frozenset(_CUSTOMARY)
 _ROLES: Final = ("system", "developer")
 _NAMED: Final = {  # lines that are no two requests' the same, by the names that the options know
     "billing": re.compile(r"x-anthropic-billing-header:"),
@@ -87,9 +88,10 @@ class ChatPrefix:
         """Its lines that stay, and those that move to the end."""
         kept: list[str] = []
         moved: list[str] = []
+        to_drop, to_move = _lines_of(self.drop_lines), _lines_of(self.move_lines)
         for line in text.split("\n"):
-            if not _is_any(line, self.drop_lines):
-                (moved if _is_any(line, self.move_lines) else kept).append(line)
+            if not to_drop.match(line):
+                (moved if to_move.match(line) else kept).append(line)
         return kept, moved
 
 
@@ -101,13 +103,15 @@ def named_line(line: str) -> str | None:
     return next((name for name, pattern in _NAMED.items() if pattern.match(line.lstrip())), None)
 
 
-def _is_any(line: str, known: Sequence[str]) -> bool:
-    line = line.lstrip()
-    return any(_NAMED[one].match(line) if one in _NAMED else line.startswith(one) for one in known)
+@cache
+def _lines_of(known: tuple[str, ...]) -> re.Pattern[str]:
+    """Matches the lines that an option lists; none if it lists none."""
+    starts = [_NAMED[one].pattern if one in _NAMED else re.escape(one) for one in known]
+    return re.compile(rf"\s*(?:{'|'.join(starts)})" if starts else r"(?!)")
 
 
 def _sorted(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        names = sorted(value, key=lambda name: (_PLACES.get(name, len(_PLACES)), name))
+    if isinstance(value, dict):
+        names = [*[name for name in _CUSTOMARY if name in value], *sorted(value.keys() - _KNOWN)]
         return {name: _sorted(value[name]) for name in names}
     return [_sorted(each) for each in value] if isinstance(value, list) else value

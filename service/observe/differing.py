@@ -70,6 +70,8 @@ def finding(
         mine, theirs
     )  # of a first block; behind it the head is shared
     place = f"differs at token {differs['token']:,}"
+    if decode is not None and (known := _known_cause(decode([*before, *mine]), decode([*before, *theirs]))) is not None:
+        return Difference(f"{place}: {known.line}", known.advice)
     if (shifted := _shifted(mine[at:], theirs[at:])) is not None:
         who, more = shifted
         number = "one token" if len(more) == 1 else f"{len(more)} tokens"
@@ -89,8 +91,6 @@ def finding(
             "An answer that is sent back as text is tokenised anew: send its token ids, or let one tokenizer cut all.",
         )
     whole, held_whole = decode([*before, *mine]), decode([*before, *theirs])
-    if (known := _known_cause(whole, held_whole)) is not None:
-        return Difference(f"{place}: {known.line}", known.advice)
     part = changing_part(whole, held_whole)
     if part is not None:
         kind, own, held = part
@@ -115,6 +115,8 @@ _KEY: Final = re.compile(r'"[\w.$-]*(?:"\s*:|"?$)')  # of a JSON object; perhaps
 def _known_cause(mine: str, theirs: str) -> Difference | None:
     """What an option of ours helps against; None: it is nothing of these."""
     same = _same(mine, theirs)
+    if same < 0:
+        return None
     if named_line(line := _line_at(mine, same)) == "billing" and _line_at(theirs, same).startswith(line[:20]):
         advice = 'A billing header changes there: [chat] drop_lines = ["billing"] leaves that line out.'
         return Difference(f"`{line}` for `{_line_at(theirs, same)}`", advice)

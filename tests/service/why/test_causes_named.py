@@ -144,7 +144,7 @@ SCHEMA = '{"name": "weather", "parameters": {'
         ),
         pytest.param(
             f"{AGENT}Rome.\nAnd then?",
-            f"{AGENT}<think>\n\n</think>\n\nRome.",
+            f"{AGENT}<think>\n\nRome.\nAnd then?",
             "reasoning begins there in this prompt",
             '[cache] store_generated = "answers"',
             id="reasoning that it adds",
