@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from chat_shapes import QWEN_3
 from exact_engines import forget
-from server_rig import MODEL, TEMPLATE, ServerThread, save_checkpoint, serving, tokenizer
+from server_rig import BLOCK, MODEL, TEMPLATE, ServerThread, save_checkpoint, serving, tokenizer
 
 from kvtier.connector.local import LocalConnector
 from kvtier.engine.sequence import SampledToken
@@ -17,6 +17,10 @@ WORDS = ("<think>", "</think>")
 REASONED = "<think>\nThey ask for a town, and I go through all the towns that I know.\n</think>\n\nRome is the town."
 QUESTION = {"role": "user", "content": "Which town is the capital of Italy?"}
 NEXT = {"role": "user", "content": "And which one is that of France?"}
+CALLING = (
+    '<think>\nI have to ask.\n</think>\n\n<tool_call>\n{"name": "town", "arguments": {"of": "Italy"}}\n</tool_call>'
+)
+TOOL = {"type": "function", "function": {"name": "town", "parameters": {"type": "object"}}}
 
 
 @pytest.fixture(scope="module")
@@ -32,38 +36,57 @@ def with_template(directory: Path, template: str) -> Prompts:
     return Prompts.open(directory)
 
 
-def two_turns(server: ServerThread, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+def two_turns(server: ServerThread, monkeypatch: pytest.MonkeyPatch, answer: str, then: object) -> dict[str, int]:
     """Bytes that the first turn stored, and tokens that the second one found in the slab alone; and of how many."""
 
     def sample(batch: Any, _: Any) -> list[SampledToken]:
-        ids = [*tokenizer(*WORDS).encode(REASONED).ids, 257]
+        ids = [*tokenizer(*WORDS).encode(answer).ids, 257]
         return [SampledToken(ids[chunk.sequence.num_generated]) for chunk in batch.chunks if chunk.samples]
 
     monkeypatch.setattr(server.engine.runner, "sample", sample)
     connector = server.engine.connector
     assert isinstance(connector, LocalConnector)
-    ask: dict[str, Any] = {"model": MODEL, "max_tokens": 200}
+    ask: dict[str, Any] = {"model": MODEL, "max_tokens": 200, "tools": [TOOL]}
     said = server.post("chat/completions", **ask, messages=[QUESTION]).json()["choices"][0]["message"]
-    assert said["content"] == REASONED
+    assert said["content"].startswith("<think>")
     server.settle()
-    stored = connector.hierarchy.host.pool.check().ready * server.engine.shape.block_bytes
+    block = server.engine.shape.block_bytes
+    stored = connector.hierarchy.host.pool.check().ready * block
     forget(server.engine, "slab")  # and the tail in L2, as a restart does
-    usage = server.post("chat/completions", **ask, messages=[QUESTION, said, NEXT]).json()["usage"]
+    usage = server.post("chat/completions", **ask, messages=[QUESTION, said, then]).json()["usage"]
     server.settle()
-    return {"stored": stored, "found": usage["prompt_tokens_details"]["cached_tokens"], "of": usage["prompt_tokens"]}
+    found, whole = usage["prompt_tokens_details"]["cached_tokens"], usage["prompt_tokens"]
+    return {"stored": stored, "block": block, "found": found, "of": whole}
+
+
+def told_by(
+    model: Path, home: Path, monkeypatch: pytest.MonkeyPatch, answer: str, then: object
+) -> dict[bool | str, dict[str, int]]:
+    """The same two turns, by what is stored of answers."""
+    told: dict[bool | str, dict[str, int]] = {}
+    for kept in (True, "answers"):
+        file = {"path": str(home / str(kept)), "size": "64MiB", "deadline": "60s"}
+        with serving(model, cache={"store_generated": kept, "prefetch_deadline": "60s"}, file=file) as server:
+            told[kept] = two_turns(server, monkeypatch, answer, then)
+    print(told)  # for whoever looks
+    return told
 
 
 def test_reasoning_is_not_stored_and_the_next_turn_finds_no_less(
     model: Path, disk_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: dict[bool | str, dict[str, int]] = {}
-    for kept in (True, "answers", False):
-        file = {"path": str(disk_dir / str(kept)), "size": "64MiB", "deadline": "60s"}
-        with serving(model, cache={"store_generated": kept, "prefetch_deadline": "60s"}, file=file) as server:
-            told[kept] = two_turns(server, monkeypatch)
-    print(told)  # for whoever looks
+    told = told_by(model, disk_dir, monkeypatch, REASONED, NEXT)
     assert told["answers"]["found"] == told[True]["found"] > 0
-    assert told["answers"]["stored"] < 0.6 * told[True]["stored"]
+    assert told[True]["stored"] - told["answers"]["stored"] > len(REASONED) // BLOCK // 2 * told[True]["block"]
+
+
+def test_while_tools_are_called_reasoning_stays_and_is_found(
+    model: Path, disk_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = {"role": "tool", "tool_call_id": "call_0", "content": "Rome"}
+    told = told_by(model, disk_dir, monkeypatch, CALLING, said)
+    assert told["answers"] == told[True]
+    assert told[True]["found"] > told[True]["of"] - 100 > len(CALLING)
 
 
 def test_the_template_says_what_becomes_of_reasoning(model: Path, tmp_path: Path) -> None:
