@@ -46,7 +46,7 @@ class ChatPrefix:
             return tools
         try:
             return [_sorted(tool) for tool in tools]
-        except RecursionError:
+        except (RecursionError, TypeError):  # too deep, or keys that are no texts
             return tools
 
     def messages(self, messages: Any) -> Any:

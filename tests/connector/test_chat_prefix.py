@@ -40,6 +40,7 @@ def test_schemas_have_one_order_of_keys_and_lists_their_own() -> None:
     for _ in range(5000):
         deep[0] = {"a": deep[0]}
     assert OWN.tools(deep) is deep  # as it was sent
+    assert OWN.tools([{1: 2, "a": 3}]) == [{1: 2, "a": 3}]
 
 
 @pytest.mark.parametrize(
