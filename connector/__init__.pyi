@@ -1,5 +1,7 @@
 from .back import Back
 from .both_ends import BothEndsSide
+from .chat_prefix import AS_SENT, ChatPrefix, named_line
+from .kv_hints import hint_in, is_cache_mark
 from .local import LocalConnector
 from .opening import open_apart, open_tiers
 from .partial import best_child
@@ -11,10 +13,12 @@ from .turn import Turn
 from .worker import WorkerSide
 
 __all__ = [
+    "AS_SENT",
     "Answered",
     "Back",
     "BlockChain",
     "BothEndsSide",
+    "ChatPrefix",
     "ClosedChain",
     "ConnectedRequest",
     "ConnectorUpdate",
@@ -28,6 +32,9 @@ __all__ = [
     "WorkerReport",
     "WorkerSide",
     "best_child",
+    "hint_in",
+    "is_cache_mark",
+    "named_line",
     "open_apart",
     "open_tiers",
 ]

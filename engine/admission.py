@@ -191,6 +191,6 @@ class Admission:
         """Leading tokens of which others may find the blocks."""
         if not self._config.enable_prefix_caching:
             return 0
-        return (
-            sequence.num_exact if self._config.store_generated else min(sequence.num_exact, sequence.num_prompt_tokens)
-        )
+        if not self._config.store_generated:
+            return min(sequence.num_exact, sequence.num_prompt_tokens)
+        return min(sequence.num_exact, sequence.num_lasting)

@@ -30,7 +30,9 @@ class EngineConfig:
     loading: Literal["async", "layerwise"] = "async"  # wait for a whole load, or compute each layer as it arrives
     max_passed_over: int = 8  # how often a longer cached prefix may go before an earlier request
     partial_blocks: bool = True  # the leading tokens of a held block are reused, too, and unfinished last blocks kept
-    store_generated: bool = True  # False: only prompt blocks are cached, and what preemption by offload puts away
+    # False: only prompt blocks are cached, and what preemption by offload puts away. "answers": none behind the block
+    # in which reasoning begins, where the scheduler was told how the model reasons.
+    store_generated: bool | Literal["answers"] = True
     exact: bool = False
     exact_rows: int = 256
     hash_scheme: Literal["sha256", "xxh3"] = "sha256"
@@ -52,7 +54,7 @@ class EngineConfig:
             _at_least(field, getattr(self, field), 0)
         for field, choices in _CHOICES.items():
             if getattr(self, field) not in choices:
-                raise ConfigError(f"{field} {getattr(self, field)!r}: use one of {', '.join(choices)}")
+                raise ConfigError(f"{field} {getattr(self, field)!r}: use one of {', '.join(map(str, choices))}")
         if not 0 <= self.repair_share <= 1:
             raise ConfigError(f"repair_share {self.repair_share!r}: use a number from 0 to 1")
         if self.segments == "on" and not self.enable_prefix_caching:
@@ -85,6 +87,7 @@ _POSITIVE: Final = (
     "segment_min_tokens",
 )
 _CHOICES: Final = {
+    "store_generated": (True, False, "answers"),
     "segments": ("off", "on"),
     "repair_rule": REPAIR_RULES,
     "preemption": ("recompute", "offload"),

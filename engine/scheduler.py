@@ -6,10 +6,11 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final
 
 from kvtier.connector import ConnectorUpdate, StepPlan, WorkerReport
+from kvtier.connector.models import Reasoning
 from kvtier.engine.admission import Admission
 from kvtier.engine.batch import Batch, Chunk
 from kvtier.engine.config import EngineConfig
-from kvtier.engine.ending import CallsTool, answered_of
+from kvtier.engine.ending import CallsTool, answered_of, is_call
 from kvtier.engine.held_blocks import HeldBlocks
 from kvtier.engine.meeting import MeetingPoint
 from kvtier.engine.offload import NoOffload
@@ -59,6 +60,9 @@ class Scheduler:
         self._look_ahead_at = 0.0
         self._ended: list[Output] = []  # aborts not told yet
         self.calls_tool: CallsTool | None = None  # reads an answer's tokens; None: nobody here knows its text
+        self.reasoning: Reasoning | None = (
+            None  # what of answers is not kept, since no later turn has it; None: nothing
+        )
 
     @property
     def has_unfinished(self) -> bool:
@@ -73,6 +77,8 @@ class Scheduler:
         return request_id in self.orphans or request_id in self.live
 
     def add(self, sequence: Sequence) -> None:
+        if self.reasoning is not None and self.reasoning.is_open(sequence.token_ids):
+            self._lasts(sequence, sequence.num_tokens)
         self.live[sequence.request_id] = sequence
         self.waiting.append(sequence)
 
@@ -368,6 +374,8 @@ class Scheduler:
 
     def _append(self, sequence: Sequence, sample: SampledToken) -> Output:
         sequence.append(sample.token_id)
+        if self.reasoning is not None and sample.token_id == self.reasoning.begins and sequence.num_lasting == ALL:
+            self._lasts(sequence, sequence.num_tokens - 1)
         stats = self.segment_stats if sequence.is_segment else self.stats
         stats["generated_tokens"] += 1
         reason = None
@@ -383,7 +391,22 @@ class Scheduler:
             stats["finished"] += 1
         return Output(sequence.request_id, sample.token_id, reason, sample.logits, sample.logprobs)
 
+    def _lasts(self, sequence: Sequence, num_tokens: int) -> None:
+        """So many leading tokens are the next turn's, too. The block in which they end is kept if parts are found."""
+        size = self._config.block_size
+        sequence.num_lasting = -(-num_tokens // size) * size if self._pool.partial_blocks else num_tokens
+        sequence.num_shareable = self._admission.num_shareable(sequence)
+
     def _end(self, sequence: Sequence, reason: FinishReason) -> None:
+        if sequence.num_lasting != ALL and reason is FinishReason.STOP and not sequence.num_loading:
+            assert self.reasoning is not None
+            if self.reasoning.lasts_in_calls and is_call(
+                sequence, self.calls_tool
+            ):  # then it is found, reasoning and all
+                sequence.num_lasting = ALL
+                sequence.num_shareable = self._admission.num_shareable(sequence)
+                self._name(sequence)
+                self._store(sequence, min(sequence.num_computed, sequence.num_shareable) // self._config.block_size)
         if sequence.num_loading and sequence.block_table:  # a copy is still writing: the blocks stay until it ends
             self.orphans[sequence.request_id], sequence.block_table = sequence.block_table, []
         elif self._pool.partial_blocks and sequence.block_table:

@@ -221,6 +221,7 @@ class Sequence:
         self.reuse: Reuse | None = None  # of segments
         self.is_segment = False  # a segment by itself, nobody's request
         self.num_exact = ALL  # leading tokens whose KV is exact: of the others nothing is named
+        self.num_lasting = ALL  # leading tokens that the next turn has, too: it lacks reasoning, and what follows moves
         self.num_shareable = ALL  # leading tokens of which others may find the blocks
         self.num_segment_tokens = 0  # of the prompt: taken from segments for its first token
         self.num_repaired_tokens = 0  # of these: computed anew

@@ -3,12 +3,15 @@ from .checkpoint import FileStamp, config_digest_of, config_of, file_stamps, nam
 from .computes import without_adapters
 from .hf_model import identity_of, live_model, weights_of
 from .length_rope import SHORT_ROPE, rope_limit
+from .reasoning import REASONING_MARKS, Reasoning
 from .tokenizer import load_tokenizer
 from .tool_calls import ToolCalls
 
 __all__ = [
+    "REASONING_MARKS",
     "SHORT_ROPE",
     "FileStamp",
+    "Reasoning",
     "ToolCalls",
     "cache_option",
     "config_digest_of",

@@ -28,7 +28,7 @@ except ModuleNotFoundError:
     require_extra("KVTier", "transformers")
     raise
 
-from kvtier.connector import Turn, open_apart
+from kvtier.connector import ChatPrefix, Turn, open_apart
 from kvtier.connector.models import identity_of, live_model, name_of, rope_limit, weights_of, without_adapters
 from kvtier.connector.segments import Repair, WantedReuse
 from kvtier.connector.transformers.assisted import going_on_from
@@ -130,7 +130,7 @@ class KVTier:
         self._blocks = TierBlocks(self._opened, self._root(), self._form, self._config, model.device)
         self._blocks.follow = self._follow
         if going_on is not None:
-            keeps_answers = cache.store_generated
+            keeps_answers = bool(cache.store_generated)
             self._states = StateCalls(model, self._blocks, going_on, self._limit, keeps_answers=keeps_answers)
         if inv_freq is not None:
             self.segments = SegmentCalls(model, self._blocks, self._config, inv_freq)
@@ -147,6 +147,24 @@ class KVTier:
         way = "several tokens at once" if going_on.in_pieces else "one token at a time"
         _log.info("recurrent states: %s at each border; %s behind one", format_size(states.num_bytes), way)
         return going_on
+
+    def chat(
+        self,
+        tokenizer: Any,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any] | None = None,
+        **options: Any,
+    ) -> torch.Tensor:
+        """A chat's prompt ([1, tokens]) for `generate`, by the tokenizer's template, with messages as `[chat]` says.
+
+        `options` are those of `apply_chat_template`.
+        """
+        prefix, given = ChatPrefix.of(self._config.chat), None if tools is None else list(tools)
+        options = {"add_generation_prompt": True, **options, "return_tensors": "pt", "return_dict": False}
+        made: torch.Tensor = tokenizer.apply_chat_template(
+            prefix.messages(list(messages)), tools=prefix.tools(given), **options
+        )
+        return made
 
     def generate(
         self,

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from huggingface_hub import try_to_load_from_cache
 
-from kvtier.connector import Answered
+from kvtier.connector import Answered, hint_in
 from kvtier.connector.models import ToolCalls, load_tokenizer
 from kvtier.tiers import ConfigError
 from kvtier.tiers.returns import Hint
@@ -36,6 +36,8 @@ def answered_of(
     if word is not None and word not in list(Hint):
         ignored("unknown_word")
     hint, is_derived = Hint(word) if word in list(Hint) else None, False
+    if hint is None and (envelope := getattr(request, "kv_hints", None)) is not None:  # from vLLM 0.32 on
+        hint = hint_in(envelope, ignored)
     if hint is None and request.status.name == _STOPPED and calls_tool(request.output_token_ids):
         hint, is_derived = Hint.TOOL, True
     lasted = max(0.0, time.time() - request.arrival_time)

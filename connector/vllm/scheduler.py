@@ -69,7 +69,7 @@ class SchedulerHalf:
         """
         # with several KV groups vLLM's own hits end with a block in every group, and so do ours
         self.side = SchedulerSide(tiers, partial_blocks=cache.partial_blocks and plan.has_one_table)
-        of_states = StateSide(self.side, plan, num_blocks, keeps_answers=cache.store_generated)
+        of_states = StateSide(self.side, plan, num_blocks, keeps_answers=bool(cache.store_generated))
         self._states = of_states if plan.states else None
         self._plan = plan
         self._lanes = plan.attention  # asked for at every step

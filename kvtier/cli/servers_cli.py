@@ -11,6 +11,7 @@ import typer
 
 from kvtier.cli import serving
 from kvtier.cli.options import ConfigOption, ExactOption, HttpOption, given
+from kvtier.connector import ChatPrefix
 from kvtier.service import LogFormat, LogLevel
 from kvtier.tiers import ConfigError, hash_without_the_gil, require_extra
 from kvtier.tiers import config as configuration
@@ -136,7 +137,8 @@ def route(
     serving.begin(_SWITCH, log_level, log_format)
     from kvtier.service.router import serve as serve_router
 
-    server, stopping = serve_router(settings.router, strict=settings.events.strict), Event()
+    prefix = ChatPrefix.of(settings.chat)
+    server, stopping = serve_router(settings.router, strict=settings.events.strict, prefix=prefix), Event()
     serving.on_signal(stopping.set)
     server.start()
     _log.info("ready on %d replicas, http on %s", len(settings.router.replicas), server.address)

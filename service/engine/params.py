@@ -49,7 +49,7 @@ def params_of(
         prompt_logprobs=_of_prompt(loop, body),
         guide=guide,
         is_call=isinstance(body, ChatBody) and body.must_call,
-        hint=None if body.kvtier is None else body.kvtier.hint,
+        hint=body.hint,
     )
     return ChoiceParams(params, body.seed)
 

@@ -8,7 +8,7 @@ from typing import Final
 
 from transformers.utils.logging import disable_progress_bar
 
-from kvtier.connector import LocalConnector
+from kvtier.connector import ChatPrefix, LocalConnector
 from kvtier.connector.models import name_of
 from kvtier.engine import Engine, open_engine
 from kvtier.engine.demo import require_checkpoint
@@ -42,7 +42,7 @@ class EngineServer:
         require_checkpoint(model)
         if config.service.socket is None:
             check_tiers(config)  # a daemon has looked at its own
-        prompts, settings = Prompts.open(model), config.server
+        prompts, settings = Prompts.open(model, ChatPrefix.of(config.chat)), config.server
         with ExitStack() as opened:
             listening = opened.enter_context(closing(HttpSocket(settings.http, "server", settings.allowed_hosts)))
             self._log = RequestLog.opened(settings.request_log, "[server] request_log")
@@ -61,6 +61,10 @@ class EngineServer:
             )
             opened.pop_all()
         self.engine.scheduler.calls_tool = prompts.calls_tool
+        if config.cache.store_generated == "answers" and not self.engine.model.has_own_cache:
+            self.engine.scheduler.reasoning = prompts.reasoning()
+            if self.engine.scheduler.reasoning is None:
+                _log.info("this model's chat template leaves no reasoning out: all of its answers are stored")
         self._feed = None if self.publisher is None else _feed(self.publisher, self.engine)
         self.loop = EngineLoop(self.engine, settings.max_waiting, self._feed, self._log)
         self.name = settings.name or name_of(model)

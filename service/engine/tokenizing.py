@@ -7,7 +7,7 @@ from kvtier.service.openai import DetokenizeBody, OpenAIError, Prompts, Tokenize
 def tokenized(prompts: Prompts, body: TokenizeBody, room: int) -> Json:
     """The tokens of a text or chat. `room`: tokens of the longest request. Raises OpenAIError if there are none."""
     if body.prompt is None:
-        found = prompts.chat(body.chat)
+        found = prompts.chat(body.chat(prompts.prefix))
     else:
         found = prompts.prompt(body.prompt, add_special_tokens=body.add_special_tokens is not False)
     ids = found.token_ids

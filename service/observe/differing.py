@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Final, NamedTuple
 
+from kvtier.connector import named_line
 from kvtier.service import num_alike
 
 Decode = Callable[[Sequence[int]], str]
@@ -69,6 +70,8 @@ def finding(
         mine, theirs
     )  # of a first block; behind it the head is shared
     place = f"differs at token {differs['token']:,}"
+    if decode is not None and (known := _known_cause(decode([*before, *mine]), decode([*before, *theirs]))) is not None:
+        return Difference(f"{place}: {known.line}", known.advice)
     if (shifted := _shifted(mine[at:], theirs[at:])) is not None:
         who, more = shifted
         number = "one token" if len(more) == 1 else f"{len(more)} tokens"
@@ -87,10 +90,13 @@ def finding(
             f"the same text is other tokens at token {differs['token']:,}: `{own}` for `{held}`",
             "An answer that is sent back as text is tokenised anew: send its token ids, or let one tokenizer cut all.",
         )
-    part = changing_part(decode([*before, *mine]), decode([*before, *theirs]))
+    whole, held_whole = decode([*before, *mine]), decode([*before, *theirs])
+    part = changing_part(whole, held_whole)
     if part is not None:
         kind, own, held = part
         advice = f"{kind.capitalize()} changes there: move it behind all that stays the same, to the prompt's end."
+        if named_line(_line_at(whole, _same(whole, held_whole))) == "date":
+            advice += ' [chat] move_lines = ["date"] moves such lines to the end of their message.'
         return Difference(f"{place}: `{own}` for `{held}`", advice)
     own, held = decode(mine[at : at + _SHOWN]), decode(theirs[at : at + _SHOWN])
     said = f"{place}: `{own}` for `{held}`"
@@ -102,6 +108,46 @@ def finding(
     return Difference(said, _ANOTHER if is_another else _MOVE)
 
 
+_REASONING: Final = re.compile(r"<think>|<thinking>|<reasoning>|\[THINK\]|<\|channel\|>analysis")
+_KEY: Final = re.compile(r'"[\w.$-]*(?:"\s*:|"?$)')  # of a JSON object; perhaps cut at the end of the block
+
+
+def _known_cause(mine: str, theirs: str) -> Difference | None:
+    """What an option of ours helps against; None: it is nothing of these."""
+    same = _same(mine, theirs)
+    if same < 0:
+        return None
+    if named_line(line := _line_at(mine, same)) == "billing" and _line_at(theirs, same).startswith(line[:20]):
+        advice = 'A billing header changes there: [chat] drop_lines = ["billing"] leaves that line out.'
+        return Difference(f"`{line}` for `{_line_at(theirs, same)}`", advice)
+    if _at(_REASONING, mine, same) != (of_theirs := _at(_REASONING, theirs, same)):
+        advice = (
+            "Chat templates leave out the reasoning of earlier turns, so its KV is never found: "
+            '[cache] store_generated = "answers" does not store it.'
+        )
+        whose = "this" if of_theirs is None else "the held"
+        return Difference(f"reasoning begins there in {whose} prompt", advice)
+    own, held = _at(_KEY, mine, same), _at(_KEY, theirs, same)
+    if own and held:
+        advice = "Keys of JSON have another order there: for tools' schemas, [chat] sort_tools = true gives them one."
+        return Difference(f"`{own}` for `{held}`", advice)
+    return None
+
+
+def _same(mine: str, theirs: str) -> int:
+    """Where two texts part."""
+    return next((i for i, (one, other) in enumerate(zip(mine, theirs, strict=False)) if one != other), -1)
+
+
+def _at(pattern: re.Pattern[str], text: str, place: int) -> str | None:
+    """What matches there."""
+    return next((m.group() for m in pattern.finditer(text) if m.start() <= place < m.end()), None)
+
+
+def _line_at(text: str, place: int) -> str:
+    return text[text.rfind("\n", 0, max(0, place)) + 1 :].partition("\n")[0]
+
+
 _ANOTHER: Final = (
     "Little before and behind is the same: another prompt, or another chat template or system prompt at its head."
 )
@@ -110,7 +156,7 @@ _MOVE: Final = "Put what changes behind all that stays the same, to the end of t
 
 def changing_part(mine: str, theirs: str) -> tuple[str, str, str] | None:
     """What it is that differs between two texts with the same beginning: (what, mine, theirs). None: no known kind."""
-    same = next((i for i, (one, other) in enumerate(zip(mine, theirs, strict=False)) if one != other), -1)
+    same = _same(mine, theirs)
     if same < 0:
         return None
     for kind, pattern in _KINDS:

@@ -7,7 +7,7 @@ from kvtier.service.observe.differing import Decode, finding
 from kvtier.tiers import TIERS
 from kvtier.tiers.config import show_size
 
-_BEFORE: Final = 16  # tokens before a block that may begin what changes in it
+_BEFORE: Final = 64  # tokens before a block that may begin what changes in it
 _UNKNOWN: Final = ("never_seen", "absent")
 _ADVICE: Final = {
     "absent": "Its tiers are a daemon's: ask that one, by --http, or by --request with the same id.",

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Final, Self, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
+from kvtier.connector import ChatPrefix, is_cache_mark
 from kvtier.service import Json, first_error, object_in, shown
 from kvtier.service.openai.chat_turns import Chat, chat_of
 from kvtier.service.openai.errors import OpenAIError
@@ -21,9 +22,10 @@ from kvtier.service.openai.fields import (
 )
 from kvtier.service.openai.messages import Messages, Prompt, TextPart
 from kvtier.service.openai.pieces import PromptPiece, text_pieces
-from kvtier.service.openai.reuse import ChatReuse, CompletionReuse
+from kvtier.service.openai.reuse import CacheMark, ChatReuse, CompletionReuse, KVHints
 from kvtier.service.openai.sampling import Sampling, TokenLimit
 from kvtier.service.openai.tools import ChosenTool, ToolChoice, Tools
+from kvtier.tiers.returns import Hint
 
 MOST_LOGPROBS: Final = 20  # OpenAI's limit of a chat, and vLLM's default for both
 
@@ -77,10 +79,10 @@ class TemplateFields(BaseModel):
     continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
 
-    def chat_with(self, messages: Messages) -> Chat:
+    def chat_with(self, messages: Messages, prefix: ChatPrefix) -> Chat:
         """Raises OpenAIError if the template cannot be given this."""
         given = {name: getattr(self, name) for name in _FOR_TEMPLATES}
-        return chat_of({**given, "messages": [message.sent for message in messages]})
+        return chat_of({**given, "messages": [message.sent for message in messages]}, prefix)
 
 
 class ChatPrompt(RequestBody, TemplateFields):
@@ -88,10 +90,9 @@ class ChatPrompt(RequestBody, TemplateFields):
 
     messages: Messages
 
-    @property
-    def chat(self) -> Chat:
+    def chat(self, prefix: ChatPrefix) -> Chat:
         """As `chat_with`."""
-        return self.chat_with(self.messages)
+        return self.chat_with(self.messages, prefix)
 
 
 class CompletionBody(CompletionPrompt, Sampling):
@@ -100,10 +101,16 @@ class CompletionBody(CompletionPrompt, Sampling):
     model_config = Tolerant.model_config
 
     kvtier: Annotated[CompletionReuse | None, BeforeValidator(options)] = None
+    kv_hints: KVHints = None
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None  # of so many likeliest tokens
     suffix: Annotated[None, must_be("")] = None
     best_of: Annotated[None, must_be(1)] = None
+
+    @property
+    def hint(self) -> Hint | None:
+        """Whether this conversation goes on, as the client says."""
+        return (None if self.kvtier is None else self.kvtier.hint) or self.kv_hints
 
     @property
     def num_logprobs(self) -> int | None:
@@ -116,6 +123,8 @@ class ChatBody(ChatPrompt, Sampling):
     model_config = Tolerant.model_config
 
     kvtier: Annotated[ChatReuse | None, BeforeValidator(options)] = None
+    kv_hints: KVHints = None
+    cache_control: CacheMark = False
     max_completion_tokens: TokenLimit | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
@@ -151,6 +160,15 @@ class ChatBody(ChatPrompt, Sampling):
         if (name := self.chosen_tool) is not None and name not in self.tool_names:
             raise ValueError(f"tool_choice: {name!r} is none of the tools; name one of them")
         return self
+
+    @property
+    def hint(self) -> Hint | None:
+        """Whether this conversation goes on, as the client says; a mark of `cache_control` says so, too."""
+        if said := (None if self.kvtier is None else self.kvtier.hint) or self.kv_hints:
+            return said
+        tools: list[Any] = self.tools or []
+        is_marked = self.cache_control or any(message.is_marked for message in self.messages)
+        return Hint.GOES_ON if is_marked or any(is_cache_mark(tool.get("cache_control")) for tool in tools) else None
 
     @property
     def chosen_tool(self) -> str | None:

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from kvtier.connector import AS_SENT, ChatPrefix
 from kvtier.service.openai.errors import OpenAIError
 
 Turn = dict[str, Any]
@@ -35,8 +36,9 @@ class Chat:
     add_special_tokens: bool = False  # add special tokens before those that the template writes
 
 
-def chat_of(body: Mapping[str, Any]) -> Chat:
+def chat_of(body: Mapping[str, Any], prefix: ChatPrefix = AS_SENT) -> Chat:
     """The chat of a request. Raises OpenAIError if it is wrong, or if only the replica can read it: an image, say."""
+    body = prefix.body(body)
     messages, tools = body.get("messages"), body.get("tools")
     if not isinstance(messages, list) or not messages:
         raise _unreadable("messages", "not a list of messages")

@@ -19,6 +19,7 @@ from kvtier.service.openai.fields import (
     must_be,
     options,
 )
+from kvtier.service.openai.reuse import CacheMark
 from kvtier.service.openai.tools import SentCalls
 
 
@@ -34,6 +35,7 @@ class TextPart(Tolerant):
     type: Literal["text", "input_text", "output_text"]
     text: Text
     kvtier: Annotated[PartOptions | None, BeforeValidator(options)] = None
+    cache_control: CacheMark = False
 
     @property
     def is_segment(self) -> bool:
@@ -85,6 +87,13 @@ class Message(Tolerant):
     audio: Annotated[None, must_be()] = None
     annotations: Ignored = None  # part of an answer that a client sends back
     function_call: Annotated[None, must_be(fix="send tool_calls instead")] = None
+    cache_control: CacheMark = False
+
+    @property
+    def is_marked(self) -> bool:
+        """Whether the client says that the prompt up to here is asked for again."""
+        parts = self.content if isinstance(self.content, list) else []
+        return self.cache_control or any(part.cache_control for part in parts)
 
     @property
     def sent(self) -> Json:

@@ -12,11 +12,12 @@ from typing import Any, Final
 from jinja2 import TemplateError
 from tokenizers import Tokenizer
 
-from kvtier.connector.models import ToolCalls, load_tokenizer
+from kvtier.connector import AS_SENT, ChatPrefix
+from kvtier.connector.models import REASONING_MARKS, Reasoning, ToolCalls, load_tokenizer
 from kvtier.service import writable
 from kvtier.service.openai.bodies import AnyPrompt, ChatPrompt, CompletionPrompt
 from kvtier.service.openai.chat_template import ChatTemplate, TextTooLong
-from kvtier.service.openai.chat_turns import Chat
+from kvtier.service.openai.chat_turns import Chat, Turn
 from kvtier.service.openai.errors import OpenAIError
 from kvtier.service.openai.pieces import PromptPiece, TokenizedPrompt, chat_pieces
 from kvtier.service.openai.token_texts import TokenTexts
@@ -26,6 +27,14 @@ from kvtier.tiers import ConfigError
 _UNKNOWN: Final = "\ufffd"  # the replacement character: bytes that are not a whole character
 _CHARACTER: Final = 4  # most tokens of one character: its bytes
 _RUBBISH: Final = 16  # after so many tokens without a whole character, the bytes are invalid
+_THOUGHT: Final = "kvtierthinks"  # letters alone, which templates leave as they are
+# What an answer has besides its text, and what follows it: another question, or what a tool said.
+_LATER: Final[Sequence[Turn]] = ({}, {"role": "user", "content": "3+3"})
+_CALL: Final = {"id": "abcdef123", "type": "function", "function": {"name": "f", "arguments": {}}}
+_IN_CALLS: Final[Sequence[Turn]] = (
+    {"tool_calls": [_CALL]},
+    {"role": "tool", "tool_call_id": "abcdef123", "content": "4"},
+)
 _SPECIAL: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -36,8 +45,15 @@ class Prompts:
     before it is tokenized. Tokenizing takes about 100 bytes of memory and a microsecond for each character.
     """
 
-    def __init__(self, tokenizer: Tokenizer, templates: Mapping[str, ChatTemplate], context: int | None) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        templates: Mapping[str, ChatTemplate],
+        context: int | None,
+        prefix: ChatPrefix = AS_SENT,
+    ) -> None:
         """`templates` by name: `default`, and `tool_use` if there is a separate one for requests with tools."""
+        self.prefix = prefix  # how bodies' chats begin
         self.calls_tool = ToolCalls(tokenizer)
         self.token_texts = TokenTexts(tokenizer)
         self._tokenizer = tokenizer
@@ -48,7 +64,7 @@ class Prompts:
         self._silent = frozenset(token_id for token_id, token in added.items() if token.special)
 
     @classmethod
-    def open(cls, directory: Path) -> "Prompts":
+    def open(cls, directory: Path, prefix: ChatPrefix = AS_SENT) -> "Prompts":
         """Open a checkpoint directory, with or without a template. Raises ConfigError if one of its files is bad."""
         if not (directory / "tokenizer.json").is_file():
             raise ConfigError(f'--model "{directory}": no tokenizer.json there; save the tokenizer with the model')
@@ -62,12 +78,12 @@ class Prompts:
             templates = {name: ChatTemplate(source, special) for name, source in sources.items()}
         except (TemplateError, OSError, ValueError, RecursionError) as error:
             raise ConfigError(f'--model "{directory}": its chat template cannot be read ({error}); fix it') from None
-        return cls(tokenizer, templates, _context(directory))
+        return cls(tokenizer, templates, _context(directory), prefix)
 
     def tokenized(self, body: CompletionPrompt | ChatPrompt) -> list[TokenizedPrompt]:
         """The chat, or every prompt. Raises OpenAIError if one cannot be tokenized."""
         if isinstance(body, ChatPrompt):
-            return [self.chat(body.chat)]
+            return [self.chat(body.chat(self.prefix))]
         return [self.prompt(prompt) for prompt in body.prompts]
 
     def prompt(self, prompt: AnyPrompt, *, add_special_tokens: bool = True) -> TokenizedPrompt:
@@ -119,6 +135,26 @@ class Prompts:
         """The tokenizer, as `tokenizer.json` has it."""
         text: str = self._tokenizer.to_str()
         return text
+
+    def reasoning(self) -> Reasoning | None:
+        """How answers reason, if the template leaves it out of later turns. None: it does not, or nothing shows it."""
+        for marks in REASONING_MARKS:
+            begins, ends = (self._tokenizer.token_to_id(mark) for mark in marks)
+            if begins is not None and ends is not None and not self._tells_reasoning(marks, _LATER):
+                return Reasoning(begins, ends, self._tells_reasoning(marks, _IN_CALLS))
+        return None
+
+    def _tells_reasoning(self, marks: tuple[str, str], turns: Sequence[Turn]) -> bool:
+        """Whether the template writes the reasoning of an answer that is sent back before these turns.
+
+        If it refuses them, it may.
+        """
+        said: Turn = {"role": "assistant", "content": f"{marks[0]}\n{_THOUGHT}\n{marks[1]}\n\n4", **turns[0]}
+        try:
+            pieces = self._pieces(Chat([{"role": "user", "content": "2+2"}, said, *turns[1:]]))
+        except OpenAIError:
+            return True
+        return any(_THOUGHT in piece.text for piece in pieces)
 
     @property
     def call_form(self) -> CallForm | None:

@@ -2,8 +2,9 @@
 
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationInfo
 
+from kvtier.connector import hint_in, is_cache_mark
 from kvtier.service.openai.fields import MAX_LIST, MAX_NUMBER, Strict, must_be, options
 from kvtier.tiers.returns import Hint
 
@@ -25,6 +26,29 @@ class RepairFields(Strict):
 
 
 SaidHint = Annotated[Hint, Field(strict=False)]  # JSON has words, no members of an enumeration
+
+
+def _noted(info: ValidationInfo, name: str) -> None:
+    """Count a field that says nothing with those that are unknown here."""
+    if isinstance(info.context, set):
+        info.context.add(name)
+
+
+def _mark(value: object, info: ValidationInfo) -> bool:
+    if not (is_mark := is_cache_mark(value)) and value is not None:
+        _noted(info, "cache_control")
+    return is_mark
+
+
+def _envelope(value: object, info: ValidationInfo) -> Hint | None:
+    return None if value is None else hint_in(value, lambda _: _noted(info, "kv_hints"))
+
+
+CacheMark = Annotated[bool, BeforeValidator(_mark)]
+"""Anthropic's `cache_control`: whether it is one. What is none is ignored."""
+
+KVHints = Annotated[Hint | None, BeforeValidator(_envelope)]
+"""vLLM's `kv_hints`: what they say. What says nothing is ignored."""
 
 
 class ChatReuse(Strict):

@@ -4,6 +4,7 @@ from typing import Annotated, Self
 
 from pydantic import model_validator
 
+from kvtier.connector import ChatPrefix
 from kvtier.service.openai.bodies import TemplateFields
 from kvtier.service.openai.chat_turns import Chat
 from kvtier.service.openai.fields import ApiTokenIds, Text, Tolerant, must_be
@@ -27,11 +28,10 @@ class TokenizeBody(TemplateFields, Tolerant):
             raise ValueError("prompt, messages: give one of the two")
         return self
 
-    @property
-    def chat(self) -> Chat:
+    def chat(self, prefix: ChatPrefix) -> Chat:
         """Of the messages, which are there. Raises OpenAIError if the template cannot be given this."""
         assert self.messages is not None
-        return self.chat_with(self.messages)
+        return self.chat_with(self.messages, prefix)
 
 
 class DetokenizeBody(Tolerant):

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidatorFunctionWrapHandler, WrapValidator
 
 from kvtier.service.openai.fields import Text, Tolerant, few_fields
+from kvtier.service.openai.reuse import CacheMark
 
 _MAX_TOOLS: Final = 1024
 
@@ -25,6 +26,7 @@ class _Function(Tolerant):
 class _Tool(Tolerant):
     type: Literal["function"] = "function"
     function: Annotated[_Function, BeforeValidator(few_fields)]
+    cache_control: CacheMark = False
 
 
 class _CalledFunction(Tolerant):

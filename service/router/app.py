@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from kvtier.connector import AS_SENT, ChatPrefix
 from kvtier.service import Json
 from kvtier.service.observe import EXPOSITION, LivePage
 from kvtier.service.openai import error_handlers, refusal, unknown_model
@@ -35,9 +36,9 @@ _PATH: Final = re.compile(rb"/v1(/(?!\.{1,2}(/|$))[\w.~:@-]+)+", re.ASCII)
 _FOR_ONE: Final = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")  # an operator sends these to each replica
 
 
-def serve(config: RouterConfig, *, strict: bool = False) -> HttpServer:
-    """The router's server, not started yet. `strict` is passed to `Router`. Raises ConfigError."""
-    router, stopping = Router(config, strict=strict), Event()
+def serve(config: RouterConfig, *, strict: bool = False, prefix: ChatPrefix = AS_SENT) -> HttpServer:
+    """The router's server, not started yet. `strict` and `prefix` are passed to `Router`. Raises ConfigError."""
+    router, stopping = Router(config, strict=strict, prefix=prefix), Event()
     app = make_app(router, config.token, stopping)
     listening = HttpSocket(config.http, "router", config.allowed_hosts)
     return HttpServer(app, listening, max_requests=_MAX_REQUESTS, refusal=refusal, grace=_GRACE, stopping=stopping)

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
+from kvtier.connector import AS_SENT, ChatPrefix
 from kvtier.service import Json
 from kvtier.service.events import CurveKeys
 from kvtier.service.observe import RouterStatus, statuses
@@ -41,11 +42,12 @@ _USUAL: Final = 8  # the same if its body is not text
 class Router:
     """Belongs to the event loop that calls `start`; `status` and the ledger are read there too."""
 
-    def __init__(self, config: RouterConfig, *, strict: bool = False) -> None:
+    def __init__(self, config: RouterConfig, *, strict: bool = False, prefix: ChatPrefix = AS_SENT) -> None:
         """Raises ConfigError if a replica's spec is wrong or contradicts another, or if the tokenizer cannot be read.
 
-        `strict`: events that contradict earlier ones are errors.
+        `strict`: events that contradict earlier ones are errors. `prefix`: in which form chats reach replicas.
         """
+        self._prefix = prefix
         terms = _terms(config)
         keys = CurveKeys.load("router", config.curve_key_file, "curve_publisher_file", config.curve_publisher_file)
         self.holdings = FleetHoldings(strict=strict, max_blocks=config.max_blocks, keys=keys)
@@ -133,6 +135,9 @@ class Router:
         if request.body.count(b",") >= _MAX_ITEMS:
             return self._unknown("too_long", request)
         fields = json_object(request.body)
+        if (made := self._prefix.body(fields)) is not fields:
+            fields = dict(made)
+            request = replace(request, body=json.dumps(fields).encode())
         model, served = fields.get("model"), {str(model["id"]) for model in self.fleet.models()}
         if isinstance(model, str) and served and model not in served:
             raise unknown_model(model, ", ".join(sorted(served)))
@@ -155,6 +160,7 @@ class Router:
             raise OpenAIError(400, f"request: {why}", param="request", code="unsupported_parameter")
         if body.count(b",") >= _MAX_ITEMS:
             raise OpenAIError(400, "prompt: too long for a router to read; ask an engine", param="prompt")
+        fields = dict(self._prefix.body(fields))
         fields.setdefault("model", next((str(each["id"]) for each in self.fleet.models()), ""))
         path = CHAT if "messages" in fields else COMPLETION
         known = await self._known(path, fields, json.dumps(fields).encode())

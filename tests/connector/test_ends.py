@@ -121,6 +121,45 @@ def test_vllms_requests_bring_their_hint_among_the_transfers_parameters(params: 
     assert answered_of(request, lambda _: False, ignored.append) is None
 
 
+ACTION = {"action_id": "a", "action_type": "kv.retain", "action_version": "1.0"}
+PRIORITY = {**ACTION, "action_type": "vllm.set_priority"}
+
+
+@pytest.mark.parametrize(
+    ("actions", "hint", "reasons"),
+    [
+        ([], None, []),
+        ([{**ACTION, "payload": {"directives": [{"priority": 90, "end": 512}, {"priority": 0}]}}], Hint.GOES_ON, []),
+        ([{**ACTION, "payload": {"directives": [{"priority": 0, "start": 512}]}}], None, []),  # of a part of it
+        ([{**ACTION, "payload": {"directives": [{"priority": 0, "covers_output": True}]}}], None, []),
+        ([{**ACTION, "payload": {"directives": [{"priority": 0}]}}], Hint.FINISHED, []),
+        ([{**PRIORITY, "payload": {"value": 10, "ttl_seconds": 60}}], Hint.GOES_ON, []),
+        ([{**PRIORITY, "payload": {"value": -1, "ttl_seconds": 60}}], Hint.FINISHED, []),
+        ([{**PRIORITY, "payload": {"value": None}}], None, []),
+        ([{**ACTION, "action_version": "2.0", "payload": {}}, {**ACTION, "action_type": "x", "payload": {}}], None,
+         ["unknown_action"] * 2),
+        ([{**ACTION, "payload": {"directives": [{"priority": True}]}}, {**ACTION, "payload": {}}, 7], None,
+         ["malformed"] * 3),
+        ("actions", None, ["malformed"]),
+    ],
+)  # fmt: skip
+def test_vllms_kv_hints_are_heard_where_no_word_of_ours_is_said(
+    actions: Any, hint: Hint | None, reasons: list[str]
+) -> None:
+    as_object = [SimpleNamespace(**each) if isinstance(each, dict) else each for each in actions]
+    for made in (actions, as_object) if isinstance(actions, list) else (actions,):
+        request, ignored = vllms_request(None), list[str]()
+        request.kv_hints = SimpleNamespace(protocol_version="0.1", message_id="m", actions=made)
+        answered = answered_of(request, lambda _: True, ignored.append)
+        assert answered is not None
+        assert (answered.hint, answered.is_derived) == ((hint, False) if hint else (Hint.TOOL, True))
+        assert ignored == reasons
+        request.kv_transfer_params = {"kvtier_hint": "tool"}
+        said = answered_of(request, lambda _: False, ignored.append)
+        assert said is not None
+        assert (said.hint, ignored) == (Hint.TOOL, reasons)
+
+
 def vllms_request(params: Any, status: str = "FINISHED_STOPPED") -> SimpleNamespace:
     """A request as vLLM's scheduler shows it, three seconds old."""
     return SimpleNamespace(

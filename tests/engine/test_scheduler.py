@@ -1,10 +1,12 @@
 """Scripted stories of the scheduler: who computes which tokens in each step, in which blocks. No model runs."""
 
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
 from scheduler_rig import BLOCK, ScriptedConnector, Story, tokens
 
+from kvtier.connector.models import Reasoning
 from kvtier.connector.plan import StepPlan, WorkerReport
 from kvtier.connector.scheduler import ConnectorUpdate
 from kvtier.engine.sequence import FinishReason, SequenceState
@@ -73,6 +75,39 @@ def test_generated_blocks_stay_private_when_asked(stories: list[Story]) -> None:
     story.add("b", [*first.token_ids, 33])
     assert story.step() == [("b", 4, 12)]  # only the prompt's one full block is found
     story.run()
+
+
+THINK, DONE, SAY, CALL = 90, 91, 7, 92
+
+
+@pytest.mark.parametrize(
+    ("answer", "lasts_in_calls", "num_stored"),  # of a prompt of 6 tokens, in blocks of 4
+    [
+        ([SAY] * 8, False, 3),
+        ([THINK, SAY, SAY, DONE, *[SAY] * 4], False, 2),  # with the block in which it begins
+        ([SAY, SAY, THINK, SAY, SAY, DONE, SAY, SAY], False, 2),  # it begins on a border
+        ([THINK, SAY, SAY, DONE, *[CALL] * 4], False, 2),
+        ([THINK, SAY, SAY, DONE, *[CALL] * 4], True, 3),  # as long as tools are called, the next turn has it
+    ],
+)
+def test_reasoning_that_the_next_turn_lacks_is_not_kept(
+    stories: list[Story], answer: list[int], lasts_in_calls: bool, num_stored: int
+) -> None:
+    connector = ScriptedConnector()
+    stories.append(story := Story(16, connector, partial_blocks=True, store_generated="answers"))
+    story.scheduler.reasoning = Reasoning(THINK, DONE, lasts_in_calls)
+    story.scheduler.calls_tool = lambda tokens: CALL in tokens
+    story.add("a", tokens(1, 6), max_tokens=99)
+    story.add("b", [*tokens(200, 5), THINK], max_tokens=99)  # an answer that begins in the middle of it
+    for token in [*answer, 0]:
+        story.step(token=token)
+    assert story.ended == dict.fromkeys("ab", FinishReason.STOP)
+    stored: Counter[object] = Counter()
+    for kind, name, *more in connector.log:
+        stored[name] += int(str(more[1])) if kind == "store" else 0
+    assert stored == {"a": num_stored, "b": 3 if lasts_in_calls else 2}
+    connector.news = ConnectorUpdate(released=tuple(story.scheduler._held.copies.elements()))
+    story.step()
 
 
 def test_a_shared_prefix_is_computed_once_within_a_batch(stories: list[Story]) -> None:

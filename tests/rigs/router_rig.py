@@ -16,6 +16,7 @@ from fork_rig import SERVICES, Forked
 from node_rig import free_port
 from service_rig import end_child, environment
 
+from kvtier.connector import ChatPrefix
 from kvtier.service.router.app import serve
 from kvtier.tiers.config.config import Config
 
@@ -177,10 +178,13 @@ def replicas(number: int, *natures: Mapping[str, object]) -> Iterator[list[ToldR
 class RoutedReplicas:
     """A router of this process, before replicas; times are those of a busy machine unless said."""
 
-    def __init__(self, *specs: str, **options: object) -> None:
+    def __init__(self, *specs: str, chat: object = None, **options: object) -> None:
         patient = {"http": "127.0.0.1:0", "probe_interval": "50ms", "probe_timeout": "20s", "connect_timeout": "20s"}
-        self.config = Config.load(router={**patient, "replicas": specs, **options}).router
-        self.server = serve(self.config)
+        config = Config.load(
+            router={**patient, "replicas": specs, **options}, chat=chat if isinstance(chat, Mapping) else {}
+        )
+        self.config = config.router
+        self.server = serve(self.config, prefix=ChatPrefix.of(config.chat))
         self.server.start()
         token = self.config.token
         headers = {} if token is None else {"authorization": f"Bearer {token.get_secret_value()}"}
@@ -207,9 +211,9 @@ class RoutedReplicas:
 
 
 @contextmanager
-def routed(*specs: str, **options: object) -> Iterator[RoutedReplicas]:
+def routed(*specs: str, chat: object = None, **options: object) -> Iterator[RoutedReplicas]:
     """A running router."""
-    router = RoutedReplicas(*specs, **options)
+    router = RoutedReplicas(*specs, chat=chat, **options)
     try:
         yield router
     finally:

@@ -31,25 +31,31 @@ TEMPLATE: Final = (
 _START: Final = 100.0  # seconds
 
 
-def tokenizer() -> Tokenizer:
-    """Every byte is a token: a random model's answer is full of bytes that are no character."""
+def tokenizer(*words: str) -> Tokenizer:
+    """Every byte is a token, and so are `words`: a random model's answer is full of bytes that are no character."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     made = Tokenizer(models.BPE({letter: index for index, letter in enumerate(letters)}, []))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
     made.add_special_tokens([AddedToken(text, special=True) for text in _SPECIAL])
+    made.add_tokens([AddedToken(text, special=False) for text in words])
     return made
 
 
-def save_checkpoint(home: Path, *, template: bool = True, config: PretrainedConfig | None = None) -> Path:
+def save_checkpoint(
+    home: Path,
+    *words: str,
+    template: bool = True,
+    config: PretrainedConfig | None = None,
+) -> Path:
     """A directory called `tiny` with weights, tokenizer and chat template; of a Llama by default."""
     directory = home / MODEL
     set_seed(0)
     config = config or LlamaConfig(**SIZES)
-    config.vocab_size, config.bos_token_id, config.eos_token_id = 256 + len(_SPECIAL), 256, 257
+    config.vocab_size, config.bos_token_id, config.eos_token_id = 256 + len(_SPECIAL) + len(words), 256, 257
     auto: Any = AutoModelForCausalLM
     auto.from_config(config).save_pretrained(directory)
-    tokenizer().save(str(directory / "tokenizer.json"))
+    tokenizer(*words).save(str(directory / "tokenizer.json"))
     settings = {"eos_token": _SPECIAL[1], **({"chat_template": TEMPLATE} if template else {})}
     (directory / "tokenizer_config.json").write_text(json.dumps(settings))
     return directory

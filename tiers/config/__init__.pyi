@@ -4,6 +4,7 @@ from .quantities import format_size, parse_duration, parse_room, parse_size, par
 from .router import MAX_BLOCKS, RouterConfig
 from .sections import (
     CacheConfig,
+    ChatConfig,
     EventsConfig,
     FileConfig,
     HostConfig,
@@ -20,6 +21,7 @@ __all__ = [
     "MAX_BLOCKS",
     "ByteSize",
     "CacheConfig",
+    "ChatConfig",
     "Config",
     "ConfigSource",
     "EventsConfig",

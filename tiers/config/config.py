@@ -20,6 +20,7 @@ from kvtier.tiers.config.router import RouterConfig
 from kvtier.tiers.config.sections import (
     BreakerConfig,
     CacheConfig,
+    ChatConfig,
     EventsConfig,
     FileConfig,
     HostConfig,
@@ -54,6 +55,7 @@ class Config(BaseSettings):
     host: HostConfig = HostConfig()
     file: FileConfig = FileConfig()
     cache: CacheConfig = CacheConfig()
+    chat: ChatConfig = ChatConfig()
     l1: L1Config = L1Config()
     peers: PeersConfig = PeersConfig()
     redis: RedisConfig = RedisConfig()

@@ -18,6 +18,7 @@ from kvtier.tiers.config.values import (
     HttpSection,
     KeyPrefix,
     Lifetime,
+    LineStarts,
     NodeAddresses,
     ObjectPrefix,
     RegionName,
@@ -25,6 +26,7 @@ from kvtier.tiers.config.values import (
     Sightings,
     SocketPath,
     StorageSize,
+    StoredAnswers,
     Time,
     Topic,
     WholeNumber,
@@ -91,7 +93,9 @@ class CacheConfig(Section):
     partial_blocks: bool = option(
         True, "reuse the leading tokens that a prompt shares with a held block; off: whole blocks only"
     )
-    store_generated: bool = option(True, "store answers too, for the next turn of a conversation")
+    store_generated: StoredAnswers = option(
+        True, "store answers too, for the next turn; answers: without reasoning that it lacks, by kvtier engine"
+    )
     segments: Literal["off", "on"] = option(
         "off",
         "on: requests may name segments, whose KV is reused elsewhere: approximate; kvtier's engine and transformers",
@@ -109,6 +113,20 @@ class CacheConfig(Section):
     )
     cache_salt: CacheSalt | None = option(None, "isolates a tenant: other salt, no hit")
     epoch: WholeNumber = option(0, "raise it to invalidate everything stored before", ge=0, lt=2**63)
+
+
+class ChatConfig(Section):
+    """Chats whose prompts should begin alike: of kvtier's engine, the router, and `KVTier.chat`."""
+
+    sort_tools: bool = option(
+        False, "keys of tools' schemas in one order, whoever wrote them; off, because the model reads that order"
+    )
+    drop_lines: LineStarts = option(
+        (), "list of how system messages' lines begin that are left out; billing = the billing header of Claude Code"
+    )
+    move_lines: LineStarts = option(
+        (), "list of how lines begin that move to their system message's end; date = lines with a date or time"
+    )
 
 
 class L1Config(Section):

@@ -28,6 +28,15 @@ def _sightings(value: object) -> object:
     return int(text)
 
 
+def _stored_answers(value: object) -> object:
+    text = str(value).strip().lower()
+    if text == "answers":
+        return text
+    if text not in ("true", "false", "yes", "no", "on", "off", "1", "0"):
+        raise ValueError("not true, false or answers; write one of the three")
+    return text in ("true", "yes", "on", "1")
+
+
 def _path(value: object, what: str, fix: str) -> Path:
     if not isinstance(value, str | Path) or not str(value) or "\0" in str(value):
         raise ValueError(f"not a {what}'s name; write one, or {fix}")
@@ -133,6 +142,7 @@ StorageSize = Annotated[int, BeforeValidator(parse_room), PlainSerializer(format
 Time = Annotated[float, BeforeValidator(parse_time), PlainSerializer(format_time, when_used="json")]
 WholeNumber = Annotated[int, BeforeValidator(_not_a_bool)]
 Sightings = Annotated[int | Literal["auto"], BeforeValidator(_sightings)]
+StoredAnswers = Annotated[bool | Literal["answers"], BeforeValidator(_stored_answers)]
 Lifetime = Annotated[float, BeforeValidator(parse_duration), PlainSerializer(format_time, when_used="json")]
 Directory = Annotated[Path, BeforeValidator(_directory)]
 FileName = Annotated[Path, BeforeValidator(_file)]
@@ -195,6 +205,11 @@ NodeAddresses = Annotated[
         _is_node,
         'not a list of HOST:PORT; write one, as in ["node-b:9402"]',
     ),
+]
+LineStarts = Annotated[
+    tuple[str, ...],
+    NoDecode,
+    listed(lambda text: text.strip(), 'not a list of how lines begin; write one, as in ["billing", "Session id:"]'),
 ]
 Topic = Annotated[
     str,

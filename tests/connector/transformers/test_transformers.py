@@ -13,6 +13,7 @@ import pytest
 import torch
 from extent import brief
 from kv_tier_rig import Open
+from server_rig import save_checkpoint, tokenizer
 from service_rig import PATIENCE, DaemonThread
 from tiny_models import VOCAB, config_of, prompt
 from transformers import (
@@ -22,6 +23,7 @@ from transformers import (
     DeepseekV3Config,
     DynamicCache,
     Gemma3TextConfig,
+    PreTrainedTokenizerFast,
     RwkvConfig,
     T5Config,
 )
@@ -353,6 +355,29 @@ def test_only_prompts_are_kept_when_asked(open_tier: Open) -> None:
     answer = kv.generate(ids(prompt(1, 60)), **GREEDY)
     assert kv.drain()
     assert kv.load(torch.cat([answer, answer], dim=1))[1] == 48
+
+
+def test_chats_that_mean_the_same_find_each_other(tmp_path: Path) -> None:
+    auto: Any = AutoModelForCausalLM
+    model = auto.from_pretrained(save_checkpoint(tmp_path)).eval()
+    template = "{{ tools | tojson }}\n{{ messages[0].content }}"
+    tokens: Any = PreTrainedTokenizerFast(tokenizer_object=tokenizer(), chat_template=template)  # type: ignore[no-untyped-call]
+    schema = {"type": "object", "properties": {"a": {}}, "required": ["a"]}
+    found = []
+    for chat in ({}, {"sort_tools": True}, {"sort_tools": True, "drop_lines": ["billing"]}):
+        with KVTier(model, {"cache": {"block_size": 16}, "host": {"size": "8MiB"}, "chat": chat}) as kv:
+            for number in (1, 2):
+                parameters = dict(sorted(schema.items(), reverse=number > 1))
+                tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+                said = f"x-anthropic-billing-header: cch={number};\nYou know the weather of all towns."
+                prompt = kv.chat(tokens, [{"role": "system", "content": said}], tools)
+                kv.generate(prompt, **GREEDY)
+                assert kv.drain()
+            found.append((kv.num_cached_tokens, prompt.shape[1]))
+    print(found)  # for whoever looks
+    (as_sent, whole), (sorted_keys, _), (all_of_it, shorter) = found
+    assert as_sent < 80 < sorted_keys < whole - 30
+    assert all_of_it == (shorter - 1) // 16 * 16
 
 
 def test_transformers_and_our_engine_find_each_others_blocks(tmp_path: Path, disk_dir: Path) -> None:

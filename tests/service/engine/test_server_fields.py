@@ -35,7 +35,7 @@ def ignored(server: ServerThread) -> dict[str, float]:
 
 def test_unknown_fields_are_ignored_and_counted(server: ServerThread, caplog: pytest.LogCaptureFixture) -> None:
     plain = server.post("chat/completions", **CHAT, temperature=0).json()["choices"]
-    mark = {"cache_control": {"type": "ephemeral"}}
+    mark = {"cache_control": {"type": "for ever"}}
     part = {"type": "text", "text": "hi", **mark}
     messages = [{"role": "user", "content": [part, {**part, "text": ""}], **mark}]
     with caplog.at_level(logging.WARNING):

@@ -42,6 +42,45 @@ def test_a_hint_comes_through_the_official_client(server: ServerThread, told: li
     assert all(0 < end.seconds < 60 for end in told)
 
 
+def retain(*directives: dict[str, object], kind: str = "kv.retain", version: str = "1.0") -> dict[str, Any]:
+    payload = {"directives": [*directives]}
+    action = {"action_id": "a", "action_type": kind, "action_version": version, "payload": payload}
+    return {"kv_hints": {"protocol_version": "0.1", "message_id": "m", "actions": [action]}}
+
+
+MARK: dict[str, Any] = {"cache_control": {"type": "ephemeral"}}
+PART: dict[str, Any] = {"type": "text", "text": PROMPT}
+TOOL: dict[str, Any] = {"type": "function", "function": {"name": "weather"}}
+
+
+@pytest.mark.parametrize(
+    ("asked", "hint", "ignored"),
+    [
+        ({"content": [{**PART, **MARK}]}, Hint.GOES_ON, 0),
+        ({"message": MARK}, Hint.GOES_ON, 0),
+        ({"body": {"tools": [{**TOOL, **MARK}]}}, Hint.GOES_ON, 0),
+        ({"body": MARK}, Hint.GOES_ON, 0),
+        ({"body": {**MARK, "kvtier": {"hint": "finished"}}}, Hint.FINISHED, 0),  # plain words go first
+        ({"body": {**MARK, **retain({"priority": 0})}}, Hint.FINISHED, 0),
+        ({"body": retain({"priority": 50, "start": 0, "end": 9})}, Hint.GOES_ON, 0),
+        ({"body": retain({"priority": 1}, kind="kv.prefetch")}, None, 1),
+        ({"body": {"kv_hints": ["keep"]}}, None, 1),
+        ({"content": [{**PART, "cache_control": "ephemeral"}]}, None, 1),
+        ({"body": {"cache_control": {"type": ["ephemeral"]}, "tools": [{**TOOL, "cache_control": 1}]}}, None, 1),
+    ],
+)
+def test_marks_and_hints_of_other_servers_are_heard(
+    server: ServerThread, told: list[RequestEnd], asked: dict[str, Any], hint: Hint | None, ignored: int
+) -> None:
+    message = {"role": "user", "content": asked.get("content", PROMPT), **asked.get("message", {})}
+    before = sum(server.loop.tally.ignored.counts.values())
+    answer = server.post("chat/completions", messages=[message], max_tokens=1, **ASK, **asked.get("body", {}))
+    assert answer.status_code == 200, answer.text
+    wait_for(lambda: len(told) == 1)
+    assert (told[0].hint, told[0].is_derived) == (hint, False)
+    assert sum(server.loop.tally.ignored.counts.values()) == before + ignored
+
+
 def test_an_answer_that_calls_a_tool_says_so_itself() -> None:
     """Only an answer that ends by itself counts, and what is said wins."""
     for said, reason, calls, hint, is_derived in (

@@ -123,3 +123,44 @@ def test_the_form_is_configured_or_read_from_the_checkpoint(model: Path, tmp_pat
         None,
     ]
     assert form_of("auto", plain) is None
+
+
+BILLING = "x-anthropic-billing-header: cc_version=2.1.37.fbe; cc_entrypoint=cli; cch={:05x};"
+DATE = "Today is 2026-11-28 12:03:{:02}"
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "description": "Where it is asked for"}, "days": {"type": "integer"}},
+    "required": ["city"],
+}
+
+
+def same_again(number: int) -> dict[str, Any]:
+    """A request that means the same as those of other numbers: keys in another order, lines of its own."""
+    parameters = dict(sorted(SCHEMA.items(), reverse=bool(number % 2)))
+    tool = {"type": "function", "function": {"name": "weather", "parameters": parameters}}
+    system = f"{BILLING.format(number)}\n{DATE.format(number)}\nYou know the weather of all towns, and nothing else."
+    return {"tools": [tool], "messages": [{"role": "system", "content": system}, QUESTION]}
+
+
+ALIKE: dict[str, Any] = {"sort_tools": True, "drop_lines": ["billing"], "move_lines": ["date"]}
+
+
+@pytest.mark.parametrize(
+    ("chat", "behind"),
+    [
+        pytest.param({}, 'properties": {', id="as sent"),
+        pytest.param({"sort_tools": True}, "2;\nToday", id="one order of keys"),
+        pytest.param({**ALIKE, "move_lines": []}, "2\nYou know", id="no billing header"),
+        pytest.param(ALIKE, "2<|end|>\n<|begin|>user", id="dates at the end"),
+    ],
+)
+def test_chats_that_mean_the_same_find_each_other(model: Path, chat: dict[str, Any], behind: str) -> None:
+    with serving(model, chat=chat) as server:
+        for number in (1, 2):
+            usage = server.post("chat/completions", model=MODEL, max_tokens=1, **same_again(number)).json()["usage"]
+            server.settle()
+        tokens = server.http.post("/tokenize", json=same_again(2)).json()["tokens"]
+    found = usage["prompt_tokens_details"]["cached_tokens"]
+    print(chat, found, "of", len(tokens))  # for whoever looks
+    assert len(tokens) == usage["prompt_tokens"]
+    assert tokenizer().decode(tokens[found:], skip_special_tokens=False).startswith(behind)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
+from kvtier.connector import AS_SENT
 from kvtier.service.openai.bodies import ChatBody, parse
 from kvtier.service.openai.tool_calls import CallReader, HermesReader, LlamaReader
 
@@ -95,7 +96,7 @@ def test_tools_and_their_turns_go_to_the_template_as_they_were_sent() -> None:
     ]
     unknown: set[str] = set()
     body = {"model": "m", "messages": messages, "tools": [{**tool, "cache_control": {}}], "reasoning_effort": "low"}
-    chat = parse(ChatBody, json.dumps(body).encode(), unknown).chat
+    chat = parse(ChatBody, json.dumps(body).encode(), unknown).chat(AS_SENT)
     assert unknown == {"cache_control"}
     assert [turn["role"] for turn in chat.turns] == ["user", "assistant", "tool"]
     assert chat.turns[0]["content"][1] == {"type": "text", "text": "In Rome."}

@@ -80,6 +80,22 @@ def test_a_chat_with_tools_is_known_to_the_last_token(pair: Pair, model: Path) -
         assert router.metrics()["kvtier_route_prompt_tokens_total"] == num_tokens
 
 
+def test_chats_that_mean_the_same_reach_replicas_alike(pair: Pair, model: Path) -> None:
+    chat_section = {"sort_tools": True, "drop_lines": ["billing"], "move_lines": ["date"]}
+    own = "x-anthropic-billing-header: cch={};\nToday is 2026-11-28 12:03:{}\nYou are an agent."
+    said: dict[str, object] = {"role": "user", "content": "Today is a date: 2026-11-28"}
+    with routed(pair[0].url, model=str(model), chat=chat_section) as router:
+        for number, tools in enumerate((TOOLS, [dict(reversed(tool.items())) for tool in TOOLS])):
+            talk = [{"role": "system", "content": own.format(number, 22)}, said]
+            assert chat(router, talk, tools=tools, seed=number).status_code == 200
+        assert router.status()["unknown_prompts"] == {}
+    one, other = (each["body"] for each in pair[0].client.get("/seen").json()[-2:])
+    assert (one.pop("seed"), other.pop("seed")) == (0, 1)
+    assert json.dumps(one) == json.dumps(other)
+    assert one["messages"] == [{"role": "system", "content": "You are an agent.\nToday is 2026-11-28 12:03:22"}, said]
+    assert json.dumps(one["tools"]) == json.dumps(TOOLS)
+
+
 TASKS: dict[str, object] = {"text": "Find it.", "image": [{"type": "text", "text": "See:"}, IMAGE]}
 
 

@@ -107,6 +107,61 @@ def test_what_differs_in_the_tokens(held: list[int], asked: list[int], line: str
     assert lines[-1].startswith(advice)
 
 
+AGENT = "You are an agent and call tools for those who ask. "
+SCHEMA = '{"name": "weather", "parameters": {'
+
+
+@pytest.mark.parametrize(
+    ("held", "asked", "line", "option"),
+    [
+        pytest.param(
+            f"x-anthropic-billing-header: cc_version=2.1.37; cch=1;\n{AGENT}",
+            f"x-anthropic-billing-header: cc_version=2.1.37; cch=2;\n{AGENT}",
+            "`x-anthropic-billing-header: cc_version=2.1.37; cch=2;` for `x-anthropic-billing-header: cc_version=2.1",
+            '[chat] drop_lines = ["billing"]',
+            id="a billing header",
+        ),
+        pytest.param(
+            f"Today is 2026-11-21.\n{AGENT}",
+            f"Today is 2026-11-22.\n{AGENT}",
+            "`2026-11-22` for `2026-11-21`",
+            '[chat] move_lines = ["date"]',
+            id="a date in a line of its own",
+        ),
+        pytest.param(
+            f'{AGENT}{SCHEMA}"type": "object", "required": ["city"], "properties": {{}}}}}}',
+            f'{AGENT}{SCHEMA}"required": ["city"], "properties": {{}}, "type": "object"}}}}',
+            '`"required"` for `"type":`',
+            "[chat] sort_tools = true",
+            id="another order of keys",
+        ),
+        pytest.param(
+            f"{AGENT}<think>\nThey ask for a town.\n</think>\nRome.",
+            f"{AGENT}Rome.\nAnd then?",
+            "reasoning begins there in the held prompt",
+            '[cache] store_generated = "answers"',
+            id="reasoning that the template leaves out",
+        ),
+        pytest.param(
+            f"{AGENT}Rome.\nAnd then?",
+            f"{AGENT}<think>\n\nRome.\nAnd then?",
+            "reasoning begins there in this prompt",
+            '[cache] store_generated = "answers"',
+            id="reasoning that it adds",
+        ),
+    ],
+)
+def test_what_an_option_helps_against_is_named_with_it(held: str, asked: str, line: str, option: str) -> None:
+    model = opened(block_size=32)
+    tokens = [*map(ord, asked.ljust(128))]
+    hold(model, [*map(ord, held.ljust(128))])
+    lines = told(model, tokens)
+    assert line in lines[-2]
+    assert option in lines[-1]
+    # without a tokenizer nobody knows the text
+    assert option not in "".join(explained(explain(model, (), BlockSelection((), tokens, None), 1.0)))
+
+
 def test_a_prompt_is_compared_with_nothing_that_shares_nothing() -> None:
     model = opened(block_size=16)
     unrelated = [*map(ord, "Write three short poems of Rome.")]

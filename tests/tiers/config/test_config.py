@@ -31,6 +31,14 @@ def test_arguments_win_over_environment_wins_over_file(tmp_path: Path, monkeypat
     assert config.l1 == Config().l1  # untouched sections keep their defaults
 
 
+def test_what_is_stored_of_answers_and_lists_of_lines_as_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVTIER_CHAT__DROP_LINES", "billing x-trace")
+    for said, kept in (("answers", "answers"), ("True", True), ("off", False)):
+        monkeypatch.setenv("KVTIER_CACHE__STORE_GENERATED", said)
+        config = Config.load(None)
+        assert (config.cache.store_generated, config.chat.drop_lines) == (kept, ("billing", "x-trace"))
+
+
 def test_the_constructor_reads_no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVTIER_HOST__SIZE", "3GiB")
     assert Config().host.size == 1 << 30
@@ -179,9 +187,11 @@ BAD_VALUES: list[tuple[Mapping[str, object], str]] = [
         '[router] replicas [1]: not a list of replicas; write one, as in ["http://127.0.0.1:8000"]',
     ),
     ({"router": {"weight_cpu": "much"}}, '[router] weight_cpu "much": not a number; write one, as in 0.5'),
-    ({"zzz": {}}, "[zzz]: unknown section; known are breaker, cache, events, file, host, l1, objects, peers, redis, router, server, service"),
+    ({"cache": {"store_generated": "some"}}, '[cache] store_generated "some": not true, false or answers; write one of the three'),
+    ({"chat": {"drop_lines": [" "]}}, '[chat] drop_lines [" "]: not a list of how lines begin; write one, as in ["billing", "Session id:"]'),
+    ({"zzz": {}}, "[zzz]: unknown section; known are breaker, cache, chat, events, file, host, l1, objects, peers, redis, router, server, service"),
     ({"block_size": 16}, "block_size 16: belongs in a section; write it as [cache] block_size"),
-    ({"zzz": 16}, "zzz 16: belongs in a section; the sections are host, file, cache, l1, peers, redis, objects, service, server, events, router, breaker"),
+    ({"zzz": 16}, "zzz 16: belongs in a section; the sections are host, file, cache, chat, l1, peers, redis, objects, service, server, events, router, breaker"),
     # addresses of KV events
     ({"events": {"publish": "127.0.0.1:5557"}}, '[events] publish "127.0.0.1:5557": not an address of ZMQ\'s; write it as in ipc:///run/kvtier/events or tcp://127.0.0.1:5557'),
     ({"events": {"publish": "tcp://*:5557"}}, '[events] publish "tcp://*:5557": other machines reach it; use 127.0.0.1 or set allow_remote'),

@@ -1,0 +1,117 @@
+"""Gives chats that mean the same one beginning: tool schemas in one order of keys, lines of one request's own aside."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Final
+
+from kvtier.tiers.config import ChatConfig
+
+# In the order in which models know a schema's keys; all others follow by name.
+_CUSTOMARY: Final = ("type", "function", "name", "description", "parameters", "properties", "required")
+_KNOWN: Final = frozenset(_CUSTOMARY)
+_ROLES: Final = ("system", "developer")
+_NAMED: Final = {  # lines that are no two requests' the same, by the names that the options know
+    "billing": re.compile(r"x-anthropic-billing-header:"),
+    "date": re.compile(
+        r"(?i:(?:today|now)(?: is|:)|today(?:'s|’s)? date|(?:the )?current (?:date|time|day)|date(?: and time)?:|time:)"
+        r"(?=.{0,80}\d)"
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrefix:
+    """What `[chat]` says, applied to messages and tools as clients send them. What it cannot read stays as it is."""
+
+    sort_tools: bool = False
+    drop_lines: tuple[str, ...] = ()
+    move_lines: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, config: ChatConfig) -> "ChatPrefix":
+        return cls(config.sort_tools, config.drop_lines, config.move_lines)
+
+    def body(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A request's JSON with its messages and tools in that form; itself if nothing changes. Idempotent."""
+        sent = {name: body.get(name) for name in ("messages", "tools")}
+        made = {"messages": self.messages(sent["messages"]), "tools": self.tools(sent["tools"])}
+        changed = {name: value for name, value in made.items() if value is not sent[name]}
+        return {**body, **changed} if changed else body
+
+    def tools(self, tools: Any) -> Any:
+        """Tools with every object's keys in one order. Lists keep theirs, and so do equal keys' values."""
+        if not self.sort_tools or not isinstance(tools, list):
+            return tools
+        try:
+            return [_sorted(tool) for tool in tools]
+        except (RecursionError, TypeError):  # too deep, or keys that are no texts
+            return tools
+
+    def messages(self, messages: Any) -> Any:
+        """Messages without the lines to drop; those to move stand at the end of their message."""
+        if not (self.drop_lines or self.move_lines) or not isinstance(messages, list):
+            return messages
+        made = [self._message(message) for message in messages]
+        return messages if all(one is other for one, other in zip(made, messages, strict=True)) else made
+
+    def _message(self, message: Any) -> Any:
+        if not isinstance(message, Mapping) or message.get("role") not in _ROLES:
+            return message
+        content = message.get("content")
+        made = self._parts(content) if isinstance(content, list) else self._text(content)
+        return message if made == content else {**message, "content": made}
+
+    def _text(self, text: Any) -> Any:
+        if not isinstance(text, str):
+            return text
+        kept, moved = self._split(text)
+        return "\n".join(kept + moved)
+
+    def _parts(self, parts: list[Any]) -> list[Any]:
+        """The same of parts. Each keeps its number, which marks of segments go by, and a marked part is left alone."""
+        made, moved, last = list(parts), [], None
+        for number, part in enumerate(parts):
+            if isinstance(part, Mapping) and isinstance(part.get("text"), str) and not part.get("kvtier"):
+                kept, own = self._split(part["text"])
+                made[number], last = {**part, "text": "\n".join(kept)}, number
+                moved += own
+        if moved and last == len(parts) - 1:
+            before = [made[last]["text"]] if made[last]["text"] else []
+            made[last] = {**made[last], "text": "\n".join([*before, *moved])}
+        elif moved:
+            made.append({"type": "text", "text": "\n".join(moved)})
+        return made
+
+    def _split(self, text: str) -> tuple[list[str], list[str]]:
+        """Its lines that stay, and those that move to the end."""
+        kept: list[str] = []
+        moved: list[str] = []
+        to_drop, to_move = _lines_of(self.drop_lines), _lines_of(self.move_lines)
+        for line in text.split("\n"):
+            if not to_drop.match(line):
+                (moved if to_move.match(line) else kept).append(line)
+        return kept, moved
+
+
+AS_SENT: Final = ChatPrefix()
+
+
+def named_line(line: str) -> str | None:
+    """The name by which the options know such a line; None: they know it by its beginning alone."""
+    return next((name for name, pattern in _NAMED.items() if pattern.match(line.lstrip())), None)
+
+
+@cache
+def _lines_of(known: tuple[str, ...]) -> re.Pattern[str]:
+    """Matches the lines that an option lists; none if it lists none."""
+    starts = [_NAMED[one].pattern if one in _NAMED else re.escape(one) for one in known]
+    return re.compile(rf"\s*(?:{'|'.join(starts)})" if starts else r"(?!)")
+
+
+def _sorted(value: Any) -> Any:
+    if isinstance(value, dict):
+        names = [*[name for name in _CUSTOMARY if name in value], *sorted(value.keys() - _KNOWN)]
+        return {name: _sorted(value[name]) for name in names}
+    return [_sorted(each) for each in value] if isinstance(value, list) else value

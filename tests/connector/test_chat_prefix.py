@@ -1,0 +1,105 @@
+"""Chats that mean the same begin alike: schemas' keys, and the lines that every request has of its own."""
+
+import copy
+from typing import Any
+
+import pytest
+
+from kvtier.connector.chat_prefix import AS_SENT, ChatPrefix, named_line
+
+BILLING = "x-anthropic-billing-header: cc_version=2.1.37.fbe; cc_entrypoint=cli; cch=a1;"
+DATE = "Today is 2026-11-28 12:03:22"
+TOOL: dict[str, Any] = {
+    "function": {
+        "parameters": {"required": ["b"], "properties": {"b": {"enum": ["z", "a"]}, "a": {}}, "type": "object"},
+        "name": "weather",
+    },
+    "type": "function",
+}
+OWN = ChatPrefix(True, ("billing",), ("date", "Session id:"))
+
+
+def backwards(value: Any) -> Any:
+    """The same with every object's keys the other way round."""
+    if isinstance(value, dict):
+        return {name: backwards(value[name]) for name in reversed(value)}
+    return [backwards(each) for each in value] if isinstance(value, list) else value
+
+
+def test_schemas_have_one_order_of_keys_and_lists_their_own() -> None:
+    made = OWN.tools([TOOL])
+    assert str(made) == str(OWN.tools([backwards(TOOL)])) != str([TOOL])
+    assert made == [TOOL]  # nothing else about it is another
+    assert list(made[0]) == ["type", "function"]
+    assert list(made[0]["function"]) == ["name", "parameters"]
+    parameters = made[0]["function"]["parameters"]
+    assert list(parameters) == ["type", "properties", "required"]
+    assert list(parameters["properties"]) == ["a", "b"]
+    assert parameters["properties"]["b"]["enum"] == ["z", "a"]
+    deep: list[Any] = [{}]
+    for _ in range(5000):
+        deep[0] = {"a": deep[0]}
+    assert OWN.tools(deep) is deep  # as it was sent
+    assert OWN.tools([{1: 2, "a": 3}]) == [{1: 2, "a": 3}]
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (f"{BILLING}\nBe brief.", "Be brief."),
+        (f"{DATE}\nBe brief.\nSession id: 7\nAnd kind.", f"Be brief.\nAnd kind.\n{DATE}\nSession id: 7"),
+        (f"<env>\n  Today's date: 2026-11-28\n</env>\n{BILLING}", "<env>\n</env>\n  Today's date: 2026-11-28"),
+        (DATE, DATE),
+        (f"Be brief.\n{DATE}", f"Be brief.\n{DATE}"),
+        ("Today is a good day.\n\nDates matter: 3", "Today is a good day.\n\nDates matter: 3"),
+        ("", ""),
+    ],
+)
+def test_lines_of_one_request_are_dropped_or_stand_at_the_end(content: str, expected: str) -> None:
+    for role in ("system", "developer"):
+        (made,) = OWN.messages([{"role": role, "content": content}])
+        assert made == {"role": role, "content": expected}
+        assert OWN.messages([made]) == [made]  # a router's work is nothing to its engine
+        # in parts, as most agents send them
+        (made,) = OWN.messages([{"role": role, "content": [{"type": "text", "text": content}]}])
+        assert made["content"] == [{"type": "text", "text": expected}]
+    said = [{"role": "user", "content": content}]
+    assert OWN.messages(said) is said  # nobody changes what users say
+
+
+def test_parts_keep_their_number_and_a_segment_its_text() -> None:
+    mark = {"segment": True}
+    billing, segment = {"type": "text", "text": BILLING}, {"type": "text", "text": DATE, "kvtier": mark}
+    (made,) = OWN.messages([{"role": "system", "content": [billing, segment, {"type": "text", "text": "Be brief."}]}])
+    assert made["content"] == [{"type": "text", "text": ""}, segment, {"type": "text", "text": "Be brief."}]
+    (made,) = OWN.messages([{"role": "system", "content": [{"type": "text", "text": f"{DATE}\na"}, segment]}])
+    assert made["content"] == [{"type": "text", "text": "a"}, segment, {"type": "text", "text": DATE}]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": "hi", "tools": {"a": 1}},
+        {"messages": [1, {"role": "system"}, {"role": ["system"], "content": 7}], "tools": None},
+        {"messages": [{"role": "system", "content": [7, {"text": 3}, {"type": "image_url"}]}], "prompt": "x"},
+        {},
+    ],
+)
+def test_what_cannot_be_read_stays_as_it_is(body: dict[str, Any]) -> None:
+    sent = copy.deepcopy(body)
+    assert OWN.body(body) is body
+    assert body == sent
+
+
+def test_without_options_nothing_is_another() -> None:
+    body = {"messages": [{"role": "system", "content": f"{BILLING}\n{DATE}"}], "tools": [TOOL], "model": "m"}
+    assert AS_SENT.body(body) is body
+    made = OWN.body(body)
+    assert (made["model"], made["messages"][0]["content"]) == ("m", DATE)
+    assert body["messages"][0]["content"].startswith("x-anthropic")  # the caller's is as it was
+
+
+def test_a_line_is_known_by_name_or_not() -> None:
+    assert [named_line(each) for each in (BILLING, f"  {DATE}", "Current date: 28 Nov 2026", "Now and then")] == [
+        "billing", "date", "date", None,
+    ]  # fmt: skip
