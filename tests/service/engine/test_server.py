@@ -237,7 +237,11 @@ def test_whatever_tier_the_prompt_was_in_the_greedy_text_is_the_same(model: Path
                 done = [server.client.completions.create(prompt=prompt, **ask) for prompt in prompts]
                 server.settle()
             assert [each.choices[0].text for each in done] == [each.choices[0].text for each in reference]
-            assert cached(done[0].usage) == {where: len(prompts[0]) - 1}
+            found = cached(done[0].usage)
+            assert sum(found.values()) == len(prompts[0]) - 1
+            assert (
+                found[where] >= (len(prompts[0]) - 1) // BLOCK * BLOCK
+            )  # the rest of a block may have come to L2 by then
             assert server.status()["cached_tokens"][where] > 0
 
 
