@@ -196,11 +196,11 @@ def test_an_engine_is_killed(cluster: Running, talks: list[list[Turn]]) -> None:
     with crowd(cluster.url("router"), talks, NUM_CLIENTS) as clients:
         before = cluster.page("router")
         # it dies with streams of clients in its hands: each is told so, or answered by the other
-        wait_for(lambda: cluster.page("router")["replicas"][0]["in_flight"] > brief(0, 2))
+        wait_for(lambda: cluster.page("router")["replicas"][0]["in_flight"] > brief(1, 2))
         cluster.kill("engine-a")
         clients.everybody()
         after = cluster.page("router")
-        assert sum(after["retries"].values()) > sum(before["retries"].values())
+        assert sum(after["retries"].values()) > sum(before["retries"].values()) or clients.troubles
         assert all(name.startswith("mid_stream") or name == "no_replica" for name in clients.troubles), clients.troubles
         # what it had computed is had from Valkey by the other one, which is the only one asked
         answer, cached = ask(cluster, "router", second, "only a has it")
