@@ -19,11 +19,12 @@ from transformers import AutoModelForCausalLM, DynamicCache, Gemma3TextConfig, L
 from kvtier.connector.models import cache_option
 from kvtier.tiers.naming import TOLERANCES, KVProbe
 
+_TINY: Final[dict[str, Any]] = {"hidden_size": 64, "num_hidden_layers": 3, "initializer_range": 0.2}
 _HEADS: Final[dict[str, Any]] = {"vocab_size": 500, "num_attention_heads": 8, "num_key_value_heads": 4}
 _SMALL: Final[dict[str, Any]] = {**_HEADS, "hidden_size": 128, "intermediate_size": 256}
 _DEEP: Final[dict[str, Any]] = {**_HEADS, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 32}
 MODELS: Final[dict[str, Any]] = {
-    "llama-3": LlamaConfig(**{**_SMALL, "hidden_size": 64}, num_hidden_layers=3, initializer_range=0.2),
+    "llama-3": LlamaConfig(**dict[str, Any](_SMALL | _TINY)),
     "llama-32": LlamaConfig(**_DEEP),
     "llama-32-wide": LlamaConfig(**_DEEP, initializer_range=0.1),
     "qwen3-48": Qwen3Config(**_SMALL, num_hidden_layers=48, head_dim=32, initializer_range=0.05),

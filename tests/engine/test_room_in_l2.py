@@ -86,7 +86,8 @@ def test_a_request_that_is_aborted_between_its_pieces_leaves_nothing(disk: tuple
 def test_kvtier_takes_a_prompt_larger_than_l2(disk: tuple[Path, list[list[int]]]) -> None:
     path, _ = disk
     options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    model, tokens = plain("llama"), torch.tensor(PROMPTS[:1])
+    model: Any = plain("llama")
+    tokens = torch.tensor(PROMPTS[:1])
     own = path / "transformers"
     with KVTier(model, tiers(own, 64)) as kv:
         expected = kv.generate(tokens, **options)

@@ -96,7 +96,7 @@ class Prompt(Witness):
 class ManualConnector:
     """LocalConnector, but for its copy stream."""
 
-    identity = None
+    identity: Any = None
 
     def __init__(self, identity: ModelIdentity, pool: BlockPool, kind: type[Witness], host: str) -> None:
         config = Config.load(host={"size": host, "huge_pages": False}, cache={"load_or_recompute": "load"})

@@ -104,7 +104,7 @@ class BadReads:
 class BadConnector:
     """As `LocalConnector`, with copies and reads that go wrong."""
 
-    identity = None
+    identity: Any = None
 
     def __init__(self, identity: ModelIdentity, pool: BlockPool, config: Config, seed: int) -> None:
         self.hierarchy = open_hierarchy(config, identity.fingerprint(), pool.shape)
