@@ -28,7 +28,7 @@ class EndedSequences:
         self.recent: Recent[EndedPrompt] = Recent()
         self.log = log
         self._names_blocks = engine.config.enable_prefix_caching
-        self._fingerprint = engine.identity.fingerprint()
+        self._engine = engine
 
     def note(self, sequence: Sequence, end: str) -> None:
         """`end`: how it ended."""
@@ -42,7 +42,7 @@ class EndedSequences:
             self.log.write(
                 EndedRequest(
                     id=sequence.request_id,
-                    tenant=UNSALTED if client is None else tenant_of(client, self._fingerprint),
+                    tenant=UNSALTED if client is None else tenant_of(client, self._engine.identity.fingerprint()),
                     prompt_tokens=sequence.num_prompt_tokens,
                     tokens={name: sequence.cached_tokens[kind.label] for name, kind in TIERS.items()},
                     missed=sequence.causes,

@@ -6,6 +6,7 @@ import threading
 import time
 from collections import Counter, abc
 from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -110,6 +111,13 @@ class _Abort:
 
 
 @dataclass(slots=True)
+class _Reset:
+    """Somebody waits for the name that blocks have once all before are forgotten."""
+
+    done: Future[str]
+
+
+@dataclass(slots=True)
 class Tally:
     """Counts since the start. Written by the engine's thread."""
 
@@ -149,7 +157,8 @@ class EngineLoop:
         self.tally = Tally()
         self.stats: Mapping[str, int] = engine.stats  # as it was after the last turn
         self._changed = threading.Condition()
-        self._inbox: list[LiveRequest | _Abort] = []  # bounded: requests by the capacity, each aborted at most once
+        # Bounded: requests by the capacity, each aborted at most once; one reset.
+        self._inbox: list[LiveRequest | _Abort | _Reset] = []
         self.num_live = 0  # sequences that wait or are computed
         self._stop_at: float | None = None
         self._sequences: dict[str, _LiveSequence] = {}
@@ -179,6 +188,20 @@ class EngineLoop:
         with self._changed:
             self._inbox.append(_Abort(request, indices, outcome))
             self._changed.notify()
+
+    def reset(self) -> Future[str]:
+        """Forget every block in every tier, and name new ones after the weights as they are now.
+
+        The future has the fingerprint from then on, or OpenAIError: requests are live, or the server stops.
+        """
+        done: Future[str] = Future()
+        with self._changed:
+            self.require_room(0)
+            if any(isinstance(item, _Reset) for item in self._inbox):
+                raise busy("another reset is under way; try again later")
+            self._inbox.append(_Reset(done))
+            self._changed.notify()
+        return done
 
     def stop(self, patience: float) -> None:
         """Take nothing more. `run` returns once live sequences have ended, at most `patience` seconds from now."""
@@ -225,6 +248,8 @@ class EngineLoop:
         for item in inbox:
             if isinstance(item, _Abort):
                 self._abort(item)
+            elif isinstance(item, _Reset):
+                self._reset(item.done)
             else:
                 self._admit(item)
         if is_busy or inbox:
@@ -268,6 +293,20 @@ class EngineLoop:
             _log.exception("a request could not be admitted: %s", error)
             self._refuse(request, _engine_error())
 
+    def _reset(self, done: Future[str]) -> None:
+        if not done.set_running_or_notify_cancel():  # nobody waits for it any more
+            return
+        try:
+            self.engine.reset_cache()
+        except RequestError as error:
+            done.set_exception(OpenAIError(409, str(error), code="conflict"))
+        except Exception as error:
+            _log.exception("a reset failed: %s", error)
+            done.set_exception(_engine_error())
+        else:
+            self.fingerprint = self.engine.identity.fingerprint().hex()
+            done.set_result(self.fingerprint)
+
     def _refuse(self, request: LiveRequest, error: OpenAIError) -> None:
         """End the rest of a request, and tell its client why."""
         self._abort(_Abort(request, range(len(request.inputs)), "failed"))
@@ -295,6 +334,9 @@ class EngineLoop:
         stepped = [live.request for live in self._sequences.values()]
         for request in dict.fromkeys([*stepped, *(item for item in inbox if isinstance(item, LiveRequest))]):
             self._refuse(request, error)
+        for item in inbox:
+            if isinstance(item, _Reset) and item.done.set_running_or_notify_cancel():
+                item.done.set_exception(error)
 
     def _pass_on(self, outputs: abc.Sequence[Output]) -> None:
         told: dict[LiveRequest, list[SequenceUpdate | OpenAIError]] = {}

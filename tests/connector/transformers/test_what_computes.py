@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from adapter_library import LoraLinear, Router, each, installed, with_adapters
+from extent import brief
 from kv_tier_rig import GREEDY, Open, tiers_over
 from tiny_models import plain, prompt
 from torch.nn.modules.module import register_module_forward_hook
@@ -385,7 +386,7 @@ def test_a_model_with_foreign_code_finds_and_leaves_nothing(
     assert 'what it computes has no name; take it away, or name what it computes: KVTier(model, variant="…")' in warning
 
 
-@pytest.mark.parametrize("foreign", FOREIGN, ids=lambda each: each.__name__)
+@pytest.mark.parametrize("foreign", brief([hooked, wrapped], FOREIGN), ids=lambda each: each.__name__)
 def test_nor_does_one_that_has_it_from_the_start(open_tier: Open, foreign: Callable[[Any], Any]) -> None:
     with ExitStack() as stack:
         model = bare()

@@ -52,7 +52,7 @@ def chat(client: OpenAI, *turns: str) -> tuple[str, dict[str, Any], str]:
     return answer.choices[0].message.content or "", answer.usage.model_dump(), raw.headers.get("x-kvtier-replica", "")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # test_fault_cluster.py has such conversations, and kills beside them
 @pytest.mark.timeout(400)
 def test_conversations_go_on_at_the_other_engine(running: Running) -> None:
     def url(offset: int) -> str:

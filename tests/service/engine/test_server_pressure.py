@@ -192,6 +192,30 @@ def test_few_prompts_are_tokenized_at_once_and_none_is_waited_for_for_ever(
         wait_for(lambda: idle(server))
 
 
+def test_a_reset_forgets_what_every_tier_holds_and_is_refused_while_requests_are_live(model: Path) -> None:
+    with serving(model) as server:
+        ask = body(max_tokens=1)
+        server.post("completions", **ask)
+        server.settle()
+        assert cached_tokens(server.post("completions", **ask)) > 0
+        server.settle()
+        assert server.http.post("/admin/reset", json={}).json() == {"reset": [server.loop.fingerprint]}
+        assert cached_tokens(server.post("completions", **ask)) == 0
+        with held(server):
+            live = beside(lambda: server.post("completions", **body(max_tokens=100)))
+            wait_for(lambda: server.loop.num_live == 1)
+            refused = beside(lambda: server.http.post("/admin/reset", json={}))
+            wait_for(lambda: server.loop._inbox)
+        assert refused.result().status_code == 409
+        assert "requests are live" in refused.result().json()["error"]["message"]
+        assert live.result().status_code == 200
+
+
+def cached_tokens(answer: httpx2.Response) -> int:
+    count: int = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return count
+
+
 def test_who_hangs_up_is_computed_for_no_longer(model: Path) -> None:
     with serving(model) as server:
         asked = body(max_tokens=800, stream=True, n=2)
