@@ -106,6 +106,7 @@ EXPLAINED: Final = {
     "engine/offload.py:start_copies:except": "beside any step: the worker reports them as failed, the rest goes on",
     "service/ray/request_router.py:choose_replicas:except": "Ray Serve would leave that request without a replica",
     "service/engine/loop.py:_admit:except": "the same: what fails while a request is taken in is that request's alone",
+    "service/engine/loop.py:_reset:except": "a reset that fails is told to who asked for it; requests go on",
     "service/engine/loop.py:_step:except": "top of the worker loop: a failed step is counted, its requests are told",
     "kvtier/cli/demo_cli.py:kvtier.engine.demo.story": "torch and transformers take seconds to import",
     "kvtier/cli/demo_cli.py:kvtier.engine.demo.rag": "the same",

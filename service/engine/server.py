@@ -79,15 +79,6 @@ def make_app(served: Served) -> Starlette:
         told = await read(request, lambda data, deadline: explain_prompt(served.loop, served.prompts, data))
         return JSONResponse(told)
 
-    async def reset(request: Request) -> Response:
-        guard.admit(request)
-        try:
-            async with asyncio.timeout(served.config.request_timeout):
-                fingerprint = await asyncio.wrap_future(served.loop.reset())
-        except TimeoutError:
-            raise late() from None
-        return JSONResponse({"reset": [fingerprint]})
-
     def about_tokens(path: str, wanted: Callable[[Served, bytes], Json]) -> Route:
         async def endpoint(request: Request) -> Response:
             return JSONResponse(await read(request, lambda data, deadline: wanted(served, data)))
@@ -100,7 +91,7 @@ def make_app(served: Served) -> Starlette:
         Route("/explain", explain, methods=["POST"]),
         about_tokens("/tokenize", tokens_of),
         about_tokens("/detokenize", text_of_tokens),
-        Route("/admin/reset", reset, methods=["POST"]),
+        _resetting(served, guard),
         Route("/v1/kvtier/precompute", precompute, methods=["POST"]),
         page("/v1/models", lambda: JSONResponse({"object": "list", "data": [entry()]}), guard),
         Route("/v1/models/{name:path}", model, methods=["GET"]),
@@ -112,6 +103,21 @@ def make_app(served: Served) -> Starlette:
         page("/status", lambda: JSONResponse(status(served.loop, served.name).as_json())),
     ]
     return Starlette(routes=routes, exception_handlers=error_handlers(served.loop.tally.refused))
+
+
+def _resetting(served: Served, guard: Guard) -> Route:
+    """Forgets every block; the answer is the fingerprint that names them from then on."""
+
+    async def reset(request: Request) -> Response:
+        guard.admit(request)
+        try:
+            async with asyncio.timeout(served.config.request_timeout):
+                fingerprint = await asyncio.wrap_future(served.loop.reset())
+        except TimeoutError:
+            raise late() from None
+        return JSONResponse({"reset": [fingerprint]})
+
+    return Route("/admin/reset", reset, methods=["POST"])
 
 
 async def _answered(request: Request, wanted: OpenAICompletion | Precomputation) -> Response:
