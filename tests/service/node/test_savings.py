@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from doubles import BLOCK_SIZE, chain_of
+from doubles import BLOCK_SIZE, chain_of, wait_until
 from http_rig import ServedDaemon
 from service_rig import attach, load, store
 
@@ -29,16 +29,29 @@ def test_seconds_are_those_of_the_rate_that_is_known() -> None:
     assert (savings.num_tokens, savings.num_untimed) == (1000, 500)
 
 
+def told(daemon: ServedDaemon, num_saved: int) -> Any:
+    """The status, once the daemon has heard of so many tokens: a client does not wait for that."""
+    status: Any = None
+
+    def is_told() -> bool:
+        nonlocal status
+        status = daemon.client.get("/status").json()
+        return bool(status["models"][0]["saved"]["tokens"] == num_saved)
+
+    wait_until(is_told)
+    return status
+
+
 @pytest.mark.parametrize("options", [{"prefill_rate": 100, "gpu_hour": 2.5}, {}])
 def test_the_status_tells_what_was_saved(tmp_path: Path, options: dict[str, float]) -> None:
     daemon = ServedDaemon(tmp_path / "s", host={"size": 1 << 20}, service=options)
     tiers, chain = attach(tmp_path / "s"), chain_of(6)
     store(tiers, chain)
     assert load(tiers, chain) == 6
-    status = daemon.client.get("/status").json()
+    num_tokens = 6 * BLOCK_SIZE
+    status = told(daemon, num_tokens)
     [model] = status["models"]
     page = daemon.client.get("/metrics").text
-    num_tokens = 6 * BLOCK_SIZE
     assert status["gpu_hour"] == options.get("gpu_hour")
     assert ("kvtier_gpu_hour_price 2.5" in page) is bool(options)
     assert f'kvtier_saved_tokens_total{{fingerprint="{model["model"]}"}} {num_tokens}.0' in page
@@ -49,7 +62,7 @@ def test_the_status_tells_what_was_saved(tmp_path: Path, options: dict[str, floa
     # An engine says what it measures: it counts from here on.
     tiers.computed(1000, 1.0)
     load(tiers, chain)
-    [model] = daemon.client.get("/status").json()["models"]
+    [model] = told(daemon, 2 * num_tokens)["models"]
     assert not model["saved"]["assumed"]
     assert model["saved"]["prefill_s"] == pytest.approx(expected["prefill_s"] + num_tokens / 1000)
     tiers.close()
