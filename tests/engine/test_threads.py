@@ -87,8 +87,10 @@ def test_threads_generate_and_stream_at_once_and_all_of_it_is_found_again(
 
     at_once(*(lambda first=first: generate(first) for first in (0, 2)), lambda: stream(1), look)
     assert not wrong
-    assert {output.finish_reason for output in engine.step()} == {"abort"}  # of the streams left
-    assert not engine.has_unfinished
+    ends = set()
+    while engine.has_unfinished:
+        ends |= {output.finish_reason for output in engine.step()}
+    assert ends - {None} == {"abort"}  # of the streams left: one that went behind a step is told a token more
     end(engine)
     again = over_slab(tmp_path)
     answers = again.generate(PROMPTS, GREEDY)
