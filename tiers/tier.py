@@ -189,6 +189,14 @@ class KeepsKVProbe(Protocol):
 
 
 @runtime_checkable
+class TellsKVProbe(Protocol):
+    """A tier in which every block is of whoever holds it, not of one maker: each of them compares for itself."""
+
+    def tell_kv_probe(self, packed: bytes) -> None:
+        """From now on, take blocks only from those who compute alike."""
+
+
+@runtime_checkable
 class HearsOthers(Protocol):
     """A tier that `Locates`, and mostly knows what others store there: they tell it."""
 

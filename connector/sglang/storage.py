@@ -5,7 +5,7 @@ import logging
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -17,6 +17,7 @@ from kvtier.connector.sglang.hits import hit_ends
 from kvtier.connector.sglang.identity import model_identity, pool_text, shares_kv
 from kvtier.connector.sglang.page_store import PageStore
 from kvtier.connector.sglang.pool import PoolPages, page_blocks, pool_pages
+from kvtier.connector.sglang.weights import PageNames, follow
 from kvtier.tiers import ChainHash, ConfigError, Outcome
 from kvtier.tiers.config import Config
 from kvtier.tiers.hierarchy import CacheTiers
@@ -111,6 +112,8 @@ class KVTierStorage(_OlderCalls):
         self._kept: dict[str, _Kept] = {}  # the same, from when the tiers were opened
         self._tiers: CacheTiers | None = None
         self._slot_bytes, self._root = 0, b""
+        self._names = PageNames()
+        follow(self._names)
         self._gets: deque[tuple[int, float]] = deque(maxlen=_MAX_BATCHES)  # (pages, GB/s) of each batch
         self._sets: deque[tuple[int, float]] = deque(maxlen=_MAX_BATCHES)
 
@@ -160,13 +163,13 @@ class KVTierStorage(_OlderCalls):
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
         """How many leading pages of the first pool are held; from memory, without I/O."""
-        kept = self._kept.get(_KV)
-        return 0 if kept is None else kept.store.held(_names(keys))
+        kept, names = self._kept.get(_KV), self._names.of(keys)
+        return 0 if kept is None or names is None else kept.store.held(names)
 
     def batch_exists_v2(self, keys: list[str], pool_transfers: Any = None, extra_info: Any = None) -> Any:
         """How many leading pages are held with all that the other pools have to have for them, by SGLang's rules."""
         held = self.batch_exists(keys)
-        names = _names(keys[:held])
+        names = self._names.of(keys[:held]) or []
         needed = [
             (str(transfer.name), str(transfer.hit_policy.value), len(transfer.keys or [None]))
             for transfer in pool_transfers or []
@@ -178,7 +181,7 @@ class KVTierStorage(_OlderCalls):
 
     def batch_get_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
         """Fill the pages at `host_indices` (int64, one a token); True for the leading ones, loaded and verified."""
-        return self._get(_KV, keys, host_indices, _parent(extra_info))
+        return self._get(_KV, keys, host_indices, extra_info)
 
     def batch_get_v2(self, transfers: Any, extra_info: Any = None) -> dict[str, list[bool]]:
         """`batch_get_v1` of each pool named."""
@@ -186,7 +189,7 @@ class KVTierStorage(_OlderCalls):
 
     def batch_set_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
         """Copy the pages at `host_indices` (int64, one a token) into the tiers; True for those that were taken."""
-        return self._set(_KV, keys, host_indices, _parent(extra_info))
+        return self._set(_KV, keys, host_indices, extra_info)
 
     def batch_set_v2(self, transfers: Any, extra_info: Any = None) -> dict[str, list[bool]]:
         """`batch_set_v1` of each pool named."""
@@ -234,36 +237,42 @@ class KVTierStorage(_OlderCalls):
         store = PageStore(tiers, blocks, self._root, self._config.cache, text)
         self._kept[name] = _Kept(store, pages.page_size, pages.page_bytes)
 
-    def _get(self, pool: str, keys: list[str], host_indices: Any, parent: ChainHash | None) -> list[bool]:
-        def load(store: PageStore, pages: NDArray[np.int64]) -> list[bool]:
-            num_loaded = store.load(_names(keys), pages, parent)
+    def _get(self, pool: str, keys: list[str], host_indices: Any, extra_info: Any) -> list[bool]:
+        def load(store: PageStore, names: list[ChainHash], pages: NDArray[np.int64]) -> list[bool]:
+            num_loaded = store.load(names, pages, self._parent(extra_info))
             return [i < num_loaded for i in range(len(keys))]
 
         return self._moved(pool, keys, host_indices, load, self._gets)
 
-    def _set(self, pool: str, keys: list[str], host_indices: Any, parent: ChainHash | None) -> list[bool]:
-        def store_pages(store: PageStore, pages: NDArray[np.int64]) -> list[bool]:
-            return store.store(_names(keys), pages, parent)
+    def _set(self, pool: str, keys: list[str], host_indices: Any, extra_info: Any) -> list[bool]:
+        def store_pages(store: PageStore, names: list[ChainHash], pages: NDArray[np.int64]) -> list[bool]:
+            return store.store(names, pages, self._parent(extra_info))
 
         return self._moved(pool, keys, host_indices, store_pages, self._sets)
+
+    def _parent(self, extra_info: Any) -> ChainHash | None:
+        """The page before the call's first, where SGLang says it (its option hicache_storage_pass_prefix_keys)."""
+        prefix: list[str] | None = getattr(extra_info, "prefix_keys", None)
+        names = self._names.of(prefix[-1:]) if prefix else None
+        return names[0] if names else None
 
     def _moved(
         self,
         pool: str,
         keys: list[str],
         host_indices: Any,
-        move: Callable[[PageStore, NDArray[np.int64]], list[bool]],
+        move: Callable[[PageStore, list[ChainHash], NDArray[np.int64]], list[bool]],
         measured: "deque[tuple[int, float]]",
     ) -> list[bool]:
         """What became of each page; all False, counted, where the indices are not those of whole pages."""
-        kept = self._kept.get(pool)
-        if kept is None or not keys:
+        kept, names = self._kept.get(pool), self._names.of(keys)
+        if kept is None or not names:
             return [False] * len(keys)
         if (pages := _page_numbers(host_indices, len(keys), kept.page_size)) is None:
             kept.store.tiers.metrics.missed(Outcome.COPY_FAILED, len(keys))
             return [False] * len(keys)
         started = time.monotonic()
-        results = move(kept.store, pages)
+        results = move(kept.store, names, pages)
         if (num_pages := sum(results)) and self._storage_config.enable_storage_metrics:
             seconds = max(time.monotonic() - started, 1e-9)
             measured.append((num_pages, num_pages * kept.page_bytes / seconds / 1e9))
@@ -277,16 +286,6 @@ def _page_numbers(host_indices: Any, num_pages: int, page_size: int) -> NDArray[
     rows: NDArray[np.int64] = host_indices.cpu().numpy().reshape(num_pages, page_size)
     pages = rows[:, 0] // page_size
     return pages if (rows == pages[:, None] * page_size + np.arange(page_size)).all() else None
-
-
-def _names(keys: Sequence[str]) -> list[ChainHash]:
-    return [bytes.fromhex(key) for key in keys]
-
-
-def _parent(extra_info: Any) -> ChainHash | None:
-    """The page before the call's first, where SGLang says it (its option hicache_storage_pass_prefix_keys)."""
-    prefix: list[str] | None = getattr(extra_info, "prefix_keys", None)
-    return bytes.fromhex(prefix[-1]) if prefix else None
 
 
 def _check_version(version: str) -> None:

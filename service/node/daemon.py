@@ -291,6 +291,7 @@ class Daemon:
             result.hierarchy.news.watch(lambda: self._note_progress(result))
             if self.lender is not None:
                 result.lent = self.lender.lend(result.hierarchy, fingerprint, result.blocks)
+                result.lent.kv_probe = lambda: result.kv_probe
             if self.publisher is not None and result.source is not None:
                 result.tiers.feed = feed = self.publisher.feed(fingerprint, result.source)
                 at = EventsAt.bound(self.publisher.endpoint, self.publisher.replay_endpoint)

@@ -15,6 +15,7 @@ import numpy as np
 from kvtier.tiers import BATCH_BYTES, BlockRecord, BlockShape, ChainHash, ConfigError, Outcome, checksum
 from kvtier.tiers.config import PeersConfig
 from kvtier.tiers.hierarchy import Hierarchy
+from kvtier.tiers.naming import KVProbe
 from kvtier.tiers.peers import RESETS, TAG_BYTES, EventsAt, PeerFailed, address_text, prepare, receive, send, wire
 from kvtier.tiers.pool import Lease
 
@@ -41,6 +42,7 @@ class LentModel:
         self._forget = forget
         self.blocks = wire.LentBlocks(fingerprint, sizes.block_bytes, sizes.block_size)
         self.events: Callable[[], EventsAt] = EventsAt  # where they tell of these blocks; nowhere
+        self.kv_probe: Callable[[], KVProbe | None] = lambda: None  # what the model computes, if that is known
         num_slots = hierarchy.host.pool.num_slots
         self._tags = np.zeros((num_slots, TAG_BYTES), np.uint8)  # of the block in each slot …
         self._tagged = np.full(num_slots, -1, np.int64)  # … of this generation
@@ -52,6 +54,15 @@ class LentModel:
     def is_lent(self) -> bool:
         """Not after a reset: who borrows may not have heard of it."""
         return not self._closed and self.hierarchy.epoch == 0 and self.blocks.fingerprint not in RESETS
+
+    def is_alike(self, session: wire.PeerSession) -> bool:
+        """Whether whoever asks may have these blocks: nothing says that its model computes others."""
+        ours, theirs = self.kv_probe(), session.probe
+        if ours is None or theirs is None:
+            return True
+        if session.compared is None or session.compared[0] is not ours:
+            session.compared = ours, ours.distance(theirs) <= ours.tolerance
+        return session.compared[1]
 
     @contextmanager
     def used_by(self, connection: socket.socket) -> Iterator[bool]:
@@ -228,7 +239,12 @@ class Lender:
         rest = receive(connection, session.question_bytes(words), deadline)
         verb, names = session.read_question(words, rest)
         model = self._models.get(session.blocks.fingerprint)
-        if model is None or model.blocks != session.blocks:
+        if verb is wire.PeerVerb.KV_PROBE:
+            session.note_probe(names)
+            is_other = model is not None and not model.is_alike(session)
+            send(connection, [session.answer(verb, is_other)], deadline)
+            return
+        if model is None or model.blocks != session.blocks or not model.is_alike(session):
             self._say_none(connection, session, verb, len(names))
             return
         with model.used_by(connection) as may:

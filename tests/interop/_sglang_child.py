@@ -1,7 +1,7 @@
 """A real SGLang engine in a process of its own: options as JSON in argv, then a JSON request a line, an answer each.
 
 Requests: {"generate": [[token, …], …], …cache_salt and the like}, {"flush": true} empties SGLang's own two tiers,
-{"clear": true} its storage, {"detach": true} closes the storage.
+{"clear": true} its storage, {"detach": true} closes the storage, {"update": checkpoint, "flush_cache": bool} its weights.
 """
 
 import json
@@ -15,7 +15,7 @@ import sglang_on_cpu  # noqa: F401 -- before SGLang
 # isort: split
 import sglang
 from sglang.srt.managers import detokenizer_manager, scheduler  # noqa: F401 -- imported once, for all processes
-from sglang.srt.managers.io_struct import GenerateReqInput
+from sglang.srt.managers.io_struct import GenerateReqInput, UpdateWeightFromDiskReqInput
 from sglang.srt.mem_cache.utils import get_hash_str
 
 SAMPLING: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
@@ -51,6 +51,9 @@ def answer(engine: Any, request: dict[str, Any]) -> Any:
     if "flush" in request:
         return engine.flush_cache().success
     manager = engine.tokenizer_manager
+    if "update" in request:
+        update = UpdateWeightFromDiskReqInput(model_path=request["update"], flush_cache=request["flush_cache"])
+        return engine.loop.run_until_complete(manager.update_weights_from_disk(update, None))[0]
     call = manager.clear_hicache_storage if "clear" in request else manager.detach_hicache_storage
     return engine.loop.run_until_complete(call()).success
 

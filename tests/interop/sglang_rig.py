@@ -147,6 +147,10 @@ class Sglang:
         """Empty SGLang's own tiers; it refuses while it is busy."""
         wait_until(lambda: bool(self._ask({"flush": True})), "SGLang to be idle")
 
+    def update(self, checkpoint: Path, *, flush: bool) -> None:
+        """Change its weights, and with `flush` empty SGLang's own tiers."""
+        assert self._ask({"update": str(checkpoint), "flush_cache": flush})
+
     def clear(self) -> None:
         """What its administrator's "clear storage" does."""
         assert self._ask({"clear": True})

@@ -161,6 +161,41 @@ def test_salts_and_keys_separate_tenants_and_clear_forgets(stored: Stored, tmp_p
         assert cached(engine.generate(one, cache_salt="a")) == [0]
 
 
+def test_pages_of_other_weights_are_never_found(stored: Stored, tmp_path: Path) -> None:
+    directory, one = stored.copy(tmp_path / "slabs"), PROMPTS[2:]
+    other = save(LlamaConfig(**SIZES), tmp_path / "other", seed=1)
+    with Sglang(stored.model, directory) as engine:
+        assert cached(engine.generate(one)) == STORED[2:]
+        engine.update(other, flush=True)
+        before = holds(directory)
+        answers = engine.generate(one)
+        assert cached(answers) == [0]
+        assert tokens_of(answers) == [greedy(other, one[0])] != stored.answers[2:]
+        wait_until(lambda: holds(directory) >= before + len(names_of(one)), "pages to be written")
+        engine.flush()
+        assert cached(engine.generate(one)) == STORED[2:]  # its own, of these weights
+        # SGLang's caches keep the other weights' pages: none of them goes to the tiers, and nothing comes from there.
+        engine.update(stored.model, flush=False)
+        before = holds(directory)
+        assert cached(engine.generate([prompt(9, 200)])) == [0]
+        assert "until SGLang has flushed" in engine.log()
+        engine.flush()
+        assert holds(directory) == before
+        answers = engine.generate(one)
+        assert cached(answers) == [0]
+        assert tokens_of(answers) == stored.answers[2:]
+        # A trainer empties the caches first: then nothing of before is left, and the next request is served.
+        engine.flush()
+        engine.update(other, flush=False)
+        assert tokens_of(engine.generate(one)) == [greedy(other, one[0])]
+        engine.flush()
+        assert cached(engine.generate(one)) == STORED[2:]
+    with Sglang(stored.model, directory) as engine:  # the names of the checkpoint are the checkpoint's still
+        answers = engine.generate(one)
+        assert cached(answers) == STORED[2:]
+        assert tokens_of(answers) == stored.answers[2:]
+
+
 def test_the_engine_outlives_its_store(stored: Stored, tmp_path: Path) -> None:
     directory = stored.copy(tmp_path / "slabs")
     with Sglang(stored.model, directory) as engine:

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable
 from typing import Final
 
-from kvtier.tiers import FormatError, KeepsKVProbe, KVMismatch, Tier
+from kvtier.tiers import FormatError, KeepsKVProbe, KVMismatch, TellsKVProbe, Tier
 from kvtier.tiers.naming import KVProbe
 
 _log = logging.getLogger(__name__)
@@ -25,6 +25,7 @@ class ProbedOpening:
         self._name = name
         self._open = open
         self._probe = probe
+        self._tells: TellsKVProbe | None = None  # the tier as it was opened last, if it is of that kind
         self._settled = self._warned = False
 
     def __call__(self) -> Tier:
@@ -41,6 +42,9 @@ class ProbedOpening:
                     self._warned = True  # at start whoever opens the tiers says so
                     _log.warning("%s; it stays off until this engine is started again", error)
                 raise
+        if isinstance(keeps, TellsKVProbe):
+            self._tells = keeps
+            self._tell()
         return tier
 
     def settle(self, tier: object) -> None:
@@ -52,12 +56,18 @@ class ProbedOpening:
     def adopt(self, probe: KVProbe) -> None:
         """Compare with this probe, and with it from now on if there was none. KVMismatch if they are apart."""
         self.require_alike(probe)
-        self._probe = self._probe or probe
+        if self._probe is None:
+            self._probe = probe
+            self._tell()
 
     def require_alike(self, probe: KVProbe) -> None:
         """KVMismatch if the tier keeps the probe of a model that computes something else."""
         if self.kept is not None:
             require_alike(self.kept, probe, self._name)
+
+    def _tell(self) -> None:
+        if self._tells is not None and self._probe is not None:
+            self._tells.tell_kv_probe(self._probe.packed())
 
     def _keep(self, tier: KeepsKVProbe) -> None:
         if self.kept is None and self._probe is not None:

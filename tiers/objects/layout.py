@@ -50,6 +50,11 @@ class ObjectSpace:
         self._stem = f"{prefix}/blocks/{form.name}/"
         self.epoch_key = f"{prefix}/epochs/{form.name}"
         self.probe_key = f"{self._stem}probe"
+        self._kv_probes = f"{prefix}/kv-probes/{form.name}/"
+
+    def kv_probe_key(self, epoch: int) -> str:
+        """Of what the maker of these objects computes of a few tokens."""
+        return f"{self._kv_probes}{format_epoch(epoch).decode()}"
 
     def names(self, hashes: Iterable[ChainHash]) -> list[bytes]:
         """What stands for each block in tables: 32 bytes."""

@@ -24,6 +24,7 @@ from kvtier.tiers.objects.epoch import ObjectEpoch
 from kvtier.tiers.objects.index import NAME_LIFETIME, ObjectIndex, StoredObject
 from kvtier.tiers.objects.layout import MAX_BLOCKS, ObjectSpace
 from kvtier.tiers.objects.refusals import ToldRefusals, explanation
+from kvtier.tiers.naming import PROBE_BYTES
 from kvtier.tiers.shared import OutcomeCounts, SharedChanges, TierLife, cut_off, form_of
 
 _log = logging.getLogger(__name__)
@@ -166,6 +167,25 @@ class ObjectStore:
 
     # Looking after it.
 
+    def kv_probe(self) -> bytes | None:
+        """As `KeepsKVProbe`. Each epoch has its own: nothing stored before it counts."""
+        deadline, key = self._kv_probe_at()
+        try:
+            return bytes(self._bucket.get(ObjectRange(key, 0, PROBE_BYTES), deadline)) or None
+        except BucketError as error:
+            if error.outcome in (Outcome.ABSENT, Outcome.CHECKSUM):  # none, or an empty object
+                return None
+            raise explanation(self._config, error) from None
+
+    def keep_kv_probe(self, packed: bytes) -> None:
+        """As `KeepsKVProbe`: outside what lifecycle rules remove. Whoever may only read keeps none."""
+        _, key = self._kv_probe_at()
+        try:
+            self._bucket.put(key, [packed], only_new=True)
+        except BucketError as error:
+            if error.code != EXISTS:
+                self._refusals.tell(error)
+
     def probe(self, direction: Direction) -> bool:
         """Whether the bucket answers, or takes a small object: one that the lifecycle rule removes."""
         try:
@@ -194,6 +214,14 @@ class ObjectStore:
             self._bucket.close()
 
     # Inside.
+
+    def _kv_probe_at(self) -> tuple[float, str]:
+        """A deadline for what is asked now, and the probe's key. As `open`."""
+        deadline = time.monotonic() + self._bucket.timeout
+        epoch = self._current(deadline)
+        if isinstance(epoch, BucketError):
+            raise explanation(self._config, epoch)
+        return deadline, self.space.kv_probe_key(epoch)
 
     def _current(self, deadline: float) -> int | BucketError:
         """The epoch all processes are in now, or why it is not known."""

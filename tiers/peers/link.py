@@ -35,6 +35,7 @@ class PeerLink:
         """Use `PeerLink.opened`."""
         self._connection = connection
         self._session = session
+        self.told: bytes | None = None  # what the peer knows that our model computes
 
     @classmethod
     def opened(cls, address: tuple[str, int], key: bytes, blocks: LentBlocks, seconds: float) -> "PeerLink":
@@ -78,6 +79,13 @@ class PeerLink:
         if count != num_names or not set(flags) <= {0, 1}:
             raise PeerFailed(Outcome.IO_ERROR, "garbage")
         return [flag == 1 for flag in flags]
+
+    def compare(self, packed: bytes, deadline: float) -> None:
+        """Say what our model computes. PeerFailed, with the reason `other_kv`, if the peer's computes otherwise."""
+        send(self._connection, [self._session.probe_question(packed)], deadline)
+        answer = receive(self._connection, wire.WORDS_BYTES + wire.PROOF_BYTES, deadline)
+        if self._read(PeerVerb.KV_PROBE, answer, 1)[0]:
+            raise PeerFailed(Outcome.IO_ERROR, "other_kv")
 
     def hear_events(self, deadline: float) -> EventsAt:
         """Where the peer says that its KV events are."""

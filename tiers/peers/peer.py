@@ -31,6 +31,7 @@ class OtherNode:
         self._ready: list[PeerLink] = []
         self._is_up = False
         self._closed = False
+        self._probe: bytes | None = None  # what every connection has to have been told
 
     @property
     def answers(self) -> bool:
@@ -54,7 +55,7 @@ class OtherNode:
             self.breaker.success()
         with self._lock:
             self._is_up = self.breaker.closed and not self._closed
-            if not self._closed and len(self._ready) < MAX_READY:
+            if not self._closed and link.told == self._probe and len(self._ready) < MAX_READY:
                 self._ready.append(link)
                 return
         link.close()
@@ -95,6 +96,16 @@ class OtherNode:
         except IsMyself:
             self.is_myself = True
             raise PeerFailed(Outcome.IO_ERROR, "no_connection") from None
+
+    def require(self, probe: bytes | None) -> None:
+        """Use only connections that have been told this KV probe."""
+        with self._lock:
+            if probe == self._probe:
+                return
+            self._probe = probe
+            links, self._ready = self._ready, []
+        for link in links:
+            link.close()
 
     def close(self) -> None:
         """Hang up; a connection that is in use is closed when it is given back."""

@@ -9,7 +9,7 @@ from typing import Final
 
 from kvtier.tiers import BlockRecord, ChainHash, Direction, Outcome, require_buffers, require_space
 from kvtier.tiers.config import Config
-from kvtier.tiers.peers.addresses import looked_up
+from kvtier.tiers.peers.addresses import address_text, looked_up
 from kvtier.tiers.peers.announced import AnnouncedNames
 from kvtier.tiers.peers.flight import WRONG, Flight
 from kvtier.tiers.peers.following import Following
@@ -22,6 +22,10 @@ from kvtier.tiers.peers.wire import MAX_NAMES, LentBlocks, PeerVerb, shared_key
 
 _log = logging.getLogger(__name__)
 
+_OTHER_KV: Final = (
+    "[peers] the node at %s computes other KV under this model's name, by another release of a library or by code that "
+    "was replaced: nothing is borrowed from such nodes"
+)
 _NAME_LIFETIME: Final = 30.0  # seconds a name is believed
 _LOOK_UP_EVERY: Final = 10.0  # seconds between two looks at the addresses of the nodes' names
 _HELD_TIME: Final = 0.02  # seconds beyond the deadline for all answers that have begun to arrive, …
@@ -50,6 +54,8 @@ class PeersStore:
         self._key = key
         self._holders = PeerHolders(_NAME_LIFETIME)  # as peers said when they were asked
         self._following = Following(config.peers, blocks.fingerprint)
+        self._probe: bytes | None = None  # what our model computes of a few tokens; None: it was not asked
+        self._told_apart = False  # whether the log says that a peer's computes otherwise
         self._peers: dict[PeerAddress, OtherNode] = {}  # replaced whole, by the tending thread alone
         self._lock = threading.Lock()  # guards what follows; never held across I/O
         self._counts: Counter[str] = Counter()
@@ -157,6 +163,12 @@ class PeersStore:
         self._holders.clear()
 
     # upkeep
+
+    def tell_kv_probe(self, packed: bytes) -> None:
+        """As `TellsKVProbe`: a peer whose model computes otherwise lends nothing, and fails as `other_kv`."""
+        self._probe = packed
+        for peer in self._peers.values():
+            peer.require(packed)
 
     def probe(self, direction: Direction) -> bool:
         """Whether some peer answers."""
@@ -346,6 +358,8 @@ class PeersStore:
             or OtherNode(address, self._connect, breaker_of(self._breaker.failures, self._breaker.retry_after))
             for address in addresses
         }
+        for peer in peers.values():
+            peer.require(self._probe)
         gone = [peer for address, peer in self._peers.items() if address not in peers]
         self._peers = peers
         for peer in gone:
@@ -357,7 +371,25 @@ class PeersStore:
             self.close()
 
     def _connect(self, address: PeerAddress, seconds: float) -> PeerLink:
-        return PeerLink.opened(address, self._key, self._blocks, min(seconds, self._config.connect_timeout))
+        deadline = time.monotonic() + min(seconds, self._config.connect_timeout)
+
+        def link() -> PeerLink:
+            return PeerLink.opened(address, self._key, self._blocks, deadline - time.monotonic())
+
+        probe, opened = self._probe, link()
+        if probe is not None:
+            try:
+                opened.compare(probe, deadline)
+            except PeerFailed as failed:
+                opened.close()
+                if failed.reason == "other_kv" and not self._told_apart:
+                    self._told_apart = True
+                    _log.warning(_OTHER_KV, address_text(address))
+                if failed.reason != "hung_up":
+                    raise
+                opened = link()  # it knows no probes
+        opened.told = probe
+        return opened
 
     def _count(self, verb: str, results: Sequence[BlockRecord | Outcome]) -> None:
         outcomes = [Outcome.OK if isinstance(result, BlockRecord) else result for result in results]

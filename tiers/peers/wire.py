@@ -6,8 +6,11 @@ One connection is for the blocks of one model. Whoever lends speaks first. All i
 2. hello: magic, a nonce, fingerprint, bytes and tokens of a block, who asks; proof
 3. welcome: the reply, who lends; proof
 4. questions: verb, number of names, the names; proof
-5. answers: verb, a number. To HELD then a byte for each name, to EVENTS an `EventsAt`, to LEND nothing; proof. To LEND
+5. answers: verb, a number. To HELD then a byte for each name, to EVENTS an `EventsAt`, else nothing; proof. To LEND
    that many blocks follow, the leading ones of those asked for: head, payload, tag each
+
+KV_PROBE says what the model of who asks computes: a packed KV probe in place of names, filled up with zeros. If the
+lender's computes otherwise, the number is 1, and it lends nothing on this connection. One that does not know it hangs up.
 
 A proof is HMAC-SHA256 under a key of the connection alone, over what it proves and the number of the question. A tag is
 a MAC over head and payload, under a key made from the shared one and the fingerprint (`BlockTags`). Whoever lends a
@@ -24,7 +27,8 @@ from pathlib import Path
 from struct import Struct
 from typing import Final
 
-from kvtier.tiers import BlockRecord, ChainHash, ConfigError, derive, install_command, load_key
+from kvtier.tiers import BlockRecord, ChainHash, ConfigError, FormatError, derive, install_command, load_key
+from kvtier.tiers.naming import PROBE_BYTES, KVProbe
 from kvtier.tiers.peers.tags import BlockTags
 
 MAGIC: Final = b"kvtier peers 1\r\n"
@@ -55,6 +59,7 @@ class PeerVerb(IntEnum):
     HELD = 1  # which of these blocks are held?
     LEND = 2  # these blocks
     EVENTS = 3  # where are this node's KV events of the model (whose fingerprint is the one name)?
+    KV_PROBE = 4  # does this node's model compute what these names, a KV probe, say?
 
 
 _VERBS: Final = frozenset(PeerVerb)
@@ -119,6 +124,8 @@ class PeerSession:
         self._head = Struct(f"<{HASH_BYTES}s{HASH_BYTES}sIQ{4 * blocks.block_size}s")
         self.head_bytes = self._head.size
         self.number = 0  # of the question that is under way, or was last
+        self.probe: KVProbe | None = None  # for whoever lends: what the model of the other end computes, if it said so
+        self.compared: tuple[KVProbe, bool] | None = None  # … and whether the model of this end computes that, too
 
     # the handshake
 
@@ -161,6 +168,18 @@ class PeerSession:
         self.number += 1
         said = _WORDS.pack(verb, len(names)) + b"".join(names)
         return said + self._proof(b"question", said)
+
+    def probe_question(self, packed: bytes) -> bytes:
+        """A new question, whether the lender's model computes what this KV probe says."""
+        whole = packed.ljust(PROBE_BYTES, b"\0")
+        return self.question(PeerVerb.KV_PROBE, [whole[i : i + HASH_BYTES] for i in range(0, PROBE_BYTES, HASH_BYTES)])
+
+    def note_probe(self, names: Sequence[ChainHash]) -> None:
+        """Heard `probe_question`. WrongWords for no probe."""
+        try:
+            self.probe = KVProbe.unpack(b"".join(names))
+        except FormatError:
+            raise WrongWords("probe") from None
 
     @staticmethod
     def question_bytes(words: bytes) -> int:

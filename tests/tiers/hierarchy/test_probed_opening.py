@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from object_rig import BUCKET, ObjectServer
 from redis_rig import NO_REDIS, standalone
 
 from kvtier.tiers.config.config import Config
@@ -63,6 +64,25 @@ def test_redis_keeps_a_probe_for_each_epoch_and_a_tier_that_disagrees_leaves_non
         tiers.reset()
         tiers.close()
         opened(OTHER, redis=redis).close()  # nothing of before counts
+
+
+def test_a_bucket_keeps_a_probe_for_each_epoch(s3: ObjectServer) -> None:
+    s3.empty()
+    objects = {
+        **{"bucket": BUCKET, "endpoint": s3.endpoint, "access_key_id": "anybody", "secret_access_key": "anything"},
+        **{"connect_timeout": "20s", "deadline": "20s"},
+    }
+    opened(OURS, objects=objects).close()
+    [key] = [key for key in s3.keys() if "kv-probes" in key]
+    assert KVProbe.unpack(s3.content(key)).distance(OURS) == 0.0
+    with pytest.raises(KVMismatch, match="object store: the KV kept"):
+        opened(OTHER, objects=objects)
+    opened(ROUNDED, objects=objects).close()
+    tiers = opened(OURS, objects=objects)
+    tiers.reset()
+    tiers.close()
+    opened(OTHER, objects=objects).close()  # nothing of before counts
+    assert len([key for key in s3.keys() if "kv-probes" in key]) == 2
 
 
 @on_redis

@@ -5,11 +5,13 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from doubles import SLOT_BYTES, chain_of, payload_of, store, wait_until
 from peers_rig import Node, ScriptedPeer, block, borrowing, buffers, key_file, record, says_held
 
 from kvtier.tiers.naming.chain import TokenChain
+from kvtier.tiers.naming.kv_probe import KVProbe
 from kvtier.tiers.peers import TAG_BYTES, wire
 from kvtier.tiers.peers.resets import RESETS
 from kvtier.tiers.peers.store import PeersStore
@@ -35,6 +37,10 @@ def made() -> Iterator[list[Node]]:
 def node(key: Path, made: list[Node]) -> Node:
     made.append(Node(key))
     return made[0]
+
+
+def probe_of(scale: float) -> KVProbe:
+    return KVProbe.of([scale * np.random.default_rng(seed).normal(size=(2, 7, 32)) for seed in range(4)], "float32")
 
 
 def read(tier: PeersStore, names: list[ChainHash]) -> list[BlockRecord | Outcome]:
@@ -103,6 +109,52 @@ def test_more_blocks_than_one_question_has_names(key: Path, made: list[Node]) ->
         results = read(tier, chain.hashes)
         assert all(isinstance(result, BlockRecord) for result in results[: wire.MAX_NAMES])
         assert results[wire.MAX_NAMES :] == [Outcome.ABSENT] * (1100 - wire.MAX_NAMES)
+
+
+def test_a_node_whose_model_computes_otherwise_lends_nothing(
+    key: Path, node: Node, caplog: pytest.LogCaptureFixture
+) -> None:
+    chain, later = chain_of(4), chain_of(4, first_token=100)
+    store(node.hierarchy, chain)
+    store(node.hierarchy, later)
+    with borrowing(key, node.address) as tier:
+        tier.tell_kv_probe(probe_of(1.0).packed())
+        # The node's engine has not said what its model computes: nothing to compare with.
+        wait_until(lambda: tier.locate(chain.hashes) == 4)
+        assert read(tier, chain.hashes) == [record(chain, i) for i in range(4)]
+        # Now it has, and rounds otherwise.
+        node.model.kv_probe = lambda known=probe_of(1.0001): known
+        assert tier.locate(later.hashes) == 4
+        # Another engine's model computes otherwise: connections of before are of no more use than new ones.
+        node.model.kv_probe = lambda known=probe_of(1.5): known
+        assert read(tier, chain.hashes) == [Outcome.EVICTED] * 4
+        assert tier.locate(chain.hashes) == 0
+    with borrowing(key, node.address, retry_after="50ms") as tier:
+        tier.tell_kv_probe(probe_of(1.0).packed())
+        wait_until(lambda: tier.stats().get("failed_other_kv", 0) > 1)
+        assert tier.locate(chain.hashes) == 0
+        told = [line for line in caplog.messages if "computes other KV under this model's name" in line]
+        assert len(told) == 1
+        node.model.kv_probe = lambda: None
+        wait_until(lambda: tier.locate(chain.hashes) == 4)
+
+
+def test_a_node_that_knows_no_probes_lends_all_the_same(key: Path) -> None:
+    def script(
+        connection: socket.socket, session: wire.PeerSession, verb: wire.PeerVerb, names: list[ChainHash]
+    ) -> None:
+        if verb is wire.PeerVerb.KV_PROBE:
+            raise wire.WrongWords("question")
+        says_held(connection, session, names)
+
+    peer = ScriptedPeer(key, script)
+    try:
+        with borrowing(key, peer.address) as tier:
+            tier.tell_kv_probe(probe_of(1.0).packed())
+            wait_until(lambda: tier.locate(chain_of(4).hashes) == 4)
+            assert not [name for name in tier.stats() if name.startswith("failed")]
+    finally:
+        peer.close()
 
 
 def test_a_dead_peer_costs_its_blocks_only_and_comes_back(key: Path, made: list[Node]) -> None:
