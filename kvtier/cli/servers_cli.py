@@ -1,7 +1,6 @@
 """The verbs that serve until they are told to stop: `kvtier serve`, `engine` and `route`."""
 
 import logging
-import signal
 from contextlib import nullcontext
 from pathlib import Path
 from threading import Event
@@ -108,13 +107,7 @@ def serve_engine(
     from kvtier.service.engine import EngineServer
 
     server = EngineServer(model, settings, exact=exact)
-
-    def stop() -> None:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.SIG_DFL)  # who insists is obeyed at once
-        server.stop()
-
-    serving.on_signal(stop)
+    serving.on_signal(server.stop, once=True)
     server.run()
 
 
@@ -139,7 +132,7 @@ def route(
 
     prefix = ChatPrefix.of(settings.chat)
     server, stopping = serve_router(settings.router, strict=settings.events.strict, prefix=prefix), Event()
-    serving.on_signal(stopping.set)
+    serving.on_signal(stopping.set, once=True)
     server.start()
     _log.info("ready on %d replicas, http on %s", len(settings.router.replicas), server.address)
     stopping.wait()

@@ -9,6 +9,7 @@ from typing import Final
 
 from kvtier.service import LogFormat, LogLevel, log_to_stderr
 
+_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 _COLLECT: Final = 20_000  # objects more than before that make the collector look at the youngest; Python's are 700
 
 
@@ -30,7 +31,14 @@ def settle() -> None:
     gc.set_threshold(_COLLECT)
 
 
-def on_signal(stop: Callable[[], None]) -> None:
-    """Call `stop` at SIGTERM and at Ctrl-C."""
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop())
+def on_signal(stop: Callable[[], None], *, once: bool = False) -> None:
+    """Call `stop` at SIGTERM and at Ctrl-C. `once`: whoever insists ends the process at once."""
+
+    def handle(*_: object) -> None:
+        if once:
+            for number in _SIGNALS:
+                signal.signal(number, signal.SIG_DFL)
+        stop()
+
+    for number in _SIGNALS:
+        signal.signal(number, handle)

@@ -21,6 +21,7 @@ from kvtier.tiers.config import child_environment
 
 _ANSWER: Final = 2.0  # seconds in which a health check must answer
 _KILLED: Final = 10.0  # seconds from SIGKILL to the end: a process of 100 GB needs time to free its memory
+_BRIEF: Final = {"KVTIER_SERVER__DRAIN": "20s", "KVTIER_ROUTER__DRAIN": "20s"}  # a person waits for the end
 _LOOPBACK: Final = "127.0.0.1"
 _BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
 
@@ -78,7 +79,7 @@ def launch(argv: Sequence[str], env: Mapping[str, str], log: Path) -> "subproces
     with log.open("ab") as output:
         return subprocess.Popen(
             program(argv),
-            env=child_environment(env),
+            env=child_environment({**{name: value for name, value in _BRIEF.items() if name not in os.environ}, **env}),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,

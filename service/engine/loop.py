@@ -17,7 +17,7 @@ from kvtier.engine import Engine, FinishReason, NamedPrompt, Output, SamplingPar
 from kvtier.service.engine.ended import EndedSequences
 from kvtier.service.engine.ignored_fields import IgnoredFields
 from kvtier.service.events import TierFeed
-from kvtier.service.openai import OpenAIError, busy
+from kvtier.service.openai import OpenAIError, busy, stopping_error
 from kvtier.service.why import RequestLog
 from kvtier.tiers import RequestError
 
@@ -171,7 +171,7 @@ class EngineLoop:
     def require_room(self, num_sequences: int) -> None:
         """Raise OpenAIError if there is no room, or the server stops. Callers ask before they prepare a request."""
         if self._stop_at is not None:
-            raise stopping()
+            raise stopping_error()
         if self.num_live + num_sequences > self.capacity:
             raise busy(f"{self.num_live} requests run or wait here, so there is no room; try again later")
 
@@ -231,7 +231,7 @@ class EngineLoop:
                 self._turn()
         finally:
             self._stop_at = time.monotonic()
-            self._give_up(stopping())
+            self._give_up(stopping_error())
 
     def _goes_on(self) -> bool:
         stop_at = self._stop_at
@@ -372,7 +372,3 @@ class EngineLoop:
 
 def _engine_error() -> OpenAIError:
     return OpenAIError(500, "the engine failed; see the server's log", code="engine_error")
-
-
-def stopping() -> OpenAIError:
-    return OpenAIError(503, "the server is stopping; ask another one", code="stopping")

@@ -27,7 +27,6 @@ from kvtier.tiers.hierarchy import EventSource, Hierarchy, TierEvents, check_tie
 
 _log = logging.getLogger(__name__)
 
-_DRAIN: Final = 20.0  # seconds that answers under way may take after a signal
 _GRACE: Final = 2  # seconds for the last bytes of these answers
 _SPARE: Final = 64  # HTTP requests beyond those that are computed: pages, and refusals
 _STORES: Final = 10.0  # seconds for stores on their way to lower tiers
@@ -67,7 +66,7 @@ class EngineServer:
                 _log.info("this model's chat template leaves no reasoning out: all of its answers are stored")
         self._feed = None if self.publisher is None else _feed(self.publisher, self.engine)
         self.loop = EngineLoop(self.engine, settings.max_waiting, self._feed, self._log)
-        self.name = settings.name or name_of(model)
+        self.name, self._patience = settings.name or name_of(model), settings.patience
         guides = JsonGuides(prompts.tokenizer_json, self.engine.model.vocab_size, self.engine.model.eos_token_ids)
         form = form_of(settings.tool_parser, prompts)
         events, node = _events(self.publisher), _node(config.events)
@@ -95,7 +94,7 @@ class EngineServer:
 
     def stop(self) -> None:
         """Take nothing more, and end what is under way. May be called on any thread, or in a signal handler."""
-        self.loop.stop(_DRAIN)
+        self.loop.stop(self._patience)
 
 
 def _feed(publisher: Publisher, engine: Engine) -> TierFeed:

@@ -23,11 +23,11 @@ from kvtier.service.engine.asked import (
 )
 from kvtier.service.engine.completion import CHAT, TEXT, CompletionFormat, OpenAICompletion, late
 from kvtier.service.engine.explaining import explain_prompt
-from kvtier.service.engine.loop import EngineLoop, stopping
+from kvtier.service.engine.loop import EngineLoop
 from kvtier.service.engine.precompute import Precomputation
 from kvtier.service.engine.status import exposition, model_entry, status
 from kvtier.service.observe import EXPOSITION, version
-from kvtier.service.openai import ChatBody, CompletionBody, error_handlers
+from kvtier.service.openai import ChatBody, CompletionBody, error_handlers, stopping_error
 from kvtier.service.web import Guard, page, read_body
 
 MAX_BODY: Final = 8 << 20  # bytes
@@ -182,5 +182,5 @@ def _health(loop: EngineLoop) -> Response:
 
 
 def _readiness(loop: EngineLoop) -> Response:
-    missing = str(stopping()) if loop.is_stopping else loop.ailment
+    missing = str(stopping_error()) if loop.is_stopping else loop.ailment
     return JSONResponse({"ready": missing is None, "missing": [missing] if missing else []}, 503 if missing else 200)

@@ -341,6 +341,7 @@ class ReplicaStatus(StatusPart):
     in_flight: int
     requests: int
     errors: Counts
+    fingerprint: str | None = None  # of its model
     events: FeedStatus | None  # of its engine
     node_events: FeedStatus | None  # of its node's daemon
     blocks: Counts  # by medium

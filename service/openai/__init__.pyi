@@ -8,7 +8,7 @@ from .bodies import (
     parse,
 )
 from .chat_turns import chat_of, template_variables
-from .errors import OpenAIError, busy, error_handlers, refusal, too_long, unknown_model
+from .errors import OpenAIError, busy, error_handlers, refusal, stopping_error, too_long, unknown_model
 from .explain_body import ExplainBody
 from .overlap import overlap
 from .pieces import TokenizedPrompt
@@ -48,6 +48,7 @@ __all__ = [
     "parse",
     "refusal",
     "schema_of",
+    "stopping_error",
     "template_variables",
     "too_long",
     "unknown_model",

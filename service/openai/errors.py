@@ -84,6 +84,10 @@ def busy(message: str) -> OpenAIError:
     return OpenAIError(429, message, code="rate_limit_exceeded", headers={"retry-after": "1"})
 
 
+def stopping_error() -> OpenAIError:
+    return OpenAIError(503, "the server is stopping; ask another one", code="stopping")
+
+
 def unknown_model(asked: str, served: str) -> OpenAIError:
     shown = asked if len(asked) <= 60 else f"{asked[:57]}..."
     return OpenAIError(404, f"model {shown!r}: not served here; use {served!r}", param="model", code="model_not_found")

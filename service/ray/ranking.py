@@ -24,6 +24,7 @@ from kvtier.service.router import (
     Publishers,
     ReplicaFailed,
     ReplicaProfile,
+    VersionHoldings,
     choose_or_stick,
     read_prompt,
     session_of,
@@ -81,8 +82,8 @@ class ReplicaRanking:
         if model is not None:
             with suppress(KVTierError):
                 self._prompts = Prompts.open(Path(model))
-        self._max_blocks, self._weights = max_blocks, weights
-        self._holdings: dict[_ModelIndex, FleetHoldings] = {}
+        self._weights = weights
+        self._holdings = FleetHoldings[_ModelIndex](strict=False, max_blocks=max_blocks)
         self._models: dict[str, _ModelIndex] = {}  # by replica
         self._asked: OrderedDict[str, _RankedRequest] = OrderedDict()  # by the id that the caller gives a request
         self._turn = 0
@@ -94,12 +95,10 @@ class ReplicaRanking:
     def change(self, told: Mapping[str, Mapping[str, Any]]) -> None:
         """The replicas that there are now, by name, and what each tells of itself (`EngineReplica`)."""
         for name in self._models.keys() - told.keys():
-            self._holdings[self._models.pop(name)].leave(name)
+            self._holdings.leave(name)
+            del self._models[name]
         for name in told.keys() - self._models.keys():
             self._follow(name, told[name])
-        for model in self._holdings.keys() - set(self._models.values()):
-            holdings = self._holdings.pop(model)
-            asyncio.get_running_loop().run_in_executor(None, holdings.close)
 
     async def rank(self, request_id: str, request: EngineRequest | None, queues: Sequence[Queue]) -> list[str] | None:
         """The names of replicas, the best first, without those that failed the request. None: all are full.
@@ -160,8 +159,8 @@ class ReplicaRanking:
     def figures(self) -> dict[str, Any]:
         """What was decided so far and why, and what each replica is known to hold, for people."""
         replicas = {}
-        for name, model in list(self._models.items()):
-            state = self._holdings[model].state(name)
+        for name in list(self._models):
+            state = self._holdings.of(name).state(name)
             feeds = {"events": state.events, "node": state.node_events}
             replicas[name] = {
                 "blocks": dict(state.blocks),
@@ -177,9 +176,7 @@ class ReplicaRanking:
 
     def close(self) -> None:
         """Stop following events. Returns within seconds."""
-        for holdings in self._holdings.values():
-            holdings.close()
-        self._holdings.clear()
+        self._holdings.close()
         self._models.clear()
 
     def _follow(self, name: str, told: Mapping[str, Any]) -> None:
@@ -193,9 +190,7 @@ class ReplicaRanking:
             publish, replay = told["endpoints"]
             publishers = Publishers(publish, replay, publishers.node, publishers.node_replay)
         self._models[name] = model
-        holdings = self._holdings.setdefault(model, FleetHoldings(strict=False, max_blocks=self._max_blocks))
-        fingerprint = None if model.fingerprint is None else bytes.fromhex(model.fingerprint)
-        holdings.follow(name, publishers, model.block_size, fingerprint)
+        self._holdings.follow(name, model, publishers, model.block_size, model.fingerprint)
 
     async def _read(self, request: EngineRequest | None) -> _RankedRequest:
         if request is None:
@@ -252,7 +247,7 @@ def rankings() -> Sequence[ReplicaRanking]:
     return list(_RANKINGS)
 
 
-async def _held(holdings: FleetHoldings, known: KnownPrompt, model: _ModelIndex) -> Held:
+async def _held(holdings: VersionHoldings, known: KnownPrompt, model: _ModelIndex) -> Held:
     what = known.tokens, known.cache_salt, model.namespace, None
     is_long = len(known.tokens) > _LONG
     names = await asyncio.to_thread(holdings.names, *what) if is_long else holdings.names(*what)

@@ -1,7 +1,7 @@
 from . import summary
 from .app import serve
 from .client import Deadlines, Failure, Headers, ReplicaClient, ReplicaFailed
-from .holdings import FleetHoldings, Held, joined
+from .holdings import FleetHoldings, Held, VersionHoldings, joined
 from .policy import CROWD, LOAD_WEIGHT, WEIGHTS, Candidate, Choice, Reason, choose, choose_or_stick, sticky
 from .prompts import READ, KnownPrompt, read_prompt
 from .proxy import NOT_ANSWERED, NOT_ASKED, passed
@@ -29,6 +29,7 @@ __all__ = [
     "ReplicaClient",
     "ReplicaFailed",
     "ReplicaProfile",
+    "VersionHoldings",
     "choose",
     "choose_or_stick",
     "joined",

@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 from kvtier.connector import AS_SENT, ChatPrefix
 from kvtier.service import Json
 from kvtier.service.observe import EXPOSITION, LivePage
-from kvtier.service.openai import error_handlers, refusal, unknown_model
+from kvtier.service.openai import error_handlers, refusal, stopping_error, unknown_model
 from kvtier.service.router import summary
 from kvtier.service.router.metrics import exposition
 from kvtier.service.router.reply import ClientReply
@@ -30,7 +30,6 @@ MAX_BODY: Final = 32 << 20  # bytes of a request: a million token ids, or the 25
 _MAX_REQUESTS: Final = 1024  # answered at once
 # Of the status, for the live page's past hour.
 _REMEMBERED: Final = ("uptime_s", "requests", "retries", "errors", "unknown_prompts", "tokens", "replicas")
-_GRACE: Final = 10  # seconds that answers under way may take at a stop
 # A proxy in front of a replica could read other paths differently.
 _PATH: Final = re.compile(rb"/v1(/(?!\.{1,2}(/|$))[\w.~:@-]+)+", re.ASCII)
 _FOR_ONE: Final = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")  # an operator sends these to each replica
@@ -41,13 +40,15 @@ def serve(config: RouterConfig, *, strict: bool = False, prefix: ChatPrefix = AS
     router, stopping = Router(config, strict=strict, prefix=prefix), Event()
     app = make_app(router, config.token, stopping)
     listening = HttpSocket(config.http, "router", config.allowed_hosts)
-    return HttpServer(app, listening, max_requests=_MAX_REQUESTS, refusal=refusal, grace=_GRACE, stopping=stopping)
+    return HttpServer(
+        app, listening, max_requests=_MAX_REQUESTS, refusal=refusal, drain=config.patience, stopping=stopping
+    )
 
 
 def make_app(router: Router, token: SecretStr | None, stopping: Event) -> Starlette:
     """The application. The router starts and stops with it.
 
-    Everybody may read the pages; `/v1/` needs the token. `stopping` ends the streams of the live page.
+    Everybody may read the pages; `/v1/` needs the token. `stopping` ends the streams of the live page, and readiness.
     """
     guard = Guard(token)
 
@@ -77,15 +78,15 @@ def make_app(router: Router, token: SecretStr | None, stopping: Event) -> Starle
             await router.stop()
 
     routes = [
-        Route("/v1/completions", _Forwarding(router, guard), methods=["POST"]),
-        Route("/v1/chat/completions", _Forwarding(router, guard), methods=["POST"]),
-        Route("/v1/{name:path}", _Forwarding(router, guard, any_path=True), methods=["POST"]),
+        Route("/v1/completions", _Forwarding(router, guard, stopping), methods=["POST"]),
+        Route("/v1/chat/completions", _Forwarding(router, guard, stopping), methods=["POST"]),
+        Route("/v1/{name:path}", _Forwarding(router, guard, stopping, any_path=True), methods=["POST"]),
         page("/v1/models", lambda: JSONResponse({"object": "list", "data": router.fleet.models()}), guard),
         Route("/v1/models/{name:path}", model, methods=["GET"]),
         Route("/explain", explain, methods=["POST"]),
         page("/metrics", lambda: Response(exposition(router), media_type=EXPOSITION)),
         page("/healthz", lambda: JSONResponse({"status": "ok"})),
-        page("/readyz", lambda: _readiness(router)),
+        page("/readyz", lambda: _readiness(router, stopping)),
         page("/summary", lambda: PlainTextResponse(summary.page(router.status()))),
         page("/status", lambda: JSONResponse(router.status().as_json())),
         *live.routes(),
@@ -96,13 +97,15 @@ def make_app(router: Router, token: SecretStr | None, stopping: Event) -> Starle
 class _Forwarding:
     """An endpoint that forwards to a replica. It is plain ASGI without a response object: bytes go straight through."""
 
-    def __init__(self, router: Router, guard: Guard, *, any_path: bool = False) -> None:
+    def __init__(self, router: Router, guard: Guard, stopping: Event, *, any_path: bool = False) -> None:
         """`any_path`: also forward bodies that the router does not read, under their own path and query."""
-        self._router, self._guard, self._any_path = router, guard, any_path
+        self._router, self._guard, self._stopping, self._any_path = router, guard, stopping, any_path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
         self._guard.admit(request, any_type=self._any_path)
+        if self._stopping.is_set():
+            raise stopping_error()
         target = _target(scope) if self._any_path else request.url.path
         body = await read_body(request, MAX_BODY)
         reply = ClientReply(send, scope["state"]["pass_chunks"])
@@ -132,6 +135,8 @@ async def _gone(receive: Receive) -> None:
         pass
 
 
-def _readiness(router: Router) -> Response:
-    num_up = router.status().num_up
-    return JSONResponse({"ready": num_up > 0, "replicas_up": num_up}, 200 if num_up else 503)
+def _readiness(router: Router, stopping: Event) -> Response:
+    num_up, is_stopping = router.status().num_up, stopping.is_set()
+    is_ready = num_up > 0 and not is_stopping
+    told: Json = {"ready": is_ready, "replicas_up": num_up} | ({"stopping": True} if is_stopping else {})
+    return JSONResponse(told, 200 if is_ready else 503)

@@ -1,18 +1,22 @@
-"""Every replica behind the router: who joins, who leaves, and what all of them must agree on."""
+"""Every replica behind the router: who joins, who leaves, and who serves which model."""
 
 import asyncio
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
 from kvtier.service.router.replicas import EVERY, ProbeSettings, Replica, ReplicaProfile, ReplicaState
 from kvtier.service.router.spec import Publishers, ReplicaSpec
+from kvtier.service.router.versions import LivingVersions, ModelVersion
+
+_log = logging.getLogger(__name__)
 
 _FIRST: Final = 3.0  # seconds the first look at all of them may take
 
 
 class Fleet:
-    """All replicas, and what they must agree on. The first replica that joins decides what that is."""
+    """All replicas. They may have several versions of a model, as in a rolling update, and models of their own."""
 
     def __init__(
         self,
@@ -26,8 +30,7 @@ class Fleet:
         self.replicas: list[Replica] = []
         self._leaving: list[Replica] = []  # removed from the list, with requests under way
         self._by_name: dict[str, Replica] = {}
-        self._first: tuple[str, ReplicaProfile] | None = None
-        self._sized: tuple[str, int] | None = None  # name and block size of the first replica that reported one
+        self._versions = LivingVersions()
         self._tasks: dict[Replica, asyncio.Task[None]] = {}
         self._tending: asyncio.Task[None] | None = None  # while it runs
         self.change(specs)
@@ -41,19 +44,13 @@ class Fleet:
         return list({each.name: each for each in self._leaving if each.name not in self._by_name}.values())
 
     @property
-    def block_size(self) -> int | None:
-        """Tokens in a block, the same at all of them; None until one has reported it."""
-        return None if self._sized is None else self._sized[1]
+    def version(self) -> ModelVersion | None:
+        """What most replicas have now; None until one has joined."""
+        return next(iter(self._versions.of(self.replicas)), None)
 
-    @property
-    def fingerprint(self) -> str | None:
-        """Fingerprint of their model, in hexadecimal; None if no replica has reported it."""
-        return None if self._first is None else self._first[1].fingerprint
-
-    @property
-    def namespace(self) -> str | None:
-        """Namespace of the chains of requests that name no tenant; None if there is none."""
-        return None if self._first is None else self._first[1].namespace
+    def version_for(self, model: object, session: bytes | None, start: object) -> ModelVersion | None:
+        """Which version a request of this model is for (`LivingVersions.choose`)."""
+        return self._versions.choose([each for each in self.replicas if each.serves(model)], session, start)
 
     def adapter(self, model: object) -> str | None:
         """The LoRA adapter that this model name stands for; None if the name is a base model."""
@@ -126,31 +123,15 @@ class Fleet:
         reported, given = profile.block_size, replica.spec.block_size
         if None not in (reported, given) and reported != given:
             return f"block_size {reported}, but its --replica says {given}; give the value the replica has"
-        size = reported or given
-        if size is not None and self._sized is not None and size != self._sized[1]:
-            return f'block_size {size}, but {self._sized[1]} of "{self._sized[0]}"'
         publishers = replica.spec.publishers.agreed(profile.publishers.reached_at(replica.spec.host))
-        refusal = publishers if isinstance(publishers, str) else self._other_model(profile)
-        if refusal is not None or isinstance(publishers, str):
-            return refusal
-        self._first = self._first or (replica.name, profile)
-        self._sized = self._sized or (None if size is None else (replica.name, size))
+        if isinstance(publishers, str):
+            return publishers
+        others = self._versions.of(each for each in self.replicas if each is not replica)
+        if self._versions.joined(replica, profile, reported or given, self.replicas) and others:
+            assert replica.version is not None
+            _log.warning(
+                "replica %s has %s, where others have %s; conversations stay with one of them", replica.name,
+                replica.version, others[0],
+            )  # fmt: skip
         self._joined(replica, publishers)
         return None
-
-    def _other_model(self, profile: ReplicaProfile) -> str | None:
-        if self._first is None:
-            return None
-        first, known = self._first
-        if profile.names != known.names:
-            return f'model {_quoted(profile.names)}, but {_quoted(known.names)} of "{first}"'
-        if None not in (profile.fingerprint, known.fingerprint) and profile.fingerprint != known.fingerprint:
-            return f'fingerprint {profile.fingerprint}, but {known.fingerprint} of "{first}"'
-        if profile.fingerprint is not None and profile.namespace != known.namespace and known.fingerprint is not None:
-            own, first_own = (each or "none" for each in (profile.namespace, known.namespace))
-            return f'namespace {own}, but {first_own} of "{first}"; give both the same [cache] cache_salt'
-        return None
-
-
-def _quoted(names: Sequence[str]) -> str:
-    return ", ".join(f'"{name}"' for name in names) or "none"

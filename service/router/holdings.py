@@ -1,12 +1,14 @@
-"""What the replicas hold: follows every publisher of events, and keeps one index of their blocks."""
+"""What the replicas hold: follows every publisher of events, and keeps an index of blocks for each model version."""
 
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar
 
 from kvtier.service.events import CurveKeys, EventConsumer, PrefixIndex, namespace_of, prompt_hashes, topic_of
 from kvtier.service.observe import statuses
@@ -16,6 +18,8 @@ from kvtier.tiers.config import MAX_BLOCKS
 from kvtier.tiers.naming import root_hash
 
 _log = logging.getLogger(__name__)
+
+V = TypeVar("V", bound=Hashable)
 
 _LAST: Final = 2.0  # seconds that all event threads may take to end; a stop may take five
 _MOST: Final = 16_384  # leading blocks of a prompt to look up: more would block the event loop too long
@@ -34,8 +38,80 @@ class FeedsState(NamedTuple):
     blocks: dict[str, int]  # by medium
 
 
-class FleetHoldings:
-    """Follows the publishers of all replicas. All but `names` belongs to one thread; consumers have their own."""
+class FleetHoldings(Mapping[V, "VersionHoldings"]):
+    """What all replicas hold, by the version of the model they have. Belongs to one thread.
+
+    A version may be any value: replicas with equal ones share an index. It is kept as long as a replica has it.
+    """
+
+    def __init__(self, *, strict: bool, max_blocks: int = MAX_BLOCKS, keys: CurveKeys | None = None) -> None:
+        """As `VersionHoldings`, for each version."""
+        self._make = partial(VersionHoldings, strict=strict, max_blocks=max_blocks, keys=keys)
+        self._empty = self._make()
+        self._by_version: dict[V, VersionHoldings] = {}
+        self._versions: dict[str, V] = {}  # by replica
+
+    def __getitem__(self, version: V) -> "VersionHoldings":
+        return self._by_version[version]
+
+    def __iter__(self) -> Iterator[V]:
+        return iter(list(self._by_version))
+
+    def __len__(self) -> int:
+        return len(self._by_version)
+
+    def follow(
+        self,
+        replica: str,
+        version: V,
+        publishers: Publishers,
+        block_size: int | None,
+        fingerprint: str | None,
+    ) -> None:
+        """Follow a replica's publishers from now on, in place of those it named before; `fingerprint` in hexadecimal."""
+        if self._versions.get(replica, version) != version:
+            self.leave(replica)
+        self._versions[replica] = version
+        holdings = self._by_version.get(version) or self._by_version.setdefault(version, self._make())
+        holdings.follow(replica, publishers, block_size, None if fingerprint is None else bytes.fromhex(fingerprint))
+
+    def leave(self, replica: str) -> None:
+        """Stop following a replica, and forget its version if nobody else has that."""
+        if replica not in self._versions:
+            return
+        version = self._versions.pop(replica)
+        self._by_version[version].leave(replica)
+        if version not in self._versions.values():
+            gone = self._by_version.pop(version)
+            threading.Thread(target=gone.close, name="kvtier-forget-version", daemon=True).start()
+
+    def of(self, replica: str) -> "VersionHoldings":
+        """Those of a replica's version; empty ones of a replica that is not followed."""
+        return self._by_version[self._versions[replica]] if replica in self._versions else self._empty
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(each.num_blocks for each in self._by_version.values())
+
+    @property
+    def num_forgotten(self) -> int:
+        """Blocks forgotten because there were more than `max_blocks`."""
+        return sum(each.num_forgotten for each in self._by_version.values())
+
+    @property
+    def skipped(self) -> Mapping[str, int]:
+        """Events that could not be true, by reason."""
+        return sum((Counter(each.skipped) for each in self._by_version.values()), Counter[str]())
+
+    def close(self) -> None:
+        """Stop following. Returns within seconds."""
+        while self._by_version:
+            self._by_version.popitem()[1].close()
+        self._versions.clear()
+
+
+class VersionHoldings:
+    """Follows the publishers of one version's replicas. All but `names` belongs to one thread; consumers have their own."""
 
     def __init__(self, *, strict: bool, max_blocks: int = MAX_BLOCKS, keys: CurveKeys | None = None) -> None:
         """`strict` and `max_blocks` are passed to `PrefixIndex`, `keys` to `EventConsumer`."""

@@ -72,7 +72,7 @@ def _waits(figures: Mapping[str, Mapping[str, statuses.LatencyFigures]]) -> Iter
 def _held(router: Router) -> Iterator[Metric]:
     """Which blocks each replica reports, and whether its events are up to date."""
     holdings = router.holdings
-    states = {replica.name: holdings.state(replica.name) for replica in router.fleet.replicas}
+    states = {each.name: holdings.of(each.name).state(each.name) for each in router.fleet.replicas}
     publishers = {(name, "engine"): state.events for name, state in states.items()}
     publishers |= {(name, "node"): state.node_events for name, state in states.items()}
     feeds = {key: feed for key, feed in publishers.items() if feed is not None}

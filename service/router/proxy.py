@@ -14,6 +14,7 @@ from kvtier.service.router.ledger import Ledger
 from kvtier.service.router.policy import Candidate, Choice, Reason, choose_or_stick
 from kvtier.service.router.replicas import AssignedWork, Replica, ReplicaState
 from kvtier.service.router.reply import ClientReply, Relayed
+from kvtier.service.router.versions import ModelVersion
 
 _MAX_FAILED: Final = 4  # replicas that may fail one request
 _MAX_BROKEN: Final = 2  # of these, replicas that may hang up on it: the request may be what kills them
@@ -35,6 +36,8 @@ class RoutedRequest:
     arrived: float  # seconds on the event loop's clock
     num_tokens: int = 0  # tokens of the prompt; 0 if it could not be tokenized
     held: Held = field(default_factory=Held)  # its number of blocks is an estimate if there are no tokens
+    model: object = None  # the name asked for; None: whatever a replica has
+    version: ModelVersion | None = None  # of the model, which keeps the conversation
     session: bytes | None = None  # identifies the conversation; its turns stay together if nobody's blocks are known
 
 
@@ -110,7 +113,8 @@ class Proxy:
             else:
                 if refusal is None:
                     self._ledger.prompt_tokens += request.num_tokens
-                    self._ledger.promised_tokens += cached * (self._fleet.block_size or 0)
+                    size = None if replica.version is None else replica.version.block_size
+                    self._ledger.promised_tokens += cached * (size or 0)
                     return None
                 tries.refused(refusal)
                 self._ledger.retries[str(refusal.status)] += 1
@@ -119,10 +123,14 @@ class Proxy:
         return tries.last
 
     def _choose(self, request: RoutedRequest, tried: set[str]) -> Choice:
-        """Choose among the replicas that are up; if none is, among those that seem down, which may yet answer."""
-        left = [replica for replica in self._fleet.replicas if replica.name not in tried]
+        """Choose among the replicas that are up; if none is, among those that seem down, which may yet answer.
+
+        Of these, among those with the request's version of the model, if there is one left.
+        """
+        left = [r for r in self._fleet.replicas if r.name not in tried and r.serves(request.model)]
         usable = [r for r in left if r.state is ReplicaState.UP] or [r for r in left if r.state is ReplicaState.DOWN]
-        alive = {replica.name for replica in usable}
+        of_version = [replica for replica in usable if replica.version is request.version]
+        alive = {replica.name for replica in of_version or usable}
         begun = time.perf_counter()
         candidates = [
             Candidate(

@@ -11,12 +11,15 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from kvtier.service.events import MAX_BLOCK_SIZE
 from kvtier.service.router.client import Deadlines, Failure, Headers, ReplicaAnswer, ReplicaClient, ReplicaFailed
 from kvtier.service.router.latencies import PERIOD, Latencies
 from kvtier.service.router.spec import Publishers, ReplicaSpec
+
+if TYPE_CHECKING:
+    from kvtier.service.router.versions import ModelVersion
 
 _log = logging.getLogger(__name__)
 
@@ -38,7 +41,7 @@ class ReplicaState(StrEnum):
     JOINING = "joining"  # not probed yet, or not ready yet
     UP = "up"
     DOWN = "down"
-    REFUSED = "refused"  # it has another block size or model, or wants another key
+    REFUSED = "refused"  # it contradicts its spec, or wants another key
     DRAINING = "draining"  # running, but takes no new requests
 
 
@@ -53,8 +56,14 @@ class ReplicaProfile:
     namespace: str | None = None  # for chains of requests that name no tenant, if those have a salt
 
     @property
-    def names(self) -> list[str]:
-        return sorted(str(model["id"]) for model in self.models)
+    def names(self) -> frozenset[str]:
+        """Of the models, adapters among them."""
+        return frozenset(str(model["id"]) for model in self.models)
+
+    @property
+    def bases(self) -> tuple[str, ...]:
+        """Names of its models that are no adapters."""
+        return tuple(sorted(str(model["id"]) for model in self.models if not isinstance(model.get("parent"), str)))
 
     @classmethod
     def of(cls, page: object) -> "ReplicaProfile":
@@ -125,7 +134,7 @@ class Replica:
     def __init__(
         self, spec: ReplicaSpec, terms: ProbeSettings, judge: "Callable[[Replica, ReplicaProfile], str | None]"
     ) -> None:
-        """`judge` takes a replica in, or returns why a replica with that profile cannot be taken in."""
+        """`judge` takes a replica in, and gives it its version; or it returns why that cannot be."""
         self.spec = spec
         tls = terms.tls if spec.is_tls else None
         self.client = ReplicaClient(spec.host, spec.port, self._lost, tls, spec.server_name)
@@ -133,6 +142,8 @@ class Replica:
         self.why = "not heard of yet"
         self._since = time.monotonic()  # monotonic time of the last change of state
         self.profile: ReplicaProfile | None = None
+        self.version: "ModelVersion | None" = None  # of its model, once it has joined
+        self._names = frozenset[str]()  # of the models it serves
         self.in_flight = 0
         self.given = 0.0  # blocks of work of this router's requests
         self.others = 0.0  # estimated blocks of work that others gave it
@@ -150,6 +161,10 @@ class Replica:
     def name(self) -> str:
         """HOST:PORT."""
         return self.spec.name
+
+    def serves(self, model: object) -> bool:
+        """Whether it lists a model of this name. No name: whatever it has."""
+        return not isinstance(model, str) or self.profile is None or model in self._names
 
     @property
     def load(self) -> float:
@@ -254,7 +269,7 @@ class Replica:
         if refusal is not None:
             self._become(ReplicaState.REFUSED, refusal)
             return
-        self.profile = profile
+        self.profile, self._names = profile, profile.names
         self._become(ReplicaState.UP, "")
 
     async def _read_loads(self) -> None:

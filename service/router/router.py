@@ -29,6 +29,7 @@ from kvtier.service.router.replicas import ProbeSettings, Replica
 from kvtier.service.router.reply import ClientReply
 from kvtier.service.router.sessions import session_of
 from kvtier.service.router.spec import Publishers
+from kvtier.service.router.versions import ModelVersion
 from kvtier.tiers import ConfigError, tier_captions
 from kvtier.tiers.config import RouterConfig
 
@@ -37,6 +38,7 @@ _MAX_ITEMS: Final = 1 << 18  # values in a body that is parsed: more block the e
 _LONG: Final = 1 << 15  # tokens; the blocks of longer prompts are named on a thread
 _MOST: Final = 1024  # most blocks of work of a request that is forwarded unread
 _USUAL: Final = 8  # the same if its body is not text
+_START: Final = 64  # tokens, or bytes, of a prompt by which one without a conversation chooses among versions
 
 
 class Router:
@@ -50,7 +52,7 @@ class Router:
         self._prefix = prefix
         terms = _terms(config)
         keys = CurveKeys.load("router", config.curve_key_file, "curve_publisher_file", config.curve_publisher_file)
-        self.holdings = FleetHoldings(strict=strict, max_blocks=config.max_blocks, keys=keys)
+        self.holdings = FleetHoldings[ModelVersion](strict=strict, max_blocks=config.max_blocks, keys=keys)
         self.list = ReplicaList(config.replicas, config.replicas_file, config.resolve_interval)
         self.fleet = Fleet(self.list.specs, terms, self._joined, self.holdings.leave)
         self._prompts = None if config.model is None else Prompts.open(config.model)
@@ -86,12 +88,12 @@ class Router:
         await self._proxy.forward(request, reply)
 
     def status(self) -> RouterStatus:
-        ledger = self.ledger
+        ledger, version = self.ledger, self.fleet.version
         return RouterStatus(
             uptime_s=time.time() - self._started,
-            block_size=self.fleet.block_size,
-            fingerprint=self.fleet.fingerprint,
-            models=sorted({str(each["id"]) for each in self.fleet.models()}),
+            block_size=None if version is None else version.block_size,
+            fingerprint=None if version is None else version.fingerprint,
+            models=sorted(self._served()),
             tier_captions=[statuses.TierCaption.model_validate(each) for each in tier_captions()],
             replicas=[self._replica(replica) for replica in (*self.fleet.replicas, *self.fleet.leaving)],
             list=statuses.ReplicaListStatus(errors=dict(self.list.errors), why=self.list.why),
@@ -122,13 +124,14 @@ class Router:
             in_flight=replica.in_flight,
             requests=replica.num_requests,
             errors=dict(replica.errors),
-            **self.holdings.state(replica.name)._asdict(),
+            fingerprint=None if replica.version is None else replica.version.fingerprint,
+            **self.holdings.of(replica.name).state(replica.name)._asdict(),
             latency=replica.latencies.figures(),
         )
 
     def _joined(self, replica: Replica, publishers: Publishers) -> None:
-        fingerprint = None if self.fleet.fingerprint is None else bytes.fromhex(self.fleet.fingerprint)
-        self.holdings.follow(replica.name, publishers, self.fleet.block_size, fingerprint)
+        assert (version := replica.version) is not None
+        self.holdings.follow(replica.name, version, publishers, version.block_size, version.fingerprint)
 
     async def _with_prompt(self, request: RoutedRequest) -> RoutedRequest:
         """The request with who holds its prompt. Raises OpenAIError if it must not reach a replica."""
@@ -138,19 +141,25 @@ class Router:
         if (made := self._prefix.body(fields)) is not fields:
             fields = dict(made)
             request = replace(request, body=json.dumps(fields).encode())
-        model, served = fields.get("model"), {str(model["id"]) for model in self.fleet.models()}
+        model, served = fields.get("model"), self._served()
         if isinstance(model, str) and served and model not in served:
             raise unknown_model(model, ", ".join(sorted(served)))
         begun = time.perf_counter()
         known = await self._known(request.path, fields, request.body)
         self.ledger.seconds["tokenise"] += time.perf_counter() - begun
-        request = replace(request, session=session_of(request.path, fields))
+        session = session_of(request.path, fields)
+        version = self.fleet.version_for(model, session, known.tokens[:_START])
+        request = replace(request, session=session, model=model, version=version)
         if known.unknown is not None:
             return self._unknown(known.unknown, request)
         begun = time.perf_counter()
-        held = await self._held(known, model)
+        held = await self._held(known, model, version)
         self.ledger.seconds["score"] += time.perf_counter() - begun
         return replace(request, num_tokens=len(known.tokens), held=held)
+
+    def _served(self) -> set[str]:
+        """Names of the models that some replica has."""
+        return {str(each["id"]) for each in self.fleet.models()}
 
     async def explain(self, body: bytes) -> Json:
         """Who holds the prompt of a request with this body, as far as events tell. Raises OpenAIError."""
@@ -164,15 +173,22 @@ class Router:
         fields.setdefault("model", next((str(each["id"]) for each in self.fleet.models()), ""))
         path = CHAT if "messages" in fields else COMPLETION
         known = await self._known(path, fields, json.dumps(fields).encode())
-        held = Held() if known.unknown is not None else await self._held(known, fields["model"])
-        return explained_holdings(known, held, self.fleet.block_size)
+        version, held = self.fleet.version, Held()
+        if known.unknown is None:
+            for each in list(self.holdings):
+                found = await self._held(known, fields["model"], each)
+                num_blocks = found.num_blocks if each is version else held.num_blocks
+                held = Held(num_blocks, {**held.prefixes, **found.prefixes}, held.sure | found.sure)
+        return explained_holdings(known, held, None if version is None else version.block_size)
 
-    async def _held(self, known: KnownPrompt, model: object) -> Held:
-        fleet = self.fleet
-        what = known.tokens, known.cache_salt, fleet.namespace, fleet.adapter(model)
+    async def _held(self, known: KnownPrompt, model: object, version: ModelVersion | None) -> Held:
+        if version is None or version not in self.holdings:
+            return Held()
+        holdings = self.holdings[version]
+        what = known.tokens, known.cache_salt, version.namespace, self.fleet.adapter(model)
         is_long = len(known.tokens) > _LONG
-        names = await asyncio.to_thread(self.holdings.names, *what) if is_long else self.holdings.names(*what)
-        return self.holdings.of(len(known.tokens), names)
+        names = await asyncio.to_thread(holdings.names, *what) if is_long else holdings.names(*what)
+        return holdings.of(len(known.tokens), names)
 
     async def _known(self, path: str, fields: Mapping[str, Any], body: bytes) -> KnownPrompt:
         """The prompt, tokenized by the router's own tokenizer, or by a replica if it has none."""
@@ -188,13 +204,17 @@ class Router:
         body = request.body
         kind = next((value for name, value in request.headers if name == b"content-type"), b"").lower()
         is_json = kind.startswith(b"application/json")
-        session = None
+        session, model = None, None
         if is_json and body.count(b",") < _MAX_ITEMS:
             with suppress(OpenAIError):  # the replica reports whatever is wrong
-                session = session_of(request.path.partition("?")[0], json_object(body))
+                fields = json_object(body)
+                model, session = fields.get("model"), session_of(request.path.partition("?")[0], fields)
+        if not isinstance(model, str) or model not in self._served():
+            model = None  # the replica reports that, too
         sure = frozenset(replica.name for replica in self.fleet.replicas) if session is None else frozenset[str]()
         held = Held(min(-(-len(body) // _BYTES), _MOST if is_json else _USUAL), {}, sure)
-        return replace(request, held=held, session=session)
+        version = self.fleet.version_for(model, session, body[:_START])
+        return replace(request, held=held, session=session, model=model, version=version)
 
     def _unknown(self, why: str, request: RoutedRequest) -> RoutedRequest:
         self.ledger.untokenised[why] += 1

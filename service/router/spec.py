@@ -100,20 +100,13 @@ class ReplicaSpec:
 
 
 def parse_replicas(texts: Sequence[str]) -> list[ReplicaSpec]:
-    """Parse all specs. Raises ConfigError if there is none, or if two contradict each other."""
+    """Parse all specs. Raises ConfigError if there is none, or if one is named twice."""
     if not texts:
         raise ConfigError(f"[router] replicas none: no replica is given; give --replica {_EXAMPLE}")
     specs = [ReplicaSpec.parse(text) for text in texts]
-    sized = [spec for spec in specs if spec.block_size is not None]
     for before, spec in enumerate(specs):
         if any(spec.name == other.name for other in specs[:before]):
             raise ConfigError(f'[router] replicas "{spec.url}": named twice; remove one')
-    for spec in sized[1:]:
-        if spec.block_size != sized[0].block_size:
-            raise ConfigError(
-                f'[router] replicas "{spec.url}": block_size {spec.block_size}, but {sized[0].block_size} of '
-                f'"{sized[0].url}"; use one block size everywhere'
-            )
     return specs
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterable
 from typing import Any, Final
 
@@ -25,6 +26,7 @@ _HEAD: Final = 5.0  # seconds until the head of a connection's first request mus
 _IDLE: Final = 10.0  # seconds from one request to the end of the next one's head
 _GRACE: Final = 2  # seconds that requests may take to end at a stop
 _STOPPED: Final = 3.0  # seconds that the thread may take beyond that
+_LOOK: Final = 0.02  # seconds between two looks whether they have ended
 _MANY: Final = "too many requests at once; try again later"
 _TWO_LENGTHS: Final = "content-length, transfer-encoding: a body has only one of them; send one"
 _NO_HTTP: Final = "request: not HTTP/1.1; see what the client sends before the body"
@@ -78,8 +80,9 @@ class HttpServer:
 
     A request past `max_requests` at once is refused; health checks have room of their own. `refusal` makes refusals in
     the form of the application's errors. Connections without a whole request head do not count. If there are more than
-    `max_requests` of them, the one that waits longest is closed. `grace` is seconds for requests at a stop. `stopping`
-    is set then, for streams that would go on.
+    `max_requests` of them, the one that waits longest is closed. `stopping` is set at a stop,
+    for streams that would go on and for the application, which is asked for `drain` seconds more, or until no request is
+    under way. Then those left have `grace` seconds.
     """
 
     def __init__(
@@ -90,11 +93,12 @@ class HttpServer:
         max_requests: int = _MAX_REQUESTS,
         refusal: RefusalForm = _plain,
         grace: int = _GRACE,
+        drain: float = 0.0,
         stopping: threading.Event | None = None,
     ) -> None:
         """The server owns the socket from now on."""
         self.address = listening.address
-        self._app, self._listening, self._grace = app, listening, grace
+        self._app, self._listening, self._grace, self._drain = app, listening, grace, drain
         self._max_requests, self._refuse = max_requests, refusal
         self._num_requests = self._num_health = 0
         self._stopping = stopping or threading.Event()
@@ -122,8 +126,11 @@ class HttpServer:
         self._thread.start()
 
     def stop(self) -> None:
-        """Let requests under way end, for at most `grace` seconds, and close the socket. Idempotent."""
+        """Let requests under way end, for at most `drain` and `grace` seconds, and close the socket. Idempotent."""
         self._stopping.set()
+        end = time.monotonic() + self._drain
+        while self._num_requests and self._thread.is_alive() and time.monotonic() < end:
+            time.sleep(_LOOK)
         self._server.should_exit = True
         if self._thread.is_alive():
             self._thread.join(self._grace + _STOPPED)

@@ -17,6 +17,7 @@ from node_rig import ROOT
 
 from kvtier.cli import servers_cli
 from kvtier.cli.verbs import load
+from kvtier.service.cluster import process
 from kvtier.service.cluster.cluster import GRACE
 from kvtier.service.cluster.defaults import FIRST_PORT
 from kvtier.service.cluster.file import Placeholders, Service, Topology
@@ -156,11 +157,15 @@ def test_every_service_is_restrained_and_watched() -> None:
 def test_whoever_is_stopped_has_the_time_it_takes() -> None:
     from kvtier.service.engine import process as server_process  # takes torch along
 
+    last_bytes = server_process._GRACE + http_server._STOPPED
+    stores = last_bytes + server_process._STORES
+    engine, router = Config().server.patience + stores, Config().router.patience + last_bytes
     for name in processes():
         if services()[name]["image"].startswith("kvtier:"):
-            assert services()[name]["stop_grace_period"] == f"{GRACE:g}s", name
-    last_bytes = server_process._GRACE + http_server._STOPPED
-    assert server_process._DRAIN + last_bytes + server_process._STORES < GRACE
+            needed = {"engine-a": engine, "engine-b": engine, "router": router}.get(name, servers_cli._DRAIN)
+            assert needed < float(services()[name]["stop_grace_period"].removesuffix("s")), name
+    brief = Config.load(None, server={"drain": process._BRIEF["KVTIER_SERVER__DRAIN"]}).server.patience
+    assert brief + stores < GRACE  # `kvtier cluster` waits as long
     assert servers_cli._DRAIN < GRACE
 
 

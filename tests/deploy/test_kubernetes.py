@@ -219,9 +219,12 @@ def test_everything_mounted_is_there_and_everything_there_is_mounted() -> None:
 
 
 def test_whoever_is_stopped_has_the_time_it_takes() -> None:
+    needed = {"engine": Config().server.patience + 10, "router": Config().router.patience}
     for name, pod in pods(base()):
         if name in OURS:
-            assert pod["terminationGracePeriodSeconds"] == GRACE, name
+            hook = containers(pod)[0].get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0)
+            assert hook + needed.get(name, 0) + 5 <= pod["terminationGracePeriodSeconds"], name
+            assert pod["terminationGracePeriodSeconds"] >= GRACE, name
 
 
 def test_who_may_reach_whom() -> None:

@@ -307,6 +307,9 @@ class ServerConfig(HttpSection):
         64, "requests that may wait for a seat; the next is told to come again, 429", ge=0, le=65536
     )
     request_timeout: Time = option("120s", "longest a request may take, then it ends")
+    drain: Time | None = option(
+        None, "longest that answers may go on after the signal to stop; none = request_timeout"
+    )
     max_num_seqs: WholeNumber = option(16, "requests computed at once", ge=1, le=4096)
     max_num_batched_tokens: WholeNumber = option(
         512, "tokens of a step; longer prompts are computed in pieces of this", ge=1, le=2**20
@@ -319,6 +322,11 @@ class ServerConfig(HttpSection):
         "auto",
         "how answers call tools; auto = as the model's template and vocabulary show, none = all is text",
     )
+
+    @property
+    def patience(self) -> float:
+        """Seconds that answers may go on after the signal to stop."""
+        return self.request_timeout if self.drain is None else self.drain
 
 
 class EventsConfig(Section):

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from kvtier.tiers import BATCH_BYTES, BlockShape, ConfigError, ConfiguredTier, Finding, error, ok, warning
 from kvtier.tiers.config import Config
-from kvtier.tiers.peers.addresses import address_text, looked_up
+from kvtier.tiers.peers.addresses import PeerAddresses, address_text
 from kvtier.tiers.peers.link import IsMyself, PeerLink
 from kvtier.tiers.peers.store import PeersStore
 from kvtier.tiers.peers.stream import PeerFailed
@@ -71,10 +71,10 @@ def examine(config: Config) -> list[Finding]:
         return [error("peers", found, fix)]
     if not peers.nodes:
         return [ok("peers", f"lends on {peers.listen}, borrows from nobody: no [peers] nodes")]
-    unknown = [node for node in peers.nodes if not looked_up([node])]
+    unknown = [node for node in peers.nodes if not PeerAddresses([node]).look_up()]
     findings = [warning(f"peer {node}", "no address", "fix [peers] nodes, or start this node") for node in unknown]
     with ThreadPoolExecutor(_ASKED_AT_ONCE) as pool:
-        return [*findings, *pool.map(lambda address: _asked(address, key), looked_up(peers.nodes))]
+        return [*findings, *pool.map(lambda address: _asked(address, key), PeerAddresses(peers.nodes).look_up())]
 
 
 def _asked(address: tuple[str, int], key: bytes) -> Finding:

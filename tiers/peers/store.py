@@ -9,7 +9,7 @@ from typing import Final
 
 from kvtier.tiers import BlockRecord, ChainHash, Direction, Outcome, require_buffers, require_space
 from kvtier.tiers.config import Config
-from kvtier.tiers.peers.addresses import address_text, looked_up
+from kvtier.tiers.peers.addresses import PeerAddresses, address_text
 from kvtier.tiers.peers.announced import AnnouncedNames
 from kvtier.tiers.peers.flight import WRONG, Flight
 from kvtier.tiers.peers.following import Following
@@ -61,6 +61,7 @@ class PeersStore:
         self._counts: Counter[str] = Counter()
         self._retired: Counter[str] = Counter()  # failures of peers whose addresses are gone
         self._closing = threading.Event()
+        self._addresses = PeerAddresses(self._config.nodes)
         self._looked_up_at = float("-inf")
         self._tending = threading.Thread(target=self._tend, name="kvtier-peers", daemon=True)
 
@@ -342,7 +343,7 @@ class PeersStore:
             now = time.monotonic()
             if now - self._looked_up_at >= _LOOK_UP_EVERY:
                 self._looked_up_at = now
-                self._adopt(looked_up(self._config.nodes))
+                self._adopt(self._addresses.look_up())
             for peer in self._peers.values():
                 if self._closing.is_set():
                     return

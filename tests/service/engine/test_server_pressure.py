@@ -13,8 +13,8 @@ import openai
 import pytest
 from server_rig import BLOCK, MODEL, ServerThread, save_checkpoint, serving, wait_for
 
-from kvtier.service.engine import process as server_process
 from kvtier.service.openai.prompts import Prompts
+from kvtier.tiers.config.config import Config
 from kvtier.tiers.naming.chain import TokenChain
 
 LONG = "The quick brown fox jumps over the lazy dog, again and again. " * 3
@@ -298,9 +298,10 @@ def test_a_server_that_stops_lets_answers_end_and_takes_no_more(model: Path) -> 
             httpx2.get(f"{server.url}/healthz")
 
 
-def test_what_does_not_end_in_time_is_told(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_process, "_DRAIN", 0.0)
+def test_what_does_not_end_in_time_is_told(model: Path) -> None:
     with serving(model) as server:
+        assert server.server._patience == Config().server.request_timeout
+        server.server._patience = 0.0
         stream = server.client.completions.create(max_tokens=800, stream=True, **ASK)
         next(stream)
         server.server.stop()
