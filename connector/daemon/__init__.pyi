@@ -1,4 +1,4 @@
-from . import handshake, messages, wire
+from . import handshake, messages, versions, wire
 from .attachment import join
 from .fields import ID_BYTES, decoded, number
 from .handshake import Hello, Peer, is_trusted, peer_of
@@ -21,5 +21,6 @@ __all__ = [
     "messages",
     "number",
     "peer_of",
+    "versions",
     "wire",
 ]

@@ -15,8 +15,10 @@ from kvtier.connector.daemon.handshake import (
     Welcome,
     pack_handshake,
     unpack_handshake_reply,
+    version_of,
 )
 from kvtier.connector.daemon.messages import Bye, Ended, Operation, Reply, taken_along
+from kvtier.connector.daemon.versions import LOSSY_SINCE, RELEASES, VERSION, UnspokenVersion
 from kvtier.connector.daemon.wire import MAX_ITEMS, pack_request, unpack_reply
 from kvtier.tiers import ConfigError, FormatError, KVMismatch, TierUnavailable
 from kvtier.tiers.hierarchy import Claim
@@ -91,6 +93,7 @@ class Attachment:
         self._hello = hello
         self._clock = clock
         self._connecting: tuple[Connection, Hello, float] | None = None  # not welcomed yet; until when we wait for that
+        self._version = VERSION  # that we speak, until a daemon answers in a lower one
         self._former: list[Link] = []  # lost, and the daemon does not know yet that their copies have ended
         self._instance = b""
         self._retry, self._retry_at = _FIRST_RETRY, 0.0
@@ -120,8 +123,8 @@ class Attachment:
     def start(self) -> None:
         """Attach, waiting for the daemon's answer; a daemon that is not there is a warning, and found later.
 
-        ConfigError if it is there and says no: another version, another user's, no room for this model. KVMismatch if
-        it has the KV of a model that computes something else.
+        So is one whose version we do not speak. ConfigError if it is there and says no: another user's, no room for this
+        model. KVMismatch if it has the KV of a model that computes something else.
         """
         try:
             connection = self._say_hello()
@@ -132,16 +135,25 @@ class Attachment:
             body = connection.receive_first(_WELCOME)
             if body is None:
                 raise TimeoutError(f"no welcome within {_WELCOME:g} s")
-            self._welcomed(connection, unpack_handshake_reply(body))
+            if not self._is_of_before(body):
+                self._welcomed(connection, unpack_handshake_reply(body))
+                return
         except KVMismatch:
             connection.close()
             raise
+        except UnspokenVersion as error:  # an engine starts without the cache, until both are upgraded
+            connection.close()
+            self._failed(error)
+            return
         except (ConfigError, FormatError, TierUnavailable) as error:
             connection.close()
             raise ConfigError(f'[service] socket "{self.path}": {error}') from None
         except OSError as error:
             connection.close()
             self._failed(error)
+            return
+        connection.close()
+        self.start()  # once more, as it speaks
 
     def pump(self) -> list[Reply]:
         """Read what has arrived, and attach if there is no link and it is time to try. Never waits or raises."""
@@ -202,6 +214,7 @@ class Attachment:
             self.link.unsent.clear()
             self._former.append(self.link)
             self.link = None
+        self._version = VERSION  # the next daemon may be a later one
         self._failed(why)
 
     def reset_owed(self, owed: bool) -> None:
@@ -254,6 +267,9 @@ class Attachment:
                 connection.close()
                 return
             try:
+                if self._is_of_before(body):
+                    connection.close()
+                    return
                 self._welcomed(connection, unpack_handshake_reply(body))
             except BaseException:
                 connection.close()
@@ -268,11 +284,25 @@ class Attachment:
         self._hello = self._hello._replace(reset=self._owes_reset)
         connection = Connection(self.path)
         try:
-            connection.send(pack_handshake(self._hello))
+            connection.send(pack_handshake(self._hello, self._version))
         except BaseException:
             connection.close()
             raise
         return connection
+
+    def _is_of_before(self, body: Any) -> bool:
+        """Whether the daemon has answered in a lower version than it was spoken to: then that is spoken from now on.
+
+        UnspokenVersion if it is too low, or if what we want needs a later one.
+        """
+        spoken, self._version = self._version, version_of(body)
+        if self._version < LOSSY_SINCE and self._hello.lossy is not None:
+            release = RELEASES[LOSSY_SINCE]
+            raise UnspokenVersion(f"[cache] lossy: a daemon before kvtier {release} does not know it; upgrade the daemon")
+        if self._version < spoken:
+            release = RELEASES[self._version]
+            _log.warning('[service] socket "%s": a daemon of kvtier %s; upgrade it when you can', self.path, release)
+        return self._version < spoken
 
     def _welcomed(self, connection: Connection, reply: HandshakeReply) -> None:
         if isinstance(reply, Refused):
@@ -320,12 +350,16 @@ def join(path: Path, client: bytes) -> None:
     Called by a worker before it maps the client's region. Raises TierUnavailable if the daemon does not watch it.
     """
     try:
-        connection = Connection(path)
-        try:
-            connection.send(pack_handshake(Join(client)))
-            reply = unpack_handshake_reply(connection.receive_first(_JOINED))  # nothing at all is a FormatError too
-        finally:
-            connection.close()
+        spoken, answered = VERSION + 1, VERSION
+        while answered < spoken:  # a daemon of before answers in a lower one
+            spoken = answered
+            connection = Connection(path)
+            try:
+                connection.send(pack_handshake(Join(client), spoken))
+                body = connection.receive_first(_JOINED)  # nothing at all is a FormatError too
+            finally:
+                connection.close()
+            reply, answered = unpack_handshake_reply(body), version_of(body)
         if isinstance(reply, Refused):
             raise TierUnavailable(reply.why)
     except (OSError, FormatError, TierUnavailable) as error:

@@ -1,7 +1,8 @@
 """Who is at the other end, and the first frame each way: a client says what it wants, the daemon lets it in or not.
 
 A client's is a `Hello` or a `Join`, the daemon's a `Welcome`, `Joined` or `Refused`. The version stands
-before everything that may change with it.
+before everything that may change with it. Each side takes the versions of two releases before its own, and answers in
+the one it was spoken to. A client that is refused in a lower one speaks that.
 """
 
 import errno
@@ -12,11 +13,11 @@ from collections.abc import Sequence
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from kvtier.connector.daemon.fields import ID_BYTES, decoded, flag, number, octets, octets_up_to, seconds, text
+from kvtier.connector.daemon.versions import VERSION, checked_version, fields_of
 from kvtier.connector.daemon.wire import pack_frame
 from kvtier.tiers import FormatError
 from kvtier.tiers.naming import PROBE_BYTES
 
-VERSION: Final = 7
 _MAGIC: Final = "kvtier"
 _MAX_SLOTS: Final = 1 << 32
 _PEER: Final = struct.Struct("3i")
@@ -101,20 +102,32 @@ Handshake: TypeAlias = Hello | Join
 HandshakeReply: TypeAlias = Welcome | Joined | Refused
 
 
-def pack_handshake(handshake: Handshake | HandshakeReply) -> bytes:
-    return pack_frame([_MAGIC, VERSION, type(handshake).__name__, *handshake])
+def pack_handshake(handshake: Handshake | HandshakeReply, version: int = VERSION) -> bytes:
+    """Its frame. What a version has no field for is left out."""
+    kind = type(handshake).__name__
+    return pack_frame([_MAGIC, version, kind, *fields_of(version, kind, list(handshake))])
+
+
+@decoded
+def version_of(body: Any) -> int:
+    """Which version a frame is of. UnspokenVersion if this side does not speak it."""
+    magic, version, *_ = body
+    if magic != _MAGIC:
+        raise FormatError("not a handshake of kvtier")
+    return checked_version(version)
 
 
 @decoded
 def unpack_handshake(body: Any) -> Handshake:
-    """A client's first frame. FormatError names both versions if they differ."""
+    """A client's first frame. FormatError; UnspokenVersion."""
     kind, fields = _header(body)
     if kind == Join.__name__:
         (client,) = fields
         return Join(octets(client, ID_BYTES))
     if kind != Hello.__name__:
         raise FormatError(f"unknown handshake {kind!r:.40}")
-    fingerprint, block_size, block_bytes, size, reset, about, lossy, kv_probe = fields
+    fingerprint, block_size, block_bytes, size, reset, about, *later = fields
+    lossy, kv_probe = later or (None, None)
     hello = Hello(
         octets(fingerprint, 32), number(block_size, 1 << 20), number(block_bytes, 1 << 40), number(size), flag(reset),
         tuple((text(name), text(value)) for name, value in about), None if lossy is None else text(lossy),
@@ -127,10 +140,11 @@ def unpack_handshake(body: Any) -> Handshake:
 
 @decoded
 def unpack_handshake_reply(body: Any) -> HandshakeReply:
-    """The daemon's first frame. FormatError names both versions if they differ."""
+    """The daemon's first frame. FormatError; UnspokenVersion."""
     kind, fields = _header(body)
     if kind == Refused.__name__:
-        why, is_other_kv = fields
+        why, *later = fields
+        (is_other_kv,) = later or (False,)
         return Refused(text(why), flag(is_other_kv))
     if kind == Joined.__name__ and not fields:
         return Joined()
@@ -149,9 +163,8 @@ def unpack_handshake_reply(body: Any) -> HandshakeReply:
 
 
 def _header(body: Any) -> tuple[str, list[Any]]:
-    magic, version, kind, *fields = body
-    if magic != _MAGIC:
-        raise FormatError("not a handshake of kvtier")
-    if version != VERSION:
-        raise FormatError(f"protocol version {version!r:.20}, this side speaks {VERSION}: run one kvtier on both sides")
+    version = version_of(body)
+    _, _, kind, *fields = body
+    if fields_of(version, kind, fields) != fields:
+        raise FormatError(f"{kind!r:.40}: more fields than version {version} has")
     return text(kind), fields

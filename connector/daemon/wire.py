@@ -53,7 +53,8 @@ from kvtier.connector.daemon.messages import (
     Seal,
     Take,
 )
-from kvtier.tiers import TIERS, ChildBlock, FormatError, Outcome
+from kvtier.connector.daemon.versions import VERSION, tiers_of, tiers_with
+from kvtier.tiers import ChildBlock, FormatError, Outcome
 from kvtier.tiers.hierarchy import Attribution, Ends, Meeting, Wanted
 from kvtier.tiers.pool import MAX_CHILDREN
 from kvtier.tiers.returns import Hint, RequestEnd
@@ -154,7 +155,7 @@ def unpack_request(body: Any) -> tuple[int, list[Operation]]:
     return number(request), operations
 
 
-def pack_reply(reply: Reply, room: int = MAX_CHILDREN_BYTES) -> bytes:
+def pack_reply(reply: Reply, room: int = MAX_CHILDREN_BYTES, version: int = VERSION) -> bytes:
     """The daemon's frame. Of a claim whose children's tokens take more than what is left of `room`, none are told."""
     news = []
     for each in reply.news:
@@ -162,7 +163,7 @@ def pack_reply(reply: Reply, room: int = MAX_CHILDREN_BYTES) -> bytes:
             num_bytes = sum(len(child.tokens) for child in each.children)
             each = each if num_bytes <= room else each._replace(children=())
             room -= num_bytes if each.children else 0
-        news.append(_pack_news(each))
+        news.append(_pack_news(each, version))
     return pack_frame([reply.request, reply.epoch, reply.answers, news])
 
 
@@ -204,9 +205,11 @@ def unpack_grants(answer: Any, num_wanted: Sequence[int], num_slots: int) -> lis
     return grants
 
 
-def pack_found(found: Attribution) -> list[int]:
+def pack_found(found: Attribution, version: int = VERSION) -> list[int]:
     """Blocks, then how many of them in each tier of the table, nearest first, then the misses."""
-    return [found.blocks, *(found.by_tier.get(tier, 0) for tier in TIERS), found.miss]
+    counts = [found.by_tier.get(tier, 0) for tier in tiers_of(version)]
+    counts[-1] += found.blocks - found.miss - sum(counts)
+    return [found.blocks, *counts, found.miss]
 
 
 def unpack_found(found: Any) -> Attribution:
@@ -216,15 +219,14 @@ def unpack_found(found: Any) -> Attribution:
 @lru_cache(_MAX_FOUND)
 def _attribution(found: tuple[int, ...]) -> Attribution:
     blocks, *counts, miss = found
-    if len(counts) != len(TIERS):
-        raise FormatError(f"counts of {len(counts)} tiers, there are {len(TIERS)}: run one kvtier on both sides")
-    return Attribution(blocks, miss=miss, **dict(zip(TIERS, counts, strict=True)))
+    return Attribution(blocks, miss=miss, **dict(zip(tiers_with(len(counts)), counts, strict=True)))
 
 
-def _pack_news(news: News) -> list[Any]:
+def _pack_news(news: News, version: int) -> list[Any]:
     refusal = None if news.refusal is None else str(news.refusal)
     slots, generations = pack_numbers(news.slots), pack_numbers(news.generations)
-    return [news.claim, pack_found(news.found), refusal, news.good_for, slots, generations, news.children, news.meeting]
+    found = pack_found(news.found, version)
+    return [news.claim, found, refusal, news.good_for, slots, generations, news.children, news.meeting]
 
 
 def _unpack_news(fields: Any) -> News:

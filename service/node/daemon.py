@@ -49,6 +49,7 @@ class ClientView(NamedTuple):
     connected: bool
     fingerprint: bytes | None  # of its model; None before it was welcomed
     seconds: float  # since it connected
+    protocol: int  # version
     claims: int
     leases: int
     reservations: int
@@ -358,5 +359,6 @@ def _client(session: Session) -> ClientView:
         session.connected,
         namespace.fingerprint if namespace is not None else None,
         now() - session.since,
+        session.version,
         *held,
     )

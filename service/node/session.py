@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple, Protocol
 
-from kvtier.connector.daemon import ID_BYTES, MAX_FRAME, MAX_HELLO, FrameReader, Hello, Peer, handshake, messages, wire
+from kvtier.connector.daemon import ID_BYTES, MAX_FRAME, MAX_HELLO, FrameReader, Hello, Peer, handshake, messages
+from kvtier.connector.daemon import versions, wire
 from kvtier.service.node.buffers import Buffers
 from kvtier.service.node.client_processes import ClientProcesses
 from kvtier.service.node.holdings import HeldCounts, Holdings
@@ -78,6 +79,7 @@ class Session:
         self._blocked = False  # the client's socket took no more
         self._busy = False  # with an operation that waits, on a thread of its own
         self._told_epoch = 0
+        self.version = versions.VERSION  # of the protocol, as the client speaks it
         self.processes = ClientProcesses(daemon.loop, self._all_ended)
         self.process = self.processes.watch(connection, peer)  # the client's own
         daemon.loop.watch(connection.fileno(), self._ready)
@@ -125,7 +127,7 @@ class Session:
         )
         try:
             # the first bytes: they all fit
-            socket.send_fds(self._socket, [handshake.pack_handshake(welcome)], [region.fd])
+            socket.send_fds(self._socket, [handshake.pack_handshake(welcome, self.version)], [region.fd])
         except OSError:
             self.end_connection("died")
 
@@ -244,6 +246,7 @@ class Session:
         if self.said_hello:
             raise FormatError("a second frame before the first was answered")
         self.said_hello = True
+        self.version = handshake.version_of(body)
         match handshake.unpack_handshake(body):
             case Hello() as hello:
                 self.wanted = hello.fingerprint
@@ -281,9 +284,9 @@ class Session:
     def _on_lookup(self, op: messages.Lookup) -> "list[int] | _Waits":
         namespace = self._required_namespace
         if not namespace.is_shared:
-            return wire.pack_found(namespace.hierarchy.lookup(op.hashes))
+            return wire.pack_found(namespace.hierarchy.lookup(op.hashes), self.version)
         timeout = min(op.timeout, _MAX_WAIT)
-        return _Waits(lambda: wire.pack_found(namespace.hierarchy.locate(op.hashes, timeout)))
+        return _Waits(lambda: wire.pack_found(namespace.hierarchy.locate(op.hashes, timeout), self.version))
 
     def _on_reset(self, op: messages.Reset) -> "_Waits":
         return _Waits(self._required_namespace.hierarchy.reset)
@@ -326,7 +329,7 @@ class Session:
         assert self.namespace is not None
         epoch = self._told_epoch = self.namespace.hierarchy.epoch
         room = max(0, wire.MAX_CHILDREN_BYTES - len(self._output))  # who does not read is told less
-        self._send(wire.pack_reply(messages.Reply(request, epoch, answers, news), room))
+        self._send(wire.pack_reply(messages.Reply(request, epoch, answers, news), room, self.version))
 
     def joined(self) -> None:
         """The process at the other end is watched now, by the client it copies for."""
@@ -336,7 +339,7 @@ class Session:
     def _send_handshake_reply(self, reply: handshake.HandshakeReply) -> None:
         if self._socket is not None:
             with contextlib.suppress(OSError):
-                self._socket.send(handshake.pack_handshake(reply))
+                self._socket.send(handshake.pack_handshake(reply, self.version))
 
     def _send(self, frame: bytes) -> None:
         if self._socket is None:

@@ -172,6 +172,7 @@ def _client(client: ClientView) -> statuses.ClientStatus:
         uid=client.uid,
         connected=client.connected,
         seconds=round(client.seconds, 3),
+        protocol=client.protocol,
         claims=client.claims,
         leases=client.leases,
         reservations=client.reservations,

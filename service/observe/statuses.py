@@ -169,6 +169,7 @@ class ClientStatus(StatusPart):
     uid: int
     connected: bool
     seconds: float  # since it connected
+    protocol: int  # version
     claims: int
     leases: int
     reservations: int

@@ -1,17 +1,20 @@
 """Entries that went bad in a large slab, where opening compares the newest's checksums only: a miss when used."""
 
+import errno
 import os
 import random
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+from doubles import wait_until
 from extent import brief
 from slab_rig import BLOCK_SIZE, SLOT, get, hash_of, put, record_of, verify
 
 from kvtier.tiers.file import slab, slab_rows
-from kvtier.tiers.file.file_io import FileIO
+from kvtier.tiers.file.file_io import FileIO, _is_in_memory
 from kvtier.tiers.file.store import FileStore
 from kvtier.tiers.tier import Outcome
 
@@ -151,21 +154,22 @@ def test_sequence_numbers_go_on_behind_the_newest_whole_entry(slab_path: Path, k
 def test_an_entry_that_left_the_page_cache_is_not_waited_for(
     slab_path: Path, key: bytes | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = open_store(slab_path.parent, key)
     parent = hash_of(10)
-    assert [child.chain_hash for child in store.children(parent, 8)] == [hash_of(11)]
 
     def is_elsewhere(self: FileIO, fd: int, buffers: list[memoryview], offset: int) -> int:
         raise BlockingIOError
 
     with monkeypatch.context() as patch:
         patch.setattr(FileIO, "peek", is_elsewhere)
+        store = open_store(slab_path.parent, key)
         assert store.children(parent, 8) == []
         store.announcer.listen()
         told = store.announcer.take(100).stored
         assert [(record.chain_hash, record.tokens) for record in told] == [(hash_of(n), b"") for n in KEYS]
+        assert get(store, KEYS) == [Outcome.OK] * len(KEYS)
+        store.close()
+    store = open_store(slab_path.parent, key)
     assert [child.chain_hash for child in store.children(parent, 8)] == [hash_of(11)]
-    assert get(store, KEYS) == [Outcome.OK] * len(KEYS)
     store.check()
     store.close()
     assert store.children(parent, 8) == []
@@ -188,6 +192,26 @@ def test_peeking_brings_what_is_cached_and_else_sends_for_it(slab_path: Path, ta
     assert buffer == expected
 
 
+def test_a_file_system_that_may_hang_is_never_peeked_into(table: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    # FUSE, overlayfs and NFS know no read that does not wait; one in memory never waits.
+    def refuses(*_: object) -> int:
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", refuses)
+        patch.setattr("kvtier.tiers.file.file_io._is_in_memory", lambda fd: False)
+        read = FileIO().peeking(table)
+        with pytest.raises(BlockingIOError):
+            read(table, [memoryview(bytearray(4096))], 0)
+        patch.setattr("kvtier.tiers.file.file_io._is_in_memory", lambda fd: True)
+        memory = FileIO()
+        assert memory.peeking(table) == memory.preadv
+    with tempfile.TemporaryFile(dir="/dev/shm") as in_memory:
+        assert _is_in_memory(in_memory.fileno())
+    with open("/proc/self/stat") as elsewhere:
+        assert not _is_in_memory(elsewhere.fileno())
+
+
 def test_what_a_peek_brings_in_part_is_sent_for(slab_path: Path, table: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a row behind a cached page would be in no answer until somebody happens to read it."""
     buffer, sent_for = memoryview(bytearray(8192)), list[tuple[int, int]]()
@@ -197,4 +221,4 @@ def test_what_a_peek_brings_in_part_is_sent_for(slab_path: Path, table: int, mon
         patch.setattr(os, "posix_fadvise", lambda fd, at, length, advice: sent_for.append((at, length)))
         with pytest.raises(BlockingIOError):
             FileIO().peek(table, [buffer], offset)
-    assert sent_for == [(offset + 4096, 4096)]
+        wait_until(lambda: sent_for == [(offset + 4096, 4096)])

@@ -5,8 +5,10 @@ import errno
 import fcntl
 import mmap
 import os
+import queue
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Final
@@ -19,7 +21,12 @@ from kvtier.tiers.file.read_queue import CompiledReads, ReadQueue, compiled_read
 PAGE: Final = 4096  # alignment of addresses, lengths and offsets that every O_DIRECT file system accepts
 CALL_BYTES: Final = 8 << 20  # largest coalesced transfer
 IOV_MAX: Final = 1024  # iovecs one call may carry (Linux)
+_MOST_AHEAD: Final = 256  # reads that wait to be asked for
+_IN_MEMORY: Final = ("tmpfs", "ramfs", "hugetlbfs")
 _MAX_STALLS: Final = 16  # calls in a row that moved nothing before we give up
+
+ReadCall = Callable[[int, Sequence[memoryview], int], int]
+"""Reads of a descriptor into buffers from an offset on; returns bytes read."""
 
 
 class FileIO:
@@ -94,26 +101,78 @@ class FileIO:
     def peek(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         """`preadv` of what the page cache holds. BlockingIOError for the rest, which is sent for: it never waits.
 
-        Where the file system knows no such call (one in memory), it is `preadv`.
+        Only where `can_peek`; else it brings nothing, as from a file system that may hang (FUSE, overlayfs, NFS).
         """
         try:
             moved = os.preadv(fd, buffers, offset, os.RWF_NOWAIT)
         except BlockingIOError:
             moved = 0
+        if missing := sum(buffer.nbytes for buffer in buffers) - moved:  # behind what came, too: no kernel sends for it
+            _READ_AHEAD.send(fd, offset + moved, missing)
+            raise BlockingIOError
+        return moved
+
+    def peeking(self, fd: int) -> "ReadCall":
+        """What reads of this file without waiting: `peek`, or `preadv` in memory, else a call that brings nothing.
+
+        May wait itself: it is for who opens the file.
+        """
+        try:
+            os.preadv(fd, [bytearray(1)], 0, os.RWF_NOWAIT)
+        except BlockingIOError:
+            pass
         except OSError as error:
             if error.errno != errno.EOPNOTSUPP:
                 raise
-            return os.preadv(fd, buffers, offset)
-        if missing := sum(buffer.nbytes for buffer in buffers) - moved:  # behind what came, too: no kernel sends for it
-            os.posix_fadvise(fd, offset + moved, missing, os.POSIX_FADV_WILLNEED)
-            raise BlockingIOError
-        return moved
+            return self.preadv if _is_in_memory(fd) else _nothing
+        return self.peek
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         """One gathered write; returns bytes written."""
         return os.pwritev(fd, buffers, offset)
 
 
+def _is_in_memory(fd: int) -> bool:
+    """Whether the file's file system has no disk behind it, as the table of mounts says."""
+    device = os.fstat(fd).st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    with suppress(OSError):
+        for line in Path("/proc/self/mountinfo").read_text(errors="replace").splitlines():
+            about, _, kind = line.partition(" - ")
+            if about.split()[2] == number:
+                return kind.split()[0] in _IN_MEMORY
+    return False
+
+
+def _nothing(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+    raise BlockingIOError
+
+
+class _ReadAhead:
+    """Asks the kernel for pages on a thread: on a disk that hangs, asking may wait, too."""
+
+    def __init__(self) -> None:
+        self._wanted: queue.Queue[tuple[int, int, int]] = queue.Queue(_MOST_AHEAD)
+        self._lock = threading.Lock()
+        self._pid = 0  # of the process whose thread reads the queue
+
+    def send(self, fd: int, offset: int, num_bytes: int) -> None:
+        """Nothing is done if too much waits already. A descriptor that is another file's by then costs a read."""
+        with self._lock:
+            if self._pid != os.getpid():
+                self._pid, self._wanted = os.getpid(), queue.Queue(_MOST_AHEAD)
+                threading.Thread(target=self._run, name="kvtier-read-ahead", daemon=True).start()
+        with suppress(queue.Full):
+            self._wanted.put_nowait((fd, offset, num_bytes))
+
+    def _run(self) -> None:
+        while True:
+            fd, offset, num_bytes = self._wanted.get()
+            with suppress(OSError):
+                os.posix_fadvise(fd, offset, num_bytes, os.POSIX_FADV_WILLNEED)
+
+
+_READ_AHEAD: Final = _ReadAhead()
 _PREADV: Final = FileIO.preadv  # who replaces it, to see or to fail every read, gets every read
 
 

@@ -4,7 +4,7 @@ Names are in the `ExtentMap`'s index. A row of tokens would take more memory tha
 only where the block's payload is read or written too.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Final
 
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from kvtier.tiers import ChainHash, Outcome
 from kvtier.tiers.file import slab
 from kvtier.tiers.file.extents import ExtentMap
-from kvtier.tiers.file.file_io import FileIO, read_all
+from kvtier.tiers.file.file_io import FileIO, ReadCall, read_all
 from kvtier.tiers.file.slab import Rows, Superblock
 from kvtier.tiers.file.slab_codec import Codec, SlabEntry
 from kvtier.tiers.file.slab_space import SlabFile
@@ -24,7 +24,6 @@ _PIECE_BYTES: Final = 2 << 20  # of the table read at once: what is made of them
 NUM_VERIFIED: Final = 4096  # newest rows verified at opening; the others, when they are used
 
 Flags = NDArray[np.bool_]
-_ReadCall = Callable[[int, Sequence[memoryview], int], int]
 
 
 class SlabRows:
@@ -34,6 +33,7 @@ class SlabRows:
         self._io = io
         self._file = file
         self._codec = codec
+        self._peek = io.peeking(file.fd)
         num_slots = file.superblock.num_slots
         self.parents: Words = np.zeros((num_slots, 4), np.uint64)
         self.seqs = np.zeros(num_slots, np.uint64)
@@ -71,7 +71,7 @@ class SlabRows:
 
     def peek(self, slots: Sequence[int]) -> tuple[Rows, Flags]:
         """The same, without waiting: a row that is not in the page cache counts as not whole, and is sent for."""
-        rows, is_read = self._filled(slots, self._io.peek)
+        rows, is_read = self._filled(slots, self._peek)
         return rows, self._whole(rows, slots, is_read)
 
     def recover(self, blocks: ExtentMap) -> list[int]:
@@ -141,7 +141,7 @@ class SlabRows:
         newest = dict(zip(blocks.index.names(by_age), by_age.tolist(), strict=True))
         return np.setdiff1d(by_age, list(newest.values())).tolist(), slots[~whole].tolist()
 
-    def _filled(self, slots: Sequence[int], read: _ReadCall) -> tuple[Rows, Flags]:
+    def _filled(self, slots: Sequence[int], read: ReadCall) -> tuple[Rows, Flags]:
         """Rows of slots, neighbours in one call, and which could be read."""
         superblock, fd = self._file.superblock, self._file.fd
         rows, is_read = np.empty(len(slots), superblock.row_dtype), np.ones(len(slots), np.bool_)

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from kvtier.connector.daemon.fields import pack_numbers
 from kvtier.connector.daemon.handshake import (
-    VERSION,
     Hello,
     Join,
     Joined,
@@ -45,6 +44,7 @@ from kvtier.connector.daemon.messages import (
     Take,
     taken_along,
 )
+from kvtier.connector.daemon.versions import OLDEST, VERSION, UnspokenVersion
 from kvtier.connector.daemon.wire import (
     MAX_CHILDREN_BYTES,
     MAX_FRAME,
@@ -289,8 +289,9 @@ def test_handshakes_come_out_as_they_went_in() -> None:
 
 def test_another_version_is_named_on_both_sides() -> None:
     for unpack in (unpack_handshake, unpack_handshake_reply):
-        with pytest.raises(FormatError, match=f"version 6, this side speaks {VERSION}: run one kvtier on both sides"):
-            unpack(["kvtier", 6, "whatever", {"may": "follow"}])
+        for version, which in ((OLDEST - 1, "the other side"), (VERSION + 1, "this side")):
+            with pytest.raises(UnspokenVersion, match=f"version {version}, this side speaks .*: upgrade {which};"):
+                unpack(["kvtier", version, "whatever", {"may": "follow"}])
 
 
 @given(st.lists(operation, min_size=1, max_size=3), st.lists(st.integers(1, 50), min_size=1))

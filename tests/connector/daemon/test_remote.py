@@ -768,7 +768,6 @@ def test_slots_that_were_never_granted(path: Path, fake: Callable[..., FakeDaemo
 @pytest.mark.parametrize(
     ("frame", "why"),
     [
-        (pack_frame(["kvtier", 9, "Refused", "whatever"]), "protocol version 9, this side speaks 7: run one kvtier"),
         (pack_frame(["kvtier", 7, "Refused", "no room, lower it", False]), "no room, lower it"),
         (
             pack_handshake(Welcome(b"c" * 16, b"i" * 16, 8, SLOT_BYTES, 0, False, 1.0)),

@@ -1,0 +1,188 @@
+"""A daemon and an engine of different releases: they speak the lower version, or one line says what to upgrade."""
+
+import logging
+import socket as sockets
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from doubles import BLOCK_SIZE, SLOT_BYTES, chain_of, wait_until
+from service_rig import FINGERPRINT, PATIENCE, DaemonThread, attach, load, store
+
+from kvtier.connector.daemon.attachment import join
+from kvtier.connector.daemon.handshake import (
+    Hello,
+    Join,
+    Joined,
+    Refused,
+    Welcome,
+    pack_handshake,
+    unpack_handshake,
+    unpack_handshake_reply,
+    version_of,
+)
+from kvtier.connector.daemon.messages import Lookup
+from kvtier.connector.daemon.remote import RemoteTiers
+from kvtier.connector.daemon.versions import OLDEST, RELEASES, VERSION
+from kvtier.connector.daemon.wire import MAX_FRAME, FrameReader, pack_found, pack_frame, pack_request, unpack_found
+from kvtier.tiers.hierarchy.cache_tiers import Attribution
+from kvtier.tiers.host.host import HostRegion
+
+
+@pytest.fixture
+def path() -> Iterator[Path]:
+    """A socket's: short."""
+    with tempfile.TemporaryDirectory(prefix="kvt-") as name:
+        yield Path(name) / "s"
+
+
+def bodies_of(connection: sockets.socket) -> list[Any]:
+    """The next frames."""
+    reader = FrameReader(MAX_FRAME)
+    while not (bodies := reader.feed(data := connection.recv(1 << 16))):
+        assert data, "it hung up"
+    return bodies
+
+
+class OlderDaemon:
+    """Speaks one version of the protocol, and refuses others in a frame of its own, as every release does."""
+
+    def __init__(self, path: Path, version: int) -> None:
+        self.region = HostRegion.allocate(8, SLOT_BYTES, shared=True, prefault=False)
+        self.heard: list[int] = []
+        self._version = version
+        self._open: list[sockets.socket] = []
+        self._listener = sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM)
+        self._listener.bind(str(path))
+        self._listener.listen()
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            (body,) = bodies_of(connection)
+            self.heard.append(body[1])
+            if body[1] != self._version:
+                why = f"protocol version {body[1]}, this side speaks {self._version}: run one kvtier on both sides"
+                connection.sendall(pack_frame(["kvtier", self._version, "Refused", why]))
+                connection.close()
+                continue
+            said = unpack_handshake(body)
+            if isinstance(said, Join):
+                connection.sendall(pack_handshake(Joined(), self._version))
+                connection.close()
+                continue
+            assert len(body) == 3 + 6
+            welcome = Welcome(b"c" * 16, b"i" * 16, 8, SLOT_BYTES, 0, False, 60.0)
+            assert self.region.fd is not None
+            sockets.send_fds(connection, [pack_handshake(welcome, self._version)], [self.region.fd])
+            self._open.append(connection)
+            threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
+
+    @staticmethod
+    def _answer(connection: sockets.socket) -> None:
+        """Every lookup as release 0.1 answers it: four tiers."""
+        try:
+            while True:
+                for request, operations in bodies_of(connection):
+                    if operations[0][0] == 10:
+                        connection.sendall(pack_frame([request, 0, [[4, 0, 1, 1, 1, 1]], []]))
+        except (OSError, AssertionError):
+            return
+
+    def close(self) -> None:
+        self._listener.shutdown(sockets.SHUT_RDWR)
+        self._listener.close()
+        for connection in self._open:
+            connection.close()
+        self.region.close()
+
+
+def test_an_engine_speaks_as_an_older_daemon_does(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    daemon = OlderDaemon(path, OLDEST)
+    try:
+        with caplog.at_level(logging.WARNING):
+            tiers = attach(path, kv_probe=b"what its model computes")
+        assert daemon.heard == [VERSION, OLDEST]
+        assert tiers.member is not None
+        assert [f"a daemon of kvtier {RELEASES[OLDEST]}; upgrade it" in line for line in caplog.messages] == [True]
+        assert tiers.lookup(chain_of(4).hashes) == Attribution(4, l2=1, file=1, redis=1, miss=1)
+        join(path, b"c" * 16)  # a worker of it does the same
+        assert daemon.heard[2:] == [VERSION, OLDEST]
+        tiers.close(0.1)
+    finally:
+        daemon.close()
+
+
+def test_one_that_wants_more_than_it_knows_goes_without(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    daemon = OlderDaemon(path, OLDEST)
+    try:
+        hello = Hello(FINGERPRINT, BLOCK_SIZE, SLOT_BYTES, 8 * SLOT_BYTES, reset=False, lossy="fp8")
+        with caplog.at_level(logging.WARNING):
+            tiers = RemoteTiers(path, hello, patience=PATIENCE)
+        assert tiers.member is None
+        assert "[cache] lossy: a daemon before kvtier 0.2 does not know it; upgrade the daemon" in caplog.text
+        tiers.close(0.1)
+    finally:
+        daemon.close()
+
+
+@pytest.mark.parametrize(("version", "which"), [(OLDEST - 1, "the other side"), (VERSION + 1, "this side")])
+def test_versions_too_far_apart_are_one_line_and_the_engine_starts(
+    path: Path, caplog: pytest.LogCaptureFixture, version: int, which: str
+) -> None:
+    daemon = OlderDaemon(path, version)
+    try:
+        with caplog.at_level(logging.WARNING):
+            tiers = attach(path)
+        assert tiers.member is None
+        (line,) = caplog.messages
+        assert f"protocol version {version}, this side speaks {OLDEST} to {VERSION} (kvtier 0.1 to 0.2)" in line
+        assert f"upgrade {which}; daemons before their engines" in line
+        tiers.close(0.1)
+    finally:
+        daemon.close()
+
+
+def test_a_daemon_speaks_as_an_older_engine_does(home: Path) -> None:
+    daemon = DaemonThread(home / "s", host={"size": 1 << 20})
+    tiers, chain = attach(home / "s"), chain_of(4)
+    try:
+        store(tiers, chain)
+        with sockets.socket(sockets.AF_UNIX) as older:
+            older.connect(str(home / "s"))
+            older.sendall(pack_handshake(Hello(FINGERPRINT, BLOCK_SIZE, SLOT_BYTES, 1 << 18, reset=False), OLDEST))
+            (body,) = bodies_of(older)
+            assert version_of(body) == OLDEST
+            assert isinstance(unpack_handshake_reply(body), Welcome)
+            older.sendall(pack_request(1, [Lookup(chain.hashes, 1.0)]))
+            ((_, _, [found], _),) = bodies_of(older)
+            assert found == [4, 0, 4, 0, 0, 0]
+            protocols = {each.protocol for each in daemon.daemon.call(daemon.daemon.clients)}
+            assert protocols == {OLDEST, VERSION}
+        assert load(tiers, chain) == 4
+        with sockets.socket(sockets.AF_UNIX) as older:  # refused in its own words, too
+            older.connect(str(home / "s"))
+            older.sendall(pack_handshake(Hello(FINGERPRINT, BLOCK_SIZE, 2 * SLOT_BYTES, 1, reset=False), OLDEST))
+            (body,) = bodies_of(older)
+            assert body[:3] == ["kvtier", OLDEST, "Refused"]
+            assert len(body) == 4
+        tiers.close()
+        wait_until(lambda: not daemon.daemon.call(daemon.daemon.clients))
+        daemon.check()
+    finally:
+        daemon.close()
+
+
+def test_blocks_of_tiers_that_an_older_engine_does_not_know_are_counted_as_shared_ones() -> None:
+    found = Attribution(9, l1=1, l2=2, file=1, peers=2, redis=1, objects=1, miss=1)
+    assert pack_found(found, OLDEST) == [9, 1, 2, 1, 4, 1]
+    assert unpack_found(pack_found(found, OLDEST)) == Attribution(9, l1=1, l2=2, file=1, redis=4, miss=1)
+    assert unpack_found(pack_found(found)) == found
+    assert unpack_handshake_reply(["kvtier", OLDEST, "Refused", "no room"]) == Refused("no room")
