@@ -1,8 +1,8 @@
 # kvtier in a container. Targets: `plain`, without torch, for daemons and routers; `cpu` (the default) and `cuda` for engines.
 #
-#   docker build --target plain --tag kvtier:plain .
-#   docker build --target cpu   --tag kvtier:cpu   .
-#   docker build --target cuda  --tag kvtier:cuda  .
+#   docker build --target plain --tag kvtier:0.2.0 .
+#   docker build --target cpu   --tag kvtier-cpu:0.2.0   .
+#   docker build --target cuda  --tag kvtier-cuda:0.2.0  .
 #
 # torch is chosen as the Makefile does, by the same script: the CPU build where the package index offers one. PyTorch's own
 # index does: --build-arg PIP_EXTRA_INDEX_URL=… . On CUDA its wheels bring CUDA's libraries along, so that both targets

@@ -161,7 +161,7 @@ def test_whoever_is_stopped_has_the_time_it_takes() -> None:
     stores = last_bytes + server_process._STORES
     engine, router = Config().server.patience + stores, Config().router.patience + last_bytes
     for name in processes():
-        if services()[name]["image"].startswith("kvtier:"):
+        if services()[name]["image"].startswith("kvtier"):
             needed = {"engine-a": engine, "engine-b": engine, "router": router}.get(name, servers_cli._DRAIN)
             assert needed < float(services()[name]["stop_grace_period"].removesuffix("s")), name
     brief = Config.load(None, server={"drain": process._BRIEF["KVTIER_SERVER__DRAIN"]}).server.patience

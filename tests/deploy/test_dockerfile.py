@@ -14,6 +14,7 @@ import yaml
 from cluster_rig import wait_for
 from node_rig import ROOT, free_port
 
+from kvtier import __version__
 from kvtier.service.cluster.process import is_free
 
 FILE: Final = ROOT / "Dockerfile"
@@ -98,10 +99,10 @@ def test_what_it_stands_on_is_pinned() -> None:
 
 def test_torch_is_where_an_engine_runs() -> None:
     composed = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
-    images = {name: each["image"] for name, each in composed["services"].items() if each["image"].startswith("kvtier:")}
-    with_torch = {name for name, image in images.items() if image == "kvtier:cpu"}
+    images = {name: each["image"] for name, each in composed["services"].items() if each["image"].startswith("kvtier")}
+    with_torch = {name for name, image in images.items() if image == f"kvtier-cpu:{__version__}"}
     assert with_torch == {"model", "engine-a", "engine-b"}
-    assert {images[name] for name in images.keys() - with_torch} == {"kvtier:plain"}
+    assert {images[name] for name in images.keys() - with_torch} == {f"kvtier:{__version__}"}
     asked = {word for each in line_of("build-plain") if each.verb == "RUN" for word in each.words}
     assert not any("torch" in word for word in asked)
     assert extras_of("build-plain").isdisjoint({"engine", "cuda", "transformers"})
@@ -137,11 +138,14 @@ def test_compose_builds_what_is_there() -> None:
     gpu = yaml.safe_load((ROOT / "deploy" / "gpu.yml").read_text())
     services = [*composed["services"].values(), *gpu["services"].values()]
     built = {each["build"]["target"]: each["image"] for each in services if "build" in each}
-    assert built == {target: f"kvtier:{target}" for target in TARGETS}
+    names = {target: "kvtier" if target == "plain" else f"kvtier-{target}" for target in TARGETS}
+    assert built == {target: f"{name}:{__version__}" for target, name in names.items()}
+    for name in names.values():  # as the first lines of the Dockerfile build them
+        assert f"--tag {name}:{__version__} " in (ROOT / "Dockerfile").read_text()
     owned = {word for each in instructions() if each.verb == "RUN" for word in each.words if word.startswith("/data/")}
     users = {each.words[0] for each in instructions() if each.verb == "USER"}
     for each in composed["services"].values():
-        if each["image"].startswith("kvtier:"):
+        if each["image"].startswith("kvtier"):
             assert each["user"] in users
             # a volume at another place would be root's
             places = set(re.findall(r":(/data/[\w-]+)", " ".join(each.get("volumes", []))))

@@ -17,6 +17,7 @@ import yaml
 from compose_rig import command_of, services, variables
 from node_rig import ROOT
 
+from kvtier import __version__
 from kvtier.cli.verbs import load
 from kvtier.service.cluster.cluster import GRACE
 from kvtier.service.router.spec import ReplicaSpec
@@ -86,6 +87,16 @@ def environment(pod: Mapping[str, Any]) -> dict[str, str]:
     return {name: value.replace("$(NODE_IP)", "10.0.0.7") for name, value in told.items()}
 
 
+def test_every_image_has_a_name_of_its_own_and_this_version() -> None:
+    """Else `images` of kustomize could set no version, or one for all."""
+    manifests = "\n".join(path.read_text() for path in sorted(FOLDER.rglob("*.yaml")))
+    named = re.findall(r"(?:image: |value: \")([\w./-]+):([\w.@-]+)", manifests)
+    ours = {(name, tag) for name, tag in named if name.startswith("kvtier")}
+    assert {tag for _, tag in ours} == {__version__}
+    assert {name for name, _ in ours} == {"kvtier", "kvtier-cpu", "kvtier-cuda", "kvtier-vllm"}
+    assert not [name for name, tag in named if tag == "latest"]
+
+
 # as kustomize makes it
 
 
@@ -99,7 +110,10 @@ def test_the_overlay_of_the_page_is_one(tmp_path: Path) -> None:
     (node,) = dict(pods(objects))["node"]["containers"]
     (engine,) = dict(pods(objects))["engine"]["containers"]
     assert {each["name"]: each.get("value") for each in node["env"]}["KVTIER_HOST__SIZE"] == "64GiB"
-    assert (node["image"], engine["image"]) == ("registry.example/kvtier:plain", "registry.example/kvtier:cuda")
+    assert (node["image"], engine["image"]) == (
+        f"registry.example/kvtier:{__version__}",
+        f"registry.example/kvtier-cuda:{__version__}",
+    )
     assert [each["name"] for each in dict(pods(objects))["engine"]["initContainers"]] == ["keys"]
     assert found("PodMonitor", "kvtier-node", objects)
 
@@ -120,7 +134,7 @@ def test_a_router_that_ends_takes_requests_until_all_know_it() -> None:
 @needs_kubectl
 def test_an_overlay_changes_what_it_says() -> None:
     (engine,) = found("Deployment", "engine", built("gpu"))["spec"]["template"]["spec"]["containers"]
-    assert (engine["image"], engine["resources"]["limits"]["nvidia.com/gpu"]) == ("kvtier:cuda", 1)
+    assert (engine["image"], engine["resources"]["limits"]["nvidia.com/gpu"]) == (f"kvtier-cuda:{__version__}", 1)
     pod = found("Deployment", "engine", built("model-claim"))["spec"]["template"]["spec"]
     assert [each["name"] for each in pod["initContainers"]] == ["keys"]
     (model,) = (each for each in pod["volumes"] if each["name"] == "model")
