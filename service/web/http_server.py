@@ -80,7 +80,7 @@ class HttpServer:
 
     A request past `max_requests` at once is refused; health checks have room of their own. `refusal` makes refusals in
     the form of the application's errors. Connections without a whole request head do not count. If there are more than
-    `max_requests` of them, the one that waits longest is closed. `stopping` is set at a stop,
+    `max_requests` of them, one is closed: of the address that has most, the one that waits longest. `stopping` is set at a stop,
     for streams that would go on and for the application, which is asked for `drain` seconds more, or until no request is
     under way. Then those left have `grace` seconds.
     """
@@ -106,7 +106,7 @@ class HttpServer:
             self._admit,
             interface="asgi3",
             loop="asyncio",
-            http=type("_ProtocolOf", (_Protocol,), {"max_waiting": max_requests, "no_http": self._last(400, _NO_HTTP)}),
+            http=type("_ProtocolOf", (_Protocol,), {"waiting": _Waiting(max_requests), "no_http": self._last(400, _NO_HTTP)}),
             ws="none",
             lifespan="on",
             log_config=None,
@@ -202,6 +202,41 @@ def _named(scope: Scope, receive: Receive, send: Send) -> tuple[Scope, Receive, 
     return {**scope, "headers": [*passed, header]}, receive, answer
 
 
+class _Waiting:
+    """A server's connections on which no request is under way, by client address. Each call looks at one of them."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._by_address: dict[str, dict[_Protocol, None]] = {}  # the longest waiting first
+        self._num = 0
+
+    def add(self, connection: "_Protocol") -> None:
+        """It waits from now on."""
+        self.discard(connection)
+        self._by_address.setdefault(_address_of(connection), {})[connection] = None
+        self._num += 1
+
+    def discard(self, connection: "_Protocol") -> None:
+        """It waits no more, or is gone."""
+        own = self._by_address.get(address := _address_of(connection), {})
+        if connection in own:
+            del own[connection]
+            self._num -= 1
+            if not own:
+                del self._by_address[address]
+
+    def bound(self) -> None:
+        """Close one if there are too many. Addresses are no more than connections that may wait."""
+        if self._num > self._most:
+            victim = next(iter(max(self._by_address.values(), key=len)))
+            self.discard(victim)
+            victim.transport.abort()
+
+
+def _address_of(connection: "_Protocol") -> str:
+    return connection.client[0] if connection.client is not None else ""
+
+
 class _Protocol(H11Protocol):
     """Closes connections whose request head is late, or whose client reads nothing: uvicorn would wait for ever.
 
@@ -209,9 +244,8 @@ class _Protocol(H11Protocol):
     A request's `state` has `pass_chunks`, which writes ready-made chunks of an answer.
     """
 
-    max_waiting = _MAX_REQUESTS
+    waiting: "_Waiting"
     no_http: Response
-    waits_since = 0.0  # on the loop's clock, while it waits
     _timer: asyncio.TimerHandle | None = None
     _requests_seen: Any = None
     _num_unread: int = 0
@@ -225,13 +259,17 @@ class _Protocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.app_state = {**self.app_state, "pass_chunks": self._pass_chunks}
-        self.waits_since = self.loop.time()
         self._timer = self.loop.call_later(_HEAD, self._look)
-        waiting = [each for each in self.connections if isinstance(each, _Protocol) and each.waits]
-        if len(waiting) > self.max_waiting:
-            min(waiting, key=lambda each: each.waits_since).transport.abort()
+        self.waiting.add(self)
+        self.waiting.bound()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if not self.waits:
+            self.waiting.discard(self)
 
     def connection_lost(self, error: Exception | None) -> None:
+        self.waiting.discard(self)
         if self._timer is not None:
             self._timer.cancel()
         super().connection_lost(error)
@@ -249,8 +287,11 @@ class _Protocol(H11Protocol):
         self.transport.close()
 
     def on_response_complete(self) -> None:
-        self.waits_since = self.loop.time()
+        if not self.transport.is_closing():
+            self.waiting.add(self)
         super().on_response_complete()
+        if not self.waits:  # the next request was there already
+            self.waiting.discard(self)
 
     def _pass_chunks(self, chunks: bytes) -> bool:
         """Write whole chunks of the body under way unchanged, past ASGI and h11.
