@@ -31,6 +31,7 @@ class ScriptedS3:
         self._answer = answer
         self._tls = tls
         self.asked: list[tuple[str, str]] = []
+        self.tokens: list[bytes] = []  # `x-amz-security-token` of each that had one
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.endpoint = f"http{'s' * (tls is not None)}://127.0.0.1:{self._listener.getsockname()[1]}"
         self._thread = threading.Thread(target=self._accept)
@@ -61,6 +62,8 @@ class ScriptedS3:
                     verb, path, _ = request.decode().split()
                     num_bytes = 0
                     while (line := lines.readline().lower()) not in (b"\r\n", b""):
+                        if line.startswith(b"x-amz-security-token:"):
+                            self.tokens.append(line.partition(b":")[2].strip())
                         if line.startswith(b"content-length:"):
                             num_bytes = int(line.partition(b":")[2])
                     lines.read(num_bytes)

@@ -229,6 +229,7 @@ class ObjectsConfig(Section):
         None, "who asks; none = as AWS's variables or the role of the machine say"
     )
     secret_access_key: SecretStr | None = option(None, "its key; never logged")
+    session_token: SecretStr | None = option(None, "of temporary ones; none = they are no temporary ones; never logged")
     virtual_hosted: bool = option(False, "the bucket's name stands in the host's, not in the path")
     ca: FileName | None = option(None, "certificate authority of an https endpoint; none = the system's")
     secret: SecretStr | None = option(
@@ -257,6 +258,10 @@ class ObjectsConfig(Section):
             raise ValueError(f"{given}: {missing} is missing; set both")
         if self.secret_access_key is not None and not _is_one_line(self.secret_access_key):
             raise ValueError("secret_access_key (not shown): empty, or with white space around it; write the key alone")
+        if self.session_token is not None and self.access_key_id is None:
+            raise ValueError("session_token (not shown): access_key_id is missing; set all three, or none")
+        if self.session_token is not None and not _is_one_line(self.session_token):
+            raise ValueError("session_token (not shown): empty, or with white space around it; write the token alone")
         if self.virtual_hosted and is_numeric(self.endpoint or ""):
             raise ValueError(
                 f'virtual_hosted true: "{self.endpoint}" has no name to stand before; write a host\'s name'

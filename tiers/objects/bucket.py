@@ -15,7 +15,7 @@ from kvtier.tiers.config import ObjectsConfig
 
 if TYPE_CHECKING:
     from obstore import GetOptions, PutMode
-    from obstore.store import ClientConfig, S3Store
+    from obstore.store import ClientConfig, S3Credential, S3Store
 
 SentPart = bytes | memoryview
 _Brought = TypeVar("_Brought")
@@ -29,6 +29,7 @@ _CERTIFICATE: Final = re.compile(r"\berror: InvalidCertificate\(\s*(?:\w+\(\s*)*
 _RETRIED: Final = re.compile(r" in \S+s, after \d+ retries, max_retries: \d+, retry_timeout: \S+s ")
 _LONGEST_WHY: Final = 200  # characters
 _LONGEST_CA: Final = 4 << 20  # bytes
+_ANOTHER_REGION: Final = "incorrectly configured region"  # the client's words for a 301 without a place
 _TIMEOUTS: Final = ("kind: Timeout", "TimedOut", "RequestTimeout")
 _NO_CREDENTIALS: Final = ("169.254.169.254", "169.254.170", "/latest/api/token", "security-credentials")
 _RETRIES: Final = 1  # of a request that failed early; of one that took its time there is none
@@ -230,11 +231,7 @@ def client_of(config: ObjectsConfig, timeout: float) -> "S3Store":
     }
     if config.ca is not None:
         options["root_certificate"] = _certificates(config)
-    more = {
-        "endpoint": _endpoint(config),
-        "access_key_id": config.access_key_id,
-        "secret_access_key": config.secret_access_key and config.secret_access_key.get_secret_value(),
-    }
+    more = {"endpoint": _endpoint(config), "credential_provider": _credentials(config)}
     try:
         return S3Store(
             config.bucket,
@@ -251,10 +248,24 @@ def client_of(config: ObjectsConfig, timeout: float) -> "S3Store":
                     "base": 2,
                 },
             },
-            **{name: value for name, value in more.items() if value is not None},  # type: ignore[arg-type]
+            **{name: value for name, value in more.items() if value is not None},  # type: ignore[call-overload]
         )
     except (BaseError, ValueError, OSError) as error:
         raise ConfigError(f'[objects] bucket "{config.bucket}": the client refuses it: {_flat(error)}') from None
+
+
+def _credentials(config: ObjectsConfig) -> "Callable[[], S3Credential] | None":
+    """The options' own. By a callback: else a session token among AWS's variables would go with them."""
+    if config.access_key_id is None or config.secret_access_key is None:
+        return None
+    token = None if config.session_token is None else config.session_token.get_secret_value()
+    own: S3Credential = {
+        "access_key_id": config.access_key_id,
+        "secret_access_key": config.secret_access_key.get_secret_value(),
+        "token": token,
+        "expires_at": None,
+    }
+    return lambda: own
 
 
 def _endpoint(config: ObjectsConfig) -> str | None:
@@ -301,6 +312,8 @@ def error_of(error: BaseException) -> BucketError:
         return BucketError(Outcome.IO_ERROR, "it is there", EXISTS)
     if isinstance(error, FileNotFoundError) and code != "NoSuchBucket":
         return BucketError(Outcome.ABSENT, "not there", code)
+    if _ANOTHER_REGION in text:
+        return BucketError(Outcome.IO_ERROR, "it is in another region", "PermanentRedirect")
     if code == "InvalidRange" or "416 Range Not Satisfiable" in text:
         return BucketError(Outcome.CHECKSUM, "the object is shorter", code)
     outcome = Outcome.TIMEOUT if any(word in text for word in _TIMEOUTS) else Outcome.IO_ERROR

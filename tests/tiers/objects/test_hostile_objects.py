@@ -268,6 +268,28 @@ def test_a_certificate_that_nobody_vouches_for_is_told(tmp_path: Path) -> None:
     assert str(told.value).endswith("; name the file of who signed it as ca")
 
 
+def test_own_keys_go_alone_whatever_the_environment_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "of-somebody-else")
+    with scripted_s3(without_epoch(lambda connection, *_: reply(connection, "404 Not Found"))) as server:
+        store_at(server).close()
+        assert server.tokens == []
+        keys = {"access_key_id": "a node", "secret_access_key": "a secret", "session_token": "of-these-keys"}
+        config = Config.load(objects={"bucket": BUCKET, "endpoint": server.endpoint, **QUICK, **keys})
+        store = ObjectStore.open(config.objects, FINGERPRINT, slot_bytes=SLOT_BYTES, block_size=BLOCK_SIZE)
+        store.close()
+        assert set(server.tokens) == {b"of-these-keys"}
+    for wrong in ({"session_token": "x"}, {**keys, "session_token": "x y\n"}):
+        with pytest.raises(ConfigError, match=r"session_token \(not shown\): "):
+            Config.load(objects={"bucket": BUCKET, **wrong})
+
+
+def test_a_bucket_in_another_region_is_named_so() -> None:
+    moved = "301 Moved Permanently"
+    with scripted_s3(lambda connection, *_: reply(connection, moved)) as server, pytest.raises(ConfigError) as told:
+        store_at(server)
+    assert str(told.value) == '[objects] region "us-east-1": the bucket is in another; set its own'
+
+
 def test_why_nobody_answers_is_told() -> None:
     for endpoint, why in (("http://127.0.0.1:1", "Connection refused"), ("http://none.invalid", "lookup")):
         bucket = Bucket.connect(options(endpoint, **QUICK), 0)
