@@ -38,6 +38,7 @@ _DELIMITER: Final = "__"
 _IN_URLS: Final = re.compile(
     r"(?<=://)[^/\s\"]*(?=@)|(?<=\?)[^\s\"]*=[^\s\"]*"
 )  # a login; a query, which may be signed
+_LONE: Final = re.compile("[\ud800-\udfff]")  # halves of surrogate pairs: bytes that were no UTF-8
 _DYNAMO_STRICT: Final = "DYN_KV_ENFORCE_ENGINE_HASH_STABILITY"  # Dynamo's own switch for [events] strict
 
 
@@ -78,6 +79,9 @@ class Config(BaseSettings):
             for section, options in values.items():
                 _check_names(section, options)
                 merged[section] = merged.get(section, {}) | dict(options)
+        for section, name, value in ((section, *each) for section, given in merged.items() for each in given.items()):
+            if not is_text(value) and not takes_path(section, name):
+                raise ConfigError(f"[{section}] {name} {_guarded(name, value)}: not UTF-8; write it anew")
         try:
             return cls(**merged)
         except ValidationError as error:
@@ -123,6 +127,18 @@ def options() -> list[tuple[str, str, FieldInfo]]:
 def _fields(section: str) -> dict[str, FieldInfo]:
     model = Config.model_fields[section].annotation
     return model.model_fields if isinstance(model, type) and issubclass(model, BaseModel) else {}
+
+
+def takes_path(section: str, name: str) -> bool:
+    """Whether an option's value is a file's or a directory's name, which may be any bytes."""
+    return "Path" in str(_fields(section)[name].annotation)
+
+
+def is_text(value: object) -> bool:
+    """Whether a value, and all in it if it is a list, can be written as UTF-8: a variable's bytes may be any."""
+    if isinstance(value, list | tuple):
+        return all(map(is_text, value))
+    return not isinstance(value, str) or _LONE.search(value) is None
 
 
 def _file_values(path: Path | str | None) -> Mapping[str, Any]:
@@ -222,7 +238,8 @@ def _guarded(name: str, value: object) -> str:
 
 def _shown(value: object) -> str:
     """A value as the user would write it, on one line and no longer than 60 characters, without passwords in URLs."""
-    text = _IN_URLS.sub("(not shown)", json.dumps(value, default=str, ensure_ascii=False))
+    told = json.dumps(value, default=str, ensure_ascii=False).encode(errors="backslashreplace").decode()
+    text = _IN_URLS.sub("(not shown)", told)
     return text if len(text) <= 60 else f"{text[:57]}…"
 
 

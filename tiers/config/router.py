@@ -16,7 +16,7 @@ _Share = Annotated[float, Field(ge=0, le=1)]
 _Replicas = Annotated[
     tuple[str, ...],
     NoDecode,
-    listed(lambda _: True, 'not a list of replicas; write one, as in ["http://127.0.0.1:8000"]'),
+    listed(lambda _: True, 'not a list of replicas; write one, as in ["http://127.0.0.1:8000"]', r"\s+"),
 ]
 
 

@@ -1,5 +1,6 @@
 """The kinds of values a configuration has: how each is written, and what is said of one that is not."""
 
+import json
 import os
 import re
 from collections.abc import Callable
@@ -108,16 +109,29 @@ def _is_ip(text: str) -> bool:
         return False
 
 
-def listed(fits: Callable[[str], object], why: str) -> BeforeValidator:
-    """Takes texts that fit: a file lists them, a variable has spaces between them. Else it says `why`."""
+def listed(fits: Callable[[str], object], why: str, between: str = r"[,\s]+") -> BeforeValidator:
+    """Takes texts that fit. A file lists them; a variable does so in JSON, or has `between` between them.
+
+    `between` is a regular expression: commas or spaces. Of what is no such list it says `why`.
+    """
 
     def checked(value: object) -> tuple[str, ...]:
-        texts = value.split() if isinstance(value, str) else value
+        texts = _texts(value, between) if isinstance(value, str) else value
         if not isinstance(texts, list | tuple) or not all(isinstance(text, str) and fits(text) for text in texts):
             raise ValueError(why)
         return tuple(texts)
 
     return BeforeValidator(checked)
+
+
+def _texts(value: str, between: str) -> object:
+    """What a variable's list stands for; None if it begins as JSON's do, and is none."""
+    if not value.lstrip().startswith("["):
+        return [text for text in re.split(between, value.strip()) if text]
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return None
 
 
 def require_local(name: str, address: str) -> None:
@@ -209,7 +223,9 @@ NodeAddresses = Annotated[
 LineStarts = Annotated[
     tuple[str, ...],
     NoDecode,
-    listed(lambda text: text.strip(), 'not a list of how lines begin; write one, as in ["billing", "Session id:"]'),
+    listed(
+        lambda text: text.strip(), 'not a list of how lines begin; write one, as in ["billing", "Session id:"]', r"\s*,\s*"
+    ),
 ]
 Topic = Annotated[
     str,

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from kvtier.tiers.config.config import Config
+from kvtier.tiers.config.config import Config, options
 from kvtier.tiers.config.quantities import format_size, format_time, parse_size, parse_time
 from kvtier.tiers.errors import ConfigError
 
@@ -238,6 +238,47 @@ def test_bad_variable(monkeypatch: pytest.MonkeyPatch, name: str, value: str, li
     with pytest.raises(ConfigError) as caught:
         Config.load()
     assert str(caught.value).startswith(line)
+
+
+@pytest.mark.parametrize(
+    ("value", "nodes"),
+    [
+        ('["a:1", "b:2"]', ("a:1", "b:2")),
+        (' [ "a:1" ] ', ("a:1",)),
+        ("a:1,b:2", ("a:1", "b:2")),
+        ("a:1, b:2", ("a:1", "b:2")),
+        ("a:1 b:2\n", ("a:1", "b:2")),
+        ("", ()),
+    ],
+)
+def test_a_list_in_a_variable(monkeypatch: pytest.MonkeyPatch, value: str, nodes: tuple[str, ...]) -> None:
+    monkeypatch.setenv("KVTIER_PEERS__NODES", value)
+    monkeypatch.setenv("KVTIER_PEERS__KEY_FILE", "/key")
+    assert Config.load().peers.nodes == nodes
+    monkeypatch.setenv("KVTIER_ROUTER__REPLICAS", "http://a:1,block_size=16 http://b:1")  # a replica has commas itself
+    assert Config.load().router.replicas == ("http://a:1,block_size=16", "http://b:1")
+    monkeypatch.setenv("KVTIER_ROUTER__REPLICAS", '["http://a:1"]')
+    assert Config.load().router.replicas == ("http://a:1",)
+
+
+@pytest.mark.parametrize("value", ['["a:1"', "[1]", '["a:1", ["b:2"]]', "[" * 9999])
+def test_what_begins_like_json_and_is_no_list_is_one_line(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("KVTIER_PEERS__NODES", value)
+    with pytest.raises(ConfigError, match=r'not a list of HOST:PORT; write one, as in \["node-b:9402"\]'):
+        Config.load()
+
+
+@pytest.mark.parametrize("value", ["\udcff", "\udcff:9402", "ipc:///\udcff", ["\udcff"]])
+def test_bytes_that_are_no_text_are_one_line_that_can_be_printed(value: object) -> None:
+    for section, option, field in options():
+        if "Path" not in str(field.annotation):
+            with pytest.raises(ConfigError, match=rf"^\[{section}\] {option} .*: not UTF-8; write it anew$") as caught:
+                Config.load(**{section: {option: value}})
+            assert str(caught.value).encode()
+
+
+def test_a_path_may_be_any_bytes() -> None:
+    assert Config.load(file={"path": "/kv/\udcff"}).file.path == Path("/kv/\udcff")
 
 
 def test_every_option_has_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
