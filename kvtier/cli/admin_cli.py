@@ -92,6 +92,7 @@ def _connected(
     """The daemon that the options name. The options are those of every command."""
     from pydantic import SecretStr
 
+    from kvtier.service.admin import token_at
     from kvtier.service.web import HttpClient
 
     settings = configuration.Config.load(config).service
@@ -103,7 +104,7 @@ def _connected(
     with ExitStack() as opened:
 
         def client(url: str | None = None) -> HttpClient:
-            return opened.enter_context(closing(HttpClient(http or settings.http, secret, url)))
+            return opened.enter_context(closing(HttpClient(http or settings.http, secret, url, token_at)))
 
         yield CommandContext(client(), as_json, client)
 
@@ -250,7 +251,7 @@ def purge(
 @command("export")
 def export_file(
     context: CommandContext,
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="On the daemon's machine.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Below the daemon's [service] archives.")],
     blocks: BlocksOption = None,
     text: TextOption = None,
     tokenizer: TokenizerOption = None,
@@ -258,27 +259,30 @@ def export_file(
     model: ModelOption = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the file.")] = False,
 ) -> None:
-    body = which_blocks(blocks, text, tokenizer, cache_salt, model) | {"file": str(file.absolute()), "force": force}
+    body = which_blocks(blocks, text, tokenizer, cache_salt, model) | {"file": str(file), "force": force}
     _transfer(context, "/admin/export", body, "exported")
 
 
 @command("import")
 def import_file(
     context: CommandContext,
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="On the daemon's machine.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Below the daemon's [service] archives.")],
     model: ModelOption = None,
+    unsealed: Annotated[
+        bool, typer.Option("--unsealed", help="Also one in the clear, where the daemon has a key.")
+    ] = False,
 ) -> None:
-    _transfer(context, "/admin/import", given(model=model, file=str(file.absolute())), "imported")
+    _transfer(context, "/admin/import", given(model=model, file=str(file)) | {"unsealed": unsealed}, "imported")
 
 
 @command("trace")
 def trace(
     context: CommandContext,
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A new one, on the daemon's machine.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A new one, below the daemon's [service] archives.")],
     duration: Annotated[str | None, typer.Option(metavar="TIME", help='As in "10min"; else until Ctrl-C.')] = None,
     model: ModelOption = None,
 ) -> None:
-    body = given(model=model, file=str(file.absolute()))
+    body = given(model=model, file=str(file))
     if duration is not None:
         body["duration"] = _parsed("--duration", duration, parse_duration)
     last: Json = {}

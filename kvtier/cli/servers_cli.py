@@ -75,7 +75,8 @@ def serve(
         pages.start()
         size = format_size(settings.host.size)
         serving.settle()
-        _log.info("ready on %s, %s of host memory, http on %s", path, size, pages.address)
+        token = "" if pages.token.file is None else f", its token in {pages.token.file}"
+        _log.info("ready on %s, %s of host memory%s, http on %s", path, size, token, pages.address)
         for each in tiers:
             _log.info("%s", each)
         daemon.run()

@@ -40,8 +40,8 @@ def _salt(value: object) -> object:
 
 
 def _file(value: object) -> object:
-    if not isinstance(value, str) or not value.startswith("/") or "\0" in value or len(value) > 4096:
-        raise ValueError("not a file on the daemon's machine; write its whole path, from / on")
+    if not isinstance(value, str) or not value or "\0" in value or len(value) > 4096:
+        raise ValueError("not a file on the daemon's machine; write its name below [service] archives")
     return Path(writable(value))
 
 
@@ -144,7 +144,10 @@ class ExportBody(BlocksBody):
 
 
 class ImportBody(Body):
+    """Read a file; `unsealed`: also one in the clear, where the daemon has a key."""
+
     file: DaemonFile
+    unsealed: bool = False
 
 
 class TraceBody(Body):

@@ -18,6 +18,7 @@ from starlette.routing import Route
 
 from kvtier.service.admin import bodies
 from kvtier.service.admin.admin import Admin
+from kvtier.service.admin.operator_token import OperatorToken
 from kvtier.service.admin.transfers import RunningTransfer, Steps, Transfers
 from kvtier.service.node import (
     Daemon,
@@ -31,9 +32,9 @@ from kvtier.service.node import (
     exposition,
     memory,
     refused_clients,
-    status,
 )
-from kvtier.service.observe import EXPOSITION, LivePage, summary
+from kvtier.service.node import status as status_of
+from kvtier.service.observe import EXPOSITION, LivePage, statuses, summary
 from kvtier.service.web import Guard, HttpServer, HttpSocket, page, read_body
 from kvtier.tiers import ConfigError, FingerprintMismatch, FormatError, KVTierError, TierUnavailable
 
@@ -52,9 +53,13 @@ class Pages:
     def __init__(self, daemon: Daemon, listening: HttpSocket) -> None:
         """Takes the socket over."""
         self.pins = Pins(daemon)
+        given = daemon.config.service.token
+        self.token = OperatorToken.made(daemon.path, listening.address) if given is None else OperatorToken(given, None)
         self._optimum = OptimumWatch(lambda: _watched(daemon))
         stopping = Event()
-        self._server = HttpServer(make_app(daemon, self.pins, stopping, self._optimum), listening, stopping=stopping)
+        self._server = HttpServer(
+            make_app(daemon, self.pins, stopping, self.token, self._optimum), listening, stopping=stopping
+        )
         self.address = self._server.address
 
     def start(self) -> None:
@@ -66,17 +71,25 @@ class Pages:
         self._optimum.stop()
         self._server.stop()
         self.pins.clear()
+        self.token.forget()
 
 
-def make_app(daemon: Daemon, pins: Pins, stopping: Event, optimum: OptimumWatch | None = None) -> Starlette:
-    """The application. What waits does so on threads, with deadlines.
+def make_app(
+    daemon: Daemon, pins: Pins, stopping: Event, token: OperatorToken, optimum: OptimumWatch | None = None
+) -> Starlette:
+    """The application. What waits does so on threads, with deadlines. Verbs want the token, pages do not.
 
     `optimum` is what the status tells of it; `stopping` ends what would go on.
     """
-    guard = Guard(daemon.config.service.token)
+    guard = Guard(token.secret)
+
+    def status() -> statuses.DaemonStatus:
+        told = status_of(daemon, pins, optimum)
+        return told if token.file is None else told.model_copy(update={"token_file": str(token.file)})
+
     use = MemoryUse()
     admin, transfers = Admin(daemon, pins), Transfers(daemon)
-    live = LivePage(lambda: run_in_threadpool(lambda: status(daemon, pins, optimum).as_json()), stopping, _REMEMBERED)
+    live = LivePage(lambda: run_in_threadpool(lambda: status().as_json()), stopping, _REMEMBERED)
 
     def get(path: str, answer: Callable[[], Response], guard: Guard | None = None) -> Route:
         return page(path, lambda: run_in_threadpool(answer), guard)
@@ -119,8 +132,8 @@ def make_app(daemon: Daemon, pins: Pins, stopping: Event, optimum: OptimumWatch 
         get("/metrics", lambda: Response(exposition(daemon, pins, use, optimum), media_type=EXPOSITION)),
         page("/healthz", lambda: _health(daemon)),
         page("/readyz", lambda: _readiness(daemon)),
-        get("/summary", lambda: PlainTextResponse(summary.page(status(daemon, pins, optimum)))),
-        get("/status", lambda: JSONResponse(status(daemon, pins, optimum).as_json())),
+        get("/summary", lambda: PlainTextResponse(summary.page(status()))),
+        get("/status", lambda: JSONResponse(status().as_json())),
         *live.routes(),
         Route("/memory", tell_memory, methods=["GET"]),
         do("/admin/reset", bodies.ResetBody, admin.reset),

@@ -5,6 +5,7 @@ import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
 from threading import Event
 from typing import Final
 
@@ -33,7 +34,8 @@ class Transfers:
             if (selection := body.selection) is not None:
                 names, _ = await asyncio.to_thread(selection.names, namespace, _PATIENCE)
             what = namespace.hierarchy, namespace.fingerprint, namespace.blocks.block_size
-            steps = export_blocks(*what, body.file, names, force=body.force, key=await self._key())
+            file = await self._archive(body.file)
+            steps = export_blocks(*what, file, names, force=body.force, key=await self._key())
             async with aclosing(steps):
                 async for progress in steps:
                     yield _shown(namespace, progress)
@@ -41,7 +43,8 @@ class Transfers:
     async def import_(self, body: ImportBody) -> Steps:
         async with self._copying(), self._held_open(body.model) as namespace:
             what = namespace.hierarchy, namespace.fingerprint, namespace.blocks.block_size
-            steps = import_blocks(*what, body.file, await self._key())
+            file = await self._archive(body.file)
+            steps = import_blocks(*what, file, await self._key(), unsealed=body.unsealed)
             try:
                 async with aclosing(steps):
                     async for progress in steps:
@@ -54,7 +57,7 @@ class Transfers:
             tiers = namespace.tiers
             if tiers.recorder is not None:
                 raise TierUnavailable("a trace of this model is being recorded already; wait for its end")
-            recorder = tiers.recorder = await TraceRecorder.start(body.file)
+            recorder = tiers.recorder = await TraceRecorder.start(await self._archive(body.file))
             until = time.monotonic() + (body.duration or float("inf"))
             try:
                 while time.monotonic() < until:
@@ -64,6 +67,14 @@ class Transfers:
                 tiers.recorder = None
                 await recorder.stop()
             yield _counts(namespace, recorder)
+
+    async def _archive(self, file: Path) -> Path:
+        """Where a file of this name lies: below one directory, so that nobody has the daemon write anywhere else."""
+        service, slabs = self._daemon.config.service, self._daemon.config.file.path
+        root = service.archives or (slabs and slabs / "archives")
+        if root is None:
+            raise ConfigError("[service] archives none: there is no [file] path either; name a directory for such files")
+        return await asyncio.to_thread(_below, root, file)
 
     async def _key(self) -> bytes | None:
         path = self._daemon.config.file.key_file
@@ -132,6 +143,18 @@ class RunningTransfer:
             is_mistake = isinstance(error, ConfigError | FormatError | FingerprintMismatch)
             return {**self._latest, "error": str(error) or "the daemon is stopping", "mistake": is_mistake}
         return {**self._latest, "done": True}
+
+
+def _below(root: Path, file: Path) -> Path:
+    """The file below this directory, which is made. ConfigError if it would lie elsewhere, by links as well."""
+    try:
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder = (root / file).parent.resolve()
+        if folder.is_relative_to(root.resolve()) and file.name not in ("", ".."):
+            return folder / file.name
+    except (OSError, RuntimeError) as error:
+        raise ConfigError(f'[service] archives "{root}": {error}; name a directory that the daemon can use') from None
+    raise ConfigError(f'file "{file}": not below [service] archives "{root}"; choose a name there, or set that')
 
 
 def _shown(namespace: Namespace, progress: ArchiveProgress) -> Json:

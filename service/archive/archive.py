@@ -70,11 +70,17 @@ async def export_blocks(
 
 
 async def import_blocks(
-    hierarchy: Hierarchy, fingerprint: bytes, block_size: int, path: Path, key: bytes | None = None
+    hierarchy: Hierarchy,
+    fingerprint: bytes,
+    block_size: int,
+    path: Path,
+    key: bytes | None = None,
+    *,
+    unsealed: bool = False,
 ) -> AsyncGenerator[ArchiveProgress, None]:
     """Store every block of an archive as if it had been computed now. Each is verified before it can be found.
 
-    An archive that is not encrypted ignores `key`. To leave the import early, call `aclose`; the hierarchy must stay
+    With `key` an archive that is not encrypted by it is refused, unless `unsealed`: anybody may have made it. To leave the import early, call `aclose`; the hierarchy must stay
     open until then. However it ends, blocks stored so far are whole and stay.
 
     Raises FingerprintMismatch for another model or block size, and ConfigError for another key. Raises FormatError if
@@ -88,7 +94,7 @@ async def import_blocks(
         encoded = encoded[: await file.read_into(memoryview(encoded))]
         header = archive_format.decode_header(bytes(encoded))
         _require_same(header, Header(fingerprint, hierarchy.host.region.slot_bytes, block_size, 0))
-        _require_key(header, key, path)
+        _require_key(header, key, path, unsealed=unsealed)
         work = Import(hierarchy, header, bytes(encoded), key)
         buffer = memoryview(bytearray(work.batch * header.record_bytes))
         while True:
@@ -136,7 +142,11 @@ async def _require_vacant(path: Path, force: bool) -> None:
         raise ConfigError(f"{path}: exists already; choose another name, or overwrite it with --force")
 
 
-def _require_key(header: Header, key: bytes | None, path: Path) -> None:
+def _require_key(header: Header, key: bytes | None, path: Path, *, unsealed: bool) -> None:
+    if header.encryption is None and key is not None and not unsealed:
+        raise ConfigError(
+            f"{path}: not encrypted, and [file] key_file is set: anybody may have made it; import it by --unsealed"
+        )
     if header.encryption is None or (key is not None and key_id(key) == header.encryption.key_id):
         return
     there = header.encryption.key_id.hex()

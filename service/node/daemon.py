@@ -70,7 +70,7 @@ class Daemon:
         A promise its client does not renew is kept for `lease_deadline` seconds. `publisher` is told what the tiers
         hold; it stays the caller's.
         """
-        self.config = config
+        self.config, self.path = config, path
         self.publisher = publisher
         if config.peers.nodes and config.peers.events:
             FEEDS.open = PeerFeeds(config.events).open

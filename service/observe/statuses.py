@@ -204,6 +204,7 @@ class DaemonStatus(StatusPart):
     status: str  # "ok" or "degraded"
     degraded: list[DegradedTier]
     socket: str
+    token_file: str | None = None  # where its user finds the token of the verbs; None: it was configured
     budget: MemoryBudget
     events: Counts  # what became of clients
     tier_captions: list[TierCaption]  # nearest first

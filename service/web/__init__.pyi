@@ -1,4 +1,4 @@
-from .guard import Guard, read_body
+from .guard import Guard, is_loopback, read_body
 from .hang_up import hang_up
 from .http_client import HttpClient
 from .http_server import HttpServer, HttpSocket
@@ -12,6 +12,7 @@ __all__ = [
     "HttpSocket",
     "LoopFile",
     "hang_up",
+    "is_loopback",
     "page",
     "read_body",
 ]

@@ -3,8 +3,9 @@
 import json
 import socket
 import ssl
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from time import monotonic
 from typing import Any, Final
 
@@ -28,16 +29,24 @@ class HttpClient:
     Raises TierUnavailable if it is down, ConfigError if it refuses.
     """
 
-    def __init__(self, address: str, token: SecretStr | None, url: str | None = None) -> None:
-        """`url`: where an engine or a router answers instead, as in http://HOST:PORT. ConfigError if it is none."""
+    def __init__(
+        self,
+        address: str,
+        token: SecretStr | None,
+        url: str | None = None,
+        find_token: Callable[[Path, str], SecretStr] | None = None,
+    ) -> None:
+        """`url`: where an engine or a router answers instead, as in http://HOST:PORT. ConfigError if it is none.
+
+        `find_token` reads the token of the daemon at an address from the file that its status names.
+        """
+        self._address = address
+        self._no_token: ConfigError | None = None  # why the daemon's own could not be read
+        self._find_token = find_token if url is None and token is None else None
         self._where = f'[service] http "{address}"' if url is None else f'--url "{url}"'
         self._is_daemon = url is None
         self._socket: socket.socket | None = None  # of the connection made last
-        headers = (
-            {}
-            if token is None
-            else {b"authorization": b"Bearer " + token.get_secret_value().encode(errors="surrogateescape")}
-        )
+        headers = {} if token is None else _carrying(token)
         timeout = httpx2.Timeout(_ANSWER, connect=_CONNECT)
         # mostly all is plain HTTP; the default context reads 20 ms of certificates
         is_plain = url is None or not url.startswith("https://")
@@ -78,6 +87,12 @@ class HttpClient:
     @contextmanager
     def _answer(self, method: str, path: str, body: Mapping[str, Any] | None) -> Iterator[httpx2.Response]:
         content = None if body is None else _encoded(body)
+        if self._find_token is not None and path.startswith("/admin/"):
+            find, self._find_token = self._find_token, None
+            with suppress(KVTierError):  # what is wrong there is said of the request itself
+                file = self.status("clients").get("token_file")
+                if isinstance(file, str):
+                    self._carry(find, Path(file))
         watched = {"trace": self._watch}
         try:
             with ExitStack() as opened:
@@ -100,12 +115,20 @@ class HttpClient:
         except (httpx2.HTTPError, httpx2.InvalidURL, httpx2.StreamError) as error:
             raise self._unavailable(str(error) or type(error).__name__) from None
 
+    def _carry(self, find: Callable[[Path, str], SecretStr], file: Path) -> None:
+        try:
+            self._client.headers.update(_carrying(find(file, self._address)))
+        except ConfigError as error:
+            self._no_token = error
+
     def _watch(self, event: str, told: Mapping[str, Any]) -> None:
         """Note each new connection's socket. The names are those of httpx2's `trace` extension."""
         if event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
             self._socket = told["return_value"].get_extra_info("socket")
 
     def _refusal(self, answer: httpx2.Response) -> KVTierError:
+        if answer.status_code == 401 and self._no_token is not None:
+            return self._no_token
         if answer.status_code == 401:
             fix = "give the daemon's, by --token or the file"
             if not self._is_daemon:
@@ -159,6 +182,10 @@ class HttpClient:
         if not self._is_daemon:
             return FormatError(f"{self._where}: no engine and no router of kvtier answers there; give one's address")
         return FormatError(f"{self._where}: no kvtier daemon answers there; give the daemon's --http HOST:PORT")
+
+
+def _carrying(token: SecretStr) -> dict[bytes, bytes]:
+    return {b"authorization": b"Bearer " + token.get_secret_value().encode(errors="surrogateescape")}
 
 
 def _encoded(body: Mapping[str, Any]) -> bytes:

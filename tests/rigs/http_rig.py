@@ -28,11 +28,13 @@ class ServedDaemon(DaemonThread):
     """A daemon of this process with its pages, as `kvtier serve` puts them together."""
 
     def __init__(self, socket: Path, *, lease_deadline: float = 60.0, **sections: Mapping[str, object]) -> None:
-        super().__init__(socket, lease_deadline=lease_deadline, **sections)
+        service = {"archives": socket.parent, **sections.pop("service", {})}
+        super().__init__(socket, lease_deadline=lease_deadline, service=service, **sections)
         self.pages = Pages(self.daemon, HttpSocket("127.0.0.1:0"))
         self.http = self.pages.address
         self.pages.start()
-        self.client = httpx2.Client(base_url=f"http://{self.http}", timeout=60)
+        operator = {"authorization": f"Bearer {self.pages.token.secret.get_secret_value()}"}
+        self.client = httpx2.Client(base_url=f"http://{self.http}", timeout=60, headers=operator)
 
     def post(self, path: str, **body: object) -> httpx2.Response:
         return self.client.post(f"/admin/{path}", json=body)

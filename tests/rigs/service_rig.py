@@ -1,5 +1,6 @@
 """What the daemon's stories share: daemons as processes and as threads, and clients that store, load and verify."""
 
+import json
 import os
 import subprocess
 import threading
@@ -53,7 +54,9 @@ class DaemonProcess:
     def __init__(self, socket: Path, **options: str) -> None:
         """Start it and wait until it says that it is ready."""
         command = ["-m", "kvtier.cli", "serve", "--socket", str(socket)]
+        options = {"service__archives": str(socket.parent), **options}
         options = {**patient_options(), "service__http": "127.0.0.1:0", **options}
+        self._token_file = Path(f"{socket.absolute()}.token")
         self.process = Forked(command, SERVICES, env=environment(**options), stderr=subprocess.PIPE)
         assert self.process.stderr is not None
         self.first_line = self.process.stderr.readline()
@@ -65,6 +68,11 @@ class DaemonProcess:
     def http(self) -> str:
         """HOST:PORT of its pages."""
         return self.first_line.rpartition(" ")[2].strip()
+
+    @property
+    def operator(self) -> dict[str, str]:
+        """What a verb over HTTP must carry, if no token is configured."""
+        return {"authorization": f"Bearer {json.loads(self._token_file.read_text())['token']}"}
 
     def _read(self) -> None:
         assert self.process.stderr is not None

@@ -279,7 +279,12 @@ class ServiceConfig(HttpSection):
     )
     deadline: Time = option("250ms", "longest an engine's step waits for the daemon; then it stores nothing")
     http: Address = option("127.0.0.1:9400", "address of the daemon's metrics, health and admin pages")
-    token: SecretStr | None = option(None, "what admin requests must carry; never logged")
+    token: SecretStr | None = option(
+        None, "what admin requests must carry; none = a new one at each start, in a file beside the socket; never logged"
+    )
+    archives: Directory | None = option(
+        None, "directory of exports, imports and traces; none = archives in [file] path"
+    )
     default_quota: ByteSize | None = option(
         None, "host memory of each model for a cache_salt without a quota of its own; none = no bound"
     )

@@ -62,7 +62,7 @@ def tiers(client_of: Callable[..., RemoteTiers]) -> RemoteTiers:
 
 
 def post(daemon: DaemonProcess, path: str, **body: object) -> httpx2.Response:
-    return httpx2.post(f"http://{daemon.http}/admin/{path}", json=body, timeout=60)
+    return httpx2.post(f"http://{daemon.http}/admin/{path}", json=body, timeout=60, headers=daemon.operator)
 
 
 def prompt(num_blocks: int, first_token: int = 0, salt: str | None = None) -> TokenChain:
@@ -272,6 +272,29 @@ def test_with_a_key_file_neither_slab_nor_archive_tells_a_prompt(home: Path, dis
     assert daemon.end(signal.SIGTERM) == 0
 
 
+def test_an_archive_in_the_clear_is_not_for_a_daemon_with_a_key(home: Path, disk_dir: Path) -> None:
+    file, key, chain = home / "all.kva", home / "key", prompt(6)
+    daemon = DaemonProcess(home / "s", host__size="1MiB")
+    tiers = attach(home / "s")
+    store(tiers, chain)
+    says(daemon, "export", str(file))
+    tiers.close()
+    assert daemon.end(signal.SIGTERM) == 0
+    key.touch(0o600)
+    key.write_text(bytes(range(32)).hex())
+    daemon = DaemonProcess(home / "s", host__size="1MiB", file__path=str(disk_dir), file__key_file=str(key))
+    tiers = attach(home / "s")
+    assert load(tiers, chain) == 0
+    refused = kvtier("import", str(file), "--http", daemon.http)
+    assert refused.returncode == 2
+    assert "not encrypted, and [file] key_file is set: anybody may have made it; import it by --unsealed" in refused.stderr
+    assert load(tiers, chain) == 0
+    says(daemon, "import", str(file), "--unsealed")
+    assert load(tiers, chain) == 6
+    tiers.close()
+    assert daemon.end(signal.SIGTERM) == 0
+
+
 def test_a_prompt_goes_to_a_file_alone(home: Path, daemon: DaemonProcess, tiers: RemoteTiers) -> None:
     mine, other = prompt(4), prompt(4, 500)
     for chain in (mine, other):
@@ -322,7 +345,8 @@ def test_an_export_nobody_waits_for_leaves_nothing(home: Path, daemon: DaemonPro
     claim, promised = ask(tiers, chain)
     assert promised == 32  # half of L2: all that waiting requests may hold, so an export waits its turn
     body = {"file": str(file), "hashes": [name.hex() for name in other.hashes]}
-    with httpx2.stream("POST", f"http://{daemon.http}/admin/export", json=body, timeout=60) as answer:
+    export = f"http://{daemon.http}/admin/export"
+    with httpx2.stream("POST", export, json=body, timeout=60, headers=daemon.operator) as answer:
         lines = answer.iter_lines()
         next(lines)
         assert file.with_name("x.kva.part").exists()
@@ -340,7 +364,8 @@ def test_an_export_nobody_waits_for_leaves_nothing(home: Path, daemon: DaemonPro
 
 def test_lookups_are_recorded(home: Path, daemon: DaemonProcess, tiers: RemoteTiers) -> None:
     chain, file = prompt(4), home / "trace.jsonl"
-    with httpx2.stream("POST", f"http://{daemon.http}/admin/trace", json={"file": str(file)}, timeout=60) as recording:
+    body, url = {"file": file.name}, f"http://{daemon.http}/admin/trace"
+    with httpx2.stream("POST", url, json=body, timeout=60, headers=daemon.operator) as recording:
         lines = recording.iter_lines()
         next(lines)
         second = post(daemon, "trace", file=str(home / "other.jsonl"))

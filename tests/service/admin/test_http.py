@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import signal
+import stat
 import socket as sockets
 import tempfile
 import time
@@ -224,14 +225,68 @@ def test_admin_routes_want_the_token_and_pages_do_not(guarded: DaemonProcess) ->
     )
 
 
-def test_without_a_token_no_web_page_of_a_browser_here_gets_in(shared: DaemonProcess) -> None:
-    address = url(shared, "/admin/reset")
-    assert httpx2.post(address, json={"all": True}).status_code == 200
+def test_without_a_token_of_the_operators_one_is_made_that_its_user_alone_finds(home: Path) -> None:
+    daemon, file = DaemonProcess(home / "s", host__size="1MiB"), home / "s.token"
+    try:
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+        # Another user of this machine reaches the address, and no verb.
+        for path, body in (("reset", {"all": True}), ("export", {"file": "x"}), ("import", {"file": "x"})):
+            assert httpx2.post(url(daemon, f"/admin/{path}"), json=body).status_code == 401
+        assert httpx2.get(url(daemon, "/admin/pins")).status_code == 401
+        assert httpx2.get(url(daemon, "/status")).json()["token_file"] == str(file)
+        # Its own finds the token: by the name 127.0.0.1, and by localhost.
+        port = daemon.http.rpartition(":")[2]
+        for http in (daemon.http, f"localhost:{port}"):
+            assert kvtier("quota", "--http", http).returncode == 0
+        # A file that others read, or that is of other pages, is sent to nobody.
+        told = json.loads(file.read_text())
+        file.write_text(json.dumps({**told, "http": "127.0.0.1:1"}))
+        assert f"the token of the daemon at 127.0.0.1:1, not of {daemon.http}" in kvtier("quota", "--http", daemon.http).stderr
+        file.write_text(json.dumps(told))
+        file.chmod(0o644)
+        assert "not this user's alone" in kvtier("quota", "--http", daemon.http).stderr
+        for content in ("", "[]", '{"http": 1}'):
+            file.chmod(0o600)
+            file.write_text(content)
+            refused = kvtier("quota", "--http", daemon.http)
+            assert (refused.returncode, "not a daemon's token; give --token" in refused.stderr) == (2, True)
+        file.write_text(json.dumps(told))
+    finally:
+        assert daemon.end(signal.SIGTERM) == 0
+    assert not file.exists()
+
+
+def test_files_lie_below_one_directory(home: Path) -> None:
+    archives, outside = home / "archives", home / "outside"
+    outside.mkdir()
+    daemon = DaemonProcess(home / "s", host__size="1MiB", service__archives=str(archives))
+    tiers = attach(home / "s")
+    try:
+        store(tiers, chain_of(2))
+        assert kvtier("export", "all.kva", "--http", daemon.http).returncode == 0
+        assert kvtier("export", str(archives / "again.kva"), "--http", daemon.http).returncode == 0
+        assert (archives / "all.kva").exists()
+        (archives / "link").symlink_to(outside)
+        for verb in ("export", "import", "trace"):
+            for name in (str(outside / "x"), "../x", "link/x", "/etc/passwd", "..", "/"):
+                refused = kvtier(verb, name, "--http", daemon.http, *(["--force"] if verb == "export" else []))
+                assert refused.returncode == 2
+                assert f'not below [service] archives "{archives}"' in refused.stderr, refused.stderr
+        assert not list(outside.iterdir())
+    finally:
+        tiers.close()
+        assert daemon.end(signal.SIGTERM) == 0
+
+
+def test_no_web_page_of_a_browser_here_gets_in(shared: DaemonProcess) -> None:
+    address, own = url(shared, "/admin/reset"), shared.operator
+    assert httpx2.post(address, json={"all": True}, headers=own).status_code == 200
     # A page may only send what needs no permission: no JSON. And one that calls our address its own is not believed.
-    assert httpx2.post(address, content=b'{"all": true}', headers={"content-type": "text/plain"}).status_code == 415
+    plain = {**own, "content-type": "text/plain"}
+    assert httpx2.post(address, content=b'{"all": true}', headers=plain).status_code == 415
     for host in ("rebound.example:9400", "rebound.example", ""):
-        assert httpx2.post(address, json={"all": True}, headers={"host": host}).status_code in (400, 401)
-    assert httpx2.post(address, json={"all": True}, headers={"x-forwarded-for": "192.0.2.1"}).status_code == 200
+        assert httpx2.post(address, json={"all": True}, headers={**own, "host": host}).status_code in (400, 421)
+    assert httpx2.post(address, json={"all": True}, headers={**own, "x-forwarded-for": "192.0.2.1"}).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -326,7 +381,9 @@ def test_nobody_there_is_one_line_and_status_1() -> None:
 )
 def test_bad_bodies_are_one_line_with_the_fix(shared: DaemonProcess, path: str, body: str, error: str) -> None:
     answer = httpx2.post(
-        url(shared, f"/admin/{path}"), content=body.encode(), headers={"content-type": "application/json"}
+        url(shared, f"/admin/{path}"),
+        content=body.encode(),
+        headers={**shared.operator, "content-type": "application/json"},
     )
     assert answer.status_code == (404 if error.startswith("no model") else 400), answer.text
     assert answer.json()["error"].startswith(error)
@@ -335,12 +392,14 @@ def test_bad_bodies_are_one_line_with_the_fix(shared: DaemonProcess, path: str, 
 
 def test_an_oversized_body_is_refused_before_it_is_read(shared: DaemonProcess) -> None:
     too_much = b"[" + b" " * (1 << 20) + b"]"
-    said = httpx2.post(url(shared, "/admin/reset"), content=too_much, headers={"content-type": "application/json"})
+    json_type = {**shared.operator, "content-type": "application/json"}
+    said = httpx2.post(url(shared, "/admin/reset"), content=too_much, headers=json_type)
     assert (said.status_code, said.json()) == (413, {"error": "body: more than 1048576 bytes; send less at a time"})
     # Only announced: refused at once. Not announced, in pieces: refused where it passes the limit.
-    assert talk(shared.http, HEAD + b"Content-Length: 9999999999\r\n\r\n", more=True).startswith(b"HTTP/1.1 413")
+    head = HEAD + f"Authorization: {shared.operator['authorization']}\r\n".encode()
+    assert talk(shared.http, head + b"Content-Length: 9999999999\r\n\r\n", more=True).startswith(b"HTTP/1.1 413")
     pieces = b"".join(b"10000\r\n" + b" " * 0x10000 + b"\r\n" for _ in range(18))
-    assert talk(shared.http, HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + pieces, more=True).startswith(
+    assert talk(shared.http, head + b"Transfer-Encoding: chunked\r\n\r\n" + pieces, more=True).startswith(
         b"HTTP/1.1 413"
     )
     assert healthy(shared)
@@ -377,7 +436,7 @@ fields = st.sampled_from(
 )
 def test_a_hundred_wrong_bodies_leave_it_well(shared: DaemonProcess, verb: str, body: object, tail: bytes) -> None:
     content = json.dumps(body).encode() + tail
-    told, where = {"content-type": "application/json"}, url(shared, f"/admin/{verb}")
+    told, where = {**shared.operator, "content-type": "application/json"}, url(shared, f"/admin/{verb}")
     answer = httpx2.post(where, content=content, headers=told, verify=False)  # no certificates are read for each
     assert answer.status_code in (200, 400, 404), answer.text
     if answer.status_code != 200:
@@ -463,9 +522,11 @@ def test_it_stops_within_seconds_whatever_is_under_way(home: Path) -> None:
     tiers, chain = attach(home / "s"), chain_of(4)
     store(tiers, chain)
     names = [name.hex() for name in chain.hashes]
-    assert httpx2.post(url(daemon, "/admin/pin"), json={"hashes": names, "ttl": "1h"}).status_code == 200
+    assert httpx2.post(url(daemon, "/admin/pin"), json={"hashes": names, "ttl": "1h"}, headers=daemon.operator).status_code == 200
     trace = {"file": str(home / "trace.jsonl")}
-    with httpx2.stream("POST", url(daemon, "/admin/trace"), json=trace, timeout=60) as recording:
+    with httpx2.stream(
+        "POST", url(daemon, "/admin/trace"), json=trace, timeout=60, headers=daemon.operator
+    ) as recording:
         lines = recording.iter_lines()
         next(lines)
         began = time.monotonic()

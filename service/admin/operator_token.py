@@ -1,0 +1,81 @@
+"""A daemon's own token, if none is configured: made at its start, in a file that its user alone can read."""
+
+import json
+import logging
+import os
+import secrets
+from contextlib import suppress
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from pydantic import SecretStr
+
+from kvtier.service.web import is_loopback
+from kvtier.tiers import ConfigError
+
+_log = logging.getLogger(__name__)
+
+_BYTES: Final = 32
+_MOST: Final = 4096  # bytes of the file
+
+
+class OperatorToken(NamedTuple):
+    """What admin requests must carry, and where `kvtier` finds it; no file if the token was configured."""
+
+    secret: SecretStr
+    file: Path | None
+
+    @classmethod
+    def made(cls, socket: Path, http: str) -> "OperatorToken":
+        """A new one for the daemon at `socket` whose pages are at `http`. If no file can be written, nobody has it."""
+        file, secret = Path(f"{socket.absolute()}.token"), secrets.token_urlsafe(_BYTES)
+        own = file.with_name(f".{file.name}-{os.getpid()}")
+        try:
+            own.unlink(missing_ok=True)
+            descriptor = os.open(own, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            with open(descriptor, "w") as out:
+                json.dump({"http": http, "token": secret}, out)
+            own.replace(file)
+        except OSError as error:
+            _log.warning('[service] token none: "%s" cannot be written (%s), so no verb works; set a token', file, error)
+            return cls(SecretStr(secret), None)
+        return cls(SecretStr(secret), file)
+
+    def forget(self) -> None:
+        """The daemon ends. Its file goes, if nobody else's stands there by now."""
+        if self.file is not None:
+            with suppress(OSError, ConfigError):
+                if read_token(self.file)[1].get_secret_value() == self.secret.get_secret_value():
+                    self.file.unlink()
+
+
+def token_at(file: Path, http: str) -> SecretStr:
+    """The token of the daemon whose pages are at `http`, from the file that it names.
+
+    ConfigError if the file is not this user's or root's, if others can read it, or if it is of other pages: whoever
+    answers there would learn a token that is not his.
+    """
+    told, secret = read_token(file)
+    if told != http and not (is_loopback(told) and is_loopback(http) and _port(told) == _port(http)):
+        raise ConfigError(f'"{file}": the token of the daemon at {told}, not of {http}; give --token')
+    return secret
+
+
+def read_token(file: Path) -> tuple[str, SecretStr]:
+    """For which pages, and what it is. ConfigError as `token_at`."""
+    try:
+        descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(descriptor, "rb") as opened:
+            about = os.fstat(opened.fileno())
+            if about.st_uid not in (os.geteuid(), 0) or about.st_mode & 0o077:
+                raise ConfigError(f'"{file}": not this user\'s alone, so it is no daemon\'s token; give --token')
+            told = json.loads(opened.read(_MOST))
+            return str(told["http"]), SecretStr(str(told["token"]))
+    except OSError as error:
+        raise ConfigError(f'"{file}": {error.strerror}; run this as the daemon\'s user, or give --token') from None
+    except (ValueError, TypeError, LookupError):
+        raise ConfigError(f'"{file}": not a daemon\'s token; give --token') from None
+
+
+def _port(address: str) -> str:
+    return address.rpartition(":")[2]
