@@ -123,8 +123,8 @@ class Attachment:
     def start(self) -> None:
         """Attach, waiting for the daemon's answer; a daemon that is not there is a warning, and found later.
 
-        So is one whose version we do not speak. ConfigError if it is there and says no: another user's, no room for this
-        model. KVMismatch if it has the KV of a model that computes something else.
+        So is one whose version we do not speak. ConfigError if it is there and says no: another user's, no room for
+        this model. KVMismatch if it has the KV of a model that computes something else.
         """
         try:
             connection = self._say_hello()
@@ -298,7 +298,9 @@ class Attachment:
         spoken, self._version = self._version, version_of(body)
         if self._version < LOSSY_SINCE and self._hello.lossy is not None:
             release = RELEASES[LOSSY_SINCE]
-            raise UnspokenVersion(f"[cache] lossy: a daemon before kvtier {release} does not know it; upgrade the daemon")
+            raise UnspokenVersion(
+                f"[cache] lossy: a daemon before kvtier {release} does not know it; upgrade the daemon"
+            )
         if self._version < spoken:
             release = RELEASES[self._version]
             _log.warning('[service] socket "%s": a daemon of kvtier %s; upgrade it when you can', self.path, release)
@@ -350,17 +352,21 @@ def join(path: Path, client: bytes) -> None:
     Called by a worker before it maps the client's region. Raises TierUnavailable if the daemon does not watch it.
     """
     try:
-        spoken, answered = VERSION + 1, VERSION
-        while answered < spoken:  # a daemon of before answers in a lower one
-            spoken = answered
-            connection = Connection(path)
-            try:
-                connection.send(pack_handshake(Join(client), spoken))
-                body = connection.receive_first(_JOINED)  # nothing at all is a FormatError too
-            finally:
-                connection.close()
-            reply, answered = unpack_handshake_reply(body), version_of(body)
+        reply, version = _joined(path, client, VERSION)
+        if version < VERSION:  # a daemon of before answers as it speaks
+            reply, _ = _joined(path, client, version)
         if isinstance(reply, Refused):
             raise TierUnavailable(reply.why)
     except (OSError, FormatError, TierUnavailable) as error:
         raise TierUnavailable(f'[service] socket "{path}": {error}') from None
+
+
+def _joined(path: Path, client: bytes, version: int) -> tuple[HandshakeReply, int]:
+    """What the daemon answers to a `Join` of this version, and in which."""
+    connection = Connection(path)
+    try:
+        connection.send(pack_handshake(Join(client), version))
+        body = connection.receive_first(_JOINED)  # nothing at all is a FormatError too
+    finally:
+        connection.close()
+    return unpack_handshake_reply(body), version_of(body)

@@ -37,7 +37,9 @@ class OperatorToken(NamedTuple):
                 json.dump({"http": http, "token": secret}, out)
             own.replace(file)
         except OSError as error:
-            _log.warning('[service] token none: "%s" cannot be written (%s), so no verb works; set a token', file, error)
+            _log.warning(
+                '[service] token none: "%s" cannot be written (%s), so no verb works; set a token', file, error
+            )
             return cls(SecretStr(secret), None)
         return cls(SecretStr(secret), file)
 
@@ -68,7 +70,7 @@ def read_token(file: Path) -> tuple[str, SecretStr]:
         with open(descriptor, "rb") as opened:
             about = os.fstat(opened.fileno())
             if about.st_uid not in (os.geteuid(), 0) or about.st_mode & 0o077:
-                raise ConfigError(f'"{file}": not this user\'s alone, so it is no daemon\'s token; give --token')
+                raise ConfigError(f"\"{file}\": not this user's alone, so it is no daemon's token; give --token")
             told = json.loads(opened.read(_MOST))
             return str(told["http"]), SecretStr(str(told["token"]))
     except OSError as error:

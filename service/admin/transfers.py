@@ -73,7 +73,9 @@ class Transfers:
         service, slabs = self._daemon.config.service, self._daemon.config.file.path
         root = service.archives or (slabs and slabs / "archives")
         if root is None:
-            raise ConfigError("[service] archives none: there is no [file] path either; name a directory for such files")
+            raise ConfigError(
+                "[service] archives none: there is no [file] path either; name a directory for such files"
+            )
         return await asyncio.to_thread(_below, root, file)
 
     async def _key(self) -> bytes | None:

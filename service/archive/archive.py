@@ -80,8 +80,9 @@ async def import_blocks(
 ) -> AsyncGenerator[ArchiveProgress, None]:
     """Store every block of an archive as if it had been computed now. Each is verified before it can be found.
 
-    With `key` an archive that is not encrypted by it is refused, unless `unsealed`: anybody may have made it. To leave the import early, call `aclose`; the hierarchy must stay
-    open until then. However it ends, blocks stored so far are whole and stay.
+    With `key` an archive that is not encrypted by it is refused, unless `unsealed`: anybody may have made it. To leave
+    the import early, call `aclose`; the hierarchy must stay open until then. However it ends, blocks stored so far are
+    whole and stay.
 
     Raises FingerprintMismatch for another model or block size, and ConfigError for another key. Raises FormatError if
     the file is not an archive, damaged or cut short, and KVTierError if it cannot be read or the tiers were reset.

@@ -7,8 +7,18 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple, Protocol
 
-from kvtier.connector.daemon import ID_BYTES, MAX_FRAME, MAX_HELLO, FrameReader, Hello, Peer, handshake, messages
-from kvtier.connector.daemon import versions, wire
+from kvtier.connector.daemon import (
+    ID_BYTES,
+    MAX_FRAME,
+    MAX_HELLO,
+    FrameReader,
+    Hello,
+    Peer,
+    handshake,
+    messages,
+    versions,
+    wire,
+)
 from kvtier.service.node.buffers import Buffers
 from kvtier.service.node.client_processes import ClientProcesses
 from kvtier.service.node.holdings import HeldCounts, Holdings

@@ -68,7 +68,7 @@ class FleetHoldings(Mapping[V, "VersionHoldings"]):
         block_size: int | None,
         fingerprint: str | None,
     ) -> None:
-        """Follow a replica's publishers from now on, in place of those it named before; `fingerprint` in hexadecimal."""
+        """Follow a replica's publishers, in place of those it named before; `fingerprint` is in hexadecimal."""
         if self._versions.get(replica, version) != version:
             self.leave(replica)
         self._versions[replica] = version
@@ -111,7 +111,7 @@ class FleetHoldings(Mapping[V, "VersionHoldings"]):
 
 
 class VersionHoldings:
-    """Follows the publishers of one version's replicas. All but `names` belongs to one thread; consumers have their own."""
+    """Follows the publishers of one version's replicas. All but `names` belongs to one thread."""
 
     def __init__(self, *, strict: bool, max_blocks: int = MAX_BLOCKS, keys: CurveKeys | None = None) -> None:
         """`strict` and `max_blocks` are passed to `PrefixIndex`, `keys` to `EventConsumer`."""

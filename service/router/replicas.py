@@ -142,7 +142,7 @@ class Replica:
         self.why = "not heard of yet"
         self._since = time.monotonic()  # monotonic time of the last change of state
         self.profile: ReplicaProfile | None = None
-        self.version: "ModelVersion | None" = None  # of its model, once it has joined
+        self.version: ModelVersion | None = None  # of its model, once it has joined
         self._names = frozenset[str]()  # of the models it serves
         self.in_flight = 0
         self.given = 0.0  # blocks of work of this router's requests

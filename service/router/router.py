@@ -130,7 +130,8 @@ class Router:
         )
 
     def _joined(self, replica: Replica, publishers: Publishers) -> None:
-        assert (version := replica.version) is not None
+        version = replica.version
+        assert version is not None
         self.holdings.follow(replica.name, version, publishers, version.block_size, version.fingerprint)
 
     async def _with_prompt(self, request: RoutedRequest) -> RoutedRequest:

@@ -1,4 +1,4 @@
-"""Which replicas compute alike: a version of a model lives as long as a replica that has it, and keeps conversations."""
+"""Which replicas compute alike: a model's version lives as long as a replica that has it, and keeps conversations."""
 
 import math
 from collections import Counter, OrderedDict
@@ -51,20 +51,23 @@ class ModelVersion:
     @property
     def seed(self) -> int:
         """Its own in rankings; the same in every router if the fingerprint is known."""
-        return xxhash.xxh3_64_intdigest(self.fingerprint or str(self._number))
+        return xxhash.xxh3_64_intdigest((self.fingerprint or str(self._number)).encode())
 
 
 class LivingVersions:
     """The versions that replicas have now. Belongs to the router's event loop.
 
-    A conversation stays with its version while that has a replica up. New ones are shared out by the number of replicas.
+    A conversation stays with its version while that has a replica up. New ones are shared out by how many replicas a
+    version has.
     """
 
     def __init__(self) -> None:
         self._numbers = count()
         self._of_session: OrderedDict[bytes, ModelVersion] = OrderedDict()  # the last used at the end
 
-    def joined(self, replica: Replica, profile: ReplicaProfile, block_size: int | None, fleet: Sequence[Replica]) -> bool:
+    def joined(
+        self, replica: Replica, profile: ReplicaProfile, block_size: int | None, fleet: Sequence[Replica]
+    ) -> bool:
         """Give a replica its version; whether none of the others had it."""
         living = self.of(each for each in fleet if each is not replica)
         version = next((each for each in living if each.takes(profile, block_size)), None)
@@ -99,7 +102,7 @@ class LivingVersions:
 
 
 def _drawn(number: Counter[ModelVersion], key: object) -> ModelVersion | None:
-    """One of the versions, as likely as it has replicas: weighted rendezvous hashing, so few keys move with a replica."""
+    """One version, as likely as it has replicas: weighted rendezvous hashing, so that few keys move with a replica."""
     if len(number) <= 1:
         return next(iter(number), None)
 

@@ -80,9 +80,9 @@ class HttpServer:
 
     A request past `max_requests` at once is refused; health checks have room of their own. `refusal` makes refusals in
     the form of the application's errors. Connections without a whole request head do not count. If there are more than
-    `max_requests` of them, one is closed: of the address that has most, the one that waits longest. `stopping` is set at a stop,
-    for streams that would go on and for the application, which is asked for `drain` seconds more, or until no request is
-    under way. Then those left have `grace` seconds.
+    `max_requests` of them, one is closed: of the address that has most, the one that waits longest. `stopping` is set
+    at a stop, for streams that would go on and for the application. That is asked for `drain` seconds more, or until no
+    request is under way. Then those left have `grace` seconds.
     """
 
     def __init__(
@@ -106,7 +106,9 @@ class HttpServer:
             self._admit,
             interface="asgi3",
             loop="asyncio",
-            http=type("_ProtocolOf", (_Protocol,), {"waiting": _Waiting(max_requests), "no_http": self._last(400, _NO_HTTP)}),
+            http=type(
+                "_ProtocolOf", (_Protocol,), {"waiting": _Waiting(max_requests), "no_http": self._last(400, _NO_HTTP)}
+            ),
             ws="none",
             lifespan="on",
             log_config=None,
@@ -228,7 +230,8 @@ class _Waiting:
     def bound(self) -> None:
         """Close one if there are too many. Addresses are no more than connections that may wait."""
         if self._num > self._most:
-            victim = next(iter(max(self._by_address.values(), key=len)))
+            most = max(self._by_address, key=lambda address: len(self._by_address[address]))
+            victim = next(iter(self._by_address[most]))
             self.discard(victim)
             victim.transport.abort()
 

@@ -17,10 +17,10 @@ from node_rig import ROOT
 
 from kvtier.cli import servers_cli
 from kvtier.cli.verbs import load
-from kvtier.service.cluster import process
 from kvtier.service.cluster.cluster import GRACE
 from kvtier.service.cluster.defaults import FIRST_PORT
 from kvtier.service.cluster.file import Placeholders, Service, Topology
+from kvtier.service.cluster.process import _BRIEF
 from kvtier.service.web import http_server
 from kvtier.service.web.http_hosts import HostNames
 from kvtier.tiers.config.config import Config
@@ -164,7 +164,7 @@ def test_whoever_is_stopped_has_the_time_it_takes() -> None:
         if services()[name]["image"].startswith("kvtier"):
             needed = {"engine-a": engine, "engine-b": engine, "router": router}.get(name, servers_cli._DRAIN)
             assert needed < float(services()[name]["stop_grace_period"].removesuffix("s")), name
-    brief = Config.load(None, server={"drain": process._BRIEF["KVTIER_SERVER__DRAIN"]}).server.patience
+    brief = Config.load(None, server={"drain": _BRIEF["KVTIER_SERVER__DRAIN"]}).server.patience
     assert brief + stores < GRACE  # `kvtier cluster` waits as long
     assert servers_cli._DRAIN < GRACE
 

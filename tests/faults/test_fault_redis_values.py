@@ -323,7 +323,7 @@ def test_hostile_answers_are_misses_and_take_no_memory(server: RedisServer, answ
     with ToxicProxy(server.port) as proxy, opened(f"redis://127.0.0.1:{proxy.port}") as tier:
 
         def is_fooled(ask: Callable[[], bool]) -> bool:
-            """Whether it takes the forged answer for a hit. Whose expiries are refreshed meanwhile may be who gets it."""
+            """Whether it takes the forged answer for a hit. A refresh of expiries meanwhile may be who gets it."""
             for _ in range(5):
                 proxy.forge(answer)
                 with within(tier, 0.5):

@@ -1,7 +1,8 @@
 """A real SGLang engine in a process of its own: options as JSON in argv, then a JSON request a line, an answer each.
 
 Requests: {"generate": [[token, …], …], …cache_salt and the like}, {"flush": true} empties SGLang's own two tiers,
-{"clear": true} its storage, {"detach": true} closes the storage, {"update": checkpoint, "flush_cache": bool} its weights.
+{"clear": true} its storage, {"detach": true} closes the storage, {"update": checkpoint, "flush_cache": bool} changes
+its weights.
 """
 
 import json

@@ -67,9 +67,7 @@ class RouterConfig(HttpSection):
     first_byte_timeout: Time = option("120s", "longest an answer may take to begin")
     stall_timeout: Time = option("60s", "longest a begun answer may pause")
     request_timeout: Time = option("600s", "longest a request may take in all")
-    drain: Time | None = option(
-        None, "longest that answers may go on after the signal to stop; none = request_timeout"
-    )
+    drain: Time | None = option(None, "longest that answers may go on after the signal to stop; none = request_timeout")
 
     @property
     def patience(self) -> float:

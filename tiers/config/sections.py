@@ -280,7 +280,8 @@ class ServiceConfig(HttpSection):
     deadline: Time = option("250ms", "longest an engine's step waits for the daemon; then it stores nothing")
     http: Address = option("127.0.0.1:9400", "address of the daemon's metrics, health and admin pages")
     token: SecretStr | None = option(
-        None, "what admin requests must carry; none = a new one at each start, in a file beside the socket; never logged"
+        None,
+        "what admin requests must carry; none = a new one at each start, in a file beside the socket; never logged",
     )
     archives: Directory | None = option(
         None, "directory of exports, imports and traces; none = archives in [file] path"
@@ -317,9 +318,7 @@ class ServerConfig(HttpSection):
         64, "requests that may wait for a seat; the next is told to come again, 429", ge=0, le=65536
     )
     request_timeout: Time = option("120s", "longest a request may take, then it ends")
-    drain: Time | None = option(
-        None, "longest that answers may go on after the signal to stop; none = request_timeout"
-    )
+    drain: Time | None = option(None, "longest that answers may go on after the signal to stop; none = request_timeout")
     max_num_seqs: WholeNumber = option(16, "requests computed at once", ge=1, le=4096)
     max_num_batched_tokens: WholeNumber = option(
         512, "tokens of a step; longer prompts are computed in pieces of this", ge=1, le=2**20

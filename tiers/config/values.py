@@ -224,7 +224,9 @@ LineStarts = Annotated[
     tuple[str, ...],
     NoDecode,
     listed(
-        lambda text: text.strip(), 'not a list of how lines begin; write one, as in ["billing", "Session id:"]', r"\s*,\s*"
+        lambda text: text.strip(),
+        'not a list of how lines begin; write one, as in ["billing", "Session id:"]',
+        r"\s*,\s*",
     ),
 ]
 Topic = Annotated[

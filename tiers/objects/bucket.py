@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from datetime import timedelta
 from threading import Lock
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from kvtier.tiers import BATCH_BYTES, ConfigError, Outcome
 from kvtier.tiers.config import ObjectsConfig
@@ -231,7 +231,7 @@ def client_of(config: ObjectsConfig, timeout: float) -> "S3Store":
     }
     if config.ca is not None:
         options["root_certificate"] = _certificates(config)
-    more = {"endpoint": _endpoint(config), "credential_provider": _credentials(config)}
+    more: dict[str, Any] = {"endpoint": _endpoint(config), "credential_provider": _credentials(config)}
     try:
         return S3Store(
             config.bucket,
@@ -248,7 +248,7 @@ def client_of(config: ObjectsConfig, timeout: float) -> "S3Store":
                     "base": 2,
                 },
             },
-            **{name: value for name, value in more.items() if value is not None},  # type: ignore[call-overload]
+            **{name: value for name, value in more.items() if value is not None},
         )
     except (BaseError, ValueError, OSError) as error:
         raise ConfigError(f'[objects] bucket "{config.bucket}": the client refuses it: {_flat(error)}') from None

@@ -18,13 +18,13 @@ from kvtier.tiers import (
     require_space,
 )
 from kvtier.tiers.config import ObjectsConfig
+from kvtier.tiers.naming import PROBE_BYTES
 from kvtier.tiers.objects.arriving import ArrivingRecords
 from kvtier.tiers.objects.bucket import EXISTS, Bucket, BucketError, ObjectRange, SentPart
 from kvtier.tiers.objects.epoch import ObjectEpoch
 from kvtier.tiers.objects.index import NAME_LIFETIME, ObjectIndex, StoredObject
 from kvtier.tiers.objects.layout import MAX_BLOCKS, ObjectSpace
 from kvtier.tiers.objects.refusals import ToldRefusals, explanation
-from kvtier.tiers.naming import PROBE_BYTES
 from kvtier.tiers.shared import OutcomeCounts, SharedChanges, TierLife, cut_off, form_of
 
 _log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ One connection is for the blocks of one model. Whoever lends speaks first. All i
    that many blocks follow, the leading ones of those asked for: head, payload, tag each
 
 KV_PROBE says what the model of who asks computes: a packed KV probe in place of names, filled up with zeros. If the
-lender's computes otherwise, the number is 1, and it lends nothing on this connection. One that does not know it hangs up.
+lender's computes otherwise, the number is 1, and it lends nothing on this connection. Who does not know it hangs up.
 
 A proof is HMAC-SHA256 under a key of the connection alone, over what it proves and the number of the question. A tag is
 a MAC over head and payload, under a key made from the shared one and the fingerprint (`BlockTags`). Whoever lends a

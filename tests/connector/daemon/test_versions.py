@@ -112,7 +112,7 @@ def test_an_engine_speaks_as_an_older_daemon_does(path: Path, caplog: pytest.Log
         assert daemon.heard == [VERSION, OLDEST]
         assert tiers.member is not None
         assert [f"a daemon of kvtier {RELEASES[OLDEST]}; upgrade it" in line for line in caplog.messages] == [True]
-        assert tiers.lookup(chain_of(4).hashes) == Attribution(4, l2=1, file=1, redis=1, miss=1)
+        assert tiers.locate(chain_of(4).hashes, PATIENCE) == Attribution(4, l2=1, file=1, redis=1, miss=1)
         join(path, b"c" * 16)  # a worker of it does the same
         assert daemon.heard[2:] == [VERSION, OLDEST]
         tiers.close(0.1)

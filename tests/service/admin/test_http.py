@@ -4,8 +4,8 @@ import asyncio
 import contextlib
 import json
 import signal
-import stat
 import socket as sockets
+import stat
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -241,7 +241,10 @@ def test_without_a_token_of_the_operators_one_is_made_that_its_user_alone_finds(
         # A file that others read, or that is of other pages, is sent to nobody.
         told = json.loads(file.read_text())
         file.write_text(json.dumps({**told, "http": "127.0.0.1:1"}))
-        assert f"the token of the daemon at 127.0.0.1:1, not of {daemon.http}" in kvtier("quota", "--http", daemon.http).stderr
+        assert (
+            f"the token of the daemon at 127.0.0.1:1, not of {daemon.http}"
+            in kvtier("quota", "--http", daemon.http).stderr
+        )
         file.write_text(json.dumps(told))
         file.chmod(0o644)
         assert "not this user's alone" in kvtier("quota", "--http", daemon.http).stderr
@@ -522,7 +525,10 @@ def test_it_stops_within_seconds_whatever_is_under_way(home: Path) -> None:
     tiers, chain = attach(home / "s"), chain_of(4)
     store(tiers, chain)
     names = [name.hex() for name in chain.hashes]
-    assert httpx2.post(url(daemon, "/admin/pin"), json={"hashes": names, "ttl": "1h"}, headers=daemon.operator).status_code == 200
+    assert (
+        httpx2.post(url(daemon, "/admin/pin"), json={"hashes": names, "ttl": "1h"}, headers=daemon.operator).status_code
+        == 200
+    )
     trace = {"file": str(home / "trace.jsonl")}
     with httpx2.stream(
         "POST", url(daemon, "/admin/trace"), json=trace, timeout=60, headers=daemon.operator

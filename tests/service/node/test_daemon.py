@@ -230,7 +230,9 @@ def test_blocks_come_back_from_the_slab_for_another_client(serve: Serve, disk_di
 def test_a_daemon_that_is_started_anew(home: Path, disk_dir: Path, end: signal.Signals, attach: Attach) -> None:
     options = {"host__size": "1MiB", "file__path": str(disk_dir), "file__size": "4MiB"}
     daemon = DaemonProcess(home / "s", **options)
-    ready = f" INFO kvtier: ready on {home / 's'}, 1MiB of host memory, its token in {home / 's.token'}, http on 127.0.0.1:"
+    ready = (
+        f" INFO kvtier: ready on {home / 's'}, 1MiB of host memory, its token in {home / 's.token'}, http on 127.0.0.1:"
+    )
     assert ready in daemon.first_line
     tiers, chain = attach(), chain_of(4)
     store(tiers, chain)

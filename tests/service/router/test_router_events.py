@@ -213,6 +213,7 @@ def test_an_engines_own_salt_counts_where_a_request_has_none() -> None:
         assert {asked(router, cache_salt="the engine's") for _ in range(4)} == {second.name}
         assert {asked(router, cache_salt="alice") for _ in range(4)} == {first.name, second.name}
 
+
 def test_a_daemon_under_a_topic_of_its_own_is_refused_with_both(caplog: pytest.LogCaptureFixture) -> None:
     with publishers(1) as (node,), replicas(2, nature(None, node)) as (first, second):
         node.stop()

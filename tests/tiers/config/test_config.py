@@ -273,7 +273,7 @@ def test_bytes_that_are_no_text_are_one_line_that_can_be_printed(value: object) 
     for section, option, field in options():
         if "Path" not in str(field.annotation):
             with pytest.raises(ConfigError, match=rf"^\[{section}\] {option} .*: not UTF-8; write it anew$") as caught:
-                Config.load(**{section: {option: value}})
+                Config.load(None, **{section: {option: value}})
             assert str(caught.value).encode()
 
 

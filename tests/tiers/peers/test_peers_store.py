@@ -3,6 +3,7 @@
 import socket
 import time
 from collections.abc import Callable, Iterator
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -39,6 +40,7 @@ def node(key: Path, made: list[Node]) -> Node:
     return made[0]
 
 
+@cache
 def probe_of(scale: float) -> KVProbe:
     return KVProbe.of([scale * np.random.default_rng(seed).normal(size=(2, 7, 32)) for seed in range(4)], "float32")
 
@@ -123,10 +125,10 @@ def test_a_node_whose_model_computes_otherwise_lends_nothing(
         wait_until(lambda: tier.locate(chain.hashes) == 4)
         assert read(tier, chain.hashes) == [record(chain, i) for i in range(4)]
         # Now it has, and rounds otherwise.
-        node.model.kv_probe = lambda known=probe_of(1.0001): known
+        node.model.kv_probe = partial(probe_of, 1.0001)
         assert tier.locate(later.hashes) == 4
         # Another engine's model computes otherwise: connections of before are of no more use than new ones.
-        node.model.kv_probe = lambda known=probe_of(1.5): known
+        node.model.kv_probe = partial(probe_of, 1.5)
         assert read(tier, chain.hashes) == [Outcome.EVICTED] * 4
         assert tier.locate(chain.hashes) == 0
     with borrowing(key, node.address, retry_after="50ms") as tier:
