@@ -184,6 +184,7 @@ class DaemonStory:
         options = {
             **patient_options(),
             "service__http": self._http,
+            "service__archives": str(home),
             "host__size": "1MiB",
             "file__path": str(home / "slabs"),
             "file__size": "2MiB",

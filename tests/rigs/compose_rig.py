@@ -44,7 +44,7 @@ def processes() -> dict[str, dict[str, Any]]:
 
 def command_of(service: Mapping[str, Any]) -> list[str]:
     """What runs in the container: `kvtier` is our image's entry point."""
-    entrypoint = service.get("entrypoint", ["kvtier"] if service["image"].startswith("kvtier:") else [])
+    entrypoint = service.get("entrypoint", ["kvtier"] if service["image"].startswith("kvtier") else [])
     return [*entrypoint, *service.get("command", [])]
 
 

@@ -223,11 +223,7 @@ NodeAddresses = Annotated[
 LineStarts = Annotated[
     tuple[str, ...],
     NoDecode,
-    listed(
-        lambda text: text.strip(),
-        'not a list of how lines begin; write one, as in ["billing", "Session id:"]',
-        r"\s*,\s*",
-    ),
+    listed(lambda text: text.strip(), 'not a list of how lines begin; write one, as in ["billing", "Session id:"]'),
 ]
 Topic = Annotated[
     str,

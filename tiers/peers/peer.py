@@ -102,7 +102,7 @@ class OtherNode:
         with self._lock:
             if probe == self._probe:
                 return
-            self._probe = probe
+            self._probe, self._is_up = probe, False
             links, self._ready = self._ready, []
         for link in links:
             link.close()

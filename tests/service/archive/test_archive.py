@@ -642,8 +642,12 @@ def test_archives_and_slabs_in_the_clear_and_encrypted_ones_go_into_each_other(t
 @both
 def test_an_encrypted_archive_needs_its_key(tmp_path: Path, archive_of_12: Path) -> None:
     target = hierarchy_of(slots=16)
-    if key is None:  # in the clear: any key will do
-        assert run(last(import_blocks(target, FINGERPRINT, BLOCK_SIZE, archive_of_12, bytes(32)))).num_blocks == 12
+    if key is None:  # in the clear: whoever has a key must want it so
+        what = target, FINGERPRINT, BLOCK_SIZE, archive_of_12, bytes(32)
+        with pytest.raises(ConfigError, match=r"twelve: not encrypted, and .* anybody may have made it"):
+            run(last(import_blocks(*what)))
+        assert target.host.pool.counts().ready == 0
+        assert run(last(import_blocks(*what, unsealed=True))).num_blocks == 12
         settle(target)
         return
     for other, complaint in (

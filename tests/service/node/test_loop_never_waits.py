@@ -30,14 +30,14 @@ class SeenCalls:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
         self._directory = str(directory)
         self.is_on = True
-        self.calls: dict[int, Counter[str]] = {}
+        self.calls: dict[threading.Thread, Counter[str]] = {}
         for name in WAITS:
             monkeypatch.setattr(FileIO, name, self._noting(name, getattr(FileIO, name)))
         sys.addaudithook(self._hear)
 
     def _note(self, what: str) -> None:
         if self.is_on:
-            self.calls.setdefault(threading.get_ident(), Counter())[what] += 1
+            self.calls.setdefault(threading.current_thread(), Counter())[what] += 1
 
     def _noting(self, name: str, original: Any) -> Any:
         def method(*arguments: Any, **named: Any) -> Any:
@@ -61,8 +61,6 @@ def test_no_verb_of_a_client_has_the_loop_wait_for_the_disk(
     if not knows_nowait:
         monkeypatch.setattr(FileIO, "peeking", lambda self, fd: file_io._nothing)
     daemon = DaemonThread(home / "s", host={"size": 1 << 18}, file={"path": home / "slab", "size": "1MiB"})
-    loop = daemon._thread.ident
-    assert loop is not None
     try:
         one, other = attach(home / "s"), attach(home / "s")
         chains = [prompt(number, number) for number in range(40)]  # more than host memory has room for
@@ -84,7 +82,7 @@ def test_no_verb_of_a_client_has_the_loop_wait_for_the_disk(
     finally:
         daemon.close()
         seen.is_on = False
-    on_loop = seen.calls.pop(loop, Counter())
+    on_loop = seen.calls.pop(daemon._thread, Counter())
     assert not on_loop, f"on the loop's thread: {dict(on_loop)}"
     elsewhere: Counter[str] = sum(seen.calls.values(), Counter())
     assert elsewhere["FileIO.preadv"] > 0  # the story did go to the disk

@@ -283,7 +283,7 @@ def test_what_fills_memory_and_what_it_saves(
     )
     page.wait_for(*saved, card="Saved")
     page.wait_for("host memory 6 blocks · 24 KiB", "file 6 blocks", card="What fills memory, by tenant")
-    prefix = (chain.hashes[0].hex()[:16], "24 KiB 100 %", "A prefix is called by its first block's name.")
+    prefix = ("24 KiB 100 %", "Names are for operators: these are labels.")
     page.wait_for(*prefix, card="Prefixes that most blocks begin with")
     tiers.close()
     page.open("about:blank")

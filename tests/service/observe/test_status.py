@@ -28,7 +28,7 @@ FIGURES: Final = "lookups missed stored dropped evicted corrupted moved absent a
 # Read from /status of kvtier 0.1, before it had types, and what came since. What a key counts has as many keys as have
 # occurred.
 DAEMON: Final = listed(f"""
-    version pid uptime_s status degraded socket budget budget.bytes budget.given events
+    version pid uptime_s status degraded socket token_file budget budget.bytes budget.given events
     tier_captions tier_captions.name tier_captions.label tier_captions.shown tier_captions.medium tier_captions.lower
     kv_events kv_events.publish kv_events.replay kv_events.seq kv_events.batches kv_events.events
     lent gpu_hour models models.model models.name models.fingerprint models.block_size models.block_bytes models.clients
@@ -38,8 +38,8 @@ DAEMON: Final = listed(f"""
     models.tiers models.tiers.file models.tiers.file.slots models.tiers.file.breakers models.tiers.file.room
     models.saved models.optimum models.return_gaps
     {" ".join(f"models.{key}" for key in FIGURES.split())}
-    clients clients.pids clients.uid clients.connected clients.seconds clients.claims clients.leases
-    clients.reservations clients.model refused
+    clients clients.pids clients.uid clients.connected clients.seconds clients.protocol clients.claims
+    clients.leases clients.reservations clients.model refused
 """)
 ENGINE: Final = listed(f"""
     version pid status model fingerprint block_size max_model_len
@@ -52,7 +52,7 @@ ROUTER: Final = listed("""
     uptime_s block_size fingerprint models
     tier_captions tier_captions.name tier_captions.label tier_captions.shown tier_captions.medium tier_captions.lower
     replicas replicas.name replicas.url replicas.state replicas.why replicas.load replicas.in_flight replicas.requests
-    replicas.errors replicas.events replicas.events.state replicas.events.seq replicas.events.gaps
+    replicas.errors replicas.fingerprint replicas.events replicas.events.state replicas.events.seq replicas.events.gaps
     replicas.events.lost replicas.events.age_s replicas.node_events replicas.blocks replicas.latency
     list list.errors list.why
     decisions decisions.time decisions.prompt_blocks decisions.chosen decisions.reason decisions.scores

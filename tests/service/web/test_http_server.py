@@ -90,15 +90,21 @@ def test_a_head_has_one_deadline_however_it_drips(served: ServedDaemon, monkeypa
             pytest.fail("it was waited for, byte after byte")
 
 
+def operators_head(served: ServedDaemon) -> bytes:
+    """A request that is let in, up to its last headers."""
+    return HEAD + f"Authorization: {served.client.headers['authorization']}\r\n".encode()
+
+
 def test_health_has_room_where_bodies_that_do_not_come_take_all_other(served: ServedDaemon) -> None:
+    request = operators_head(served) + b"Content-Length: 9\r\n\r\n{"
     with contextlib.ExitStack() as opened:
 
         def is_full() -> bool:
-            connected(served, opened).sendall(HEAD + b"Content-Length: 9\r\n\r\n{")
+            connected(served, opened).sendall(request)
             return asked(served, "/status") == 503
 
         for _ in range(63):
-            connected(served, opened).sendall(HEAD + b"Content-Length: 9\r\n\r\n{")
+            connected(served, opened).sendall(request)
         wait_until(is_full)  # one more each time: a question may have had the last place when it came
         assert (asked(served, "/healthz"), asked(served, "/readyz")) == (200, 200)
     wait_until(lambda: asked(served, "/status") == 200)
@@ -160,14 +166,15 @@ def test_who_asks_and_does_not_read_is_dropped(served: ServedDaemon, monkeypatch
 
 @pytest.mark.parametrize("length", [b"2", b"9", b"0"])
 def test_a_body_with_two_lengths_is_refused(served: ServedDaemon, length: bytes) -> None:
+    head = operators_head(served)
     chunked = b"Transfer-Encoding: chunked\r\n"
     body = b"d\r\n" + b'{"all": true}' + b"\r\n0\r\n\r\n"
-    assert talk(served.http, HEAD + chunked + b"Connection: close\r\n\r\n" + body, more=True).startswith(
+    assert talk(served.http, head + chunked + b"Connection: close\r\n\r\n" + body, more=True).startswith(
         b"HTTP/1.1 200"
     )
     smuggled = b"GET /status HTTP/1.1\r\nHost: localhost\r\n\r\n"
     for headers in (chunked + b"Content-Length: " + length, b"Content-Length: " + length + b"\r\n" + chunked[:-2]):
-        answer = talk(served.http, HEAD + headers + b"\r\n\r\n" + body + smuggled, more=True)
+        answer = talk(served.http, head + headers + b"\r\n\r\n" + body + smuggled, more=True)
         assert answer.startswith(b"HTTP/1.1 400")
         assert b"a body has only one of them" in answer
         assert answer.count(b"HTTP/1.1") == 1  # what follows is not read as another request
