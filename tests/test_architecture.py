@@ -120,6 +120,7 @@ EXPLAINED: Final = {
     "kvtier/cli/bench_cli.py:kvtier.service.bench.bench": "httpx2, which help does not need",
     "kvtier/cli/bench_cli.py:kvtier.service.bench.load": "the same",
     "kvtier/cli/bench_cli.py:kvtier.service.bench.patterns": "the same",
+    "service/web/http_server.py:__init__": "a server's bounds, each said by who serves",
     "kvtier/cli/admin_cli.py:explain": "one parameter for each option of the command line",
     "kvtier/cli/admin_cli.py:pin": "the same",
     "kvtier/cli/admin_cli.py:purge": "the same",

@@ -18,7 +18,6 @@ from starlette.routing import Route
 
 from kvtier.service.admin import bodies
 from kvtier.service.admin.admin import Admin
-from kvtier.service.admin.operator_token import OperatorToken
 from kvtier.service.admin.transfers import RunningTransfer, Steps, Transfers
 from kvtier.service.node import (
     Daemon,
@@ -35,7 +34,7 @@ from kvtier.service.node import (
 )
 from kvtier.service.node import status as status_of
 from kvtier.service.observe import EXPOSITION, LivePage, statuses, summary
-from kvtier.service.web import Guard, HttpServer, HttpSocket, page, read_body
+from kvtier.service.web import Guard, HttpServer, HttpSocket, OperatorToken, page, read_body
 from kvtier.tiers import ConfigError, FingerprintMismatch, FormatError, KVTierError, TierUnavailable
 
 T = TypeVar("T")
@@ -84,8 +83,7 @@ def make_app(
     guard = Guard(token.secret)
 
     def status() -> statuses.DaemonStatus:
-        told = status_of(daemon, pins, optimum)
-        return told if token.file is None else told.model_copy(update={"token_file": str(token.file)})
+        return _status(daemon, pins, optimum, token)
 
     use = MemoryUse()
     admin, transfers = Admin(daemon, pins), Transfers(daemon)
@@ -149,6 +147,11 @@ def make_app(
         tell("/admin/trace", bodies.TraceBody, transfers.trace),
     ]
     return Starlette(routes=routes, lifespan=lifespan, exception_handlers=_HANDLERS)
+
+
+def _status(daemon: Daemon, pins: Pins, optimum: OptimumWatch | None, token: OperatorToken) -> statuses.DaemonStatus:
+    told = status_of(daemon, pins, optimum)
+    return told if token.file is None else told.model_copy(update={"token_file": str(token.file)})
 
 
 def _watched(daemon: Daemon) -> list[Watched]:

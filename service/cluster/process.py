@@ -79,7 +79,7 @@ def launch(argv: Sequence[str], env: Mapping[str, str], log: Path) -> "subproces
     with log.open("ab") as output:
         return subprocess.Popen(
             program(argv),
-            env=child_environment({**{name: value for name, value in _BRIEF.items() if name not in os.environ}, **env}),
+            env=child_environment(env, under=_BRIEF),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,

@@ -5,7 +5,7 @@ from .holdings import FleetHoldings, Held, VersionHoldings, joined
 from .policy import CROWD, LOAD_WEIGHT, WEIGHTS, Candidate, Choice, Reason, choose, choose_or_stick, sticky
 from .prompts import READ, KnownPrompt, read_prompt
 from .proxy import NOT_ANSWERED, NOT_ASKED, passed
-from .replicas import ReplicaProfile
+from .replica_profile import ReplicaProfile
 from .sessions import session_of
 from .spec import Publishers
 

@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
-from kvtier.service.router.replicas import EVERY, ProbeSettings, Replica, ReplicaProfile, ReplicaState
+from kvtier.service.router.replica_profile import ModelVersion, ReplicaProfile
+from kvtier.service.router.replicas import EVERY, ProbeSettings, Replica, ReplicaState
 from kvtier.service.router.spec import Publishers, ReplicaSpec
-from kvtier.service.router.versions import LivingVersions, ModelVersion
+from kvtier.service.router.versions import LivingVersions
 
 _log = logging.getLogger(__name__)
 

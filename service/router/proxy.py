@@ -12,9 +12,9 @@ from kvtier.service.router.fleet import Fleet
 from kvtier.service.router.holdings import Held
 from kvtier.service.router.ledger import Ledger
 from kvtier.service.router.policy import Candidate, Choice, Reason, choose_or_stick
+from kvtier.service.router.replica_profile import ModelVersion
 from kvtier.service.router.replicas import AssignedWork, Replica, ReplicaState
 from kvtier.service.router.reply import ClientReply, Relayed
-from kvtier.service.router.versions import ModelVersion
 
 _MAX_FAILED: Final = 4  # replicas that may fail one request
 _MAX_BROKEN: Final = 2  # of these, replicas that may hang up on it: the request may be what kills them

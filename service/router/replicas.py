@@ -3,30 +3,24 @@
 import asyncio
 import json
 import logging
-import re
 import ssl
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-from kvtier.service.events import MAX_BLOCK_SIZE
 from kvtier.service.router.client import Deadlines, Failure, Headers, ReplicaAnswer, ReplicaClient, ReplicaFailed
 from kvtier.service.router.latencies import PERIOD, Latencies
-from kvtier.service.router.spec import Publishers, ReplicaSpec
-
-if TYPE_CHECKING:
-    from kvtier.service.router.versions import ModelVersion
+from kvtier.service.router.replica_profile import ModelVersion, ReplicaProfile
+from kvtier.service.router.spec import ReplicaSpec
 
 _log = logging.getLogger(__name__)
 
 _MAX_PAGE: Final = 1 << 20  # bytes of a page of a replica's
 _PROBES: Final = ("/readyz", "/healthz", "/health")  # kvtier's, many servers', vLLM's: the first that exists
-_DIGEST: Final = re.compile("[0-9a-f]{64}")
-_NAMESPACE: Final = re.compile("[0-9a-f]{32}")
 EVERY: Final = 1.0  # seconds between two reads of a replica's load, and checks whether it hangs
 _NO_METRICS: Final = 60.0  # seconds until a replica without metrics is asked for them again
 _LOAD_PATIENCE: Final = 5.0  # seconds a read of its load may take: a busy replica may be slow to answer
@@ -43,53 +37,6 @@ class ReplicaState(StrEnum):
     DOWN = "down"
     REFUSED = "refused"  # it contradicts its spec, or wants another key
     DRAINING = "draining"  # running, but takes no new requests
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaProfile:
-    """What a replica reports of itself at `/v1/models`."""
-
-    models: tuple[Mapping[str, Any], ...]
-    block_size: int | None  # None if it is not reported
-    fingerprint: str | None
-    publishers: Publishers
-    namespace: str | None = None  # for chains of requests that name no tenant, if those have a salt
-
-    @property
-    def names(self) -> frozenset[str]:
-        """Of the models, adapters among them."""
-        return frozenset(str(model["id"]) for model in self.models)
-
-    @property
-    def bases(self) -> tuple[str, ...]:
-        """Names of its models that are no adapters."""
-        return tuple(sorted(str(model["id"]) for model in self.models if not isinstance(model.get("parent"), str)))
-
-    @classmethod
-    def of(cls, page: object) -> "ReplicaProfile":
-        """Parse the page's JSON. Raises ReplicaFailed if it is not an OpenAI server's."""
-        entries = page.get("data") if isinstance(page, dict) else None
-        models: list[Any] = entries if isinstance(entries, list) else [None]
-        if not all(isinstance(model, dict) and isinstance(model.get("id"), str) for model in models):
-            raise ReplicaFailed(Failure.GARBLED, "/v1/models has no list of models")
-        ours: dict[str, Any] = next((m["kvtier"] for m in models if isinstance(m.get("kvtier"), dict)), {})
-        size, fingerprint, namespace = (ours.get(name) for name in ("block_size", "fingerprint", "namespace"))
-        if size is not None and not (type(size) is int and 1 <= size <= MAX_BLOCK_SIZE):
-            raise ReplicaFailed(Failure.GARBLED, f"block_size {size!r:.40} is not a number of tokens from 1 to 4096")
-        return cls(
-            tuple(models),
-            size,
-            fingerprint if isinstance(fingerprint, str) and _DIGEST.fullmatch(fingerprint) else None,
-            Publishers(*_publisher(ours.get("events")), *_publisher(ours.get("node"))),
-            namespace if isinstance(namespace, str) and _NAMESPACE.fullmatch(namespace) else None,
-        )
-
-
-def _publisher(value: object) -> tuple[str | None, str | None]:
-    """The publisher's endpoint, and its replay endpoint."""
-    found = value if isinstance(value, dict) else {}
-    publish, replay = (at if isinstance(at := found.get(name), str) else None for name in ("publish", "replay"))
-    return publish, replay if publish is not None else None
 
 
 @dataclass(frozen=True, slots=True)

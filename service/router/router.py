@@ -24,12 +24,12 @@ from kvtier.service.router.ledger import Ledger
 from kvtier.service.router.lists import ReplicaList
 from kvtier.service.router.prompts import CHAT, COMPLETION, READ, KnownPrompt, read_prompt
 from kvtier.service.router.proxy import NOT_ASKED, Proxy, RoutedRequest, passed
+from kvtier.service.router.replica_profile import ModelVersion
 from kvtier.service.router.replica_tokenizer import ReplicaTokenizer
 from kvtier.service.router.replicas import ProbeSettings, Replica
 from kvtier.service.router.reply import ClientReply
 from kvtier.service.router.sessions import session_of
 from kvtier.service.router.spec import Publishers
-from kvtier.service.router.versions import ModelVersion
 from kvtier.tiers import ConfigError, tier_captions
 from kvtier.tiers.config import RouterConfig
 

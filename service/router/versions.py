@@ -8,50 +8,11 @@ from typing import Final
 
 import xxhash
 
-from kvtier.service.router.replicas import Replica, ReplicaProfile, ReplicaState
+from kvtier.service.router.replica_profile import ModelVersion, ReplicaProfile
+from kvtier.service.router.replicas import Replica, ReplicaState
 
 _REMEMBERED: Final = 1 << 16  # conversations
 _PRESENT: Final = (ReplicaState.UP, ReplicaState.DRAINING, ReplicaState.DOWN)
-
-
-class ModelVersion:
-    """What replicas must agree on so that one index serves them all. What one does not report, the next may."""
-
-    def __init__(self, number: int, profile: ReplicaProfile, block_size: int | None) -> None:
-        self._number = number
-        self.block_size = block_size
-        self.fingerprint = profile.fingerprint
-        self.namespace = profile.namespace
-        self._bases = profile.bases
-
-    def takes(self, profile: ReplicaProfile, block_size: int | None) -> bool:
-        """Whether nothing that a replica reports contradicts this."""
-        both_known = None not in (profile.fingerprint, self.fingerprint)
-        if both_known and (profile.fingerprint, profile.namespace) != (self.fingerprint, self.namespace):
-            return False
-        if None not in (block_size, self.block_size) and block_size != self.block_size:
-            return False
-        return both_known or profile.bases == self._bases
-
-    def learn(self, profile: ReplicaProfile, block_size: int | None) -> None:
-        """A replica that this takes has joined."""
-        self.block_size = self.block_size or block_size
-        if self.fingerprint is None and profile.fingerprint is not None:
-            self.fingerprint, self.namespace = profile.fingerprint, profile.namespace
-
-    def __str__(self) -> str:
-        told = [
-            f"fingerprint {self.fingerprint}" if self.fingerprint else "no fingerprint",
-            f"block_size {self.block_size or 'not known'}",
-            f"namespace {self.namespace}" if self.namespace else "",
-            f"models {', '.join(self._bases)}",
-        ]
-        return ", ".join(filter(None, told))
-
-    @property
-    def seed(self) -> int:
-        """Its own in rankings; the same in every router if the fingerprint is known."""
-        return xxhash.xxh3_64_intdigest((self.fingerprint or str(self._number)).encode())
 
 
 class LivingVersions:

@@ -43,12 +43,6 @@ class Guard:
             raise HTTPException(415, f'content-type "{kind[:40]}": send application/json')
 
 
-def is_loopback(address: str) -> bool:
-    """Whether HOST:PORT is this machine's own, and no other machine reaches it."""
-    host = address if address.endswith("]") else address.rpartition(":")[0] or address
-    return host in _LOCAL_NAMES or host.startswith("127.")
-
-
 async def read_body(request: Request, limit: int) -> bytes:
     """The request's body. Raises HTTPException if it has more than `limit` bytes, is too slow or is cut short."""
     too_large = HTTPException(413, f"body: more than {limit} bytes; send less at a time")

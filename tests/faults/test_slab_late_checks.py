@@ -14,7 +14,7 @@ from extent import brief
 from slab_rig import BLOCK_SIZE, SLOT, get, hash_of, put, record_of, verify
 
 from kvtier.tiers.file import slab, slab_rows
-from kvtier.tiers.file.file_io import FileIO, _is_in_memory
+from kvtier.tiers.file.file_io import FileIO, _is_in_memory, peeking
 from kvtier.tiers.file.store import FileStore
 from kvtier.tiers.tier import Outcome
 
@@ -200,12 +200,12 @@ def test_a_file_system_that_may_hang_is_never_peeked_into(table: int, monkeypatc
     with monkeypatch.context() as patch:
         patch.setattr(os, "preadv", refuses)
         patch.setattr("kvtier.tiers.file.file_io._is_in_memory", lambda fd: False)
-        read = FileIO().peeking(table)
+        read = peeking(FileIO(), table)
         with pytest.raises(BlockingIOError):
             read(table, [memoryview(bytearray(4096))], 0)
         patch.setattr("kvtier.tiers.file.file_io._is_in_memory", lambda fd: True)
         memory = FileIO()
-        assert memory.peeking(table) == memory.preadv
+        assert peeking(memory, table) == memory.preadv
     with tempfile.TemporaryFile(dir="/dev/shm") as in_memory:
         assert _is_in_memory(in_memory.fileno())
     with open("/proc/self/stat") as elsewhere:

@@ -114,9 +114,9 @@ ConfigSource = Config | Mapping[str, Mapping[str, object]] | Path | str
 """What a library's user may give as a configuration: see `Config.of`."""
 
 
-def child_environment(values: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a process that is started from this one: its own, and `values` over it."""
-    return {**os.environ, **values}
+def child_environment(values: Mapping[str, str], under: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment of a process that is started from this one: its own, `values` over it, and others `under` it."""
+    return {**(under or {}), **os.environ, **values}
 
 
 def options() -> list[tuple[str, str, FieldInfo]]:

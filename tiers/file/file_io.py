@@ -101,7 +101,7 @@ class FileIO:
     def peek(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         """`preadv` of what the page cache holds. BlockingIOError for the rest, which is sent for: it never waits.
 
-        Only where `can_peek`; else it brings nothing, as from a file system that may hang (FUSE, overlayfs, NFS).
+        Only where the file system knows such reads: see `peeking`.
         """
         try:
             moved = os.preadv(fd, buffers, offset, os.RWF_NOWAIT)
@@ -112,24 +112,25 @@ class FileIO:
             raise BlockingIOError
         return moved
 
-    def peeking(self, fd: int) -> "ReadCall":
-        """What reads of this file without waiting: `peek`, or `preadv` in memory, else a call that brings nothing.
-
-        May wait itself: it is for who opens the file.
-        """
-        try:
-            os.preadv(fd, [bytearray(1)], 0, os.RWF_NOWAIT)
-        except BlockingIOError:
-            pass
-        except OSError as error:
-            if error.errno != errno.EOPNOTSUPP:
-                raise
-            return self.preadv if _is_in_memory(fd) else _nothing
-        return self.peek
-
     def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         """One gathered write; returns bytes written."""
         return os.pwritev(fd, buffers, offset)
+
+
+def peeking(io: FileIO, fd: int) -> ReadCall:
+    """What reads of this file without waiting: `peek`, or `preadv` in memory, else a call that brings nothing.
+
+    May wait itself: it is for who opens the file.
+    """
+    try:
+        os.preadv(fd, [bytearray(1)], 0, os.RWF_NOWAIT)
+    except BlockingIOError:
+        pass
+    except OSError as error:
+        if error.errno != errno.EOPNOTSUPP:
+            raise
+        return io.preadv if _is_in_memory(fd) else _nothing
+    return io.peek
 
 
 def _is_in_memory(fd: int) -> bool:

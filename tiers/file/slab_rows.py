@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from kvtier.tiers import ChainHash, Outcome
 from kvtier.tiers.file import slab
 from kvtier.tiers.file.extents import ExtentMap
-from kvtier.tiers.file.file_io import FileIO, ReadCall, read_all
+from kvtier.tiers.file.file_io import FileIO, ReadCall, peeking, read_all
 from kvtier.tiers.file.slab import Rows, Superblock
 from kvtier.tiers.file.slab_codec import Codec, SlabEntry
 from kvtier.tiers.file.slab_space import SlabFile
@@ -33,7 +33,7 @@ class SlabRows:
         self._io = io
         self._file = file
         self._codec = codec
-        self._peek = io.peeking(file.fd)
+        self._peek = peeking(io, file.fd)
         num_slots = file.superblock.num_slots
         self.parents: Words = np.zeros((num_slots, 4), np.uint64)
         self.seqs = np.zeros(num_slots, np.uint64)

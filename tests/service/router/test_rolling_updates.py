@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from router_rig import MODEL, RoutedReplicas, ToldReplica, replicas, routed, until
 
-from kvtier.service.router.replicas import ProbeSettings, Replica, ReplicaProfile, ReplicaState
+from kvtier.service.router.replica_profile import ReplicaProfile
+from kvtier.service.router.replicas import ProbeSettings, Replica, ReplicaState
 from kvtier.service.router.spec import Publishers, ReplicaSpec
 from kvtier.service.router.versions import LivingVersions
 

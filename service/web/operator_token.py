@@ -10,7 +10,6 @@ from typing import Final, NamedTuple
 
 from pydantic import SecretStr
 
-from kvtier.service.web import is_loopback
 from kvtier.tiers import ConfigError
 
 _log = logging.getLogger(__name__)
@@ -58,7 +57,7 @@ def token_at(file: Path, http: str) -> SecretStr:
     answers there would learn a token that is not his.
     """
     told, secret = read_token(file)
-    if told != http and not (is_loopback(told) and is_loopback(http) and _port(told) == _port(http)):
+    if told != http and not (_is_local(told) and _is_local(http) and _port(told) == _port(http)):
         raise ConfigError(f'"{file}": the token of the daemon at {told}, not of {http}; give --token')
     return secret
 
@@ -77,6 +76,11 @@ def read_token(file: Path) -> tuple[str, SecretStr]:
         raise ConfigError(f'"{file}": {error.strerror}; run this as the daemon\'s user, or give --token') from None
     except (ValueError, TypeError, LookupError):
         raise ConfigError(f'"{file}": not a daemon\'s token; give --token') from None
+
+
+def _is_local(address: str) -> bool:
+    host = address.rpartition(":")[0]
+    return host in ("localhost", "[::1]") or host.startswith("127.")
 
 
 def _port(address: str) -> str:
