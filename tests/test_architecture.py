@@ -102,6 +102,7 @@ EXPLAINED: Final = {
     "service/events/publisher.py:_run:except": "top of the loop: a batch that fails is counted, the thread lives on",
     "service/events/consumer.py:_run:except": "top of the worker loop: what failed is counted and read anew",
     "kvtier/cli/admin_cli.py:kvtier.service.web.http_client": "httpx2, which help does not need",
+    "kvtier/cli/admin_cli.py:kvtier.service.web.operator_token": "pydantic, likewise",
     "kvtier/cli/servers_cli.py:kvtier.service.engine.process": "torch and transformers take seconds to import",
     "engine/offload.py:start_copies:except": "beside any step: the worker reports them as failed, the rest goes on",
     "service/ray/request_router.py:choose_replicas:except": "Ray Serve would leave that request without a replica",

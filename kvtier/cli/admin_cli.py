@@ -14,7 +14,6 @@ import typer
 from kvtier.cli.options import ConfigOption, JsonOption, given, progress_bar, show
 from kvtier.cli.prompt_input import read, read_list, require_cutter, require_prompt, tokenizer_of, which_blocks
 from kvtier.service import Exit, Json, harmless, observe, router
-from kvtier.service.web import token_at
 from kvtier.tiers import ConfigError, KVTierError
 from kvtier.tiers import config as configuration
 from kvtier.tiers.config import format_size, parse_duration, parse_size, parse_time, show_size
@@ -93,7 +92,7 @@ def _connected(
     """The daemon that the options name. The options are those of every command."""
     from pydantic import SecretStr
 
-    from kvtier.service.web import HttpClient
+    from kvtier.service.web import HttpClient, token_at
 
     settings = configuration.Config.load(config).service
     if http is not None:
