@@ -12,6 +12,7 @@ from typing import Final
 
 import numpy as np
 
+from kvtier.service.crowd import Crowd
 from kvtier.tiers import BATCH_BYTES, BlockRecord, BlockShape, ChainHash, ConfigError, Outcome, checksum
 from kvtier.tiers.config import PeersConfig
 from kvtier.tiers.hierarchy import Hierarchy
@@ -117,7 +118,7 @@ class Lender:
         self.counts: Counter[str] = Counter()
         self._models: dict[bytes, LentModel] = {}
         self._connections: set[socket.socket] = set()
-        self._num_strangers = 0
+        self._strangers = Crowd[socket.socket](MAX_STRANGERS)
         self._in_flight = 0  # bytes of blocks leased for others
         self._closed = False
         self._listener = _listen(config.listen)
@@ -160,7 +161,7 @@ class Lender:
         """Raise AssertionError if more is lent than may be."""
         with self._lock:
             assert 0 <= self._in_flight, f"{self._in_flight} bytes in flight"
-            assert 0 <= self._num_strangers <= len(self._connections) <= MAX_CONNECTIONS, "connections"
+            assert len(self._strangers) <= len(self._connections) <= MAX_CONNECTIONS, "connections"
 
     # connections
 
@@ -168,17 +169,20 @@ class Lender:
         """Thread: take connections in."""
         while not self._closed:
             try:
-                connection, _ = self._listener.accept()
+                connection, peer = self._listener.accept()
             except OSError:
                 if not self._closed:  # no file left for it, or it went away again
                     self._note("not_accepted")
                     time.sleep(_ACCEPT_PAUSE)
                 continue
             with self._lock:
-                is_full = len(self._connections) >= MAX_CONNECTIONS or self._num_strangers >= MAX_STRANGERS
+                is_full = len(self._connections) >= MAX_CONNECTIONS
                 if not is_full and not self._closed:
                     self._connections.add(connection)
-                    self._num_strangers += 1
+                    self._strangers.add(connection, str(peer[0]))
+                    if (victim := self._strangers.surplus()) is not None:  # who has the key proves it in a moment
+                        _shut(victim)
+                        self.counts["too_many"] += 1
             if is_full or self._closed:
                 self._note("too_many")
                 connection.close()
@@ -188,7 +192,7 @@ class Lender:
                 thread.start()
             except RuntimeError:  # no thread left for it
                 self._note("not_accepted")
-                self._end(connection, is_stranger=True)
+                self._end(connection)
 
     def _serve(self, connection: socket.socket) -> None:
         """Thread: one connection, from its handshake to its end."""
@@ -197,7 +201,7 @@ class Lender:
             session = self._welcome(connection)
             is_stranger = False
             with self._lock:
-                self._num_strangers -= 1
+                self._strangers.discard(connection)
             self._note("welcomed")
             while True:
                 self._answer(connection, session)
@@ -209,13 +213,14 @@ class Lender:
         except OSError:
             self._note(f"{'stranger' if is_stranger else 'cut_off'}_error")
         finally:
-            self._end(connection, is_stranger=is_stranger)
+            self._end(connection)
 
-    def _end(self, connection: socket.socket, *, is_stranger: bool) -> None:
+    def _end(self, connection: socket.socket) -> None:
+        with self._lock:
+            self._strangers.discard(connection)
         connection.close()
         with self._lock:
             self._connections.discard(connection)
-            self._num_strangers -= is_stranger
             self._lock.notify_all()
 
     def _welcome(self, connection: socket.socket) -> wire.PeerSession:

@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvtier.service import REQUEST_ID, begin_request
+from kvtier.service.crowd import Crowd
 from kvtier.service.web.http_hosts import HostNames, name_in
 from kvtier.tiers import ConfigError
 
@@ -107,7 +108,7 @@ class HttpServer:
             interface="asgi3",
             loop="asyncio",
             http=type(
-                "_ProtocolOf", (_Protocol,), {"waiting": _Waiting(max_requests), "no_http": self._last(400, _NO_HTTP)}
+                "_ProtocolOf", (_Protocol,), {"waiting": Crowd(max_requests), "no_http": self._last(400, _NO_HTTP)}
             ),
             ws="none",
             lifespan="on",
@@ -204,42 +205,6 @@ def _named(scope: Scope, receive: Receive, send: Send) -> tuple[Scope, Receive, 
     return {**scope, "headers": [*passed, header]}, receive, answer
 
 
-class _Waiting:
-    """A server's connections on which no request is under way, by client address. Each call looks at one of them."""
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._by_address: dict[str, dict[_Protocol, None]] = {}  # the longest waiting first
-        self._num = 0
-
-    def add(self, connection: "_Protocol") -> None:
-        """It waits from now on."""
-        self.discard(connection)
-        self._by_address.setdefault(_address_of(connection), {})[connection] = None
-        self._num += 1
-
-    def discard(self, connection: "_Protocol") -> None:
-        """It waits no more, or is gone."""
-        own = self._by_address.get(address := _address_of(connection), {})
-        if connection in own:
-            del own[connection]
-            self._num -= 1
-            if not own:
-                del self._by_address[address]
-
-    def bound(self) -> None:
-        """Close one if there are too many. Addresses are no more than connections that may wait."""
-        if self._num > self._most:
-            most = max(self._by_address, key=lambda address: len(self._by_address[address]))
-            victim = next(iter(self._by_address[most]))
-            self.discard(victim)
-            victim.transport.abort()
-
-
-def _address_of(connection: "_Protocol") -> str:
-    return connection.client[0] if connection.client is not None else ""
-
-
 class _Protocol(H11Protocol):
     """Closes connections whose request head is late, or whose client reads nothing: uvicorn would wait for ever.
 
@@ -247,7 +212,7 @@ class _Protocol(H11Protocol):
     A request's `state` has `pass_chunks`, which writes ready-made chunks of an answer.
     """
 
-    waiting: "_Waiting"
+    waiting: "Crowd[_Protocol]"
     no_http: Response
     _timer: asyncio.TimerHandle | None = None
     _requests_seen: Any = None
@@ -263,8 +228,12 @@ class _Protocol(H11Protocol):
         super().connection_made(transport)
         self.app_state = {**self.app_state, "pass_chunks": self._pass_chunks}
         self._timer = self.loop.call_later(_HEAD, self._look)
-        self.waiting.add(self)
-        self.waiting.bound()
+        self._wait()
+        if (victim := self.waiting.surplus()) is not None:
+            victim.transport.abort()
+
+    def _wait(self) -> None:
+        self.waiting.add(self, self.client[0] if self.client is not None else "")
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -291,7 +260,7 @@ class _Protocol(H11Protocol):
 
     def on_response_complete(self) -> None:
         if not self.transport.is_closing():
-            self.waiting.add(self)
+            self._wait()
         super().on_response_complete()
         if not self.waits:  # the next request was there already
             self.waiting.discard(self)

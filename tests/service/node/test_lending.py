@@ -169,13 +169,17 @@ def test_whoever_says_nothing_is_cut_off_in_time(node: Node, monkeypatch: pytest
     wait_until(lambda: node.lender.counts["stranger_timeout"] == 1)
 
 
-def test_strangers_cannot_take_all_places(node: Node, key: Path) -> None:
+def test_strangers_take_no_place_from_who_has_the_key(node: Node, key: Path) -> None:
     strangers = [connected(node) for _ in range(lending.MAX_STRANGERS)]
     wait_until(lambda: node.lender.num_connections == lending.MAX_STRANGERS)
-    with connected(node) as one_more:
-        assert ends(one_more)
+    linked(node, key).close()  # it gets in at once: whoever has waited longest gives way
+    assert ends(strangers[0])
     assert node.lender.counts["too_many"] == 1
-    for each in strangers:
+    more = [connected(node) for _ in range(3)]
+    wait_until(lambda: node.lender.counts["too_many"] >= 3)
+    assert ends(strangers[1])
+    node.lender.check()
+    for each in (*strangers, *more):
         each.close()
     wait_until(lambda: not node.lender.num_connections)
     linked(node, key).close()

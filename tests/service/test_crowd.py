@@ -1,0 +1,38 @@
+"""Who gives way of too many that wait: bounded, fair between addresses, and in order."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier.service.crowd import Crowd
+
+
+def test_the_longest_waiting_of_the_address_that_has_most_gives_way() -> None:
+    crowd = Crowd[int](4)
+    for number, address in enumerate("aabaa"):
+        crowd.add(number, address)
+    assert crowd.surplus() == 0
+    assert crowd.surplus() is None
+    crowd.add(1, "a")  # it was asked something meanwhile, and waits anew
+    crowd.add(5, "b")
+    assert crowd.surplus() == 3
+    crowd.discard(1)
+    crowd.discard(1)
+    assert len(crowd) == 3
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.sampled_from("abc"), st.booleans())))
+def test_it_never_holds_more_than_it_may(steps: list[tuple[int, str, bool]]) -> None:
+    crowd, waiting = Crowd[int](3), dict[int, str]()
+    for one, address, stays in steps:
+        waiting.pop(one, None)
+        if not stays:
+            crowd.discard(one)
+            continue
+        crowd.add(one, address)
+        waiting[one] = address
+        if (victim := crowd.surplus()) is not None:
+            of_each = [list(waiting.values()).count(each) for each in set(waiting.values())]
+            assert list(waiting.values()).count(waiting[victim]) == max(of_each)
+            assert next(each for each, where in waiting.items() if where == waiting[victim]) == victim
+            del waiting[victim]
+        assert len(crowd) == len(waiting) <= 3
