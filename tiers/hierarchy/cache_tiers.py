@@ -198,7 +198,10 @@ class BlockStores(Protocol):
         """`seal` of all that a step has filled: one job, however many there are. Names and parents are as reserved."""
 
     def abandon(self, reservation: Reservation, reason: Outcome) -> None:
-        """The store failed or was called off: its slots are free again, nothing became visible."""
+        """The store failed or was called off: its slots are free again, nothing became visible.
+
+        Not behind `seal`: of this process's tiers that is a ValueError, and the daemon passes it over.
+        """
 
     def quarantine(self, reservation: Reservation, reason: Outcome) -> None:
         """As `abandon`, but a device may still write to the slots: they are not used again while this process lives."""

@@ -87,6 +87,8 @@ class StoreQueue:
 
     def seal_each(self, stores: Sequence[Filled]) -> None:
         """As `seal`, of all that a step filled; a few bytes are published at once."""
+        for reservation, _, _ in stores:
+            reservation.is_given = True
         if not stores or self._seal_now(stores):
             return
         unsealed, waiting = self.unsealed, self._waiting
@@ -100,11 +102,16 @@ class StoreQueue:
             # Under the lock: whoever finds something waiting may `drain`, and that waits for jobs.
             is_taken = is_queued or not waiting or self.sealing_queue.submit(SealJob(self))
         for reservation, _, _ in refused:
-            self.abandon(reservation, Outcome.QUEUE_FULL)
+            self._give_up(reservation, Outcome.QUEUE_FULL)
         if not is_taken:
             self.drop_waiting(Outcome.CLOSED)
 
     def abandon(self, reservation: Reservation, reason: Outcome) -> None:
+        if reservation.is_given:  # its slots are being hashed, and may be in use
+            raise ValueError("abandon: this reservation was sealed")
+        self._give_up(reservation, reason)
+
+    def _give_up(self, reservation: Reservation, reason: Outcome) -> None:
         self._dropped(reservation.hashes, reason)
         self._host.pool.abandon(reservation)
 
@@ -231,7 +238,7 @@ class StoreQueue:
             stores = [store for each in sealings for store in each.stores]
             for (reservation, _, _), outcome in zip(stores, outcomes, strict=True):
                 if outcome is not Outcome.OK:
-                    self.abandon(reservation, outcome)
+                    self._give_up(reservation, outcome)
         unsealed = self.unsealed
         with self._lock:
             for sealing in sealings:

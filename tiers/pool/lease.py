@@ -56,6 +56,7 @@ class Reservation:
     num_open: int = field(repr=False)  # slots still filling
     on_end: "Callable[[Reservation, bool], None]" = field(repr=False)  # (itself, whether it was dropped)
     is_tail: bool = field(default=False, init=False)  # of one block that is a chain's unfinished last one
+    is_given: bool = field(default=False, init=False, repr=False)  # to be sealed: whoever filled it has no say any more
 
     @property
     def slots(self) -> NDArray[np.int64]:

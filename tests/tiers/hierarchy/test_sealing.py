@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from threading import Event, Thread, current_thread
 
 import pytest
-from doubles import MemoryTier, chain_of, hand_in, hierarchy_of, record_of, reserve
+from doubles import MemoryTier, chain_of, hand_in, hierarchy_of, payload_of, record_of, reserve
 
 from kvtier.tiers.checksum import checksum
 from kvtier.tiers.hierarchy import sealing, stores
@@ -45,6 +45,23 @@ def dropped(hierarchy: Hierarchy, reason: Outcome) -> float:
         for name, count in hierarchy.stats().items()
         if "drop" in name and f'"{reason.value}"' in name and '"l2"' in name
     )
+
+
+def test_what_was_sealed_cannot_be_abandoned(hashing: Hashing) -> None:
+    hierarchy, chain = hierarchy_of(slots=4), chain_of(2)
+    reservation = reserve(hierarchy, chain.hashes, chain.root)
+    assert reservation is not None
+    for slot, name in zip(reservation.slots.tolist(), reservation.hashes, strict=True):
+        hierarchy.region.slot(slot)[:] = payload_of(name)
+    hierarchy.seal(reservation, [record_of(chain, i) for i in range(2)], hierarchy.epoch)
+    assert hashing.begun.wait(60)
+    with pytest.raises(ValueError, match="sealed"):
+        hierarchy.abandon(reservation, Outcome.ABORTED)
+    hashing.may_go_on.set()
+    assert hierarchy.drain(60)
+    assert hierarchy.holds(chain.hashes) == [True, True]
+    hierarchy.check()
+    hierarchy.close()
 
 
 def test_a_store_that_cannot_be_hashed_fails_alone(hashing: Hashing) -> None:
