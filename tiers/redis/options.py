@@ -25,6 +25,8 @@ REDIS_ERRORS: Final = (redis.RedisError, redis.exceptions.RedisClusterException)
 
 MAX_VALUE: Final = 512 << 20  # bytes: `proto-max-bulk-len` unless somebody changed it
 _LEAST_RECORDS: Final = 16  # that memory must hold, if nothing may be evicted for the next
+_NO_TLS: Final = ("WRONG_VERSION_NUMBER", "record layer failure")  # what TLS says of an answer without it
+_HANGS_UP: Final = ("Connection closed by server", "Connection reset by peer", "\\x15\\x03")  # and a TLS port of none
 _PORTS: Final = {"standalone": 6379, "cluster": 6379, "sentinel": 26379}
 
 
@@ -166,12 +168,25 @@ def _explanation(config: RedisConfig, servers: Servers, error: Exception) -> KVT
     if any(isinstance(cause, redis.exceptions.NoPermissionError) for cause in causes):
         return _denied(servers, text)
     if "CERTIFICATE_VERIFY_FAILED" in text:
-        return ConfigError(f"[redis] ca: the certificate of {where} is not signed by it; name the right file")
+        return _untrusted(where, text)
+    if any(each in text for each in _NO_TLS):
+        return TierUnavailable(f"[redis] url: {where} does not speak TLS there; write redis://, or its TLS port")
     if "cluster mode is not enabled" in text.lower():
         return _bad("mode", "cluster", f'{where} is no cluster; set mode to "standalone"')
     if "DB index" in text or "Invalid Database" in text:
         return _bad("url", where, "no database of that number; write a lower one")
-    return TierUnavailable(f"[redis] {where}: {str(error)[:200]}; the Redis tier is off")
+    hint = " (if it speaks TLS there, write rediss://)" if any(each in text for each in _HANGS_UP) else ""
+    return TierUnavailable(f"[redis] {where}: {str(error)[:200]}; the Redis tier is off{hint}")
+
+
+def _untrusted(where: str, text: str) -> KVTierError:
+    """Why a server's certificate does not do. One that has expired is renewed while this runs."""
+    if "has expired" in text or "not yet valid" in text:
+        when = "has expired; renew it" if "has expired" in text else "is not valid yet; set this machine's clock"
+        return TierUnavailable(f"[redis] {where}: its certificate {when}")
+    if "mismatch" in text or "doesn't match" in text:
+        return ConfigError(f"[redis] url: the certificate of {where} is for another name; write one that it has")
+    return ConfigError(f"[redis] ca: the certificate of {where} is not signed by it; name the right file")
 
 
 def no_epoch(servers: Servers, why: str) -> KVTierError:

@@ -30,7 +30,7 @@ from redis_stories import (
 )
 
 from kvtier.tiers.config.config import Config
-from kvtier.tiers.errors import ConfigError, TierUnavailable
+from kvtier.tiers.errors import ConfigError, KVTierError, TierUnavailable
 from kvtier.tiers.hierarchy.lower_tier import TierPort
 from kvtier.tiers.hierarchy.opening import open_ports
 from kvtier.tiers.hierarchy.rates import Rates
@@ -38,6 +38,7 @@ from kvtier.tiers.metrics import Metrics
 from kvtier.tiers.naming.shape import KVShape
 from kvtier.tiers.redis.batch import Batches
 from kvtier.tiers.redis.lanes import Lane
+from kvtier.tiers.redis.options import _untrusted
 from kvtier.tiers.redis.store import RedisStore
 from kvtier.tiers.redis.wire import Wire
 from kvtier.tiers.returns import MOST_AHEAD, Returns, ToldEnd
@@ -567,6 +568,28 @@ def test_a_certificate_of_another_authority(tmp_path: Path) -> None:
         with opened(secure.url, ca=str(secure.tls.authority)) as store:
             written(store, CHAIN)
             assert whole(read(store, CHAIN))
+
+
+def test_who_speaks_tls_and_who_does_not(server: RedisServer) -> None:
+    with pytest.raises(TierUnavailable, match="does not speak TLS there; write redis://, or its TLS port"):
+        open_store(server.url.replace("redis://", "rediss://"))
+    with standalone(tls=True) as secure, pytest.raises(TierUnavailable, match="if it speaks TLS there, write rediss://"):
+        open_store(secure.url.replace("rediss://", "redis://"))
+
+
+@pytest.mark.parametrize(
+    ("said", "kind", "line"),
+    [
+        ("certificate has expired", TierUnavailable, "[redis] h:1: its certificate has expired; renew it"),
+        ("certificate is not yet valid", TierUnavailable, "is not valid yet; set this machine's clock"),
+        ("Hostname mismatch, certificate is not valid for 'h'", ConfigError, "is for another name; write one"),
+        ("self-signed certificate", ConfigError, "is not signed by it; name the right file"),
+    ],
+)
+def test_why_a_certificate_does_not_do(said: str, kind: type[KVTierError], line: str) -> None:
+    error = _untrusted("h:1", f"[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed: {said} (_ssl.c:1006)")
+    assert type(error) is kind
+    assert line in str(error)
 
 
 def test_too_little_memory_that_nothing_leaves_is_refused_and_other_settings_are_warned_of_once(
