@@ -65,6 +65,9 @@ def completion_of(
     require_model(served, body.model)
     num_prompts = 1 if isinstance(body, ChatBody) else len(body.prompts)
     _require_room(loop, "n" if num_choices > 1 else "prompt", num_prompts * num_choices)
+    if isinstance(body, ChatBody) and body.tools and not (body.must_call or served.prompts.takes_tools):
+        why = "this model's chat template has no place for them; leave them out, or require a call by tool_choice"
+        raise OpenAIError(400, f"tools: {why}", param="tools", code="unsupported_parameter")
     prompts = served.prompts.tokenized(body)
     guide = _guide_of(served, body)
     params = [params_of(loop, body, prompt.token_ids, guide) for prompt in prompts]

@@ -98,6 +98,11 @@ class Prompts:
         """A text as it stands in every prompt that marks it."""
         return self._encode(param, text, add_special_tokens=False)
 
+    @property
+    def takes_tools(self) -> bool:
+        """Whether a template of this model has a place for tools."""
+        return any(template.says("tools") for template in self._templates.values())
+
     def _pieces(self, chat: Chat) -> list[PromptPiece]:
         has_own = chat.tools is not None and "tool_use" in self._templates
         template = self._templates.get("tool_use" if has_own else "default")

@@ -12,6 +12,7 @@ from kvtier.service.openai.fields import (
     Text,
     Tolerant,
     few_fields,
+    must_be,
 )
 from kvtier.service.openai.response_format import ResponseFormat
 
@@ -19,6 +20,7 @@ _MAX_CHOICES: Final = 128
 _MAX_STOPS: Final = 16
 _MAX_STOP: Final = 256  # characters
 _MAX_BIASES: Final = 1024
+_AS_FORMAT: Final = "send response_format instead"
 _DIGITS: Final = 11  # more than a token id has
 
 
@@ -71,6 +73,21 @@ class Sampling(Tolerant):
     response_format: ResponseFormat | None = None
     user: Ignored = None
     metadata: Ignored = None
+    # of vLLM, and what they would change is another answer
+    min_tokens: Annotated[None, must_be(0)] = None
+    bad_words: Annotated[None, must_be([])] = None
+    allowed_token_ids: Annotated[None, must_be()] = None
+    structured_outputs: Annotated[None, must_be({}, fix=_AS_FORMAT)] = None
+    guided_json: Annotated[None, must_be(fix=_AS_FORMAT)] = None
+    guided_regex: Annotated[None, must_be()] = None
+    guided_choice: Annotated[None, must_be()] = None
+    guided_grammar: Annotated[None, must_be()] = None
+    use_beam_search: Off = None
+    length_penalty: Annotated[None, must_be(1)] = None
+    prompt_logprobs: Annotated[None, must_be()] = None
+    truncate_prompt_tokens: Annotated[None, must_be()] = None
+    skip_special_tokens: Annotated[None, must_be(True)] = None
+    include_stop_str_in_output: Off = None
 
     @property
     def wants_usage(self) -> bool:

@@ -52,6 +52,42 @@ def test_unknown_fields_are_ignored_and_counted(server: ServerThread, caplog: py
     assert (refused["param"], refused["code"]) == ("kvtier.hints", "unknown_parameter")
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "neutral"),
+    [
+        ("min_tokens", 4, 0),
+        ("bad_words", ["x"], []),
+        ("structured_outputs", {"json": {}}, None),
+        ("guided_json", {"type": "object"}, None),
+        ("guided_choice", ["a", "b"], None),
+        ("use_beam_search", True, False),
+        ("length_penalty", 2.0, 1.0),
+        ("skip_special_tokens", False, True),
+        ("prompt_logprobs", 1, None),
+    ],
+)
+def test_what_would_change_the_answer_is_refused_by_name(
+    server: ServerThread, field: str, value: object, neutral: object
+) -> None:
+    refused = server.post("chat/completions", **CHAT, **{field: value})
+    assert refused.status_code == 400
+    error = refused.json()["error"]
+    assert (error["param"].partition(".")[0], error["code"]) == (field, "unsupported_parameter")
+    assert server.post("completions", model=MODEL, prompt="a", max_tokens=1, **{field: value}).status_code == 400
+    assert server.post("chat/completions", **CHAT, **{field: neutral}).status_code == 200
+
+
+def test_tools_that_the_model_would_not_see_are_refused(server: ServerThread) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+    refused = server.post("chat/completions", **CHAT, tools=[tool])
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tools")
+    assert "has no place for them" in refused.json()["error"]["message"]
+    assert server.post("chat/completions", **CHAT, tools=[]).status_code == 200
+    # What must be called is called all the same: the answer follows the tool's schema.
+    required = {**CHAT, "max_tokens": 64, "tool_choice": "required"}
+    assert server.post("chat/completions", **required, tools=[tool]).status_code == 200
+
+
 def test_names_of_unknown_fields_are_few() -> None:
     fields = IgnoredFields()
     fields.note(["x" * 65, "two words", "é", ""])
