@@ -60,8 +60,9 @@ def open_tiers(
         if lossy is not None:
             _log.info("[cache] lossy: the daemon's Redis and object store keep K and V as %s", lossy)
         about = () if identity is None else tuple(identity.told().items())
+        size = config.host.size if "size" in config.host.model_fields_set else 0
         hello = Hello(
-            *(fingerprint, shape.block_size, shape.block_bytes, config.host.size),
+            *(fingerprint, shape.block_size, shape.block_bytes, size),
             reset=False,
             about=about,
             lossy=lossy,

@@ -18,9 +18,10 @@ from kvtier.connector.daemon.handshake import (
     version_of,
 )
 from kvtier.connector.daemon.messages import Bye, Ended, Operation, Reply, taken_along
-from kvtier.connector.daemon.versions import LOSSY_SINCE, RELEASES, VERSION, UnspokenVersion
+from kvtier.connector.daemon.versions import LOSSY_SINCE, RELEASES, SHARES_SINCE, VERSION, UnspokenVersion
 from kvtier.connector.daemon.wire import MAX_ITEMS, pack_request, unpack_reply
 from kvtier.tiers import ConfigError, FormatError, KVMismatch, TierUnavailable
+from kvtier.tiers.config import HostConfig
 from kvtier.tiers.hierarchy import Claim
 from kvtier.tiers.host import HostRegion
 
@@ -284,11 +285,16 @@ class Attachment:
         self._hello = self._hello._replace(reset=self._owes_reset)
         connection = Connection(self.path)
         try:
-            connection.send(pack_handshake(self._hello, self._version))
+            connection.send(pack_handshake(self._hello_of(self._version), self._version))
         except BaseException:
             connection.close()
             raise
         return connection
+
+    def _hello_of(self, version: int) -> Hello:
+        """What a daemon of this version is told. One that knows no shares gives as much as it was asked for."""
+        asks_for_share = not self._hello.size and version < SHARES_SINCE
+        return self._hello._replace(size=HostConfig().size) if asks_for_share else self._hello
 
     def _is_of_before(self, body: Any) -> bool:
         """Whether the daemon has answered in a lower version than it was spoken to: then that is spoken from now on.

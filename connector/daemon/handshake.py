@@ -62,7 +62,7 @@ class Hello(NamedTuple):
     fingerprint: bytes  # 32
     block_size: int  # tokens
     block_bytes: int
-    size: int  # bytes of L2 it would like the model to have
+    size: int  # bytes of L2 it would like the model to have; 0: a share, as the daemon thinks right
     reset: bool  # a reset the daemon was not told of: everything is to be forgotten first
     about: Sequence[tuple[str, str]] = ()  # the fields that the fingerprint was made from, for people; none: not known
     lossy: str | None = None  # how tiers that nodes share keep the blocks (`ModelIdentity.lossy`); None: as they are

@@ -10,6 +10,7 @@ OLDEST: Final = 6
 RELEASES: Final = {6: "0.1", 7: "0.2"}
 """The first release of kvtier with each version."""
 LOSSY_SINCE: Final = 7  # `Hello.lossy`
+SHARES_SINCE: Final = 7  # `Hello.size` 0
 
 _MOST: Final = 1 << 20
 _FIELDS: Final[dict[int, dict[str, int]]] = {6: {"Hello": 6, "Refused": 1}}  # of a handshake, where there were fewer

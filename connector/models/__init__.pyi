@@ -1,5 +1,13 @@
 from .cache_option import cache_option, given_cache, returned_cache
-from .checkpoint import FileStamp, config_digest_of, config_of, file_stamps, name_of, revision_of
+from .checkpoint import (
+    FileStamp,
+    config_digest_of,
+    config_of,
+    file_stamps,
+    name_of,
+    require_checkpoint,
+    revision_of,
+)
 from .computes import without_adapters
 from .hf_model import identity_of, live_model, weights_of
 from .length_rope import SHORT_ROPE, rope_limit
@@ -23,6 +31,7 @@ __all__ = [
     "load_tokenizer",
     "name_of",
     "returned_cache",
+    "require_checkpoint",
     "revision_of",
     "rope_limit",
     "weights_of",

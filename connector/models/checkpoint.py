@@ -32,6 +32,11 @@ _NUM_SAMPLES: Final = 16  # pieces of a file that are compared before its kept d
 _SAMPLE: Final = 4096  # bytes of each
 _ATTEMPTS: Final = 3  # at reading a file that changes meanwhile
 
+_NEEDED: Final = {
+    "config.json": "name a local checkpoint directory",
+    "tokenizer.json": "save the tokenizer with the model",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class FileStamp:
@@ -185,3 +190,10 @@ def _samples(file: Path, size: int) -> int:
             opened.seek(max(0, size - _SAMPLE) * number // (_NUM_SAMPLES - 1))
             digest.update(opened.read(_SAMPLE))
     return digest.intdigest()
+
+
+def require_checkpoint(directory: Path) -> None:
+    """Raise ConfigError if the directory is not a checkpoint with a tokenizer."""
+    for name, fix in _NEEDED.items():
+        if not (directory / name).is_file():
+            raise ConfigError(f'--model "{directory}": no {name} there; {fix}')

@@ -1,7 +1,7 @@
 from .generation import GenerateOptions, generate, save_model
 from .rag import RagOptions, rag_demo
 from .recall import NAMES, RECALL_VOCABULARY, make_documents, questions, read, right_answers
-from .story import DemoOptions, demo, require_checkpoint, train_tokenizer
+from .story import DemoOptions, demo, train_tokenizer
 from .worker import BLOCK_SIZE, DemoEngine, demo_model
 
 __all__ = [
@@ -19,7 +19,6 @@ __all__ = [
     "questions",
     "rag_demo",
     "read",
-    "require_checkpoint",
     "right_answers",
     "save_model",
     "train_tokenizer",

@@ -13,9 +13,9 @@ from transformers import LlamaForCausalLM, set_seed
 from transformers.utils.logging import disable_progress_bar
 
 from kvtier.connector import LocalConnector
-from kvtier.connector.models import load_tokenizer
+from kvtier.connector.models import load_tokenizer, require_checkpoint
 from kvtier.engine import Engine, Model, SamplingParams, engine_config
-from kvtier.engine.demo.story import require_checkpoint, train_tokenizer
+from kvtier.engine.demo.story import train_tokenizer
 from kvtier.engine.demo.worker import demo_model
 from kvtier.tiers import ConfigError
 from kvtier.tiers.config import Config

@@ -18,7 +18,7 @@ from rich.progress import Progress
 from rich.table import Table
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from kvtier.connector.models import load_tokenizer
+from kvtier.connector.models import load_tokenizer, require_checkpoint
 from kvtier.engine.demo.engine_process import EngineProcess, disk, progress_of
 from kvtier.tiers import L1, L2, ConfigError
 
@@ -32,10 +32,6 @@ _CAPTION: Final = (
     "prompt: its tokens; L1, L2, L3: how many were found there, the rest is computed\n"
     "MB: moved between tiers; same: text and every logit, as without kvtier"
 )
-_NEEDED: Final = {
-    "config.json": "name a local checkpoint directory",
-    "tokenizer.json": "save the tokenizer with the model",
-}
 _DOCUMENTS: Final = (
     ("The Python data model", ("specialnames", "typesmapping", "objects")),
     ("Compound statements", ("compound", "class", "function")),
@@ -167,13 +163,6 @@ class _Story:
         text = "\n\n".join([title, *(topics[name] for name in names)])
         ids: list[int] = self._tokenizer.encode(text).ids
         return ids
-
-
-def require_checkpoint(directory: Path) -> None:
-    """Raise ConfigError if the directory is not a checkpoint with a tokenizer."""
-    for name, fix in _NEEDED.items():
-        if not (directory / name).is_file():
-            raise ConfigError(f'--model "{directory}": no {name} there; {fix}')
 
 
 def train_tokenizer(special_tokens: Sequence[str] = ()) -> Tokenizer:

@@ -105,9 +105,14 @@ def serve_engine(
     settings = configuration.Config.load(config, server=options)
     serving.begin(_SWITCH, log_level, log_format)
     require_extra("kvtier engine", "engine")
-    from kvtier.service.engine import EngineServer
+    from kvtier.connector.models import require_checkpoint
+    from kvtier.service.web import HttpSocket
 
-    server = EngineServer(model, settings, exact=exact)
+    require_checkpoint(model)
+    listening = HttpSocket(settings.server.http, "server", settings.server.allowed_hosts)
+    from kvtier.service.engine import EngineServer  # and torch: what is wrong so far is said at once
+
+    server = EngineServer(model, settings, exact=exact, listening=listening)
     serving.on_signal(server.stop, once=True)
     server.run()
 

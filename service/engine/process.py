@@ -9,9 +9,8 @@ from typing import Final
 from transformers.utils.logging import disable_progress_bar
 
 from kvtier.connector import ChatPrefix, LocalConnector
-from kvtier.connector.models import name_of
+from kvtier.connector.models import name_of, require_checkpoint
 from kvtier.engine import Engine, open_engine
-from kvtier.engine.demo import require_checkpoint
 from kvtier.service.engine.asked import Served
 from kvtier.service.engine.calling import form_of
 from kvtier.service.engine.guides import JsonGuides
@@ -35,15 +34,24 @@ _STORES: Final = 10.0  # seconds for stores on their way to lower tiers
 class EngineServer:
     """`kvtier engine` in one process: `run` serves until `stop`."""
 
-    def __init__(self, model: Path, config: Config, *, exact: bool = False) -> None:
-        """Binds the address first: a model takes long to load. Raises ConfigError for address, model, log or tiers."""
+    def __init__(
+        self, model: Path, config: Config, *, exact: bool = False, listening: HttpSocket | None = None
+    ) -> None:
+        """Binds the address first: a model takes long to load. Raises ConfigError for address, model, log or tiers.
+
+        `listening`: bound already; it is closed in any case.
+        """
         disable_progress_bar()  # type: ignore[no-untyped-call]
-        require_checkpoint(model)
-        if config.service.socket is None:
-            check_tiers(config)  # a daemon has looked at its own
-        prompts, settings = Prompts.open(model, ChatPrefix.of(config.chat)), config.server
+        settings = config.server
         with ExitStack() as opened:
-            listening = opened.enter_context(closing(HttpSocket(settings.http, "server", settings.allowed_hosts)))
+            if listening is not None:
+                opened.enter_context(closing(listening))
+            require_checkpoint(model)
+            if config.service.socket is None:
+                check_tiers(config)  # a daemon has looked at its own
+            prompts = Prompts.open(model, ChatPrefix.of(config.chat))
+            if listening is None:
+                listening = opened.enter_context(closing(HttpSocket(settings.http, "server", settings.allowed_hosts)))
             self._log = RequestLog.opened(settings.request_log, "[server] request_log")
             if self._log is not None:
                 opened.callback(self._log.close)

@@ -18,6 +18,7 @@ from kvtier.tiers.hierarchy import EventSource, Hierarchy, ProbedOpening, open_h
 from kvtier.tiers.host import slot_stride
 from kvtier.tiers.naming import KVProbe
 
+_SHARE: Final = 2  # of what could be had, a model that names no size gets one part
 _MIN_BLOCKS: Final = 8  # fewer in L2 are of no use: promises take half of them, each prefetch a quarter
 
 
@@ -192,23 +193,26 @@ class Namespaces:
     def plan(self, hello: Hello) -> Opening:
         """Set memory aside for a model, taking it from those nobody uses, longest unused first.
 
+        Who asks for a share gets half of what could be had, so that there is something left for the next model.
         ConfigError if that leaves room for fewer than eight blocks.
         """
         stride = slot_stride(hello.block_bytes)
         idle = sorted((each for each in self if not each.members), key=lambda each: each.idle_since)
         left = self.budget - self.used
-        can_have = min(hello.size, left + sum(namespace.size for namespace in idle))
+        could_have = left + sum(namespace.size for namespace in idle)
+        wanted = hello.size or max(could_have // _SHARE, min(could_have, _MIN_BLOCKS * stride))
+        can_have = min(wanted, could_have)
         if can_have < _MIN_BLOCKS * stride:
             raise ConfigError(
                 f"[host] size: the daemon has {format_size(max(0, can_have))} of {format_size(self.budget)} for this "
                 f"model, {_MIN_BLOCKS} of its blocks take {format_size(_MIN_BLOCKS * stride)}; raise it there"
             )
         victims = []
-        while left < hello.size and idle:
+        while left < wanted and idle:
             victims.append(idle.pop(0))
             left += victims[-1].size
             del self._open[victims[-1].fingerprint]
-        size = min(hello.size, left) // stride * stride
+        size = min(wanted, left) // stride * stride
         self._opening[hello.fingerprint] = size
         return Opening(hello, size, victims, self._config, self._log)
 

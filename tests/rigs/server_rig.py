@@ -45,7 +45,7 @@ def tokenizer(*words: str) -> Tokenizer:
 def save_checkpoint(
     home: Path,
     *words: str,
-    template: bool = True,
+    template: str | None = TEMPLATE,
     config: PretrainedConfig | None = None,
 ) -> Path:
     """A directory called `tiny` with weights, tokenizer and chat template; of a Llama by default."""
@@ -56,7 +56,7 @@ def save_checkpoint(
     auto: Any = AutoModelForCausalLM
     auto.from_config(config).save_pretrained(directory)
     tokenizer(*words).save(str(directory / "tokenizer.json"))
-    settings = {"eos_token": _SPECIAL[1], **({"chat_template": TEMPLATE} if template else {})}
+    settings = {"eos_token": _SPECIAL[1], **({} if template is None else {"chat_template": template})}
     (directory / "tokenizer_config.json").write_text(json.dumps(settings))
     return directory
 

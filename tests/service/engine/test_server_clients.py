@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from server_rig import MODEL, ServerThread, save_checkpoint, serving
+from server_rig import MODEL, TEMPLATE, ServerThread, save_checkpoint, serving
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what these clients' own packages warn of
 
@@ -27,7 +27,8 @@ TOOL: dict[str, Any] = {"type": "function", "function": {"name": "pet", "descrip
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerThread]:
-    with serving(save_checkpoint(tmp_path_factory.mktemp("model"))) as made:
+    template = "{% if tools %}{{ tools | tojson }}{% endif %}" + TEMPLATE
+    with serving(save_checkpoint(tmp_path_factory.mktemp("model"), template=template)) as made:
         yield made
 
 

@@ -132,6 +132,17 @@ def test_a_block_being_filled_is_found_by_nobody_and_stored_once(serve: Serve, a
     wait_until(lambda: load(other, chain) == 4)
 
 
+def test_models_that_name_no_size_get_half_of_what_is_left(serve: Serve, attach: Attach) -> None:
+    serve(host={"size": 1 << 20})
+    shares = [attach(size=0, fingerprint=bytes([number]) * 32) for number in range(3)]
+    assert [each.num_slots for each in shares] == [128, 64, 32]
+    asked = attach(size=1 << 20, fingerprint=b"a" * 32)  # who asks for all of it gets the rest
+    assert asked.num_slots == 32
+    for tiers in (*shares, asked):
+        store(tiers, chain_of(4))
+        assert load(tiers, chain_of(4)) == 4
+
+
 def test_two_models_never_see_each_other_and_share_one_budget(serve: Serve, attach: Attach) -> None:
     served = serve(host={"size": 32 * SLOT_BYTES})
     one = attach(size=20 * SLOT_BYTES)
