@@ -198,7 +198,9 @@ async def _readiness(daemon: Daemon) -> Response:
         return JSONResponse({"ready": False, "missing": [str(error)], "degraded": [], "refused": []}, 503)
     degraded = [each.as_json() for each in degraded_tiers(namespaces)]
     told = [each.as_json() for each in refused]
-    return JSONResponse({"ready": True, "missing": [], "degraded": degraded, "refused": told})
+    missing = [] if daemon.missing is None else [daemon.missing]
+    page = {"ready": not missing, "missing": missing, "degraded": degraded, "refused": told}
+    return JSONResponse(page, 503 if missing else 200)
 
 
 def _refused(request: Request, error: Exception) -> Response:

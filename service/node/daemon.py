@@ -1,6 +1,7 @@
 """The daemon: takes clients in, gives each the tiers of its model, and gives back what dead ones held."""
 
 import logging
+import math
 import os
 import socket
 import threading
@@ -37,6 +38,7 @@ MAX_CLIENTS: Final = 256
 _TICK: Final = 0.05  # seconds between two looks at deadlines while a claim waits
 _IDLE_TICK: Final = 0.5
 _HELLO_DEADLINE: Final = 5.0  # seconds a connection may say nothing
+_LOOK: Final = 2.0  # seconds between two looks whether the socket is still there
 _LOG_PAUSE: Final = 1.0  # seconds
 _SUBMIT_DEADLINE: Final = 5.0  # seconds a call from another thread waits for the loop
 
@@ -88,7 +90,8 @@ class Daemon:
         self._openings: list[Opening] = []  # planned, one at a time is carried out
         self.has_waiting = False
         self._progressed = False  # some namespace has: set by any thread, read by the loop
-        self._ticked = self._log_from = 0.0
+        self._ticked = self._log_from = self._looked_at = 0.0
+        self.missing: str | None = None  # why no engine can attach
         self._listener = Listener(path)
         try:
             self.lender = None if config.peers.listen is None else Lender(config.peers)
@@ -238,6 +241,32 @@ class Daemon:
 
     # inside
 
+    def _look(self) -> None:
+        """See whether the socket is still where engines look for it, and put it there again. Not on this thread."""
+        listener = self._listener
+
+        def work() -> "socket.socket | None":
+            return None if listener.is_there else listener.renewed()
+
+        def done(result: "socket.socket | Exception | None") -> None:
+            if isinstance(result, Exception):
+                if self.missing is None:
+                    self.log(f'[service] socket "{self.path}": it was removed, and cannot be made again: {result}')
+                self.missing = f'[service] socket "{self.path}": removed, and cannot be made again ({result})'
+            else:
+                self.missing = None
+            if isinstance(result, socket.socket):
+                if self._accepts:
+                    self.loop.forget(listener.socket.fileno())
+                self._accepts = False
+                listener.replace(result)
+                self._listen()
+                self.log(f'[service] socket "{self.path}": somebody removed it; it is there again')
+            self._looked_at = now()
+
+        self._looked_at = math.inf  # one look at a time
+        self.aside(work, done)
+
     def _listen(self) -> None:
         if not self._accepts:
             self._accepts = True
@@ -342,6 +371,8 @@ class Daemon:
         if is_due:
             self._ticked = at
             self._listen()
+            if at - self._looked_at >= _LOOK:
+                self._look()
             sessions = list(self._sessions.values())
             self.has_waiting = feeds or any(each.holdings is not None and each.holdings.waiting for each in sessions)
             for session in sessions:

@@ -5,6 +5,7 @@ import fcntl
 import os
 import socket
 import stat
+import threading
 from pathlib import Path
 from typing import Final
 
@@ -24,25 +25,53 @@ class Listener:
     def __init__(self, path: Path) -> None:
         """Raises StoreLocked naming the pid of another daemon, ConfigError if the path cannot be used."""
         self.path = path
+        self._renewing = threading.Lock()
         if (length := len(os.fsencode(path))) > _MAX_PATH:
             raise ConfigError(f'[service] socket "{path}": {length} bytes, at most {_MAX_PATH}; choose a shorter path')
         _check_directory(path)
         self._lock = _lock(path)
         try:
             _check_owner(path)
-            self.socket = _listen(path)
+            self.socket, self._file = _listen(path)
         except BaseException:
             os.close(self._lock)
             raise
 
+    @property
+    def is_there(self) -> bool:
+        """Whether the path still leads to this socket: a cleaner of temporary files may have removed it. May wait."""
+        try:
+            return os.path.samestat(self.path.lstat(), self._file)
+        except FileNotFoundError:
+            return False
+
+    def renewed(self) -> socket.socket:
+        """A new socket at the path, which nobody else serves while we hold the lock; `replace` takes it. May wait.
+
+        ConfigError as at the start.
+        """
+        with self._renewing:
+            if self._lock < 0:
+                raise ConfigError("the daemon is stopping")
+            _check_directory(self.path)
+            _check_owner(self.path)
+            made, self._file = _listen(self.path)
+        return made
+
+    def replace(self, made: socket.socket) -> None:
+        """Listen there from now on."""
+        self.socket.close()
+        self.socket = made
+
     def close(self) -> None:
         """Take the socket away; idempotent."""
-        if self._lock >= 0:
-            self.socket.close()
-            with contextlib.suppress(OSError):
-                self.path.unlink()
-            os.close(self._lock)
-            self._lock = -1
+        with self._renewing:
+            if self._lock >= 0:
+                self.socket.close()
+                with contextlib.suppress(OSError):
+                    self.path.unlink()
+                os.close(self._lock)
+                self._lock = -1
 
 
 def _check_directory(path: Path) -> None:
@@ -92,15 +121,17 @@ def _lock(path: Path) -> int:
     return fd
 
 
-def _listen(path: Path) -> socket.socket:
+def _listen(path: Path) -> tuple[socket.socket, os.stat_result]:
+    """A socket at the path, and the file it is there."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
     try:
         with contextlib.suppress(FileNotFoundError):
             path.unlink()  # stale, since its owner would hold the lock
         listener.bind(os.fspath(path))
         path.chmod(0o600)  # before `listen` nobody gets in
+        found = path.lstat()
         listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
         raise ConfigError(f'[service] socket "{path}": {error.strerror}; choose another path') from None
-    return listener
+    return listener, found

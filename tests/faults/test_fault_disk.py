@@ -1,5 +1,6 @@
 """Faults 5 and 9-15 seen from a hierarchy over a real slab: cut short, full, failing, slow, hung, read-only, other."""
 
+import itertools
 import errno
 import logging
 import os
@@ -416,6 +417,32 @@ def test_a_missing_directory_is_made_and_a_deleted_one_is_made_anew_at_the_next_
     assert fetch(stored(again), CHAIN) == 8
     settle(again)
     assert not [line for line in warnings_of(caplog) if "off" in line]
+
+
+def test_a_slab_removed_while_it_is_open_is_made_anew(
+    opened: Open, disk_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else all that is stored from then on would be gone with the process, and nothing would say so."""
+    monkeypatch.setattr("kvtier.tiers.file.store._LOOK", 0.0)
+    hierarchy, numbers = stored(opened()), itertools.count(1)
+    slab_of(disk_dir).unlink()
+
+    def is_made() -> bool:
+        store(hierarchy, chain_of(2, first_token=50_000 + 100 * next(numbers)))
+        return ticked(hierarchy) and slab_of(disk_dir).exists()
+
+    wait_until(is_made)
+    assert "somebody removed or replaced it; a new one is made" in caplog.text
+    late = chain_of(4, first_token=99_000)
+
+    def is_stored() -> bool:
+        store(hierarchy, late)
+        hierarchy.drain(60)
+        forget_l2(hierarchy)
+        return ticked(hierarchy) and hierarchy.lookup(late.hashes)["file"] == 4
+
+    wait_until(is_stored)
+    assert fetch(hierarchy, late) == 4
 
 
 def test_a_file_system_that_turns_read_only_detaches_with_one_warning(

@@ -132,6 +132,17 @@ def is_ours(io: FileIO, file: SlabFile) -> bool:
     return same_shape and io.size(file.fd) >= file.superblock.file_bytes
 
 
+def is_removed(file: SlabFile) -> bool:
+    """Whether the path names no file any more, or another than the one we hold."""
+    try:
+        with file.rewriting:
+            return not os.path.samestat(file.path.stat(), os.fstat(file.fd))
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False  # that the disk fails is another matter
+
+
 @contextmanager
 def _directory_lock(directory: Path) -> Iterator[None]:
     """Alone in here: sizes are added up and slabs created and removed by one process at a time."""

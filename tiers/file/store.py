@@ -3,6 +3,7 @@
 import logging
 import os
 import threading
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -33,7 +34,7 @@ from kvtier.tiers.file.payload_io import Mode, PayloadIO, probe_mode
 from kvtier.tiers.file.slab_changes import SlabChanges
 from kvtier.tiers.file.slab_children import SlabChildren
 from kvtier.tiers.file.slab_codec import Codec, codec_of
-from kvtier.tiers.file.slab_file import is_ours, open_slab, release
+from kvtier.tiers.file.slab_file import is_ours, is_removed, open_slab, release
 from kvtier.tiers.file.slab_growth import SlabGrowth
 from kvtier.tiers.file.slab_reader import SlabReader
 from kvtier.tiers.file.slab_rows import SlabRows
@@ -47,6 +48,7 @@ from kvtier.tiers.returns import ToldEnd
 _log = logging.getLogger(__name__)
 _FIRST_LOOK: Final = 4  # names of a lookup found at once; twice as many while all are held
 _MOST_LOOKED: Final = 2048
+_LOOK: Final = 2.0  # seconds between two looks whether the slab is still there
 _SECTOR: Final = 512  # bytes; what `stat` counts a file's blocks in
 _PIECE: Final = 1 << 16  # slots whose blocks are listed under the lock at a time
 
@@ -71,6 +73,7 @@ class FileStore:
         self._codec = codec
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
+        self._look_at, self._gone = 0.0, False  # whether the path is another file's; written on I/O threads
         self._calls = Calls(self._release)
         self._inside = self._calls.enter
         self._rows = SlabRows(io, file, codec)
@@ -210,10 +213,23 @@ class FileStore:
         with self._inside() as is_open:
             if not is_open:
                 return [Outcome.CLOSED] * len(records)
-            outcomes = self._writer.write(records, payloads)
+            is_gone = self._is_gone()
+            outcomes = [Outcome.IO_ERROR] * len(records) if is_gone else self._writer.write(records, payloads)
             with self._lock:
                 self._counts.update(f"write_{outcome}" for outcome in outcomes)
         return outcomes
+
+    def _is_gone(self) -> bool:
+        """Whether somebody has removed the slab under us, so that nobody would find what is written to it.
+
+        Looked at now and then. The breaker's next probe finds the same, and the tier is opened anew.
+        """
+        if (at := time.monotonic()) >= self._look_at and not self._gone:
+            self._look_at = at + _LOOK
+            self._gone = is_removed(self._file)
+            if self._gone:
+                _log.warning("[file] %s: somebody removed or replaced it; a new one is made", self.path)
+        return self._gone
 
     def discard(self, hashes: Sequence[ChainHash]) -> None:
         with self._inside() as is_open:

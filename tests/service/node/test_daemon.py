@@ -132,6 +132,30 @@ def test_a_block_being_filled_is_found_by_nobody_and_stored_once(serve: Serve, a
     wait_until(lambda: load(other, chain) == 4)
 
 
+def test_a_socket_that_was_removed_is_there_again(
+    home: Path, serve: Serve, attach: Attach, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("kvtier.service.node.daemon._LOOK", 0.05)
+    served = serve()
+    one, chain = attach(), chain_of(4)
+    store(one, chain)
+    (home / "s").unlink()  # by a cleaner of temporary files
+    wait_until((home / "s").exists)
+    other = attach()
+    assert other.member is not None
+    assert load(other, chain) == 4
+    assert load(one, chain) == 4  # who was attached stays so
+    wait_until(lambda: "somebody removed it; it is there again" in caplog.text)
+    # Where it cannot be made again, that is said: engines cannot get in.
+    (home / "s").unlink()
+    (home / "s").write_text("a file of somebody's")
+    wait_until(lambda: served.daemon.missing is not None)
+    assert "a file that is no socket is there" in str(served.daemon.missing)
+    (home / "s").unlink()
+    wait_until(lambda: served.daemon.missing is None)
+    assert load(attach(), chain) == 4
+
+
 def test_models_that_name_no_size_get_half_of_what_is_left(serve: Serve, attach: Attach) -> None:
     serve(host={"size": 1 << 20})
     shares = [attach(size=0, fingerprint=bytes([number]) * 32) for number in range(3)]
