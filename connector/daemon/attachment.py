@@ -91,6 +91,7 @@ class Attachment:
         self.epoch = 0  # counts resets, and every new link: who knows what happened in between
         self.has_lower = False
         self.path = path
+        self.away: str | None = None  # why there is no link, once one was tried in vain; read by any thread
         self._hello = hello
         self._clock = clock
         self._connecting: tuple[Connection, Hello, float] | None = None  # not welcomed yet; until when we wait for that
@@ -330,7 +331,7 @@ class Attachment:
             self.epoch += 1
         self.region, self._instance, self.has_lower = region, reply.instance, reply.has_lower
         self.link = Link(connection, reply, region, self.epoch - reply.epoch)
-        self._owes_reset = False
+        self._owes_reset, self.away = False, None
         self._retry, self._welcomed_at = _FIRST_RETRY, self._clock()
         if self._warned:
             _log.warning('[service] socket "%s": attached', self.path)
@@ -345,6 +346,7 @@ class Attachment:
                 former.region.close()
 
     def _failed(self, why: Exception) -> None:
+        self.away = f'[service] socket "{self.path}": {why}'
         if not self._warned and not self._closed:
             _log.warning('[service] socket "%s": %s; until it is back, everything is a miss', self.path, why)
             self._warned = True

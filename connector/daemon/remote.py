@@ -209,6 +209,12 @@ class RemoteTiers:
                 self.metrics.dropped(L2, reason, len(reservation))
                 self._attachment.goes_silently = True
 
+    @property
+    def wanting(self) -> dict[str, str]:
+        """The daemon, while it is away."""
+        away = self._attachment.away
+        return {} if away is None else {"daemon": away}
+
     def computed(self, num_tokens: int, seconds: float, position: float = 0.0) -> None:
         with self._lock:
             if (link := self._attachment.link) is not None:

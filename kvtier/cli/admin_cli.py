@@ -119,7 +119,7 @@ def show_status(context: CommandContext, url: UrlOption = None) -> None:
         text, is_well = observe.engine_summary.page(engine), engine.status == "ok"
     else:
         daemon = observe.DaemonStatus.parse(told)
-        text, is_well = observe.summary.page(daemon), not daemon.degraded
+        text, is_well = observe.summary.page(daemon), daemon.status == "ok"
     context.show(told, text.rstrip("\n"))
     if not is_well:
         raise typer.Exit(Exit.DEGRADED)

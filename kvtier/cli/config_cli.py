@@ -1,4 +1,4 @@
-"""`kvtier config`: the configuration in force, as a table or JSON."""
+"""`kvtier config`: the configuration in force, as a table or JSON. It refuses what `kvtier serve` would refuse."""
 
 import json
 
@@ -15,7 +15,12 @@ def show_config(config: ConfigOption = None, as_json: JsonOption = False) -> Non
     from rich.markup import escape
     from rich.table import Table
 
+    from kvtier.tiers.hierarchy import check_tiers
+
     loaded, defaults = configuration.Config.load(config), configuration.Config().model_dump(mode="json")
+    path = loaded.file.path
+    has_directory = path is None or path.exists()  # the others would make it, and this verb makes nothing
+    check_tiers(loaded if has_directory else loaded.model_copy(update={"file": configuration.FileConfig()}))
     values = loaded.model_dump(mode="json")
     table = Table("option", "value", "default", "meaning", title="kvtier configuration", title_justify="left")
     for section, name, field in configuration.options():

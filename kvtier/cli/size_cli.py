@@ -8,6 +8,8 @@ import typer
 from kvtier.cli.options import JsonOption, room_given, show, table_of
 from kvtier.connector.transformers import read_config
 from kvtier.tiers import require_extra
+from kvtier.tiers.config import show_size
+from kvtier.tiers.host import limits
 
 app = typer.Typer()
 
@@ -44,3 +46,5 @@ def size(
         conversation=conversation,
     )
     show(found.json, table_of(found.table), as_json=as_json)
+    if memory is not None and rooms["l2"] > (here := limits()).most:
+        typer.echo(f"kvtier: --memory {memory}: {here.by} has {show_size(here.most)}", err=True)

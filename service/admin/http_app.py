@@ -41,6 +41,7 @@ T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
+_NOTHING_ELSE: Final[Json] = {"wanting": [], "degraded": [], "refused": []}
 _HEALTHY: Final = 1.0  # seconds the daemon's loop may take to answer
 _EXPIRY: Final = 0.25  # seconds between looks at the pins
 _REMEMBERED: Final = ("uptime_s", "budget", "models")  # of a status, for the live page's past hour
@@ -191,15 +192,17 @@ async def _on_loop(daemon: Daemon, function: Callable[[], T]) -> T:
 
 
 async def _readiness(daemon: Daemon) -> Response:
-    """Detached tiers and refused engines are named, and are no reason to send nobody here: what they hold is a miss."""
+    """Ready: an engine can attach. What else is not as configured is named: what it holds is a miss, no outage."""
     try:
         namespaces, refused = await _on_loop(daemon, lambda: (daemon.namespaces(), refused_clients(daemon)))
     except TierUnavailable as error:
-        return JSONResponse({"ready": False, "missing": [str(error)], "degraded": [], "refused": []}, 503)
+        return JSONResponse({"ready": False, "missing": [str(error)]} | _NOTHING_ELSE, 503)
     degraded = [each.as_json() for each in degraded_tiers(namespaces)]
     told = [each.as_json() for each in refused]
-    missing = [] if daemon.missing is None else [daemon.missing]
-    page = {"ready": not missing, "missing": missing, "degraded": degraded, "refused": told}
+    wanting = daemon.health.wanting
+    missing = [each.why for each in wanting if each.is_needed]
+    less = [each.why for each in wanting if not each.is_needed]
+    page = {"ready": not missing, "missing": missing, "wanting": less, "degraded": degraded, "refused": told}
     return JSONResponse(page, 503 if missing else 200)
 
 

@@ -10,11 +10,20 @@ from itertools import chain
 from typing import Final
 
 from kvtier.service.doctor.copies import check_copies
-from kvtier.service.doctor.memory import check_gpu, check_huge_pages, check_memlock, check_room, check_tunable, has_gpu
+from kvtier.service.doctor.memory import (
+    check_files,
+    check_gpu,
+    check_huge_pages,
+    check_memlock,
+    check_room,
+    check_tunable,
+    has_gpu,
+)
 from kvtier.service.doctor.refused import check_refused
 from kvtier.tiers import Finding, checksum, compiled, error, ok, warning
 from kvtier.tiers.config import Config, ServiceConfig
 from kvtier.tiers.hierarchy import lower_modules
+from kvtier.tiers.host import limits
 from kvtier.tiers.naming import (
     VllmKeys,
     chain_hashes,
@@ -57,11 +66,13 @@ GOLDEN: Final[dict[str, tuple[Callable[[], object], object]]] = {
 
 def examine(config: Config) -> list[Finding]:
     """Run every check, in a few seconds. None changes anything, and each has its own deadline."""
+    found = limits()
     return [
         check_hashes(),
         check_twins(),
-        check_room(config),
-        check_memlock(config, has_gpu=has_gpu()),
+        check_room(config, found),
+        check_memlock(config, found, has_gpu=has_gpu()),
+        check_files(config, found),
         check_huge_pages(config),
         check_tunable(),
         check_gpu(),

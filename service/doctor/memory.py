@@ -3,7 +3,6 @@
 import json
 import platform
 import re
-import resource
 import subprocess
 import sys
 import time
@@ -12,10 +11,10 @@ from typing import Final
 
 from kvtier.tiers import Finding, error, install_command, ok, warning
 from kvtier.tiers.config import Config, format_size, show_size
-from kvtier.tiers.host import available_bytes
+from kvtier.tiers.host import Limits, limits, may_lock_all
 
 _HUGE_PAGES: Final = Path("/sys/kernel/mm/transparent_hugepage")
-_CAP_IPC_LOCK: Final = 14  # bit of the capability that RLIMIT_MEMLOCK does not limit
+FILES: Final = 2048  # 256 clients: sockets, processes and regions; HTTP; slabs
 TUNABLE: Final = "glibc.cpu.x86_non_temporal_threshold=0x10000"
 _WORTH: Final = 1.1  # a smaller gain is noise
 _COPY_PAIRS: Final = 3
@@ -71,30 +70,43 @@ print(json.dumps(answer))
 """
 
 
-def check_room(config: Config) -> Finding:
-    size, available = config.host.size, available_bytes()
-    found = f"{show_size(available)} available, [host] size {format_size(size)}"
-    if size > available:
-        return error("memory", found, "lower [host] size, or stop what uses the memory")
-    return ok("memory", found)
+def check_room(config: Config, found: Limits) -> Finding:
+    """Whether [host] size is there, for this process: control groups and `ulimit -v` count."""
+    size = config.host.size
+    told = f"{show_size(found.available)} of {found.by} ({show_size(found.most)}) available"
+    told = f"{told}, [host] size {format_size(size)}"
+    if size > found.most:
+        return error("memory", told, "lower [host] size, or raise the limit")
+    if size > found.available:
+        return error("memory", told, "lower [host] size, or stop what uses the memory")
+    return ok("memory", told)
 
 
-def check_memlock(config: Config, *, has_gpu: bool, is_privileged: bool | None = None) -> Finding:
+def check_files(config: Config, found: Limits) -> Finding:
+    """Whether a daemon may open files for all the clients it takes; an engine needs a few dozen."""
+    told = f"{found.files:,} may be open"
+    if config.service.socket is not None and found.files < FILES:
+        fix = "`ulimit -Hn 4096` before its start (LimitNOFILE=4096 in a systemd unit)"
+        return warning("files", f"{told}: a daemon with all its clients opens {FILES:,}", fix)
+    return ok("files", told)
+
+
+def check_memlock(config: Config, found: Limits, *, has_gpu: bool, is_privileged: bool | None = None) -> Finding:
     """Whether a region of [host] size may be locked, as pinning needs. Nothing is pinned without a GPU."""
-    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    is_privileged = _may_lock_all() if is_privileged is None else is_privileged
-    found = f"limit {'none' if limit == resource.RLIM_INFINITY else show_size(limit)}"
-    if limit == resource.RLIM_INFINITY or limit >= config.host.size:
-        return ok("memlock", found)
+    limit = found.lockable
+    is_privileged = may_lock_all() if is_privileged is None else is_privileged
+    told = f"limit {'none' if limit is None else show_size(limit)}"
+    if limit is None or limit >= config.host.size:
+        return ok("memlock", told)
     if is_privileged:
-        return ok("memlock", f"{found}, which does not limit this user (CAP_IPC_LOCK)")
+        return ok("memlock", f"{told}, which does not limit this user (CAP_IPC_LOCK)")
     if not config.host.pin:
-        return ok("memlock", f"{found}; [host] pin is off")
+        return ok("memlock", f"{told}; [host] pin is off")
     if not has_gpu:
-        return ok("memlock", f"{found}; nothing is pinned without a GPU")
+        return ok("memlock", f"{told}; nothing is pinned without a GPU")
     return warning(
         "memlock",
-        f"{found}, [host] size {format_size(config.host.size)}: it may stay pageable, which slows copies down",
+        f"{told}, [host] size {format_size(config.host.size)}: it may stay pageable, which slows copies down",
         "`ulimit -l unlimited` (LimitMEMLOCK=infinity in a systemd unit), or lower [host] size",
     )
 
@@ -120,7 +132,7 @@ def check_tunable() -> Finding:
     """Whether a glibc tunable, which must be set before a program starts, makes copies of blocks faster."""
     if platform.machine() != "x86_64":
         return ok("glibc", f"no tunable is known for {platform.machine()}")
-    if available_bytes() < 4 * _COPY_BYTES:
+    if limits().available < 4 * _COPY_BYTES:
         return ok("glibc", "not measured: too little memory")
     plain: list[float] = []
     tuned: list[float] = []
@@ -186,8 +198,3 @@ def read_gpu(answer: dict[str, object]) -> Finding:
     if not isinstance(names, list) or not names:
         return warning("GPU", f"CuPy {answer.get('cupy')} finds no device: {_LOST}", _CUPY)
     return ok("GPU", f"{len(names)} × {names[0]}, memory can be pinned, {batches}, CuPy {answer.get('cupy')}")
-
-
-def _may_lock_all() -> bool:
-    matched = re.search(r"^CapEff:\s*([0-9a-f]+)", Path("/proc/self/status").read_text(), re.MULTILINE)
-    return bool(matched and int(matched[1], 16) >> _CAP_IPC_LOCK & 1)

@@ -12,6 +12,7 @@ from typing import Final
 
 from prometheus_client import Histogram
 
+from kvtier.connector import LocalConnector
 from kvtier.connector.segments import Repair, Segment
 from kvtier.engine import Engine, FinishReason, NamedPrompt, Output, SamplingParams, Sequence, TokenLogprobs
 from kvtier.service.engine.ended import EndedSequences
@@ -222,6 +223,12 @@ class EngineLoop:
             return f"the engine has not finished a step for {seconds:.0f} s"
         return None
 
+    @property
+    def wanting(self) -> dict[str, str]:
+        """What of the configuration is not there now (`TierUpkeep.wanting`): requests are computed without it."""
+        connector = self.engine.connector
+        return connector.tiers.wanting if isinstance(connector, LocalConnector) else {}
+
     # called on the engine's thread
 
     def run(self) -> None:
@@ -254,6 +261,8 @@ class EngineLoop:
                 self._admit(item)
         if is_busy or inbox:
             self._step()
+        elif isinstance(engine.connector, LocalConnector):
+            engine.connector.tiers.tick()  # nobody else sees a daemon go, or come again
         self.stats = engine.stats
         if self._feed is not None:
             self._is_fed = not self._feed.pump()

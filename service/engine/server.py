@@ -183,4 +183,5 @@ def _health(loop: EngineLoop) -> Response:
 
 def _readiness(loop: EngineLoop) -> Response:
     missing = str(stopping_error()) if loop.is_stopping else loop.ailment
-    return JSONResponse({"ready": missing is None, "missing": [missing] if missing else []}, 503 if missing else 200)
+    page = {"ready": missing is None, "missing": [missing] if missing else [], "wanting": [*loop.wanting.values()]}
+    return JSONResponse(page, 503 if missing else 200)

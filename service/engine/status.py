@@ -22,6 +22,7 @@ from kvtier.service.observe import (
     statuses,
     text_of,
     version,
+    wanting,
 )
 from kvtier.tiers.naming import root_hash
 
@@ -63,11 +64,13 @@ def status(loop: EngineLoop, name: str) -> EngineStatus:
     connector = engine.connector
     own_tiers: Json = {"tiers": figures(connector.tiers.metrics)} if isinstance(connector, LocalConnector) else {}
     segments = _segments(loop)
+    missed = loop.wanting
     reused: Json = {} if segments is None else {"segments": segments}
     return EngineStatus(
         version=version(),
         pid=os.getpid(),
-        status=loop.ailment or ("stopping" if loop.is_stopping else "ok"),
+        status=loop.ailment or ("stopping" if loop.is_stopping else "degraded" if missed else "ok"),
+        wanting=[statuses.WantingPart(part=part, why=why) for part, why in missed.items()],
         model=name,
         fingerprint=loop.fingerprint,
         block_size=engine.config.block_size,
@@ -111,6 +114,7 @@ def exposition(loop: EngineLoop) -> str:
 def _own(loop: EngineLoop) -> Iterator[Metric]:
     stats, tally, pool = loop.stats, loop.tally, loop.engine.pool
     yield gauge("kvtier_build_info", "The version in use", {version(): 1}, "version")
+    yield wanting(loop.wanting)
     yield gauge("kvtier_engine_requests", "Sequences by state", {state: stats[state] for state in _STATES}, "state")
     yield gauge("kvtier_engine_live", "Sequences that wait or are computed", loop.num_live)
     yield gauge("kvtier_engine_capacity", "Sequences there is room for; more get status 429", loop.capacity)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from kvtier.connector.daemon import Hello, Peer, handshake, is_trusted, peer_of
 from kvtier.service.node.buffers import Buffers
+from kvtier.service.node.health import Health
 from kvtier.service.node.lending import Lender
 from kvtier.service.node.listener import Listener
 from kvtier.service.node.loop import Loop, now
@@ -90,8 +91,8 @@ class Daemon:
         self._openings: list[Opening] = []  # planned, one at a time is carried out
         self.has_waiting = False
         self._progressed = False  # some namespace has: set by any thread, read by the loop
-        self._ticked = self._log_from = self._looked_at = 0.0
-        self.missing: str | None = None  # why no engine can attach
+        self._ticked = self._log_from = self._looked_at = self._looked_around_at = 0.0
+        self.health = Health(config)
         self._listener = Listener(path)
         try:
             self.lender = None if config.peers.listen is None else Lender(config.peers)
@@ -250,11 +251,11 @@ class Daemon:
 
         def done(result: "socket.socket | Exception | None") -> None:
             if isinstance(result, Exception):
-                if self.missing is None:
-                    self.log(f'[service] socket "{self.path}": it was removed, and cannot be made again: {result}')
-                self.missing = f'[service] socket "{self.path}": removed, and cannot be made again ({result})'
+                why = f'[service] socket "{self.path}": removed, and cannot be made again ({result})'
+                if self.health.socket_is(why):
+                    self.log(why)
             else:
-                self.missing = None
+                self.health.socket_is(None)
             if isinstance(result, socket.socket):
                 if self._accepts:
                     self.loop.forget(listener.socket.fileno())
@@ -266,6 +267,17 @@ class Daemon:
 
         self._looked_at = math.inf  # one look at a time
         self.aside(work, done)
+
+    def _look_around(self) -> None:
+        given, is_open = self.host_bytes_given, any(self._namespaces)
+
+        def done(result: Exception | None) -> None:
+            if result is not None:
+                self.log(f"its health cannot be looked at: {result}")
+            self._looked_around_at = now()
+
+        self._looked_around_at = math.inf
+        self.aside(lambda: self.health.look(given, is_open=is_open), done)
 
     def _listen(self) -> None:
         if not self._accepts:
@@ -373,6 +385,8 @@ class Daemon:
             self._listen()
             if at - self._looked_at >= _LOOK:
                 self._look()
+            if at - self._looked_around_at >= _LOOK:
+                self._look_around()
             sessions = list(self._sessions.values())
             self.has_waiting = feeds or any(each.holdings is not None and each.holdings.waiting for each in sessions)
             for session in sessions:

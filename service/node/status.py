@@ -30,14 +30,15 @@ def status(daemon: Daemon, pins: Pins, optimum: OptimumWatch | None = None) -> D
     namespaces, clients, given, refused = daemon.call(
         lambda: (daemon.namespaces(), daemon.clients(), daemon.host_bytes_given, refused_clients(daemon))
     )
-    degraded = degraded_tiers(namespaces)
+    degraded, wanting = degraded_tiers(namespaces), daemon.health.wanting
     pinned = pins.blocks_by_model()
     return DaemonStatus(
         version=version(),
         pid=os.getpid(),
         uptime_s=round(now() - daemon.started, 3),
-        status="degraded" if degraded else "ok",
+        status="degraded" if degraded or wanting else "ok",
         degraded=degraded,
+        wanting=[statuses.WantingPart(part=each.part, why=each.why) for each in wanting],
         socket=str(daemon.config.service.socket),
         budget=statuses.MemoryBudget(bytes=daemon.config.host.size, given=given),
         events=dict(daemon.counts),

@@ -3,7 +3,7 @@ from .dashboard import LivePage
 from .explained import explained
 from .explanation import ExplainedLines, Explanation
 from .figures import MetricValues, figures, version
-from .prometheus import EXPOSITION, counter, gauge, histogram, labelled, text_of
+from .prometheus import EXPOSITION, counter, gauge, histogram, labelled, text_of, wanting
 from .statuses import DaemonStatus, EngineStatus, ReplicaScore, RouterStatus
 from .summary import brief_time, counts, row
 from .top import watch
@@ -32,5 +32,6 @@ __all__ = [
     "summary",
     "text_of",
     "version",
+    "wanting",
     "watch",
 ]

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from kvtier.service.observe.statuses import BlockFigures, EngineStatus
-from kvtier.service.observe.summary import counts, hit_share, row
+from kvtier.service.observe.summary import counts, hit_share, row, wanting
 
 
 def page(status: EngineStatus) -> str:
@@ -14,6 +14,7 @@ def page(status: EngineStatus) -> str:
 def _lines(status: EngineStatus) -> Iterable[str]:
     requests, tokens, l1 = status.requests, status.tokens, status.l1
     yield f"kvtier {status.version} engine of {status.model}, pid {status.pid}: {status.status}"
+    yield from wanting(status.wanting)
     size = f"blocks of {status.block_size} tokens, requests of up to {status.max_model_len:,}"
     yield row("model", f"{status.fingerprint[:16]}: {size}")
     waiting = f"{requests.running} running, {requests.loading} loading, {requests.waiting} waiting"

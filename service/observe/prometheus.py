@@ -26,6 +26,12 @@ def counter(name: str, help_text: str, values: Values, *labels: str) -> Metric:
     return _filled(CounterMetricFamily(name, help_text, labels=labels), values)
 
 
+def wanting(parts: Iterable[str]) -> Metric:
+    """Of a daemon and of an engine alike: what /status names under the same word."""
+    text = "1 for each part that is not there as configured"
+    return gauge("kvtier_wanting", text, dict.fromkeys(parts, 1), "part")
+
+
 def gauge(name: str, help_text: str, values: Values, *labels: str) -> Metric:
     """A family of gauges. `labels` are the labels' names."""
     return _filled(GaugeMetricFamily(name, help_text, labels=labels), values)

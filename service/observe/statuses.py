@@ -53,6 +53,13 @@ class BlockFigures(StatusPart):
 # --- a daemon -------------------------------------------------------------------------------------------------------
 
 
+class WantingPart(StatusPart):
+    """A part that is not there as the configuration says."""
+
+    part: str
+    why: str
+
+
 class DegradedTier(StatusPart):
     """A direction of a lower tier that is left alone for now."""
 
@@ -203,6 +210,7 @@ class DaemonStatus(StatusPart):
     uptime_s: float
     status: str  # "ok" or "degraded"
     degraded: list[DegradedTier]
+    wanting: list[WantingPart] = []
     socket: str
     token_file: str | None = None  # where its user finds the token of the verbs; None: it was configured
     budget: MemoryBudget
@@ -298,6 +306,7 @@ class EngineStatus(StatusPart):
     version: str
     pid: int
     status: str
+    wanting: list[WantingPart] = []
     model: str
     fingerprint: str
     block_size: int

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
-from kvtier.service.observe.statuses import DaemonStatus, ModelStatus
+from kvtier.service.observe.statuses import DaemonStatus, ModelStatus, WantingPart
 from kvtier.tiers import L2, MISS, TIERS
 from kvtier.tiers.config import show_size
 
@@ -30,6 +30,7 @@ def _lines(status: DaemonStatus) -> Iterable[str]:
     )
     for each in status.degraded:
         yield f"  degraded: {each.tier} of {each.model}, {each.direction} breaker {each.breaker}"
+    yield from wanting(status.wanting)
     models = _many(len(status.models), "model")
     yield row("host memory", f"{show_size(budget.given)} of {show_size(budget.bytes)} given to {models}")
     yield row("clients", f"{sum(client.connected for client in clients)} connected; {counts(status.events)}")
@@ -76,6 +77,11 @@ def _model(model: ModelStatus) -> Iterable[str]:
     yield row("dropped", _by_tier(model.dropped, str))
     yield row("corrupted", counts(model.corrupted))
     yield row("moved", _by_tier(model.moved, show_size))
+
+
+def wanting(parts: Iterable[WantingPart]) -> Iterable[str]:
+    """A line for each."""
+    return (f"  degraded: {each.part}: {each.why}" for each in parts)
 
 
 def row(title: str, text: str) -> str:

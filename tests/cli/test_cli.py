@@ -50,6 +50,29 @@ def test_config_as_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     assert "1GiB" in line  # the default
 
 
+def test_config_refuses_what_serve_would_and_names_what_does_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("KVTIER_REDIS__URL", "redis://127.0.0.1")
+    monkeypatch.setenv("KVTIER_REDIS__KEY_FILE", str(tmp_path / "none"))
+    assert run(monkeypatch, "config") == Exit.USAGE
+    assert f'[redis] key_file "{tmp_path / "none"}"' in capsys.readouterr().err
+    monkeypatch.delenv("KVTIER_REDIS__URL")
+    monkeypatch.setenv("KVTIER_FILE__SIZE", "64MiB")
+    assert run(monkeypatch, "config") == Exit.OK
+    idle = "[file] size: without path the tier is off; set it, or leave these out"
+    assert [each.message for each in caplog.records] == [
+        idle,
+        "[redis] key_file: without url the tier is off; set it, or leave these out",
+    ]
+    monkeypatch.setenv("KVTIER_FILE__PATH", str(tmp_path / "slabs"))
+    assert run(monkeypatch, "config") == Exit.OK
+    assert not (tmp_path / "slabs").exists()  # it only looks
+    (tmp_path / "slabs").write_text("in its place")
+    assert run(monkeypatch, "config") == Exit.USAGE
+    assert "a file is in its place" in capsys.readouterr().err
+
+
 def test_config_shows_no_secret(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

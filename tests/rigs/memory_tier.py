@@ -118,5 +118,9 @@ def checked(config: Config) -> str | None:
     return f"{ROW.name}: always on"
 
 
+def answers(config: Config) -> list[Finding]:
+    return []
+
+
 def examine(config: Config) -> list[Finding]:
     return [ok(ROW.name, f"{sum(map(len, SHELVES.values()))} blocks on it")]

@@ -109,6 +109,10 @@ class ScriptedTiers:
     def reserve(self, wanted: Sequence[Wanted]) -> list[None]:
         return [None] * len(wanted)
 
+    @property
+    def wanting(self) -> dict[str, str]:
+        return {}
+
     def computed(self, num_tokens: int, seconds: float, position: float = 0.0) -> None:
         """The story says how fast compute is."""
 

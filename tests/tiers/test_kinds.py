@@ -56,12 +56,13 @@ def test_rows_stand_under_their_names_nearest_first() -> None:
 def test_every_lower_tier_has_a_module_that_opens_it() -> None:
     assert dict(lower_modules()) == MODULES
     for module in MODULES.values():
-        for verb in ("configured", "checked", "examine"):
+        for verb in ("configured", "checked", "answers", "examine"):
             wanted = inspect.signature(getattr(TierModule, verb)).parameters
             assert [*inspect.signature(getattr(module, verb)).parameters] == [*wanted][1:]
         # A tier is off unless its section turns it on, and the doctor then has one finding of it at least.
         assert module.configured(Config(), bytes(32), _Shape()) is None
         assert module.checked(Config()) is None
+        assert module.answers(Config()) == []
         assert module.examine(Config())
 
 

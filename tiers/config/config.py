@@ -35,6 +35,7 @@ from kvtier.tiers.config.sections import (
 ENV_PREFIX: Final = "KVTIER_"
 _FILE: Final = "KVTIER_CONFIG"  # the TOML file, if none is named
 _DELIMITER: Final = "__"
+_SWITCHES: Final = {"file": ("path",), "redis": ("url",), "objects": ("bucket",), "peers": ("nodes", "listen")}
 _IN_URLS: Final = re.compile(
     r"(?<=://)[^/\s\"]*(?=@)|(?<=\?)[^\s\"]*=[^\s\"]*"
 )  # a login; a query, which may be signed
@@ -101,6 +102,17 @@ class Config(BaseSettings):
             fix = 'give a Config, the name of a TOML file, or a mapping as in {"host": {"size": "2GiB"}}'
             raise ConfigError(f"config {_shown(config)}: not a configuration; {fix}")
         return cls.load(config)
+
+    def idle_options(self) -> list[str]:
+        """Options that were given and do nothing, since what turns their tier on was not: a line each, with its fix."""
+        lines = []
+        for section, switches in _SWITCHES.items():
+            chosen = getattr(self, section)
+            names = sorted(chosen.model_fields_set.difference(switches))
+            if names and not any(getattr(chosen, each) for each in switches):
+                named = f"[{section}] {', '.join(names)}"
+                lines.append(f"{named}: without {' or '.join(switches)} the tier is off; set it, or leave these out")
+        return lines
 
     @classmethod
     def settings_customise_sources(

@@ -45,6 +45,11 @@ def checked(config: Config) -> str | None:
     return f"[file] {use if use is not None else f'{config.file.path} does not answer as it should'}"
 
 
+def answers(config: Config) -> list[Finding]:
+    """A directory has no server; its breakers tell."""
+    return []
+
+
 def examine(config: Config) -> list[Finding]:
     """The disk under [file] path, the key, old slabs. Some seconds; writes one file there and removes it."""
     return [*check_disk(config.file), check_key(config.file), *check_naming(config.file)]

@@ -232,6 +232,10 @@ class TierUpkeep(Protocol):
     def has_lower(self) -> bool:
         """Whether there is a tier below L2."""
 
+    @property
+    def wanting(self) -> dict[str, str]:
+        """What of the configuration is not there now → why; its blocks are misses. Thread-safe, and never waits."""
+
     def computed(self, num_tokens: int, seconds: float, position: float = 0.0) -> None:
         """A step prefilled `num_tokens` in `seconds`, behind `position` others: what loading competes with."""
 

@@ -218,6 +218,11 @@ class Hierarchy:
         with self._lock:
             self.host.pool.reset()  # again, for what was read meanwhile from tiers that had not forgotten yet
 
+    @property
+    def wanting(self) -> dict[str, str]:
+        """Tiers that are left alone for now."""
+        return {port.name: why for port in self.ports if (why := port.wanting) is not None}
+
     def stats(self) -> dict[str, float]:
         """Every counter and gauge by its exposition name."""
         return self.metrics.snapshot()

@@ -165,6 +165,12 @@ class TierPort:
         return answer
 
     @property
+    def wanting(self) -> str | None:
+        """Which directions are left alone for now; None: none."""
+        left = [f"{name} breaker {each.state}" for name, each in self.breakers.items() if not each.closed]
+        return f"{self.name}: {', '.join(left)}" if left else None
+
+    @property
     def writable(self) -> bool:
         """Whether a write would be tried at all."""
         return self.tier is not None and self.breakers["write"].closed

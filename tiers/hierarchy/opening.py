@@ -48,6 +48,11 @@ class TierModule(Protocol):
         is away, a disk that hangs.
         """
 
+    def answers(self, config: Config) -> list[Finding]:
+        """Whether the servers it needs answer now; nothing where it is off or needs none. As quick as `examine`, and
+        cheap: a daemon calls it every half minute.
+        """
+
     def examine(self, config: Config) -> list[Finding]:
         """What `kvtier doctor` says of it, on or off. Changes nothing, ends within seconds, raises nothing."""
 
@@ -62,8 +67,10 @@ def lower_modules() -> Iterator[tuple[str, TierModule]]:
 def check_tiers(config: Config) -> list[str]:
     """Look at the settings of the lower tiers before anything waits for them: what each is going to use.
 
-    ConfigError as `TierModule.checked`.
+    Options of tiers that are off are a warning. ConfigError as `TierModule.checked`.
     """
+    for line in config.idle_options():
+        _log.warning("%s", line)
     return [line for _, module in lower_modules() if (line := module.checked(config)) is not None]
 
 

@@ -1,6 +1,7 @@
 from . import memory
 from .cuda_driver import CudaDriver, cuda_driver
-from .host import HostRegion, HostTier, available_bytes, slot_stride
+from .host import HostRegion, HostTier, slot_stride
+from .surroundings import Limits, limits, may_lock_all
 from .records import BlockRecords
 
 __all__ = [
@@ -8,8 +9,10 @@ __all__ = [
     "CudaDriver",
     "HostRegion",
     "HostTier",
-    "available_bytes",
+    "Limits",
     "cuda_driver",
+    "limits",
+    "may_lock_all",
     "memory",
     "slot_stride",
 ]

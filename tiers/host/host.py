@@ -6,8 +6,7 @@ import logging
 import mmap
 import os
 import threading
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -17,6 +16,7 @@ from kvtier.tiers import BlockRecord, ChainHash, ChildBlock, ConfigError, Lineag
 from kvtier.tiers.config import format_size, show_size
 from kvtier.tiers.host import memory
 from kvtier.tiers.host.cuda_driver import cuda_driver
+from kvtier.tiers.host.surroundings import Limits, limits
 from kvtier.tiers.host.pinning import PinDriver, PinnedPieces
 from kvtier.tiers.host.records import BlockRecords
 from kvtier.tiers.pool import MAX_CHILDREN, ChildIndex, SlotPool, listed
@@ -68,15 +68,15 @@ class HostRegion:
         if num_slots < 1 or slot_bytes < 1:
             raise ConfigError(f"[host] size holds {num_slots} slots of {slot_bytes} bytes: raise it to a block or more")
         size = num_slots * slot_stride(slot_bytes)
-        if size > (available := available_bytes()):
-            raise _too_large(size, available)
+        if size > (found := limits()).available:
+            raise _too_large(size, found)
         fd = _create_memfd(size) if shared else None
         try:
             region = cls(_map(size, fd, huge_pages), num_slots, slot_bytes, fd)
         except OSError as error:
             if fd is not None:
                 os.close(fd)
-            raise _too_large(size, available_bytes()) from error
+            raise _too_large(size, limits()) from error
         region._huge_pages = huge_pages
         if huge_pages:
             memory.advise_huge_pages(region.address, size)
@@ -335,24 +335,10 @@ class HostTier:
         self.region.close()
 
 
-def available_bytes() -> int:
-    """Memory this process may still take: the kernel's estimate, bounded by its control group's limit."""
-    fields = dict(_meminfo())
-    limits = [fields.get("MemAvailable", 0)]
-    with contextlib.suppress(OSError, ValueError):  # no control group, or its limit is "max"
-        limits.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    return min(limits)
-
-
-def _meminfo() -> Iterator[tuple[str, int]]:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        name, _, value = line.partition(":")
-        if value.endswith(" kB"):
-            yield name, int(value[:-3]) * 1024
-
-
-def _too_large(size: int, available: int) -> ConfigError:
-    return ConfigError(f'[host] size "{format_size(size)}": only {show_size(available)} of memory is free; lower it')
+def _too_large(size: int, found: Limits) -> ConfigError:
+    free = f"only {show_size(found.available)} of memory is free"
+    whose = "" if size <= found.most else f" ({found.by} has {show_size(found.most)})"
+    return ConfigError(f'[host] size "{format_size(size)}": {free}{whose}; lower it')
 
 
 def slot_stride(slot_bytes: int) -> int:

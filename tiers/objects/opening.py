@@ -48,14 +48,19 @@ def checked(config: Config) -> str | None:
     return f"[objects] bucket {config.objects.bucket} at {place_of(config.objects)}{compressed}"
 
 
-def examine(config: Config) -> list[Finding]:
-    """The bucket that [objects] names. Each answer has a deadline of seconds."""
+def answers(config: Config) -> list[Finding]:
+    """The bucket, by one read of an object that need not be there."""
+    return [] if config.objects.bucket is None else examine(config, in_full=False)
+
+
+def examine(config: Config, *, in_full: bool = True) -> list[Finding]:
+    """The bucket that [objects] names, and in full whether compression pays. Each answer has a deadline of seconds."""
     if config.objects.bucket is not None:
         try:
             require_client(config.objects)
         except ConfigError as refused:
             return [finding_of(refused)]
-    return check_objects(config.objects)
+    return check_objects(config.objects, in_full=in_full)
 
 
 def require_client(config: ObjectsConfig) -> None:

@@ -58,6 +58,11 @@ def _knowledge(config: Config) -> Iterator[str]:
         )
 
 
+def answers(config: Config) -> list[Finding]:
+    """Peers come and go; each model's status says how many answer."""
+    return []
+
+
 def examine(config: Config) -> list[Finding]:
     """Every address that [peers] nodes have, some at once, and every node that has none. Each answer has a deadline."""
     peers = config.peers

@@ -35,6 +35,11 @@ def checked(config: Config) -> str | None:
     return f"[redis] {config.redis.mode} at {servers.label}{compressed}"
 
 
+def answers(config: Config) -> list[Finding]:
+    """Every server that [redis] url names, as for the doctor."""
+    return [] if config.redis.url is None else check_redis(config.redis)
+
+
 def examine(config: Config) -> list[Finding]:
     """The servers that [redis] url names, and whether compression pays. Each answer has a deadline of seconds."""
     return check_redis(config.redis) + check_compression(config.redis)

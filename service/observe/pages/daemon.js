@@ -31,12 +31,13 @@ export function aboutOf(status) {
 }
 
 /** The badge's text and kind, and what is wrong. */
-export function stateOf({ status, degraded }) {
+export function stateOf({ status, degraded, wanting = [] }) {
   if (status === "ok") return { text: "● ok", kind: "good", trouble: "" };
   const each = degraded.map(({ model, tier, direction, breaker }) => {
     return `${tier} of ${model}, ${direction}s (breaker ${breaker})`;
   });
-  const trouble = `Left alone for now, its blocks are misses: ${each.join("; ")}.`;
+  const away = each.length ? [`Left alone for now, its blocks are misses: ${each.join("; ")}.`] : [];
+  const trouble = [...wanting.map(({ why }) => `${why}.`), ...away].join(" ");
   return { text: `▲ ${status}`, kind: "warn", trouble };
 }
 

@@ -161,7 +161,8 @@ def test_a_detached_tier_is_named_and_no_reason_to_send_nobody(home: Path, disk_
     served = ServedDaemon(home / "s", host={"size": 1 << 20}, file=file, breaker=breaker)
     try:
         tiers = attach(home / "s")
-        assert served.client.get("/readyz").json() == {"ready": True, "missing": [], "degraded": [], "refused": []}
+        well: dict[str, object] = {"ready": True, "missing": [], "wanting": [], "degraded": [], "refused": []}
+        assert served.client.get("/readyz").json() == well
         (namespace,) = served.daemon.call(served.daemon.namespaces)
         namespace.hierarchy.ports[0].breakers["read"].trip()
         answer = served.client.get("/readyz")

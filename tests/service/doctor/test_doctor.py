@@ -31,7 +31,7 @@ from kvtier.service.doctor import memory as doctor_memory
 from kvtier.service.doctor import refused as doctor_refused
 from kvtier.service.doctor.copies import check_copies
 from kvtier.service.doctor.doctor import check_engines, check_hashes, check_lossy, check_socket
-from kvtier.service.doctor.memory import check_gpu, check_huge_pages, check_room, check_tunable, read_gpu
+from kvtier.service.doctor.memory import check_files, check_gpu, check_huge_pages, check_room, check_tunable, read_gpu
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.config.sections import FileConfig
 from kvtier.tiers.copies.copy_ways import CopyChoice
@@ -42,6 +42,7 @@ from kvtier.tiers.file import slab
 from kvtier.tiers.file.doctor import DiskRates, check_disk, check_key, check_naming
 from kvtier.tiers.file.store import FileStore
 from kvtier.tiers.finding import Finding, Status, ok, warning
+from kvtier.tiers.host.surroundings import limits
 from kvtier.tiers.redis import doctor as redis_doctor
 from kvtier.tiers.redis.doctor import check_redis
 
@@ -83,7 +84,7 @@ def test_every_check_has_a_line_and_leaves_nothing_behind(disk_dir: Path) -> Non
     done = run("doctor", "--json", file__path=str(disk_dir), file__size="64MiB", host__size="64MiB")
     lines: list[dict[str, str]] = json.loads(done.stdout)
     assert [line["check"] for line in lines] == [
-        *("hashes", "compiled", "memory", "memlock", "huge pages", "glibc", "GPU", "copies"),
+        *("hashes", "compiled", "memory", "memlock", "files", "huge pages", "glibc", "GPU", "copies"),
         *(
             "free space",
             "O_DIRECT",
@@ -158,10 +159,24 @@ def test_engines_are_found_without_importing_them(monkeypatch: pytest.MonkeyPatc
 
 
 def test_memory_for_the_host_tier() -> None:
-    assert check_room(Config.load(host={"size": "1MiB"})).status is OK
-    finding = check_room(Config.load(host={"size": "1PiB"}))
-    assert (finding.status, finding.fix[:17]) == (ERROR, "lower [host] size")
+    found = limits()
+    assert check_room(Config.load(host={"size": "1MiB"}), found).status is OK
+    finding = check_room(Config.load(host={"size": "1PiB"}), found)
+    assert (finding.status, finding.fix) == (ERROR, "lower [host] size, or raise the limit")
     assert "[host] size 1PiB" in finding.found
+    group = found._replace(most=700 << 20, available=600 << 20, by="control group /pod")
+    finding = check_room(Config.load(host={"size": "650MiB"}), group)
+    assert (finding.status, finding.fix) == (ERROR, "lower [host] size, or stop what uses the memory")
+    assert "600 MiB of control group /pod (700 MiB) available" in finding.found
+
+
+def test_files_for_all_of_a_daemons_clients() -> None:
+    few = limits()._replace(files=1024)
+    assert check_files(Config(), few).status is OK
+    daemon = Config.load(service={"socket": "/s"})
+    assert check_files(daemon, few).status is WARNING
+    assert "LimitNOFILE" in check_files(daemon, few).fix
+    assert check_files(daemon, few._replace(files=4096)).status is OK
 
 
 MEMLOCK = """
@@ -169,12 +184,13 @@ import resource
 resource.setrlimit(resource.RLIMIT_MEMLOCK, (1 << 20, 1 << 20))
 from kvtier.service.doctor.memory import check_memlock
 from kvtier.tiers.config.config import Config
+from kvtier.tiers.host.surroundings import limits
 for size, pin, has_gpu, is_privileged in (
     ("1GiB", True, True, False), ("512KiB", True, True, False), ("1GiB", True, True, True),
     ("1GiB", False, True, False), ("1GiB", True, False, False),
 ):
     config = Config.load(host={"size": size, "pin": pin})
-    finding = check_memlock(config, has_gpu=has_gpu, is_privileged=is_privileged)
+    finding = check_memlock(config, limits(), has_gpu=has_gpu, is_privileged=is_privileged)
     print(finding.status, finding.found, finding.fix, sep="|")
 """
 

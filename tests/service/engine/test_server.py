@@ -197,7 +197,7 @@ def test_the_pages(server: ServerThread) -> None:
     for _ in range(2):  # the second finds the first in L1
         server.client.completions.create(model=MODEL, prompt=LONG, max_tokens=2)
     assert server.http.get("/healthz").json() == {"status": "ok"}
-    assert server.http.get("/readyz").json() == {"ready": True, "missing": []}
+    assert server.http.get("/readyz").json() == {"ready": True, "missing": [], "wanting": []}
     server.settle()
     told = server.status()
     assert told["requests"] == {"live": 0, "capacity": 8 + 64, "waiting": 0, "loading": 0, "running": 0}

@@ -149,10 +149,12 @@ def test_a_socket_that_was_removed_is_there_again(
     # Where it cannot be made again, that is said: engines cannot get in.
     (home / "s").unlink()
     (home / "s").write_text("a file of somebody's")
-    wait_until(lambda: served.daemon.missing is not None)
-    assert "a file that is no socket is there" in str(served.daemon.missing)
+    wait_until(lambda: bool(served.daemon.health.wanting))
+    (found,) = served.daemon.health.wanting
+    assert (found.part, found.is_needed) == ("socket", True)
+    assert "a file that is no socket is there" in found.why
     (home / "s").unlink()
-    wait_until(lambda: served.daemon.missing is None)
+    wait_until(lambda: not served.daemon.health.wanting)
     assert load(attach(), chain) == 4
 
 

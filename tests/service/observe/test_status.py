@@ -28,7 +28,7 @@ FIGURES: Final = "lookups missed stored dropped evicted corrupted moved absent a
 # Read from /status of kvtier 0.1, before it had types, and what came since. What a key counts has as many keys as have
 # occurred.
 DAEMON: Final = listed(f"""
-    version pid uptime_s status degraded socket token_file budget budget.bytes budget.given events
+    version pid uptime_s status degraded wanting socket token_file budget budget.bytes budget.given events
     tier_captions tier_captions.name tier_captions.label tier_captions.shown tier_captions.medium tier_captions.lower
     kv_events kv_events.publish kv_events.replay kv_events.seq kv_events.batches kv_events.events
     lent gpu_hour models models.model models.name models.fingerprint models.block_size models.block_bytes models.clients
@@ -42,7 +42,7 @@ DAEMON: Final = listed(f"""
     clients.leases clients.reservations clients.model refused
 """)
 ENGINE: Final = listed(f"""
-    version pid status model fingerprint block_size max_model_len
+    version pid status wanting model fingerprint block_size max_model_len
     requests requests.live requests.capacity requests.waiting requests.loading requests.running outcomes refused
     l1 l1.blocks l1.free tokens tokens.prompt_tokens tokens.computed_tokens tokens.generated_tokens cached_tokens
     steps steps.done steps.failed preempted tiers

@@ -163,7 +163,7 @@ def test_attach_refuses_a_file_of_another_size_or_unsealed() -> None:
 
 
 def test_too_little_memory_names_the_size_asked_the_size_there_and_the_option(shared: bool) -> None:
-    with pytest.raises(ConfigError, match=r'\[host\] size "1PiB": only .* GiB of memory is free; lower it'):
+    with pytest.raises(ConfigError, match=r'\[host\] size "1PiB": only .* of memory is free \(.* has .*\); lower it'):
         HostRegion.allocate(1 << 30, MIB, shared=shared)
 
 

@@ -1,0 +1,72 @@
+"""What of the configuration an engine that attaches now would not get: /readyz, /status and the metrics say it."""
+
+import time
+from collections.abc import Callable
+from itertools import chain
+from typing import Final, NamedTuple
+
+from kvtier.tiers import L2, Finding, Status
+from kvtier.tiers.config import Config, format_size, show_size
+from kvtier.tiers.hierarchy import lower_modules
+from kvtier.tiers.host import limits
+
+SOCKET: Final = "socket"
+_ASK: Final = 30.0  # seconds between two questions to a server that no model uses, so that no breaker watches it
+
+
+class Wanting(NamedTuple):
+    """One part that is not as configured."""
+
+    part: str  # SOCKET, or a tier
+    why: str
+    is_needed: bool  # no engine can attach without it
+
+
+class Health:
+    """What is wanting. `look` waits, so one thread beside the loop calls it; `wanting` is read on any."""
+
+    def __init__(self, config: Config, clock: Callable[[], float] = time.monotonic) -> None:
+        self._config = config
+        self._clock = clock
+        self._asked_at: float | None = None
+        self._socket: tuple[Wanting, ...] = ()
+        self._memory: tuple[Wanting, ...] = ()
+        self._servers: tuple[Wanting, ...] = ()
+
+    @property
+    def wanting(self) -> list[Wanting]:
+        return [*self._socket, *self._memory, *self._servers]
+
+    def socket_is(self, why: str | None) -> bool:
+        """Note whether engines find the socket; `why`, if they do not. True if that was otherwise before."""
+        before, self._socket = self._socket, () if why is None else (Wanting(SOCKET, why, True),)
+        return bool(before) != bool(self._socket)
+
+    def look(self, given: int, *, is_open: bool) -> None:
+        """Look at memory, and at servers now and then. `given`: bytes of [host] size that models have already.
+
+        `is_open`: some model's tiers are, so that their breakers watch the servers.
+        """
+        self._memory = tuple(_memory(self._config.host.size, given))
+        if is_open:
+            self._servers, self._asked_at = (), None
+        elif self._asked_at is None or self._clock() - self._asked_at >= _ASK:
+            found = [(name, module.answers(self._config)) for name, module in lower_modules()]
+            self._servers = tuple(chain.from_iterable(_errors(name, findings) for name, findings in found))
+            self._asked_at = self._clock()
+
+
+def _memory(size: int, given: int) -> list[Wanting]:
+    found, asked = limits(), f'[host] size "{format_size(size)}"'
+    if size > found.most:
+        why = f"{asked}: {found.by} has {show_size(found.most)}; lower it, and restart the daemon"
+        return [Wanting(L2, why, True)]
+    if size - given > found.available:
+        why = f"{asked}: {show_size(size - given)} of it are not given yet, and only {show_size(found.available)} free"
+        return [Wanting(L2, f"{why}; lower it, or stop what uses the memory", False)]
+    return []
+
+
+def _errors(name: str, findings: list[Finding]) -> list[Wanting]:
+    wrong = [each for each in findings if each.status is Status.ERROR]
+    return [Wanting(name, f"{each.check}: {each.found}; {each.fix}", False) for each in wrong]

@@ -1,0 +1,40 @@
+"""An engine's server whose tiers are a daemon's: it says so when that one is gone, and goes on."""
+
+from pathlib import Path
+
+import pytest
+from command_rig import kvtier
+from server_rig import MODEL, save_checkpoint, serving, wait_for
+from service_rig import DaemonThread
+
+from kvtier.service.command_line import Exit
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint(tmp_path_factory.mktemp("model"))
+
+
+def test_an_engine_whose_daemon_is_gone_says_so_until_it_is_back(home: Path, model: Path) -> None:
+    daemon = DaemonThread(home / "s", host={"size": 64 << 20})
+    try:
+        with serving(model, service={"socket": home / "s"}) as server:
+            assert (server.status()["status"], server.status()["wanting"]) == ("ok", [])
+            daemon.close()
+            wait_for(lambda: server.status()["status"] == "degraded")
+            (part,) = server.status()["wanting"]
+            assert part["part"] == "daemon"
+            assert f'[service] socket "{home / "s"}"' in part["why"]
+            ready = server.http.get("/readyz")
+            assert (ready.status_code, ready.json()["wanting"]) == (200, [part["why"]])  # it serves all the same
+            assert 'kvtier_wanting{part="daemon"} 1.0' in server.http.get("/metrics").text
+            shown = kvtier("status", "--url", str(server.http.base_url))
+            assert shown.returncode == Exit.DEGRADED
+            assert f"degraded: daemon: {part['why']}" in shown.stdout
+            answer = server.client.completions.create(model=MODEL, prompt="on its own", max_tokens=2)
+            assert answer.usage is not None
+            assert answer.usage.completion_tokens > 0
+            daemon = DaemonThread(home / "s", host={"size": 64 << 20})
+            wait_for(lambda: server.status()["status"] == "ok")
+    finally:
+        daemon.close()

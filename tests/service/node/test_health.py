@@ -1,0 +1,61 @@
+"""Health that looks: what an engine that attaches now would not get is said before one comes."""
+
+from pathlib import Path
+
+import pytest
+from command_rig import kvtier
+from doubles import wait_until
+from http_rig import ServedDaemon
+from redis_rig import standalone
+from service_rig import attach
+
+from kvtier.service.command_line import Exit
+from kvtier.service.node import daemon as daemons
+from kvtier.service.node import health as healths
+
+@pytest.fixture(autouse=True)
+def brisk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(daemons, "_LOOK", 0.05)
+    monkeypatch.setattr(healths, "_ASK", 0.1)
+
+
+def wanting_in(served: ServedDaemon) -> list[str]:
+    wanting: list[str] = served.client.get("/readyz").json()["wanting"]
+    return wanting
+
+
+def test_settings_that_no_engine_could_use_are_said_before_one_comes(home: Path) -> None:
+    served = ServedDaemon(home / "s", host={"size": 10 << 40})
+    try:
+        wait_until(lambda: served.client.get("/readyz").status_code == 503)
+        (missing,) = served.client.get("/readyz").json()["missing"]
+        assert missing.startswith('[host] size "10TiB": ')
+        assert missing.endswith("; lower it, and restart the daemon")
+        told = served.client.get("/status").json()
+        assert (told["status"], [each["part"] for each in told["wanting"]]) == ("degraded", ["l2"])
+        assert 'kvtier_wanting{part="l2"} 1.0' in served.client.get("/metrics").text
+        shown = kvtier("status", "--http", served.http)
+        assert shown.returncode == Exit.DEGRADED
+        assert f"degraded: l2: {missing}" in shown.stdout
+    finally:
+        served.close()
+
+
+def test_a_server_that_does_not_answer_is_named_until_it_does(home: Path) -> None:
+    with standalone() as redis:
+        served = ServedDaemon(home / "s", host={"size": 1 << 20}, redis={"url": redis.url})
+        try:
+            assert served.client.get("/readyz").json()["wanting"] == []
+            redis.kill()
+            wait_until(lambda: wanting_in(served))
+            (why,) = wanting_in(served)
+            assert f"redis 127.0.0.1:{redis.port}: not reachable" in why
+            assert served.client.get("/readyz").status_code == 200  # an engine can attach: it has host memory
+            assert kvtier("status", "--http", served.http).returncode == Exit.DEGRADED
+            redis.start()
+            wait_until(lambda: not wanting_in(served))
+            assert kvtier("status", "--http", served.http).returncode == Exit.OK
+            tiers = attach(home / "s")  # from now on its breakers watch the server
+            tiers.close()
+        finally:
+            served.close()
