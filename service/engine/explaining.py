@@ -59,6 +59,7 @@ def _explained(engine: Engine, asked: NamedPrompt) -> Json:
     answer = explain_chain(fingerprint.hex()[:16], asked_chain, hierarchy, engine.pool)
     if where is not None and hierarchy is None:
         _add_below(answer, dict(where.by_tier))
+        answer["unreachable"] = [] if tiers is None else [*tiers.wanting]
     if is_unknown(answer["cause"]) and (unsalted := root_hash(fingerprint)) != chain.root:
         # what has no salt is everybody's; of other tenants nobody is told anything
 

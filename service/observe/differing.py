@@ -70,6 +70,8 @@ def finding(
         mine, theirs
     )  # of a first block; behind it the head is shared
     place = f"differs at token {differs['token']:,}"
+    if at == len(theirs) < len(mine):
+        return Difference(f"the held prompt ends at token {differs['token'] - 1:,}, and this one goes on", _GOES_ON_NEW)
     if decode is not None and (known := _known_cause(decode([*before, *mine]), decode([*before, *theirs]))) is not None:
         return Difference(f"{place}: {known.line}", known.advice)
     if (shifted := _shifted(mine[at:], theirs[at:])) is not None:
@@ -151,6 +153,7 @@ def _line_at(text: str, place: int) -> str:
 _ANOTHER: Final = (
     "Little before and behind is the same: another prompt, or another chat template or system prompt at its head."
 )
+_GOES_ON_NEW: Final = "Nothing to do: what goes on there is new, and is held once it was computed."
 _MOVE: Final = "Put what changes behind all that stays the same, to the end of the prompt."
 
 

@@ -49,13 +49,20 @@ def explained(
     if (cut := answer.get("other_cut")) is not None:
         own, other = (each if decode is None else [decode([token]) for token in each] for each in _cuts(cut))
         yield f"another tokenizer cuts the text otherwise from token {cut['token']:,} on: {other} for {own}"
+    if (slow := _shown(answer.get("recompute"))):
+        yield f"loading what {slow} holds takes longer than computing these blocks: engines compute them"
     if (cause := answer["cause"]) is None:
-        yield "Every whole block is held: nothing to do."
+        faster = f'A faster {slow} would be loaded from; [cache] load_or_recompute = "load" loads in any case.'
+        yield faster if slow else "Every whole block is held: nothing to do."
         return
     words = {**cause, "tier": _shown(cause["tier"]), "size": size, "tokens": answer.get("tokens", 0)}
     why = _CAUSES.get(cause["name"], "it could not be stored in {tier} {seconds} s ago: " + cause["name"])
     yield f"block {cause['block']} is missing: {why.format(**words)}"
     advice = _ADVICE.get(cause["name"], "See docs/faults.md for that reason.").format(**words)
+    away = [_shown(each) for each in answer.get("unreachable", ()) if cause["name"] != "short"]
+    if away:
+        yield f"{', '.join(away)}: not reachable now, and may hold it"
+        advice = "See `kvtier status`: what is out of reach is a miss until it answers."
     holders = [*answer.get("tenants", ()), *answer["elsewhere"]]
     if (differs := answer["differs"]) is not None and cause["name"] in _UNKNOWN:
         start = cause["block"] * size
@@ -63,6 +70,9 @@ def explained(
         yield line
     elif answer.get("nothing_alike") and cause["name"] in _UNKNOWN and not holders:
         yield "nothing alike is known: no held prompt that was compared begins like it"
+    elif cause["name"] == "never_seen" and cause["block"] and not (holders or away):
+        yield f"no held prompt that is known goes on behind token {cause['block'] * size - 1:,}"
+        advice = "Nothing to do where that text is new: it is held once it was computed."
     for tenant in answer.get("tenants", ()):
         whose = "a request without a cache_salt" if tenant["tenant"] == "no salt" else f"cache_salt {tenant['tenant']}"
         yield f"another tenant holds the same tokens: {whose}, {tenant['blocks']} blocks"

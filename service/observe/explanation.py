@@ -61,6 +61,8 @@ class Explanation(StatusPart):
     elsewhere: list[OtherModel]
     closed: Sequence[ClosedSlab] = ()
     tenants: Sequence[OtherTenant] = ()
+    recompute: str | None = None  # the tier whose blocks take longer to load than to compute
+    unreachable: Sequence[str] = ()  # tiers that may hold the missing block, and do not answer now
 
 
 class ExplainedLines(StatusPart):

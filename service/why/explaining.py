@@ -1,5 +1,6 @@
 """Why a chain's blocks are held or not: which tier has each, what became of the first missing one, what differs."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -61,12 +62,15 @@ def explain_chain(model: str, chain: AskedChain, hierarchy: Hierarchy | None, fi
         "nothing_alike": False,
         "elsewhere": [],
         "tenants": [],
+        "recompute": None if hierarchy is None else _quicker_computed(tiers[:known], hierarchy, size),
+        "unreachable": [],
     }
     if not names:
         answer["cause"] = {"name": SHORT, "tier": "", "seconds": 0, "block": 0}
     elif known < len(names):
         gone = Departure(ELSEWHERE) if hierarchy is None else hierarchy.why_gone(names[known])
         answer["cause"] = {"name": gone.cause, "tier": gone.tier, "seconds": gone.seconds, "block": known}
+        answer["unreachable"] = [] if hierarchy is None else [*hierarchy.wanting]
         if chain.tokens:
             parent = names[known - 1] if known else chain.root
             held = [each for each in _children(hierarchy, first, parent) if each.chain_hash != names[known]]
@@ -118,6 +122,14 @@ def _tiers_of(names: Sequence[ChainHash], hierarchy: Hierarchy | None, first: Fi
     for name, are_held in reversed(held):
         tiers = [name if is_held else tier for tier, is_held in zip(tiers, are_held, strict=True)]
     return tiers
+
+
+def _quicker_computed(tiers: Sequence[str | None], hierarchy: Hierarchy, size: int) -> str | None:
+    """The tier whose blocks an engine computes rather than load them; None: it loads all that is held."""
+    slow = Counter(each for each in tiers if each not in (L1, L2))
+    num_bytes = {str(each): count * hierarchy.host.region.slot_bytes for each, count in slow.items()}
+    num_tokens = sum(each != L1 for each in tiers) * size
+    return next(iter(num_bytes)) if slow and hierarchy.rates.is_quicker_computed(num_tokens, num_bytes) else None
 
 
 def _runs(tiers: Sequence[str | None]) -> list[Json]:

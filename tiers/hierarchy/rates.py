@@ -69,15 +69,21 @@ class Rates:
 
     def worth_loading(self, num_tokens: int, bytes_by_tier: Mapping[str, int]) -> bool:
         """Whether loading these bytes beats computing these tokens. Unknown rates: load, and learn."""
+        if not self.is_quicker_computed(num_tokens, bytes_by_tier):
+            return True
         if self._policy != "auto":
-            return self._policy == "load"
+            return False
         with self._lock:
-            if self._tokens_per_second is None:
-                return True
-            if self._load(bytes_by_tier) <= num_tokens / self._tokens_per_second:
-                return True
             self._refused += 1
             return self._refused % _RETRY == 0
+
+    def is_quicker_computed(self, num_tokens: int, bytes_by_tier: Mapping[str, int]) -> bool:
+        """Whether computing these tokens is known, or set, to beat loading these bytes. Learns nothing."""
+        if self._policy != "auto":
+            return self._policy == "recompute"
+        with self._lock:
+            rate = self._tokens_per_second
+            return rate is not None and self._load(bytes_by_tier) > num_tokens / rate
 
     def spared(self, num_tokens: int, bytes_by_tier: Mapping[str, int]) -> float:
         """Seconds by which loading these bytes beats computing these tokens; inf where that is not known or weighed."""

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from doubles import SLOT_BYTES, hierarchy_of, store
+from doubles import SLOT_BYTES, MemoryTier, hierarchy_of, store
 
 from kvtier.connector.daemon.handshake import Hello, pack_handshake
 from kvtier.connector.daemon.wire import MAX_HELLO
@@ -16,6 +16,7 @@ from kvtier.service.node.operator_access import NotThere
 from kvtier.service.node.seen_requests import SeenRequest
 from kvtier.service.node.selection import BlockSelection
 from kvtier.service.node.served_tiers import ServedTiers
+from kvtier.service.observe.differing import finding
 from kvtier.service.observe.explained import explained
 from kvtier.tiers import Outcome
 from kvtier.tiers.config.config import Config
@@ -105,6 +106,39 @@ def test_what_differs_in_the_tokens(held: list[int], asked: list[int], line: str
     lines = told(model, asked)
     assert lines[-2] == line
     assert lines[-1].startswith(advice)
+
+
+def test_a_prompt_that_goes_on_where_a_held_one_ends_is_no_fault() -> None:
+    model = opened(block_size=8)
+    hold(model, TEXT[:16])
+    assert told(model, TEXT)[-2:] == [
+        "no held prompt that is known goes on behind token 15",
+        "Nothing to do where that text is new: it is held once it was computed.",
+    ]
+    differs = {"token": 20, "tokens": TEXT[16:24], "held_tokens": TEXT[16:20], "same": 4}
+    line, advice = finding(differs, decode, TEXT[:16], ())
+    assert line == "the held prompt ends at token 19, and this one goes on"
+    assert advice.startswith("Nothing to do")
+
+
+def test_blocks_that_are_cheaper_to_compute_and_tiers_out_of_reach_are_named() -> None:
+    hierarchy = hierarchy_of(32, MemoryTier(), load_policy="auto")
+    model = Namespace(
+        FINGERPRINT, BlockDimensions(BLOCK, SLOT_BYTES), 32 * SLOT_BYTES, ServedTiers(hierarchy, FINGERPRINT), None
+    )
+    hold(model, TEXT[:16])
+    assert hierarchy.drain(30)
+    hierarchy.host.pool.reset()
+    assert told(model, TEXT[:16])[-1] == "Every whole block is held: nothing to do."
+    hierarchy.rates.computed(1_000_000, 0.001)
+    hierarchy.rates.loaded(hierarchy.ports[0].name, 10, 10.0)
+    slow, advice = told(model, TEXT[:16])[-2:]
+    assert slow.endswith("takes longer than computing these blocks: engines compute them")
+    assert '[cache] load_or_recompute = "load"' in advice
+    hierarchy.ports[0].breakers["read"].trip()
+    lines = told(model, TEXT[:16])
+    assert lines[-2].endswith(": not reachable now, and may hold it")
+    assert "kvtier status" in lines[-1]
 
 
 AGENT = "You are an agent and call tools for those who ask. "
