@@ -72,7 +72,7 @@ function tiles(status, history) {
     rateTile("Looked up", lookups, `${about(lookups(status))} blocks in all`, history, "main"),
     rateTile("Read from below", moved("read"), `${bytes(moved("read")(status))} in all`, history, "below", bytes),
     rateTile("Written below", moved("write"), `${bytes(moved("write")(status))} in all`, history, "below", bytes),
-    memoryTile(status.budget),
+    memoryTile(status),
     clientsTile(status),
     rateTile("Not stored", dropped, `${count(dropped(status))} blocks in all`, history, "miss"),
     corruptedTile(corrupted(status)),
@@ -91,9 +91,11 @@ function foundTile(history) {
   return tile("Found in the cache", percent(found.value / asked.value), note, picture);
 }
 
-function memoryTile({ bytes: size, given }) {
-  const picture = bar([{ name: "given", value: given, kind: "main" }], size, memory);
-  return tile("Host memory given", percent(given / size), `${memory(given)} of ${memory(size)}`, picture);
+function memoryTile({ budget: { bytes: size, given }, models }) {
+  const used = models.flatMap(hostsOf).reduce((total, host) => total + host.bytes * (1 - host.free / host.slots), 0);
+  const parts = [{ name: "in use", value: used, kind: "main" }, { name: "given", value: given - used, kind: "main shared" }];
+  const note = `${memory(used)} of ${memory(size)}; ${memory(given)} given to models`;
+  return tile("Host memory in use", percent(used / size), note, bar(parts, size, memory));
 }
 
 function clientsTile({ clients, events }) {
@@ -132,6 +134,8 @@ function modelOf(model, history, { gpu_hour: price }) {
       "div",
       { class: "charts" },
       card("Found, of the blocks asked for", shareOf(model, history)),
+      card("Saved", savedOf(model, (f) => of(model.model, f), history, price)),
+      causesOf(model, (f) => of(model.model, f), history),
       card("Looked up, over time", lookedUpOf(model, history)),
     ),
     h(
@@ -147,8 +151,6 @@ function modelOf(model, history, { gpu_hour: price }) {
     h(
       "div",
       { class: "charts" },
-      card("Saved", savedOf(model, (f) => of(model.model, f), history, price)),
-      causesOf(model, (f) => of(model.model, f), history),
       lifetimesOf(model),
       memoryOf(model),
     ),
@@ -160,9 +162,12 @@ const colourOf = (tier) => captionOf(tier).kind;
 const isOn = ({ name, lower }, model) => Object.hasOwn(lower ? model.tiers : model, name);
 
 // Host memory says of itself what no other tier does: a model has it under the tier's own name.
+const hostNames = (model) => tiers().filter((tier) => !tier.lower && isOn(tier, model)).map(({ name }) => name);
+const hostsOf = (model) => hostNames(model).map((name) => model[name]);
+
 function tiersOf(model) {
   return [
-    tiers().filter((tier) => !tier.lower && isOn(tier, model)).map(({ name }) => {
+    hostNames(model).map((name) => {
       const { slots, ready, leased, dirty, filling, quarantined, pinned } = model[name];
       const used = { ready: ready - leased, leased, filling, quarantined }; // a leased slot is a ready one
       return meterOf(model, name, used, slots, [["dirty", dirty], ["pinned", pinned]]);
@@ -221,11 +226,12 @@ function shareOf(model, history) {
   const series = [{ name: "found", kind: "main", points, note: now }];
   const best = model.optimum;
   if (best) {
-    // The server knows it for parts of the past hour: each point of the line gets that of its part.
-    const share = ([, asked, , possible]) => (asked ? possible / asked : null);
+    // The server knows it for parts of the past hour. Of these both lines show the same blocks, so neither is too low.
     const width = best.seconds / best.steps.length;
-    const part = (age) => best.steps.find(([middle]) => Math.abs(middle - age) <= width / 2);
-    const line = points.map(([age]) => [age, part(age) ? share(part(age)) : null]);
+    const part = (age) => best.steps.find(([middle, asked]) => asked && Math.abs(middle - age) <= width / 2);
+    const shares = points.map(([age, live]) => [age, live, part(age)]);
+    series[0].points = shares.map(([age, live, step]) => [age, step ? step[2] / step[1] : live]);
+    const line = shares.map(([age, , step]) => [age, step ? step[3] / step[1] : null]);
     series.push({ name: "best possible", kind: "tier3", points: line, dashed: true });
   }
   const drawing = chart(`${model.model}/share`, series, timeAxis(history.span), percent, { top: 1, nothing: "Nobody has asked yet." });

@@ -21,6 +21,7 @@ const FEEDS = {
   stale: ["▲ stale", "bad"],
   refused: ["✕ refused", "bad"],
 };
+const LOST = ["stale", "refused"]; // states of a feed in which nobody knows what its publisher holds
 const REASONS = {
   __proto__: null,
   prefix: "holds more of the prompt than any other",
@@ -50,6 +51,9 @@ export function stateOf({ replicas }) {
   if (wrong.length === replicas.length) return { text: "✕ no replica", kind: "bad", trouble };
   const num_up = replicas.length - wrong.length;
   if (wrong.length) return { text: `▲ ${num_up} of ${replicas.length} replicas`, kind: "warn", trouble };
+  const unknown = replicas.flatMap(({ name, events, node_events: node }) =>
+    [[name, events], [`the node of ${name}`, node]].filter(([, feed]) => LOST.includes(feed?.state)).map(([whose]) => whose));
+  if (unknown.length) return { text: "▲ events stale", kind: "warn", trouble: `Not known what it holds: ${unknown.join(", ")}.` };
   return { text: "● ok", kind: "good", trouble: "" };
 }
 
@@ -157,7 +161,7 @@ function latenciesOf({ replicas }, history) {
     return card(
       `${title}: the median of each replica`,
       chart(`wait/${what}`, series, timeAxis(history.span), wait),
-      table([["in the last minute"], ["half within", "number"], ["95 % within", "number"], ["waits", "number"]], rows),
+      table([["in the last minute"], ["p50", "number"], ["p95", "number"], ["count", "number"]], rows),
     );
   });
 }
