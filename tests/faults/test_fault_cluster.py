@@ -234,7 +234,7 @@ def test_a_master_is_killed(cluster: Running, talks: list[list[Turn]]) -> None:
     with crowd(cluster.url("router"), talks, NUM_CLIENTS) as clients:
         cluster.kill("valkey-2")
         # no client of the cluster notices: a third of the blocks are misses in Valkey, and other tiers have them
-        clients.everybody(2)
+        clients.everybody(brief(1, 2))
         start_again(cluster)
         wait_for(lambda: redis(cluster, "valkey-2", "DBSIZE") != "0")  # it has come back empty, and is filled again
         clients.everybody()
@@ -252,7 +252,7 @@ def test_a_daemon_is_killed(cluster: Running, talks: list[list[Turn]]) -> None:
         cluster.kill("node-a")
         # its engine goes on with what it has itself
         before = cluster.page("engine-a")["outcomes"]["length"]
-        clients.everybody(2)
+        clients.everybody(brief(1, 2))
         wait_for(lambda: cluster.page("engine-a")["outcomes"]["length"] > before)
         start_again(cluster)
         # the engine finds the new one, and through it what others have stored

@@ -189,10 +189,14 @@ def its_rope(model: Any) -> None:
     model.model.rotary_emb.inv_freq.mul_(0.5)
 
 
+# What a version counter tells, what none does, another module, a buffer; and more of the same kinds.
 CHANGES: list[Callable[[Any], Any]] = [
-    copied, stepped, past_the_counters, given_other_memory, put_in_its_place, one_value, its_rope,
-    lambda model: model.load_state_dict(other_weights(model)),
-    lambda model: model.load_state_dict(other_weights(model), assign=True),
+    stepped, past_the_counters, put_in_its_place, its_rope,
+    *brief([], [
+        copied, given_other_memory, one_value,
+        lambda model: model.load_state_dict(other_weights(model)),
+        lambda model: model.load_state_dict(other_weights(model), assign=True),
+    ]),
 ]  # fmt: skip
 
 
@@ -368,7 +372,7 @@ FOREIGN = [
 ]
 
 
-@pytest.mark.parametrize("foreign", FOREIGN, ids=lambda each: each.__name__)
+@pytest.mark.parametrize("foreign", brief([hooked, patched_class, of_another_class, wrapped], FOREIGN), ids=lambda each: each.__name__)
 def test_a_model_with_foreign_code_finds_and_leaves_nothing(
     open_tier: Open, caplog: pytest.LogCaptureFixture, foreign: Callable[[Any], Any]
 ) -> None:
