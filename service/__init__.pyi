@@ -1,10 +1,12 @@
 from .alike import num_alike
 from .command_line import Exit
+from .crowd import Crowd
 from .json_text import Json, first_error, harmless, object_in, shown, writable
 from .logs import REQUEST_ID, LogFormat, LogLevel, begin_request, log_to_stderr, request_id
 
 __all__ = [
     "REQUEST_ID",
+    "Crowd",
     "Exit",
     "Json",
     "LogFormat",

@@ -98,6 +98,8 @@ EXPLAINED: Final = {
     "kvtier/cli/servers_cli.py:kvtier.service.router.app": "the same",
     "kvtier/cli/servers_cli.py:kvtier.service.events.publisher": "pyzmq, likewise",
     "kvtier/cli/servers_cli.py:kvtier.tiers.hierarchy.opening": "numpy and redis, which other verbs do not need",
+    "kvtier/cli/servers_cli.py:kvtier.connector.models.checkpoint": "safetensors, which other verbs do not need",
+    "kvtier/cli/config_cli.py:kvtier.tiers.hierarchy.opening": "numpy and redis, which other verbs do not need",
     "kvtier/cli/servers_cli.py:kvtier.service.node.daemon": "numpy and redis, which other verbs do not need",
     "service/events/publisher.py:_run:except": "top of the loop: a batch that fails is counted, the thread lives on",
     "service/events/consumer.py:_run:except": "top of the worker loop: what failed is counted and read anew",

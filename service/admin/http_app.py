@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from kvtier.service import Json
 from kvtier.service.admin import bodies
 from kvtier.service.admin.admin import Admin
 from kvtier.service.admin.transfers import RunningTransfer, Steps, Transfers

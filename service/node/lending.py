@@ -12,7 +12,7 @@ from typing import Final
 
 import numpy as np
 
-from kvtier.service.crowd import Crowd
+from kvtier.service import Crowd
 from kvtier.tiers import BATCH_BYTES, BlockRecord, BlockShape, ChainHash, ConfigError, Outcome, checksum
 from kvtier.tiers.config import PeersConfig
 from kvtier.tiers.hierarchy import Hierarchy

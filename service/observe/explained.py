@@ -49,7 +49,7 @@ def explained(
     if (cut := answer.get("other_cut")) is not None:
         own, other = (each if decode is None else [decode([token]) for token in each] for each in _cuts(cut))
         yield f"another tokenizer cuts the text otherwise from token {cut['token']:,} on: {other} for {own}"
-    if (slow := _shown(answer.get("recompute"))):
+    if slow := _shown(answer.get("recompute")):
         yield f"loading what {slow} holds takes longer than computing these blocks: engines compute them"
     if (cause := answer["cause"]) is None:
         faster = f'A faster {slow} would be loaded from; [cache] load_or_recompute = "load" loads in any case.'

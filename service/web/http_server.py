@@ -13,8 +13,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from kvtier.service import REQUEST_ID, begin_request
-from kvtier.service.crowd import Crowd
+from kvtier.service import REQUEST_ID, Crowd, begin_request
 from kvtier.service.web.http_hosts import HostNames, name_in
 from kvtier.tiers import ConfigError
 

@@ -51,7 +51,10 @@ def test_config_as_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
 
 
 def test_config_refuses_what_serve_would_and_names_what_does_nothing(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setenv("KVTIER_REDIS__URL", "redis://127.0.0.1")
     monkeypatch.setenv("KVTIER_REDIS__KEY_FILE", str(tmp_path / "none"))

@@ -189,12 +189,12 @@ def test_a_daemon_sees_the_processes_of_its_engines() -> None:
         assert {each["pid"] for each in sharing} == {f"service:pod-{side}"}
         assert len({each["user"] for each in sharing}) == 1
 
+
 def test_memory_is_locked_only_where_a_gpu_copies_from_it() -> None:
     # Where a host refuses the limit no container starts: without a GPU none may ask for it.
     assert not [name for name, each in services().items() if "memlock" in each.get("ulimits", {})]
     on_gpus = yaml.safe_load((ROOT / "deploy/gpu.yml").read_text())["services"]
     assert {name: each["ulimits"]["memlock"] for name, each in on_gpus.items()} == {"engine-a": -1, "engine-b": -1}
-
 
 
 def test_who_hears_events_shares_a_directory_with_who_tells_them_and_nobody_else_does() -> None:

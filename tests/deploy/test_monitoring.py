@@ -71,6 +71,7 @@ def _daemon_page() -> str:
             metrics.dropped("file", "queue_full", 1)
             metrics.moved("file", "read", 1, 0.001)
             until(lambda: "kvtier_optimum_share{" in daemon.client.get("/metrics").text)
+            daemon.daemon.health.socket_is("removed")
             return daemon.client.get("/metrics").text
         finally:
             tiers.close()

@@ -1,7 +1,7 @@
 """Faults 5 and 9-15 seen from a hierarchy over a real slab: cut short, full, failing, slow, hung, read-only, other."""
 
-import itertools
 import errno
+import itertools
 import logging
 import os
 import resource

@@ -35,6 +35,7 @@ from kvtier.tiers.config.sections import (
 ENV_PREFIX: Final = "KVTIER_"
 _FILE: Final = "KVTIER_CONFIG"  # the TOML file, if none is named
 _DELIMITER: Final = "__"
+_PATIENCE: Final = ("deadline", "connect_timeout")  # which some set for all tiers, on or off
 _SWITCHES: Final = {"file": ("path",), "redis": ("url",), "objects": ("bucket",), "peers": ("nodes", "listen")}
 _IN_URLS: Final = re.compile(
     r"(?<=://)[^/\s\"]*(?=@)|(?<=\?)[^\s\"]*=[^\s\"]*"
@@ -108,7 +109,7 @@ class Config(BaseSettings):
         lines = []
         for section, switches in _SWITCHES.items():
             chosen = getattr(self, section)
-            names = sorted(chosen.model_fields_set.difference(switches))
+            names = sorted(chosen.model_fields_set.difference(switches, _PATIENCE))
             if names and not any(getattr(chosen, each) for each in switches):
                 named = f"[{section}] {', '.join(names)}"
                 lines.append(f"{named}: without {' or '.join(switches)} the tier is off; set it, or leave these out")

@@ -69,8 +69,8 @@ def check_tiers(config: Config) -> list[str]:
 
     Options of tiers that are off are a warning. ConfigError as `TierModule.checked`.
     """
-    for line in config.idle_options():
-        _log.warning("%s", line)
+    for idle in config.idle_options():
+        _log.warning("%s", idle)
     return [line for _, module in lower_modules() if (line := module.checked(config)) is not None]
 
 

@@ -1,8 +1,8 @@
 from . import memory
 from .cuda_driver import CudaDriver, cuda_driver
 from .host import HostRegion, HostTier, slot_stride
-from .surroundings import Limits, limits, may_lock_all
 from .records import BlockRecords
+from .surroundings import Limits, limits, may_lock_all
 
 __all__ = [
     "BlockRecords",

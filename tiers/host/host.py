@@ -16,9 +16,9 @@ from kvtier.tiers import BlockRecord, ChainHash, ChildBlock, ConfigError, Lineag
 from kvtier.tiers.config import format_size, show_size
 from kvtier.tiers.host import memory
 from kvtier.tiers.host.cuda_driver import cuda_driver
-from kvtier.tiers.host.surroundings import Limits, limits
 from kvtier.tiers.host.pinning import PinDriver, PinnedPieces
 from kvtier.tiers.host.records import BlockRecords
+from kvtier.tiers.host.surroundings import Limits, limits
 from kvtier.tiers.pool import MAX_CHILDREN, ChildIndex, SlotPool, listed
 
 logger = logging.getLogger(__name__)

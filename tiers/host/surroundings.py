@@ -17,6 +17,7 @@ _FILES: Final = (
     ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
     ("memory.max", "memory.current", ("inactive_file", "active_file")),
 )
+_ESCAPED: Final = re.compile(r"\\([0-7]{3})")  # a blank in a path of mountinfo
 
 
 class Limits(NamedTuple):
@@ -80,7 +81,11 @@ def _mounts(proc: Path) -> Iterator[tuple[bool, tuple[str, Path]]]:
             ours, _, kind = line.partition(" - ")
             fields, (type_, *_, options) = ours.split(" "), kind.split(" ")
             if type_ == "cgroup2" or (type_ == "cgroup" and "memory" in options.split(",")):
-                yield type_ == "cgroup2", (fields[3], Path(fields[4].encode().decode("unicode_escape")))
+                yield type_ == "cgroup2", (fields[3], Path(_ESCAPED.sub(_character, fields[4])))
+
+
+def _character(escaped: re.Match[str]) -> str:
+    return chr(int(escaped[1], 8))
 
 
 def _below(root: str, path: str) -> PurePosixPath:

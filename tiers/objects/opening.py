@@ -50,11 +50,15 @@ def checked(config: Config) -> str | None:
 
 def answers(config: Config) -> list[Finding]:
     """The bucket, by one read of an object that need not be there."""
-    return [] if config.objects.bucket is None else examine(config, in_full=False)
+    return [] if config.objects.bucket is None else _looked(config, in_full=False)
 
 
-def examine(config: Config, *, in_full: bool = True) -> list[Finding]:
-    """The bucket that [objects] names, and in full whether compression pays. Each answer has a deadline of seconds."""
+def examine(config: Config) -> list[Finding]:
+    """The bucket that [objects] names, and whether compression pays. Each answer has a deadline of seconds."""
+    return _looked(config, in_full=True)
+
+
+def _looked(config: Config, *, in_full: bool) -> list[Finding]:
     if config.objects.bucket is not None:
         try:
             require_client(config.objects)

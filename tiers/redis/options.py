@@ -175,7 +175,11 @@ def _explanation(config: RedisConfig, servers: Servers, error: Exception) -> KVT
         return _bad("mode", "cluster", f'{where} is no cluster; set mode to "standalone"')
     if "DB index" in text or "Invalid Database" in text:
         return _bad("url", where, "no database of that number; write a lower one")
-    hint = " (if it speaks TLS there, write rediss://)" if any(each in text for each in _HANGS_UP) else ""
+    hint = ""
+    if servers.common.get("ssl"):
+        hint = " (if it does not speak TLS there, write redis://)" if "Timeout" in text else ""
+    elif any(each in text for each in _HANGS_UP):
+        hint = " (if it speaks TLS there, write rediss://)"
     return TierUnavailable(f"[redis] {where}: {str(error)[:200]}; the Redis tier is off{hint}")
 
 

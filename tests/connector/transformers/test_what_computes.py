@@ -372,7 +372,9 @@ FOREIGN = [
 ]
 
 
-@pytest.mark.parametrize("foreign", brief([hooked, patched_class, of_another_class, wrapped], FOREIGN), ids=lambda each: each.__name__)
+@pytest.mark.parametrize(
+    "foreign", brief([hooked, patched_class, of_another_class, wrapped], FOREIGN), ids=lambda each: each.__name__
+)
 def test_a_model_with_foreign_code_finds_and_leaves_nothing(
     open_tier: Open, caplog: pytest.LogCaptureFixture, foreign: Callable[[Any], Any]
 ) -> None:

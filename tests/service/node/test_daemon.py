@@ -611,7 +611,7 @@ def test_an_engine_finds_the_daemon_by_its_configuration(home: Path, serve: Serv
     blocks = BlockDimensions(4, SLOT_BYTES)
     tiers = open_tiers(Config(service={"socket": home / "s"}), FINGERPRINT, blocks)
     assert isinstance(tiers, RemoteTiers)
-    assert tiers.num_slots == 256  # it asked for [host] size, the budget has a mebibyte
+    assert tiers.num_slots == 128  # it names no [host] size: half of the budget, which is a mebibyte
     assert misses(tiers, Outcome.ABSENT) == 0
     tiers.close()
 

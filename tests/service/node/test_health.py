@@ -13,6 +13,7 @@ from kvtier.service.command_line import Exit
 from kvtier.service.node import daemon as daemons
 from kvtier.service.node import health as healths
 
+
 @pytest.fixture(autouse=True)
 def brisk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(daemons, "_LOOK", 0.05)

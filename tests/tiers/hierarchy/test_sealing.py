@@ -52,7 +52,7 @@ def test_what_was_sealed_cannot_be_abandoned(hashing: Hashing) -> None:
     reservation = reserve(hierarchy, chain.hashes, chain.root)
     assert reservation is not None
     for slot, name in zip(reservation.slots.tolist(), reservation.hashes, strict=True):
-        hierarchy.region.slot(slot)[:] = payload_of(name)
+        hierarchy.host.region.slot(slot)[:] = payload_of(name)
     hierarchy.seal(reservation, [record_of(chain, i) for i in range(2)], hierarchy.epoch)
     assert hashing.begun.wait(60)
     with pytest.raises(ValueError, match="sealed"):

@@ -30,7 +30,9 @@ class Machine:
 
     def second(self, group: str, limit: object, used: int, cached: int = 0) -> None:
         """A group of version 2."""
-        self._group(self.groups / "v2" / group, ("memory.max", limit), ("memory.current", used), "inactive_file", cached)
+        self._group(
+            self.groups / "v2" / group, ("memory.max", limit), ("memory.current", used), "inactive_file", cached
+        )
 
     def first(self, group: str, limit: int, used: int, cached: int = 0) -> None:
         names = ("memory.limit_in_bytes", limit), ("memory.usage_in_bytes", used)
