@@ -28,6 +28,7 @@ TEMPLATE: Final = (
     "{% for message in messages %}<|begin|>{{ message.role }}\n{{ message.content }}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|begin|>assistant\n{% endif %}"
 )
+WITH_TOOLS: Final = "{% if tools %}{{ tools|tojson }}{% endif %}" + TEMPLATE
 _START: Final = 100.0  # seconds
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from server_rig import MODEL, TEMPLATE, ServerThread, save_checkpoint, serving
+from server_rig import MODEL, WITH_TOOLS, ServerThread, save_checkpoint, serving
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what these clients' own packages warn of
 
@@ -27,8 +27,7 @@ TOOL: dict[str, Any] = {"type": "function", "function": {"name": "pet", "descrip
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerThread]:
-    template = "{% if tools %}{{ tools | tojson }}{% endif %}" + TEMPLATE
-    with serving(save_checkpoint(tmp_path_factory.mktemp("model"), template=template)) as made:
+    with serving(save_checkpoint(tmp_path_factory.mktemp("model"), template=WITH_TOOLS)) as made:
         yield made
 
 

@@ -6,7 +6,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from server_rig import MODEL, ServerThread, save_checkpoint, serving, wait_for
+from server_rig import MODEL, WITH_TOOLS, ServerThread, save_checkpoint, serving, wait_for
 
 from kvtier.connector.models import ToolCalls
 from kvtier.engine.ending import answered_of
@@ -20,7 +20,7 @@ ASK: dict[str, Any] = {"model": MODEL, "temperature": 0}
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerThread]:
-    with serving(save_checkpoint(tmp_path_factory.mktemp("model"))) as made:
+    with serving(save_checkpoint(tmp_path_factory.mktemp("model"), template=WITH_TOOLS)) as made:
         yield made
 
 
