@@ -11,7 +11,7 @@ from typing import Final
 
 from kvtier.tiers import Finding, error, install_command, ok, warning
 from kvtier.tiers.config import Config, format_size, show_size
-from kvtier.tiers.host import Limits, limits, may_lock_all
+from kvtier.tiers.host import Limits, available_bytes, may_lock_all
 
 _HUGE_PAGES: Final = Path("/sys/kernel/mm/transparent_hugepage")
 FILES: Final = 2048  # 256 clients: sockets, processes and regions; HTTP; slabs
@@ -132,7 +132,7 @@ def check_tunable() -> Finding:
     """Whether a glibc tunable, which must be set before a program starts, makes copies of blocks faster."""
     if platform.machine() != "x86_64":
         return ok("glibc", f"no tunable is known for {platform.machine()}")
-    if limits().available < 4 * _COPY_BYTES:
+    if available_bytes() < 4 * _COPY_BYTES:
         return ok("glibc", "not measured: too little memory")
     plain: list[float] = []
     tuned: list[float] = []

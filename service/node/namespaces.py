@@ -15,7 +15,7 @@ from kvtier.service.why import RequestLog
 from kvtier.tiers import ConfigError
 from kvtier.tiers.config import Config, format_size
 from kvtier.tiers.hierarchy import EventSource, Hierarchy, ProbedOpening, open_hierarchy, require_alike
-from kvtier.tiers.host import limits, slot_stride
+from kvtier.tiers.host import available_bytes, slot_stride
 from kvtier.tiers.naming import KVProbe
 
 _SHARE: Final = 2  # of what could be had, a model that names no size gets one part
@@ -202,7 +202,7 @@ class Namespaces:
         could_have = left + sum(namespace.size for namespace in idle)
         wanted = hello.size
         if not wanted:  # [host] size may be more than there is
-            wanted = max(min(could_have, limits().available) // _SHARE, min(could_have, _MIN_BLOCKS * stride))
+            wanted = max(min(could_have, available_bytes()) // _SHARE, min(could_have, _MIN_BLOCKS * stride))
         can_have = min(wanted, could_have)
         if can_have < _MIN_BLOCKS * stride:
             raise ConfigError(

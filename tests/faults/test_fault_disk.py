@@ -419,13 +419,15 @@ def test_a_missing_directory_is_made_and_a_deleted_one_is_made_anew_at_the_next_
     assert not [line for line in warnings_of(caplog) if "off" in line]
 
 
+@pytest.mark.parametrize("moved", [False, True])
 def test_a_slab_removed_while_it_is_open_is_made_anew(
-    opened: Open, disk_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    opened: Open, disk_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, *, moved: bool
 ) -> None:
     """Else all that is stored from then on would be gone with the process, and nothing would say so."""
-    monkeypatch.setattr("kvtier.tiers.file.store._LOOK", 0.0)
+    monkeypatch.setattr("kvtier.tiers.file.store._LOOK", 0.0 if moved else 600.0)
     hierarchy, numbers = stored(opened()), itertools.count(1)
-    slab_of(disk_dir).unlink()
+    slab = slab_of(disk_dir)
+    slab.rename(disk_dir / "aside") if moved else slab.unlink()
 
     def is_made() -> bool:
         store(hierarchy, chain_of(2, first_token=50_000 + 100 * next(numbers)))

@@ -48,7 +48,7 @@ from kvtier.tiers.returns import ToldEnd
 _log = logging.getLogger(__name__)
 _FIRST_LOOK: Final = 4  # names of a lookup found at once; twice as many while all are held
 _MOST_LOOKED: Final = 2048
-_LOOK: Final = 2.0  # seconds between two looks whether the slab is still there
+_LOOK: Final = 2.0  # seconds between two looks whether the path still names the slab
 _SECTOR: Final = 512  # bytes; what `stat` counts a file's blocks in
 _PIECE: Final = 1 << 16  # slots whose blocks are listed under the lock at a time
 
@@ -222,11 +222,13 @@ class FileStore:
     def _is_gone(self) -> bool:
         """Whether somebody has removed the slab under us, so that nobody would find what is written to it.
 
-        Looked at now and then. The breaker's next probe finds the same, and the tier is opened anew.
+        Its path is looked at now and then, since a disk may be slow at that. The breaker's next probe finds the same,
+        and the tier is opened anew.
         """
-        if (at := time.monotonic()) >= self._look_at and not self._gone:
-            self._look_at = at + _LOOK
-            self._gone = is_removed(self._file)
+        if not self._gone:
+            by_path = (at := time.monotonic()) >= self._look_at
+            self._look_at = at + _LOOK if by_path else self._look_at
+            self._gone = is_removed(self._file, by_path=by_path)
             if self._gone:
                 _log.warning("[file] %s: somebody removed or replaced it; a new one is made", self.path)
         return self._gone

@@ -2,7 +2,7 @@ from . import memory
 from .cuda_driver import CudaDriver, cuda_driver
 from .host import HostRegion, HostTier, slot_stride
 from .records import BlockRecords
-from .surroundings import Limits, limits, may_lock_all
+from .surroundings import Limits, available_bytes, limits, may_lock_all
 
 __all__ = [
     "BlockRecords",
@@ -10,6 +10,7 @@ __all__ = [
     "HostRegion",
     "HostTier",
     "Limits",
+    "available_bytes",
     "cuda_driver",
     "limits",
     "may_lock_all",

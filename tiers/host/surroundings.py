@@ -48,6 +48,11 @@ def limits(proc: Path = _PROC) -> Limits:
     return Limits(most, available, by, lockable, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
 
 
+def available_bytes() -> int:
+    """Memory this process may still take."""
+    return limits().available
+
+
 def may_lock_all(proc: Path = _PROC) -> bool:
     """Whether `lockable` does not bind this process (CAP_IPC_LOCK)."""
     found = re.search(r"^CapEff:\s*([0-9a-f]+)", (proc / "self/status").read_text(), re.MULTILINE)
