@@ -12,11 +12,12 @@ import xxhash
 
 from kvtier.connector.daemon.handshake import unpack_handshake, unpack_handshake_reply
 from kvtier.connector.daemon.wire import MAX_FRAME, FrameReader, unpack_reply, unpack_request
-from kvtier.connector.plan import StepPlan
-from kvtier.service.archive.format import HEADER_BYTES, Header, Parser, decode_header
+from kvtier.connector.plan import CopyOp, StepPlan
+from kvtier.service.archive.format import HEADER_BYTES, Header, Parser, decode_header, encode_header
 from kvtier.service.events.prefix_index import PrefixIndex
 from kvtier.service.events.wire import decode_batch
 from kvtier.service.traces.reading import parse_line
+from kvtier.tiers.checksum import checksum
 from kvtier.tiers.cipher import Encryption, key_id
 from kvtier.tiers.compression import BlockCodec
 from kvtier.tiers.errors import FormatError
@@ -135,6 +136,14 @@ def rows(data: bytes) -> None:
             slab.seal_rows(made, plan)
 
 
+def archive(data: bytes) -> None:
+    """An archive's header, as it came and with a checksum that is right."""
+    summed = data[: HEADER_BYTES - 8].ljust(HEADER_BYTES - 8, b"\0")
+    for each in (data, summed + checksum(memoryview(summed)).to_bytes(8, "little")):
+        with suppress(FormatError):
+            assert len(decode_header(each).fingerprint) == 32
+
+
 def records(data: bytes) -> None:
     """What follows an archive's header."""
     header = Header(b"f" * 32, 64, 4, 3)
@@ -173,8 +182,18 @@ TARGETS: Final[dict[str, Target]] = {
     "rows": rows,
     "events": events,
     "plan": raising(StepPlan.decode),
-    "archive": raising(decode_header),
+    "archive": archive,
     "records": records,
     "object_table": object_table,
     "trace": raising(parse_line),
+}
+
+_OPS: Final = (CopyOp(1, "a", (2, 3), (4, 5), (6, 7)), CopyOp(2, "b", (8,), (9,), (1,), True))
+# What random bytes do not come to: whole inputs, from which coverage goes on.
+SEEDS: Final[dict[str, list[bytes]]] = {
+    "plan": [StepPlan(1, 2).encode(), StepPlan(1, 2, _OPS, _OPS).encode()],
+    "archive": [
+        encode_header(Header(b"f" * 32, 64, 4, 3)),
+        encode_header(Header(b"f" * 32, 64, 4, 3, Encryption(key_id(b"k" * 32), bytes(16)))),
+    ],
 }

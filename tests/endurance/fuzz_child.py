@@ -22,6 +22,11 @@ def feed(name: str, module: ModuleType) -> NoReturn:
     """Feed one target until its time is over; ends this process."""
     with tempfile.TemporaryDirectory() as home:
         made = module.TARGETS[name]
+        if seeds := getattr(module, "SEEDS", {}).get(name):
+            (corpus := Path(home, "seeds")).mkdir()
+            for number, seed in enumerate(seeds):
+                (corpus / str(number)).write_bytes(seed)
+            sys.argv.append(str(corpus))
         atheris.Setup(sys.argv, made if TARGETS[name] == "bytes" else made(Path(home)))
         atheris.Fuzz()
     sys.exit()
