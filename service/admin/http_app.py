@@ -119,7 +119,7 @@ def make_app(
     async def expire() -> None:
         while True:
             await asyncio.sleep(_EXPIRY)
-            await asyncio.to_thread(pins.expire)
+            await asyncio.to_thread(_upkeep, pins, token)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -149,6 +149,11 @@ def make_app(
         tell("/admin/trace", bodies.TraceBody, transfers.trace),
     ]
     return Starlette(routes=routes, lifespan=lifespan, exception_handlers=_HANDLERS)
+
+
+def _upkeep(pins: Pins, token: OperatorToken) -> None:
+    pins.expire()
+    token.keep()
 
 
 def _status(daemon: Daemon, pins: Pins, optimum: OptimumWatch | None, token: OperatorToken) -> statuses.DaemonStatus:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from kvtier.connector.daemon import Hello, Peer, handshake, is_trusted, peer_of
 from kvtier.service.node.buffers import Buffers
-from kvtier.service.node.health import Health
+from kvtier.service.node.health import Health, Wanting
 from kvtier.service.node.lending import Lender
 from kvtier.service.node.listener import Listener
 from kvtier.service.node.loop import Loop, now
@@ -269,15 +269,18 @@ class Daemon:
         self.aside(work, done)
 
     def _look_around(self) -> None:
-        given, is_open = self.host_bytes_given, any(self._namespaces)
+        given = self.host_bytes_given
 
-        def done(result: Exception | None) -> None:
-            if result is not None:
+        def done(result: list[Wanting] | Exception) -> None:
+            if isinstance(result, Exception):
                 self.log(f"its health cannot be looked at: {result}")
+            else:
+                for each in result:
+                    logger.warning("%s", each.why)
             self._looked_around_at = now()
 
         self._looked_around_at = math.inf
-        self.aside(lambda: self.health.look(given, is_open=is_open), done)
+        self.aside(lambda: self.health.look(given), done)
 
     def _listen(self) -> None:
         if not self._accepts:

@@ -11,7 +11,7 @@ from kvtier.tiers.hierarchy import lower_modules
 from kvtier.tiers.host import limits
 
 SOCKET: Final = "socket"
-_ASK: Final = 30.0  # seconds between two questions to a server that no model uses, so that no breaker watches it
+_ASK: Final = 15.0  # seconds between two questions to servers
 
 
 class Wanting(NamedTuple):
@@ -19,7 +19,7 @@ class Wanting(NamedTuple):
 
     part: str  # SOCKET, or a tier
     why: str
-    is_needed: bool  # no engine can attach without it
+    is_needed: bool  # without it no engine gets the host memory that is configured
 
 
 class Health:
@@ -42,18 +42,19 @@ class Health:
         before, self._socket = self._socket, () if why is None else (Wanting(SOCKET, why, True),)
         return bool(before) != bool(self._socket)
 
-    def look(self, given: int, *, is_open: bool) -> None:
-        """Look at memory, and at servers now and then. `given`: bytes of [host] size that models have already.
+    def look(self, given: int) -> list[Wanting]:
+        """Look at memory, and at servers now and then; returns what is newly wanting.
 
-        `is_open`: some model's tiers are, so that their breakers watch the servers.
+        `given`: bytes of [host] size that models have already. Servers are looked at whether or not a model is open:
+        the breakers of one that nobody uses stay closed whatever happens.
         """
+        before = {each.part for each in self.wanting}
         self._memory = tuple(_memory(self._config.host.size, given))
-        if is_open:
-            self._servers, self._asked_at = (), None
-        elif self._asked_at is None or self._clock() - self._asked_at >= _ASK:
+        if self._asked_at is None or self._clock() - self._asked_at >= _ASK:
             found = [(name, module.answers(self._config)) for name, module in lower_modules()]
             self._servers = tuple(chain.from_iterable(_errors(name, findings) for name, findings in found))
             self._asked_at = self._clock()
+        return [each for each in self.wanting if each.part not in before]
 
 
 def _memory(size: int, given: int) -> list[Wanting]:
@@ -69,4 +70,5 @@ def _memory(size: int, given: int) -> list[Wanting]:
 
 def _errors(name: str, findings: list[Finding]) -> list[Wanting]:
     wrong = [each for each in findings if each.status is Status.ERROR]
-    return [Wanting(name, f"{each.check}: {each.found}; {each.fix}", False) for each in wrong]
+    found = (each.found if each.check == name else f"{each.check}: {each.found}" for each in wrong)
+    return [Wanting(name, f"{why}; {each.fix}", False) for why, each in zip(found, wrong, strict=True)]

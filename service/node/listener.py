@@ -41,22 +41,35 @@ class Listener:
     def is_there(self) -> bool:
         """Whether the path still leads to this socket: a cleaner of temporary files may have removed it. May wait."""
         try:
-            return os.path.samestat(self.path.lstat(), self._file)
+            return os.path.samestat(self.path.lstat(), self._file) and self._holds_lock()
         except FileNotFoundError:
             return False
+
+    def _holds_lock(self) -> bool:
+        """Whether the lock that another daemon would look at is ours. FileNotFoundError where there is none."""
+        return os.path.samestat(os.lstat(f"{self.path}.lock"), os.fstat(self._lock))
 
     def renewed(self) -> socket.socket:
         """A new socket at the path, which nobody else serves while we hold the lock; `replace` takes it. May wait.
 
-        ConfigError as at the start.
+        ConfigError and StoreLocked as at the start: the lock may have been removed, too.
         """
         with self._renewing:
             if self._lock < 0:
                 raise ConfigError("the daemon is stopping")
             _check_directory(self.path)
+            self._lock_again()
             _check_owner(self.path)
             made, self._file = _listen(self.path)
         return made
+
+    def _lock_again(self) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            if self._holds_lock():
+                return
+        lock = _lock(self.path)  # StoreLocked: another daemon serves there by now
+        os.close(self._lock)
+        self._lock = lock
 
     def replace(self, made: socket.socket) -> None:
         """Listen there from now on."""

@@ -23,24 +23,26 @@ class OperatorToken(NamedTuple):
 
     secret: SecretStr
     file: Path | None
+    http: str = ""
 
     @classmethod
     def made(cls, socket: Path, http: str) -> "OperatorToken":
         """A new one for the daemon at `socket` whose pages are at `http`. If no file can be written, nobody has it."""
         file, secret = Path(f"{socket.absolute()}.token"), secrets.token_urlsafe(_BYTES)
-        own = file.with_name(f".{file.name}-{os.getpid()}")
         try:
-            own.unlink(missing_ok=True)
-            descriptor = os.open(own, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-            with open(descriptor, "w") as out:
-                json.dump({"http": http, "token": secret}, out)
-            own.replace(file)
+            _write(file, http, secret)
         except OSError as error:
             _log.warning(
                 '[service] token none: "%s" cannot be written (%s), so no verb works; set a token', file, error
             )
-            return cls(SecretStr(secret), None)
-        return cls(SecretStr(secret), file)
+            return cls(SecretStr(secret), None, http)
+        return cls(SecretStr(secret), file, http)
+
+    def keep(self) -> None:
+        """Put the file there again if somebody removed it: the same token. May wait."""
+        if self.file is not None and not self.file.exists():
+            with suppress(OSError):
+                _write(self.file, self.http, self.secret.get_secret_value())
 
     def forget(self) -> None:
         """The daemon ends. Its file goes, if nobody else's stands there by now."""
@@ -48,6 +50,20 @@ class OperatorToken(NamedTuple):
             with suppress(OSError, ConfigError):
                 if read_token(self.file)[1].get_secret_value() == self.secret.get_secret_value():
                     self.file.unlink()
+
+
+def _write(file: Path, http: str, secret: str) -> None:
+    own = file.with_name(f".{file.name}-{os.getpid()}")
+    try:
+        own.unlink(missing_ok=True)
+        descriptor = os.open(own, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        with open(descriptor, "w") as out:
+            json.dump({"http": http, "token": secret}, out)
+        own.replace(file)
+    except OSError:
+        with suppress(OSError):
+            own.unlink()
+        raise
 
 
 def token_at(file: Path, http: str) -> SecretStr:

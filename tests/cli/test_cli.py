@@ -96,6 +96,12 @@ def test_config_shows_no_secret(
         ('[redis]\nsecrt = "hunter2"', "[redis] secrt (not shown): unknown option; did you mean secret?"),
         ('[redis]\nsecret = "hunter2"', "[redis] secret (not shown): shorter than 16 characters; make one with"),
         ("[redis]\nsecret = 2222222222222222", "[redis] secret (not shown): not a text; write one, in quotes"),
+        (
+            '[service]\ntoken = "hunter2\\n"',
+            "[service] token (not shown): empty, or with white space around it; write it",
+        ),
+        ('[server]\ntoken = ""', "[server] token (not shown): empty, or with white space around it; write it alone"),
+        ('[redis]\npassword = " hunter2"', "[redis] password (not shown): empty, or with white space around it; write"),
         ("[redis]\npassword = 2222222222222222", "[redis] password (not shown): not a text; write one, in quotes"),
         ('[service]\ntokens = "hunter2"', "[service] tokens (not shown): unknown option; did you mean token?"),
         ('secret = "hunter2"', "secret (not shown): belongs in a section; write it as [redis] secret"),

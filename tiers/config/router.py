@@ -3,11 +3,21 @@
 from collections.abc import Mapping
 from typing import Annotated, Final, Self
 
-from pydantic import Field, SecretStr, model_validator
+from pydantic import Field, model_validator
 from pydantic_settings import NoDecode
 
 from kvtier.tiers import L2, TIERS
-from kvtier.tiers.config.values import Address, FileName, HttpSection, Time, WholeNumber, listed, option, require_both
+from kvtier.tiers.config.values import (
+    Address,
+    FileName,
+    HttpSection,
+    Secret,
+    Time,
+    WholeNumber,
+    listed,
+    option,
+    require_both,
+)
 
 MAX_BLOCKS: Final = 4_000_000  # 800 MB at some 200 bytes each (benchmarks/router_overhead.py), of KV some terabytes
 
@@ -24,7 +34,7 @@ class RouterConfig(HttpSection):
     """`kvtier route`: where it answers, whom it asks, and when it gives up."""
 
     http: Address = option("127.0.0.1:8080", "address of the OpenAI API of `kvtier route`")
-    token: SecretStr | None = option(None, "the API key clients must send; never logged")
+    token: Secret | None = option(None, "the API key clients must send; never logged")
     model: FileName | None = option(
         None, "directory of the tokenizer and chat template for prompts; none = ask replicas"
     )
@@ -37,7 +47,7 @@ class RouterConfig(HttpSection):
         None, "file with one more replica a line; a change is followed while running"
     )
     resolve_interval: Time = option("10s", "time between two look-ups of names with addresses=all")
-    replica_token: SecretStr | None = option(None, "the API key replicas want; never logged")
+    replica_token: Secret | None = option(None, "the API key replicas want; never logged")
     replica_ca: FileName | None = option(
         None, "file of the certificates https replicas are verified by; none = the system's"
     )

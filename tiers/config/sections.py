@@ -22,6 +22,7 @@ from kvtier.tiers.config.values import (
     NodeAddresses,
     ObjectPrefix,
     RegionName,
+    Secret,
     Section,
     Sightings,
     SocketPath,
@@ -32,6 +33,7 @@ from kvtier.tiers.config.values import (
     WholeNumber,
     ZmqEndpoint,
     is_numeric,
+    is_one_line,
     option,
     require_both,
     require_local,
@@ -193,7 +195,7 @@ class RedisConfig(Section):
     )
     sentinel_name: str = option("mymaster", "the name Sentinels know the master by")
     username: str | None = option(None, "ACL user")
-    password: SecretStr | None = option(None, "its password; never logged")
+    password: Secret | None = option(None, "its password; never logged")
     ca: FileName | None = option(None, "certificate authority of rediss:// servers; none = the system's")
     secret: SecretStr | None = option(
         None, "seals what is stored: without it nobody writes what is served; never logged"
@@ -256,11 +258,11 @@ class ObjectsConfig(Section):
             given = f'access_key_id "{self.access_key_id}"' if self.access_key_id else "secret_access_key (not shown)"
             missing = "secret_access_key" if self.access_key_id else "access_key_id"
             raise ValueError(f"{given}: {missing} is missing; set both")
-        if self.secret_access_key is not None and not _is_one_line(self.secret_access_key):
+        if self.secret_access_key is not None and not is_one_line(self.secret_access_key):
             raise ValueError("secret_access_key (not shown): empty, or with white space around it; write the key alone")
         if self.session_token is not None and self.access_key_id is None:
             raise ValueError("session_token (not shown): access_key_id is missing; set all three, or none")
-        if self.session_token is not None and not _is_one_line(self.session_token):
+        if self.session_token is not None and not is_one_line(self.session_token):
             raise ValueError("session_token (not shown): empty, or with white space around it; write the token alone")
         if self.virtual_hosted and is_numeric(self.endpoint or ""):
             raise ValueError(
@@ -279,7 +281,7 @@ class ServiceConfig(HttpSection):
     )
     deadline: Time = option("250ms", "longest an engine's step waits for the daemon; then it stores nothing")
     http: Address = option("127.0.0.1:9400", "address of the daemon's metrics, health and admin pages")
-    token: SecretStr | None = option(
+    token: Secret | None = option(
         None,
         "what admin requests must carry; none = a new one at each start, in a file beside the socket; never logged",
     )
@@ -310,7 +312,7 @@ class ServerConfig(HttpSection):
     """`kvtier engine`: where it answers, and how much at once."""
 
     http: Address = option("127.0.0.1:8000", "address of the OpenAI API of `kvtier engine`")
-    token: SecretStr | None = option(None, "the API key requests must carry; never logged")
+    token: Secret | None = option(None, "the API key requests must carry; never logged")
     name: Annotated[str, Field(min_length=1, max_length=256)] | None = option(
         None, "the model's name for clients; none = its directory's"
     )
@@ -383,12 +385,6 @@ class EventsConfig(Section):
 class BreakerConfig(Section):
     failures: WholeNumber = option(5, "failures in a row that detach a tier", ge=1, le=1000)
     retry_after: Time = option("1s", "first wait before a detached tier is probed")
-
-
-def _is_one_line(secret: SecretStr) -> bool:
-    """Not so of what was read from a file with its last line's end."""
-    text = secret.get_secret_value()
-    return bool(text) and text == text.strip() and text.isprintable()
 
 
 def _require_one_seal(secret: SecretStr | None, key_file: Path | None) -> None:

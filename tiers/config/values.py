@@ -8,7 +8,16 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, SecretStr, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    SecretStr,
+    model_validator,
+)
 from pydantic_settings import NoDecode
 
 from kvtier.tiers.config.quantities import format_size, format_time, parse_duration, parse_room, parse_size, parse_time
@@ -234,6 +243,22 @@ Topic = Annotated[
 ]
 
 
+def is_one_line(secret: SecretStr) -> bool:
+    """Not so of what was read from a file with its last line's end, and of nothing at all."""
+    text = secret.get_secret_value()
+    return bool(text) and text == text.strip() and text.isprintable()
+
+
+def _require_one_line(secret: SecretStr) -> SecretStr:
+    if not is_one_line(secret):
+        raise ValueError("empty, or with white space around it; write it alone, or leave the option out")
+    return secret
+
+
+Secret = Annotated[SecretStr, AfterValidator(_require_one_line)]
+"""A token or a password: goes into a header, or a login, as it is."""
+
+
 def option(default: Any, description: str, **bounds: Any) -> Any:
     """A field of a section: its default, what it means to a user, and the bounds of its values."""
     return Field(default=default, description=description, **bounds)
@@ -249,7 +274,7 @@ class HttpSection(Section):
     """The options of whatever answers over HTTP: where, and who is let in."""
 
     http: Address
-    token: SecretStr | None = None
+    token: Secret | None = None
     allow_remote: bool = option(False, "let http be an address other machines reach; needs a token")
     allowed_hosts: AllowedHosts = option(
         (), "list of names its pages may be asked for under, besides its addresses; * = every one"

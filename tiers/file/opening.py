@@ -1,8 +1,9 @@
 """The slab tier from its section of the configuration: how to open it, and what the doctor looks at. A `TierModule`."""
 
+import os
 from typing import Final
 
-from kvtier.tiers import BATCH_BYTES, BlockShape, ConfiguredTier, Finding, load_key
+from kvtier.tiers import BATCH_BYTES, BlockShape, ConfiguredTier, Finding, error, load_key
 from kvtier.tiers.config import Config
 from kvtier.tiers.file.directory import require_directory
 from kvtier.tiers.file.doctor import check_disk, check_key, check_naming
@@ -46,8 +47,11 @@ def checked(config: Config) -> str | None:
 
 
 def answers(config: Config) -> list[Finding]:
-    """A directory has no server; its breakers tell."""
-    return []
+    """Whether the directory can be used. One that is not there is made when a model's slab is opened."""
+    path = config.file.path
+    if path is None or not path.exists() or (path.is_dir() and os.access(path, os.W_OK | os.X_OK, effective_ids=True)):
+        return []
+    return [error("file", f'[file] path "{path}": no directory that this user can write in', "make it one")]
 
 
 def examine(config: Config) -> list[Finding]:

@@ -132,12 +132,11 @@ def is_ours(io: FileIO, file: SlabFile) -> bool:
     return same_shape and io.size(file.fd) >= file.superblock.file_bytes
 
 
-def is_removed(file: SlabFile, *, by_path: bool) -> bool:
-    """Whether the file has no name any more; by path also whether the path names no file, or another one."""
+def is_removed(file: SlabFile) -> bool:
+    """Whether the path names no file any more, or another than the one we hold."""
     try:
         with file.rewriting:
-            ours = os.fstat(file.fd)
-            return not ours.st_nlink or (by_path and not os.path.samestat(file.path.stat(), ours))
+            return not os.path.samestat(file.path.stat(), os.fstat(file.fd))
     except FileNotFoundError:
         return True
     except OSError:

@@ -228,7 +228,9 @@ class FileStore:
         if not self._gone:
             by_path = (at := time.monotonic()) >= self._look_at
             self._look_at = at + _LOOK if by_path else self._look_at
-            self._gone = is_removed(self._file, by_path=by_path)
+            with self._file.rewriting:
+                has_name = os.fstat(self._file.fd).st_nlink > 0
+            self._gone = not has_name or (by_path and is_removed(self._file))
             if self._gone:
                 _log.warning("[file] %s: somebody removed or replaced it; a new one is made", self.path)
         return self._gone

@@ -254,7 +254,9 @@ def test_without_a_token_of_the_operators_one_is_made_that_its_user_alone_finds(
             file.write_text(content)
             refused = kvtier("quota", "--http", daemon.http)
             assert (refused.returncode, "not a daemon's token; give --token" in refused.stderr) == (2, True)
-        file.write_text(json.dumps(told))
+        file.unlink()  # by a cleaner of temporary files: the same token is there again
+        wait_until(file.exists)
+        assert json.loads(file.read_text()) == told
     finally:
         assert daemon.end(signal.SIGTERM) == 0
     assert not file.exists()

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ from kvtier.connector.daemon.messages import Ask, Holds
 from kvtier.connector.daemon.remote import RemoteTiers
 from kvtier.connector.daemon.wire import pack_frame, pack_request
 from kvtier.service.node.daemon import _TICK, Daemon
+from kvtier.service.node.listener import Listener
 from kvtier.service.node.loop import Loop
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.errors import ConfigError, KVMismatch, StoreLocked
@@ -156,6 +158,30 @@ def test_a_socket_that_was_removed_is_there_again(
     (home / "s").unlink()
     wait_until(lambda: not served.daemon.health.wanting)
     assert load(attach(), chain) == 4
+
+
+def test_a_directory_that_was_moved_away_leaves_no_room_for_a_second_daemon(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtier.service.node.daemon._LOOK", 0.05)
+    at = home / "run"
+    at.mkdir()
+    served = DaemonThread(at / "s", host={"size": 1 << 20})
+    try:
+        at.rename(home / "moved")
+        at.mkdir(mode=0o700)
+        wait_until((at / "s").exists)
+        with pytest.raises(StoreLocked, match=f"the daemon with pid {os.getpid()} serves it"):
+            Listener(at / "s")
+        # Where another one was first, its socket is left alone, and health says why no engine gets in here.
+        at.rename(home / "moved again")
+        at.mkdir(mode=0o700)
+        with closing(Listener(at / "s")) as other:
+            wait_until(lambda: bool(served.daemon.health.wanting))
+            assert "serves it" in served.daemon.health.wanting[0].why
+            assert other.is_there
+    finally:
+        served.close()
 
 
 def test_models_that_name_no_size_get_half_of_what_is_left(serve: Serve, attach: Attach) -> None:

@@ -42,21 +42,33 @@ def test_settings_that_no_engine_could_use_are_said_before_one_comes(home: Path)
         served.close()
 
 
-def test_a_server_that_does_not_answer_is_named_until_it_does(home: Path) -> None:
+def test_a_slab_directory_that_became_a_file_is_named(home: Path, disk_dir: Path) -> None:
+    served = ServedDaemon(home / "s", host={"size": 1 << 20}, file={"path": disk_dir / "slabs"})
+    try:
+        assert wanting_in(served) == []
+        (disk_dir / "slabs").write_text("in its place")
+        wait_until(lambda: wanting_in(served))
+        assert "no directory that this user can write in" in wanting_in(served)[0]
+    finally:
+        served.close()
+
+
+def test_a_server_that_does_not_answer_is_named_until_it_does(home: Path, caplog: pytest.LogCaptureFixture) -> None:
     with standalone() as redis:
         served = ServedDaemon(home / "s", host={"size": 1 << 20}, redis={"url": redis.url})
         try:
+            tiers = attach(home / "s")  # idle: no breaker would tell
             assert served.client.get("/readyz").json()["wanting"] == []
             redis.kill()
             wait_until(lambda: wanting_in(served))
             (why,) = wanting_in(served)
             assert f"redis 127.0.0.1:{redis.port}: not reachable" in why
             assert served.client.get("/readyz").status_code == 200  # an engine can attach: it has host memory
+            assert [each.message for each in caplog.records if "not reachable" in each.message] == [why]
             assert kvtier("status", "--http", served.http).returncode == Exit.DEGRADED
             redis.start()
             wait_until(lambda: not wanting_in(served))
             assert kvtier("status", "--http", served.http).returncode == Exit.OK
-            tiers = attach(home / "s")  # from now on its breakers watch the server
             tiers.close()
         finally:
             served.close()
