@@ -99,9 +99,9 @@ def _connected(
         host, _, port = http.rpartition(":")
         if not host or not port.isdecimal() or not 0 < int(port) < 65536:
             raise ConfigError(f'--http "{http}": not HOST:PORT; write it as in 127.0.0.1:9400')
-    if token is not None and not (token.strip() == token and token.isprintable()):
-        raise ConfigError("--token (not shown): white space is around it; write the token alone")
     secret = settings.token if token is None else SecretStr(token)
+    if secret is not None and not configuration.is_one_line(secret):
+        raise ConfigError("--token (not shown): empty, or with white space around it; write the token alone")
     with ExitStack() as opened:
 
         def client(url: str | None = None) -> HttpClient:

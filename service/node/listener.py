@@ -77,12 +77,13 @@ class Listener:
         self.socket = made
 
     def close(self) -> None:
-        """Take the socket away; idempotent."""
+        """Take the socket away, if the path does not lead to another daemon's by now; idempotent."""
         with self._renewing:
             if self._lock >= 0:
                 self.socket.close()
                 with contextlib.suppress(OSError):
-                    self.path.unlink()
+                    if os.path.samestat(self.path.lstat(), self._file):
+                        self.path.unlink()
                 os.close(self._lock)
                 self._lock = -1
 

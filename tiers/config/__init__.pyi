@@ -14,7 +14,7 @@ from .sections import (
     ServerConfig,
     ServiceConfig,
 )
-from .values import ByteSize, Lifetime, is_endpoint
+from .values import ByteSize, Lifetime, is_endpoint, is_one_line
 
 __all__ = [
     "COMPILED",
@@ -39,6 +39,7 @@ __all__ = [
     "compiled_setting",
     "format_size",
     "is_endpoint",
+    "is_one_line",
     "nearest",
     "options",
     "parse_duration",

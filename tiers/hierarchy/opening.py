@@ -50,7 +50,7 @@ class TierModule(Protocol):
 
     def answers(self, config: Config) -> list[Finding]:
         """Whether the servers it needs answer now; nothing where it is off or needs none. As quick as `examine`, and
-        cheap: a daemon calls it every half minute.
+        cheap: a daemon calls it four times a minute.
         """
 
     def examine(self, config: Config) -> list[Finding]:
