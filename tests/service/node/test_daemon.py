@@ -142,12 +142,11 @@ def test_a_socket_that_was_removed_is_there_again(
     one, chain = attach(), chain_of(4)
     store(one, chain)
     (home / "s").unlink()  # by a cleaner of temporary files
-    wait_until((home / "s").exists)
+    wait_until(lambda: "somebody removed it; it is there again" in caplog.text)
     other = attach()
     assert other.member is not None
     assert load(other, chain) == 4
     assert load(one, chain) == 4  # who was attached stays so
-    wait_until(lambda: "somebody removed it; it is there again" in caplog.text)
     # Where it cannot be made again, that is said: engines cannot get in.
     (home / "s").unlink()
     (home / "s").write_text("a file of somebody's")
@@ -156,7 +155,7 @@ def test_a_socket_that_was_removed_is_there_again(
     assert (found.part, found.is_needed) == ("socket", True)
     assert "a file that is no socket is there" in found.why
     (home / "s").unlink()
-    wait_until(lambda: not served.daemon.health.wanting)
+    wait_until(lambda: not served.daemon.health.wanting)  # `done`: it listens
     assert load(attach(), chain) == 4
 
 
