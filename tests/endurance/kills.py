@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any, Final
+from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [
@@ -68,7 +69,8 @@ class Victim:
     def __init__(self, target: Callable[..., None], *arguments: object) -> None:
         self.told, telling = _CONTEXT.Pipe(duplex=False)
         self.process: ForkServerProcess = _CONTEXT.Process(target=target, args=(*arguments, telling), daemon=True)
-        self.process.start()
+        with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):  # the server looks for modules there
+            self.process.start()
         telling.close()
 
     def next_word(self) -> object:
@@ -373,8 +375,6 @@ def kills(seed: int, count: int) -> Verdict:
     return verdict
 
 
-# The server that victims are forked from looks for modules where its environment says.
-os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
 _CONTEXT: Final = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["kill_victims"])
 
