@@ -3,7 +3,7 @@
 import logging
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from threading import Lock
 from typing import Final
@@ -22,6 +22,7 @@ _MAX_FAILED: Final = 65_536  # remembered blocks that failed or were not admitte
 _PASSING: Final = frozenset(
     {Outcome.IO_ERROR, Outcome.TIMEOUT, Outcome.FULL, Outcome.BREAKER_OPEN, Outcome.PARENT_FAILED}
 )
+_FORGOTTEN: Final = frozenset({Outcome.OK, Outcome.EPOCH})  # nobody has to know that a write ended so
 _MAX_SWEPT: Final = 1024  # blocks queued from a line in one go: some milliseconds
 SOONEST: Final = 0.1  # seconds before what failed is tried again: another node may wait for it
 _LONGEST_PAUSE: Final = 60.0  # seconds between two tries of what failed again and again
@@ -133,7 +134,7 @@ class Demoter:
         taken = self._take_room(len(hashes))
         if taken < len(hashes):
             with self._lock:
-                self._remember_failed(hashes[taken:])
+                self._remember_failed(dict.fromkeys(hashes[taken:], True))
         self._submit(hashes[:taken], epoch, ended)
         return taken
 
@@ -171,9 +172,14 @@ class Demoter:
             self.num_written += len(good)
             for chain_hash in good:
                 self._failed.pop(chain_hash, None)
-            for chain_hash, outcome in zip(hashes, outcomes, strict=True):
-                if outcome not in (Outcome.OK, Outcome.EPOCH):
-                    self._remember_failed([chain_hash], may_succeed=outcome in _PASSING)
+            if len(good) < len(hashes):
+                self._remember_failed(
+                    {
+                        h: o is not Outcome.UNSUPPORTED
+                        for h, o in zip(hashes, outcomes, strict=True)
+                        if o not in _FORGOTTEN
+                    }
+                )
             self._pace(job, has_failed=bool(again))
         self._metrics.stored(self.port.name, len(good))
         for outcome in set(outcomes) - {Outcome.OK}:
@@ -213,9 +219,10 @@ class Demoter:
         epoch = self.port.epoch
         with self._lock:
             room = min(self._max_blocks - self._num_waiting, _MAX_SWEPT)
-        room -= self._sweep(*self._line.take(room), epoch, is_repeated=False)
-        if room > 0 and len(self._again) and self.clock() >= self._again_at:
-            self._sweep(*self._again.take(min(room, self._num_again)), epoch, is_repeated=True)
+        if len(self._again) and self.clock() >= self._again_at:  # it came first
+            room -= self._sweep(*self._again.take(min(room, self._num_again)), epoch, is_repeated=True)
+        if room > 0:
+            self._sweep(*self._line.take(room), epoch, is_repeated=False)
         self._note_lost()
 
     def swept(self) -> None:
@@ -223,10 +230,10 @@ class Demoter:
         self._is_sweeping = False
         self.sweep_soon()
 
-    def close(self) -> None:
-        """The tier was closed: what still stands in line is counted, and one line tells of it."""
+    def close(self, num_dirty: int) -> None:
+        """The tier was closed: what still stands in line is counted, and what is dirty; one line tells of it."""
         self._note_lost(look=True)
-        if num_left := len(self._line):
+        if num_left := len(self._line) + num_dirty:
             self._metrics.dropped(self.port.name, Outcome.CLOSED, num_left)
         if num_left + len(self._again):
             _log.warning(
@@ -243,7 +250,7 @@ class Demoter:
             chain = run
             if parent is not None and self._failed and self._parent_failed(parent):
                 with self._lock:
-                    self._remember_failed(run)
+                    self._remember_failed(dict.fromkeys(run, True))
                 if not is_repeated:  # it goes with its parent
                     self._not_written(run, Outcome.PARENT_FAILED)
                     self._again.add(run)
@@ -345,7 +352,7 @@ class Demoter:
         num_seen = self._admission.num_seen(hashes)
         if refused := hashes[num_seen:]:
             with self._lock:
-                self._remember_failed(refused)
+                self._remember_failed(dict.fromkeys(refused, True))
             self._not_written(refused, Outcome.NOT_ADMITTED)
         return hashes[:num_seen]
 
@@ -361,8 +368,8 @@ class Demoter:
         if self._admission is not None:
             self._admission.is_selective(self._filling())
 
-    def _remember_failed(self, hashes: Sequence[ChainHash], *, may_succeed: bool = True) -> None:
-        self._failed.update(dict.fromkeys(hashes, may_succeed))
+    def _remember_failed(self, hashes: Mapping[ChainHash, bool]) -> None:
+        self._failed.update(hashes)
         while len(self._failed) > _MAX_FAILED:
             self._failed.popitem(last=False)
 

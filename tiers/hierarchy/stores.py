@@ -167,8 +167,9 @@ class StoreQueue:
         """The lower tiers were closed: count what they did not get."""
         if self._timer is not None:
             self._timer.cancel()
+        num_dirty = self._host.pool.counts().dirty if self._settings.write_policy == "write_back" else 0
         for demoter in self._demoters:
-            demoter.close()
+            demoter.close(num_dirty)
 
     # on the sealing thread
 
