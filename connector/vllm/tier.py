@@ -23,7 +23,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 from kvtier.connector.vllm.model import why_none
-from kvtier.connector.vllm.tier_events import TierEvents
+from kvtier.connector.vllm.tier_events import ChunkEvents
 from kvtier.connector.vllm.tier_identity import engine_config, native_identity
 from kvtier.connector.vllm.tier_jobs import StoreOrder, TierJobs
 from kvtier.tiers import ChainHash, ConfigError, Metrics, Outcome
@@ -191,7 +191,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
                 stats.increase_counter(name, grown, sample.labels)
         return stats
 
-    def _events_of(self, spec: "OffloadingSpec") -> TierEvents | None:
+    def _events_of(self, spec: "OffloadingSpec") -> ChunkEvents | None:
         """Where chunks are told of; None, after a warning, if vLLM publishes no events."""
         if not spec.kv_events_config.enable_kv_cache_events:
             _log.warning(
@@ -200,7 +200,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
                 self.tier_type,
             )
             return None
-        return TierEvents(self.jobs.held, self.medium, self.locality)
+        return ChunkEvents(self.jobs.held, self.medium, self.locality)
 
     def _take(self, job: TransferJob) -> tuple[list[OffloadKey], list[memoryview]]:
         """The job's keys and their chunks' memory, in the order of tokens, so that chains are contiguous."""

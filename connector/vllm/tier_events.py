@@ -14,7 +14,7 @@ _LOOKED_AT: Final = 64  # chunks a step, of those that were told of: whether the
 _MOST: Final = 1 << 20  # chunks that are told of; more push the oldest out, as if the tier had lost them
 
 
-class TierEvents:
+class ChunkEvents:
     """A chunk is told of when the tier has stored it, and again when the tier is found to have it no more.
 
     What left is found by looking at some of the chunks that were told of each time. Not thread-safe: vLLM's scheduler
