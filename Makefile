@@ -35,8 +35,8 @@ DIST ?= dist
 CACHE := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/kvtier
 TORCH ?= torch==2.13.0
 EXTRAS ?= engine,docs,dev
-# Tests wait more than they compute: five workers keep two cores busy. Forks of one process, they share its imports.
-WORKERS ?= $(shell echo $$(($$(nproc) * 5 / 2)))
+# Tests wait, too: six workers keep two cores busy. Forks of one process, they share its imports.
+WORKERS ?= $(shell echo $$(($$(nproc) * 3)))
 PYTEST_ARGS ?= -n $(WORKERS) --dist worksteal --fork-workers
 ENGINE_ARGS ?=
 DEMO_ARGS ?=

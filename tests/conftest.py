@@ -167,7 +167,7 @@ def pytest_configure(config: pytest.Config) -> None:
         from hypothesis import HealthCheck, settings
 
         lenient = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
-        settings.register_profile("busy", max_examples=brief(30, 100), deadline=None, suppress_health_check=lenient)
+        settings.register_profile("busy", max_examples=brief(20, 100), deadline=None, suppress_health_check=lenient)
         settings.load_profile("busy")
 
 
