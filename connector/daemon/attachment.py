@@ -125,8 +125,8 @@ class Attachment:
     def start(self) -> None:
         """Attach, waiting for the daemon's answer; a daemon that is not there is a warning, and found later.
 
-        So is one whose version we do not speak. ConfigError if it is there and says no: another user's, no room for
-        this model. KVMismatch if it has the KV of a model that computes something else.
+        So is one that says no, for want of memory say: an engine starts without the cache. ConfigError if another user
+        serves the socket. KVMismatch if the daemon has the KV of a model that computes something else.
         """
         try:
             connection = self._say_hello()
@@ -143,14 +143,7 @@ class Attachment:
         except KVMismatch:
             connection.close()
             raise
-        except UnspokenVersion as error:  # an engine starts without the cache, until both are upgraded
-            connection.close()
-            self._failed(error)
-            return
-        except (ConfigError, FormatError, TierUnavailable) as error:
-            connection.close()
-            raise ConfigError(f'[service] socket "{self.path}": {error}') from None
-        except OSError as error:
+        except (OSError, ConfigError, FormatError, TierUnavailable) as error:
             connection.close()
             self._failed(error)
             return
@@ -348,7 +341,7 @@ class Attachment:
     def _failed(self, why: Exception) -> None:
         self.away = f'[service] socket "{self.path}": {why}'
         if not self._warned and not self._closed:
-            _log.warning('[service] socket "%s": %s; until it is back, everything is a miss', self.path, why)
+            _log.warning('[service] socket "%s": %s; until this is attached, everything is a miss', self.path, why)
             self._warned = True
         self._retry_at = self._clock() + self._retry
         self._retry = min(_LAST_RETRY, 2 * self._retry)

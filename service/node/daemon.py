@@ -182,7 +182,6 @@ class Daemon:
                 self._waiting.setdefault(hello.fingerprint, []).append((session, hello))
                 return
         except (ConfigError, FormatError, KVMismatch) as error:
-            self.log(f"client {session.peer.pid} is refused: {error}")
             session.refuse(error)
             return
         namespace.about = namespace.about or dict(hello.about)
@@ -348,7 +347,6 @@ class Daemon:
             if isinstance(result, Namespace):
                 self.admit(session, hello)
             else:
-                self.log(f"client {session.peer.pid} is refused: {result}")
                 session.refuse(result)
         self._openings.pop(0)
         if self._openings:

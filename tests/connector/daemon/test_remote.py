@@ -138,7 +138,7 @@ def test_a_daemon_that_is_not_there_yet(path: Path, caplog: pytest.LogCaptureFix
     with caplog.at_level(logging.WARNING):
         tiers = attach(path)
     assert [r.message for r in caplog.records] == [
-        f'[service] socket "{path}": [Errno 2] No such file or directory; until it is back, everything is a miss'
+        f'[service] socket "{path}": [Errno 2] No such file or directory; until this is attached, everything is a miss'
     ]
     # Every question has an answer, none waits, and every loss is counted.
     assert (tiers.region, tiers.num_slots, tiers.member, tiers.has_lower) == (None, 0, None, False)
@@ -762,7 +762,7 @@ def test_slots_that_were_never_granted(path: Path, fake: Callable[..., FakeDaemo
     tiers.close(0.1)
 
 
-# refused at start
+# refused
 
 
 @pytest.mark.parametrize(
@@ -776,16 +776,18 @@ def test_slots_that_were_never_granted(path: Path, fake: Callable[..., FakeDaemo
         (b"HTTP/1.1 400 Bad Request\r\n\r\n", "frame of 1347703880 bytes"),
     ],
 )
-def test_what_a_daemon_says_at_start_is_the_users_to_read(
-    path: Path, fake: Callable[..., FakeDaemon], frame: bytes, why: str
+def test_what_a_daemon_says_at_start_is_the_users_to_read_and_ends_no_engine(
+    path: Path, fake: Callable[..., FakeDaemon], frame: bytes, why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     daemon = fake(welcome=False)
     threading.Thread(target=daemon.say, args=(frame,)).start()
-    with pytest.raises(ConfigError) as caught:
-        attach(path)
-    assert str(caught.value).startswith(f'[service] socket "{path}": ')
-    assert why in str(caught.value)
-    assert "\n" not in str(caught.value)
+    tiers = attach(path)
+    told = tiers.wanting["daemon"]
+    assert told.startswith(f'[service] socket "{path}": ')
+    assert why in told
+    assert "\n" not in told
+    assert [each.message for each in caplog.records] == [f"{told}; until this is attached, everything is a miss"]
+    tiers.close(0.1)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two users")
