@@ -68,7 +68,7 @@ class Daemon:
     def __init__(
         self, config: Config, path: Path, *, lease_deadline: float = 60.0, publisher: "Publisher | None" = None
     ) -> None:
-        """Take the socket at `path`. Raises StoreLocked and ConfigError as `Listener` and `Lender` do.
+        """Take the socket at `path`. Raises ConfigError as `Listener` and `Lender` do.
 
         A promise its client does not renew is kept for `lease_deadline` seconds. `publisher` is told what the tiers
         hold; it stays the caller's.

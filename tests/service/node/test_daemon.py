@@ -47,7 +47,7 @@ from kvtier.service.node.daemon import _TICK, Daemon
 from kvtier.service.node.listener import Listener
 from kvtier.service.node.loop import Loop
 from kvtier.tiers.config.config import Config
-from kvtier.tiers.errors import ConfigError, KVMismatch, StoreLocked
+from kvtier.tiers.errors import ConfigError, KVMismatch
 from kvtier.tiers.hierarchy.cache_tiers import Attribution
 from kvtier.tiers.naming.kv_probe import KVProbe
 from kvtier.tiers.tier import Outcome
@@ -171,7 +171,7 @@ def test_a_directory_that_was_moved_away_leaves_no_room_for_a_second_daemon(
         at.rename(home / "moved")
         at.mkdir(mode=0o700)
         wait_until((at / "s").exists)
-        with pytest.raises(StoreLocked, match=f"the daemon with pid {os.getpid()} serves it"):
+        with pytest.raises(ConfigError, match=f"the daemon with pid {os.getpid()} serves it"):
             Listener(at / "s")
         # Where another one was first, its socket is left alone, and health says why no engine gets in here.
         at.rename(home / "moved again")
@@ -557,8 +557,9 @@ def test_any_bytes_at_all(home: Path, serve: Serve, attach: Attach) -> None:
 def test_a_second_daemon_is_refused_with_the_pid_of_the_first(home: Path) -> None:
     daemon = DaemonProcess(home / "s")
     assert (home / "s").stat().st_mode & 0o777 == 0o600
-    with pytest.raises(StoreLocked, match=f"the daemon with pid {daemon.process.pid} serves it"):
-        Daemon(Config(), home / "s")
+    ended = kvtier("serve", "--socket", home / "s", "--http", "127.0.0.1:0")
+    why = f"the daemon with pid {daemon.process.pid} serves it; stop that one, or choose another path"
+    assert (ended.returncode, ended.stderr) == (2, f'kvtier: [service] socket "{home / "s"}": {why}\n')
     daemon.end(signal.SIGKILL)
     assert (home / "s").exists()  # stale: nobody had the time to take it away
     daemon = DaemonProcess(home / "s")
