@@ -198,7 +198,7 @@ async def _on_loop(daemon: Daemon, function: Callable[[], T]) -> T:
 
 
 async def _readiness(daemon: Daemon) -> Response:
-    """Ready: an engine can attach. What else is not as configured is named: what it holds is a miss, no outage."""
+    """Ready: engines find the socket, and [host] size can be had. What else is wanting is named: a miss, no outage."""
     try:
         namespaces, refused = await _on_loop(daemon, lambda: (daemon.namespaces(), refused_clients(daemon)))
     except TierUnavailable as error:

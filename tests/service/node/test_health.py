@@ -38,6 +38,9 @@ def test_settings_that_no_engine_could_use_are_said_before_one_comes(home: Path)
         shown = kvtier("status", "--http", served.http)
         assert shown.returncode == Exit.DEGRADED
         assert f"degraded: l2: {missing}" in shown.stdout
+        tiers = attach(home / "s")  # one that wants less gets it: the setting is wrong, not the daemon
+        assert (tiers.num_slots, tiers.wanting) == (64, {})
+        tiers.close()
     finally:
         served.close()
 
