@@ -7,7 +7,9 @@ from command_rig import kvtier
 from server_rig import MODEL, save_checkpoint, serving, wait_for
 from service_rig import DaemonThread, attach
 
+from kvtier.connector.local import LocalConnector
 from kvtier.service.command_line import Exit
+from kvtier.tiers.tier import Outcome
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +34,14 @@ def test_an_engine_that_a_full_daemon_refuses_starts_without_it_and_has_it_once_
             assert server.client.completions.create(model=MODEL, prompt="on its own", max_tokens=2).choices
             other.close()
             wait_for(lambda: server.status()["status"] == "ok")
+            # Loads that find no slot are a reason, too; the engine serves all the same.
+            assert isinstance(server.engine.connector, LocalConnector)
+            server.engine.connector.tiers.metrics.missed(Outcome.NO_SLOT, 1000)
+            (part,) = server.status()["wanting"]
+            assert (part["part"], server.status()["status"]) == ("l2 slots", "degraded")
+            ready = server.http.get("/readyz")
+            assert (ready.status_code, ready.json()["wanting"]) == (200, [part["why"]])
+            assert 'kvtier_wanting{part="l2 slots"} 1.0' in server.http.get("/metrics").text
     finally:
         daemon.close()
 
