@@ -9,6 +9,7 @@ from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.registry import Collector
 
 from kvtier.tiers.kinds import MISS, TIERS, lookup_results
+from kvtier.tiers.losses import Losses
 from kvtier.tiers.room import StoragePlace
 
 _LOADS: Final = ("read", "load")  # the directions towards the engine; their time is what a request waits
@@ -55,6 +56,7 @@ class Metrics:
     """
 
     def __init__(self) -> None:
+        self.losses = Losses()
         self._registry = registry = CollectorRegistry()
         self._families: list[Series] = []
         self._lookup = self._counter("kvtier_lookup_blocks", "Blocks asked for, by where they were found", "tier")
@@ -126,6 +128,7 @@ class Metrics:
             if tier not in TIERS:
                 raise ValueError(f"tier {tier!r}: use one of {', '.join(TIERS)}")
             self._looked_up[tier].inc(num_blocks)
+        self.losses.looked_up(sum(by_tier.values()) + num_missing)
         if num_missing:
             self._looked_up[MISS].inc(num_missing)
             if reason is not None:
@@ -136,6 +139,7 @@ class Metrics:
         if (counter := self._missed.get(reason)) is None:
             counter = self._missed[reason] = self._miss.labels(reason)
         counter.inc(num_blocks)
+        self.losses.missed(reason, num_blocks)
 
     def absent(self, causes: Mapping[tuple[str, str], int]) -> None:
         """Blocks that no tier held: (what became of them, the tier they left) → how many."""
@@ -158,10 +162,12 @@ class Metrics:
     def stored(self, tier: str, num_blocks: int) -> None:
         """Blocks that became findable in a tier."""
         self._store.labels(tier).inc(num_blocks)
+        self.losses.stored(tier, num_blocks)
 
     def dropped(self, tier: str, reason: str, num_blocks: int) -> None:
         """Blocks that were offered to a tier and not stored."""
         self._drop.labels(tier, reason).inc(num_blocks)
+        self.losses.dropped(tier, reason, num_blocks)
 
     def evicted(self, tier: str, total: int) -> None:
         """How many blocks made room for others since the start, as the tier itself counts them."""

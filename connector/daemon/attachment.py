@@ -17,7 +17,7 @@ from kvtier.connector.daemon.handshake import (
     unpack_handshake_reply,
     version_of,
 )
-from kvtier.connector.daemon.messages import Bye, Ended, Operation, Reply, taken_along
+from kvtier.connector.daemon.messages import Ask, Bye, Ended, Operation, Reply, taken_along
 from kvtier.connector.daemon.versions import LOSSY_SINCE, RELEASES, SHARES_SINCE, VERSION, UnspokenVersion
 from kvtier.connector.daemon.wire import MAX_ITEMS, pack_request, unpack_reply
 from kvtier.tiers import ConfigError, FormatError, KVMismatch, TierUnavailable
@@ -33,6 +33,7 @@ _FIRST_RETRY: Final = 0.1  # seconds after a failure; each further one in a row 
 _LAST_RETRY: Final = 5.0
 _JOINED: Final = 5.0  # seconds a worker waits to be watched
 _SILENT: Final = 5.0  # seconds an answer that nobody waits for any more may still come
+_HEARD: Final = (1 << 63) - 1  # the request of questions: the daemon answers that it has read them, if it has no news
 
 
 class Link:
@@ -52,11 +53,16 @@ class Link:
         self.num_unsent = 0  # operations, before those of a kind became one
         self.answers: dict[int, list[Any]] = {}  # request → what the daemon answered
         self.overdue: dict[int, float] = {}  # requests given up → when, in that order; what they are answered is void
+        self.unheard_since: float | None = None  # when a question went out behind which nothing has come yet
 
     @property
     def late_since(self) -> float | None:
         """When the first of the answers that are still due was given up."""
         return next(iter(self.overdue.values()), None)
+
+    def is_silent(self, now: float, seconds: float) -> bool:
+        """Whether the daemon has owed an answer for so long. It owes one to a question at once, also without news."""
+        return any(since is not None and now - since >= seconds for since in (self.late_since, self.unheard_since))
 
     def put(self, operation: Operation) -> None:
         """Have it sent with the next message."""
@@ -125,8 +131,8 @@ class Attachment:
     def start(self) -> None:
         """Attach, waiting for the daemon's answer; a daemon that is not there is a warning, and found later.
 
-        So is one whose version we do not speak. ConfigError if it is there and says no: another user's, no room for
-        this model. KVMismatch if it has the KV of a model that computes something else.
+        So is one that says no, for want of memory say: an engine starts without the cache. ConfigError if another user
+        serves the socket. KVMismatch if the daemon has the KV of a model that computes something else.
         """
         try:
             connection = self._say_hello()
@@ -143,14 +149,7 @@ class Attachment:
         except KVMismatch:
             connection.close()
             raise
-        except UnspokenVersion as error:  # an engine starts without the cache, until both are upgraded
-            connection.close()
-            self._failed(error)
-            return
-        except (ConfigError, FormatError, TierUnavailable) as error:
-            connection.close()
-            raise ConfigError(f'[service] socket "{self.path}": {error}') from None
-        except OSError as error:
+        except (OSError, ConfigError, FormatError, TierUnavailable) as error:
             connection.close()
             self._failed(error)
             return
@@ -180,18 +179,22 @@ class Attachment:
             return []
         for reply in replies:
             self.epoch = max(self.epoch, link.epoch_base + reply.epoch)
-            if link.overdue.pop(reply.request, None) is None and reply.request:
+            link.unheard_since = None
+            if link.overdue.pop(reply.request, None) is None and reply.request not in (0, _HEARD):
                 link.answers[reply.request] = reply.answers
-        if link.late_since is not None and self._clock() - link.late_since >= _SILENT:
+        if link.is_silent(self._clock(), _SILENT):
             self.cut(TimeoutError(f"no answer for {_SILENT:g} s"))
         return replies
 
     def send(self, operations: Sequence[Operation] = (), request: int = 0) -> bool:
         """See `Link.send`; False too if there is no link, or no more."""
-        if self.link is None:
+        if (link := self.link) is None:
             return False
+        if not request and any(type(each) is Ask for each in (*link.unsent, *operations)):
+            request = _HEARD
+            link.unheard_since = self._clock() if link.unheard_since is None else link.unheard_since
         try:
-            return self.link.send(operations, request)
+            return link.send(operations, request)
         except (OSError, ValueError) as error:  # gone, or nothing that fits into a frame
             self.cut(error)
             return False
@@ -348,7 +351,7 @@ class Attachment:
     def _failed(self, why: Exception) -> None:
         self.away = f'[service] socket "{self.path}": {why}'
         if not self._warned and not self._closed:
-            _log.warning('[service] socket "%s": %s; until it is back, everything is a miss', self.path, why)
+            _log.warning('[service] socket "%s": %s; until this is attached, everything is a miss', self.path, why)
             self._warned = True
         self._retry_at = self._clock() + self._retry
         self._retry = min(_LAST_RETRY, 2 * self._retry)

@@ -155,7 +155,8 @@ class RemoteTiers:
         heads = heads_of(wanted[:MAX_ITEMS])
         with self._lock:
             first, *_ = [next(self._numbers) for _ in heads]
-            if (link := self._pump()) is not None and link.late_since is not None:
+            link = self._pump()
+            if link is not None and (link.late_since is not None or link.is_silent(self._clock(), self._deadline)):
                 return self._dropped_all(wanted, Outcome.TIMEOUT)
         link, answers = self._call(Reserve(first, heads), self._deadline)
         with self._lock:

@@ -66,7 +66,7 @@ class RemoteClaims:
         """
         if link is None and claim.hashes and self._is_attaching():
             return False
-        is_silent = link is not None and self._is_silent(link, self._clock())
+        is_silent = link is not None and link.is_silent(self._clock(), self._deadline)
         if link is None or is_silent:
             missing = Outcome.TIMEOUT if is_silent else Outcome.BREAKER_OPEN
             if claim.found is None:
@@ -109,7 +109,7 @@ class RemoteClaims:
                     claim.asked_at = claim.renewed_at = now  # nobody was asked before
                 self._attachment.send()
             claim.polled = True
-            if now - claim.asked_at < self._patience and not self._is_silent(link, now):
+            if now - claim.asked_at < self._patience and not link.is_silent(now, self._deadline):
                 return PENDING
             return self._given_up(claim, Outcome.TIMEOUT)
         since, deadline = now - claim.renewed_at, link.welcome.lease_deadline
@@ -186,10 +186,6 @@ class RemoteClaims:
         """Whether the daemon was said hello to a moment ago: then its answer is worth waiting for."""
         since = self._attachment.attaching_since
         return since is not None and self._clock() - since < self._deadline
-
-    def _is_silent(self, link: Link, now: float) -> bool:
-        """Whether the daemon has owed an answer for longer than a request waits for it."""
-        return link.late_since is not None and now - link.late_since >= self._deadline
 
     def _lost(self, claim: RemoteClaim, link: Link | None, reason: Outcome) -> int | Pending:
         """Ask once more, where there is somebody to ask; else nothing comes of it, for this reason."""

@@ -1,10 +1,11 @@
-"""`kvtier config`: the configuration in force, as a table or JSON. It refuses what `kvtier serve` would refuse."""
+"""`kvtier config`: the configuration in force, as a table or JSON. It refuses what `serve` and `route` would refuse."""
 
 import json
 
 import typer
 
 from kvtier.cli.options import ConfigOption, JsonOption, show
+from kvtier.service import router
 from kvtier.tiers import config as configuration
 
 app = typer.Typer()
@@ -21,6 +22,8 @@ def show_config(config: ConfigOption = None, as_json: JsonOption = False) -> Non
     path = loaded.file.path
     has_directory = path is None or path.exists()  # the others would make it, and this verb makes nothing
     check_tiers(loaded if has_directory else loaded.model_copy(update={"file": configuration.FileConfig()}))
+    if loaded.router.replicas:
+        router.parse_replicas(loaded.router.replicas)
     values = loaded.model_dump(mode="json")
     table = Table("option", "value", "default", "meaning", title="kvtier configuration", title_justify="left")
     for section, name, field in configuration.options():

@@ -32,6 +32,7 @@ from kvtier.service.node import (
     exposition,
     memory,
     refused_clients,
+    wanting_parts,
 )
 from kvtier.service.node import status as status_of
 from kvtier.service.observe import EXPOSITION, LivePage, statuses, summary
@@ -198,14 +199,14 @@ async def _on_loop(daemon: Daemon, function: Callable[[], T]) -> T:
 
 
 async def _readiness(daemon: Daemon) -> Response:
-    """Ready: an engine can attach. What else is not as configured is named: what it holds is a miss, no outage."""
+    """Ready: engines find the socket, and [host] size can be had. What else is wanting is named: a miss, no outage."""
     try:
         namespaces, refused = await _on_loop(daemon, lambda: (daemon.namespaces(), refused_clients(daemon)))
     except TierUnavailable as error:
         return JSONResponse({"ready": False, "missing": [str(error)]} | _NOTHING_ELSE, 503)
     degraded = [each.as_json() for each in degraded_tiers(namespaces)]
     told = [each.as_json() for each in refused]
-    wanting = daemon.health.wanting
+    wanting = wanting_parts(daemon, namespaces)
     missing = [each.why for each in wanting if each.is_needed]
     less = [each.why for each in wanting if not each.is_needed]
     page = {"ready": not missing, "missing": missing, "wanting": less, "degraded": degraded, "refused": told}

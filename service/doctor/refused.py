@@ -28,7 +28,7 @@ def check_refused(config: ServiceConfig) -> list[Finding]:
     lately = [each for each in status.refused if each.seconds_ago < _LATELY]
     if not lately:
         return [ok(_NAME, "none in the last hour")]
-    fix = "change what the reason names, and start that engine again"
+    fix = "change what the reason names; the engine tries again by itself"
     return [
         warning(_NAME, f"{each.count}, the last {each.seconds_ago:.0f} s ago, pid {each.pid}: {each.why}", fix)
         for each in lately

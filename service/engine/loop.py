@@ -225,9 +225,11 @@ class EngineLoop:
 
     @property
     def wanting(self) -> dict[str, str]:
-        """What of the configuration is not there now (`TierUpkeep.wanting`): requests are computed without it."""
+        """What is not there as configured (`TierUpkeep.wanting`), or too small (`Losses`): computed without it."""
         connector = self.engine.connector
-        return connector.tiers.wanting if isinstance(connector, LocalConnector) else {}
+        if not isinstance(connector, LocalConnector):
+            return {}
+        return {**connector.tiers.wanting, **connector.tiers.metrics.losses.wanting}
 
     # called on the engine's thread
 

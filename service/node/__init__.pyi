@@ -12,7 +12,7 @@ from .peer_feeds import PeerFeeds
 from .pins import Pins, PinView
 from .quota import MAX_QUOTAS
 from .selection import BlockSelection
-from .status import degraded_tiers, refused_clients, status
+from .status import degraded_tiers, refused_clients, status, wanting_parts
 
 __all__ = [
     "MAX_QUOTAS",
@@ -40,4 +40,5 @@ __all__ = [
     "refused_clients",
     "release_hold",
     "status",
+    "wanting_parts",
 ]

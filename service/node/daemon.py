@@ -68,7 +68,7 @@ class Daemon:
     def __init__(
         self, config: Config, path: Path, *, lease_deadline: float = 60.0, publisher: "Publisher | None" = None
     ) -> None:
-        """Take the socket at `path`. Raises StoreLocked and ConfigError as `Listener` and `Lender` do.
+        """Take the socket at `path`. Raises ConfigError as `Listener` and `Lender` do.
 
         A promise its client does not renew is kept for `lease_deadline` seconds. `publisher` is told what the tiers
         hold; it stays the caller's.
@@ -182,7 +182,6 @@ class Daemon:
                 self._waiting.setdefault(hello.fingerprint, []).append((session, hello))
                 return
         except (ConfigError, FormatError, KVMismatch) as error:
-            self.log(f"client {session.peer.pid} is refused: {error}")
             session.refuse(error)
             return
         namespace.about = namespace.about or dict(hello.about)
@@ -348,7 +347,6 @@ class Daemon:
             if isinstance(result, Namespace):
                 self.admit(session, hello)
             else:
-                self.log(f"client {session.peer.pid} is refused: {result}")
                 session.refuse(result)
         self._openings.pop(0)
         if self._openings:

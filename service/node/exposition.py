@@ -15,6 +15,7 @@ from kvtier.service.node.namespaces import Namespace
 from kvtier.service.node.operator_access import name_of
 from kvtier.service.node.past_lookups import OptimumWatch
 from kvtier.service.node.pins import Pins
+from kvtier.service.node.status import wanting_parts
 from kvtier.service.observe import counter, gauge, labelled, text_of, version, wanting
 from kvtier.tiers.returns import EDGES
 
@@ -43,7 +44,7 @@ def _own(daemon: Daemon, namespaces: list[Namespace], clients: list[ClientView],
     dead = sum(not client.connected for client in clients)
     yield gauge("kvtier_dead_clients", "Clients gone whose processes may still copy", dead)
     yield gauge("kvtier_budget_bytes", "Host memory there is for all models", daemon.config.host.size)
-    yield wanting(each.part for each in daemon.health.wanting)
+    yield wanting(each.part for each in wanting_parts(daemon, namespaces))
     sizes = {name_of(namespace.fingerprint): namespace.size for namespace in namespaces}
     yield gauge("kvtier_host_bytes", "Host memory a model has", sizes, "fingerprint")
     yield counter("kvtier_client_events", "What became of clients and their leases", dict(daemon.counts), "event")

@@ -1,4 +1,4 @@
-"""What of the configuration an engine that attaches now would not get: /readyz, /status and the metrics say it."""
+"""What of the configuration is not there: /readyz, /status and the metrics say it before an engine comes."""
 
 import time
 from collections.abc import Callable
@@ -19,7 +19,7 @@ class Wanting(NamedTuple):
 
     part: str  # SOCKET, or a tier
     why: str
-    is_needed: bool  # without it no engine gets the host memory that is configured
+    is_needed: bool  # not ready without it: a rollout stops there, though an engine that wants less may attach
 
 
 class Health:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from kvtier.connector.daemon import is_trusted
-from kvtier.tiers import ConfigError, StoreLocked
+from kvtier.tiers import ConfigError
 
 BACKLOG: Final = 512
 _MAX_PATH: Final = 107  # bytes of sockaddr_un.sun_path, less its terminating zero
@@ -23,7 +23,7 @@ class Listener:
     """
 
     def __init__(self, path: Path) -> None:
-        """Raises StoreLocked naming the pid of another daemon, ConfigError if the path cannot be used."""
+        """Raises ConfigError if the path cannot be used, or naming the pid of another daemon that serves it."""
         self.path = path
         self._renewing = threading.Lock()
         if (length := len(os.fsencode(path))) > _MAX_PATH:
@@ -52,7 +52,7 @@ class Listener:
     def renewed(self) -> socket.socket:
         """A new socket at the path, which nobody else serves while we hold the lock; `replace` takes it. May wait.
 
-        ConfigError and StoreLocked as at the start: the lock may have been removed, too.
+        ConfigError as at the start: the lock may have been removed, too.
         """
         with self._renewing:
             if self._lock < 0:
@@ -67,7 +67,7 @@ class Listener:
         with contextlib.suppress(FileNotFoundError):
             if self._holds_lock():
                 return
-        lock = _lock(self.path)  # StoreLocked: another daemon serves there by now
+        lock = _lock(self.path)  # ConfigError: another daemon serves there by now
         os.close(self._lock)
         self._lock = lock
 
@@ -129,7 +129,9 @@ def _lock(path: Path) -> int:
     except OSError:
         owner = os.pread(fd, 20, 0).decode("ascii", "replace").strip() or "unknown"
         os.close(fd)
-        raise StoreLocked(f'[service] socket "{path}": the daemon with pid {owner} serves it') from None
+        raise ConfigError(
+            f'[service] socket "{path}": the daemon with pid {owner} serves it; stop that one, or choose another path'
+        ) from None
     os.ftruncate(fd, 0)
     os.pwrite(fd, str(os.getpid()).encode(), 0)
     return fd

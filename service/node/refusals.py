@@ -33,12 +33,14 @@ class Refusals:
     def __init__(self) -> None:
         self._by_reason: OrderedDict[tuple[str, bytes | None], RefusalReason] = OrderedDict()
 
-    def note(self, why: str, peer: Peer, model: bytes | None = None) -> None:
+    def note(self, why: str, peer: Peer, model: bytes | None = None) -> bool:
+        """True if it is not known yet: whoever is refused tries again every few seconds."""
         why = why[:_LONGEST]
         before = self._by_reason.pop((why, model), None)
         self._by_reason[why, model] = RefusalReason(why, before.count + 1 if before else 1, *peer, model, now())
         if len(self._by_reason) > _MOST:
             self._by_reason.popitem(last=False)
+        return before is None
 
     def welcomed(self, model: bytes) -> None:
         """An engine of that model is in: what kept it out is over."""

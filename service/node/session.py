@@ -144,7 +144,8 @@ class Session:
     def refuse(self, why: Exception | str, reason: str = "refused") -> None:
         """Refuse it, say why, and hang up; `reason` is counted."""
         is_other_kv, why = isinstance(why, KVMismatch), str(why)
-        self._daemon.refusals.note(why, self.peer, self.wanted)
+        if self._daemon.refusals.note(why, self.peer, self.wanted):
+            self._daemon.log(f"client {self.peer.pid} is refused: {why}")
         self._send_handshake_reply(handshake.Refused(why[:500], is_other_kv))
         self.end_connection(reason)
 
@@ -232,10 +233,11 @@ class Session:
                 for body in self._reader.feed(buffer[:size]):
                     self._take_in(body)
             except FormatError as error:
-                self._daemon.log(f"client {self.peer.pid} is cut off: {error}")
                 if self.holdings is None:
-                    self.refuse(str(error), "malformed")
-                self.end_connection("malformed")
+                    self.refuse(error, "malformed")
+                else:
+                    self._daemon.log(f"client {self.peer.pid} is cut off: {error}")
+                    self.end_connection("malformed")
             except Exception as error:  # whatever one client's words led to must not end the others' service
                 self._daemon.log(f"client {self.peer.pid} is cut off: {error!r}")
                 self.end_connection("error")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvtier.service.node.borrowing import borrowed_by
 from kvtier.service.node.daemon import ClientView, Daemon
+from kvtier.service.node.health import Wanting
 from kvtier.service.node.loop import now
 from kvtier.service.node.namespaces import Namespace
 from kvtier.service.node.operator_access import name_of
@@ -30,7 +31,7 @@ def status(daemon: Daemon, pins: Pins, optimum: OptimumWatch | None = None) -> D
     namespaces, clients, given, refused = daemon.call(
         lambda: (daemon.namespaces(), daemon.clients(), daemon.host_bytes_given, refused_clients(daemon))
     )
-    degraded, wanting = degraded_tiers(namespaces), daemon.health.wanting
+    degraded, wanting = degraded_tiers(namespaces), wanting_parts(daemon, namespaces)
     pinned = pins.blocks_by_model()
     return DaemonStatus(
         version=version(),
@@ -65,6 +66,13 @@ def refused_clients(daemon: Daemon) -> list[statuses.RefusedClient]:
         )
         for each in daemon.refusals.all()
     ]
+
+
+def wanting_parts(daemon: Daemon, namespaces: Iterable[Namespace]) -> list[Wanting]:
+    """What is not there as configured, and what models have too little of."""
+    lost = ((name_of(each.fingerprint), each.hierarchy.metrics.losses.wanting) for each in namespaces)
+    too_small = [Wanting(part, f"model {name}: {why}", False) for name, parts in lost for part, why in parts.items()]
+    return [*daemon.health.wanting, *too_small]
 
 
 def degraded_tiers(namespaces: Iterable[Namespace]) -> list[statuses.DegradedTier]:

@@ -28,7 +28,7 @@ def counter(name: str, help_text: str, values: Values, *labels: str) -> Metric:
 
 def wanting(parts: Iterable[str]) -> Metric:
     """Of a daemon and of an engine alike: what /status names under the same word."""
-    text = "1 for each part that is not there as configured"
+    text = "1 for each part that is not there as configured, or too small"
     return gauge("kvtier_wanting", text, dict.fromkeys(parts, 1), "part")
 
 

@@ -54,7 +54,7 @@ class BlockFigures(StatusPart):
 
 
 class WantingPart(StatusPart):
-    """A part that is not there as the configuration says."""
+    """A part that is not there as the configuration says, or that is too small."""
 
     part: str
     why: str

@@ -7,7 +7,7 @@ from .prompts import READ, KnownPrompt, read_prompt
 from .proxy import NOT_ANSWERED, NOT_ASKED, passed
 from .replica_profile import ReplicaProfile
 from .sessions import session_of
-from .spec import Publishers
+from .spec import Publishers, parse_replicas
 
 __all__ = [
     "CROWD",
@@ -33,6 +33,7 @@ __all__ = [
     "choose",
     "choose_or_stick",
     "joined",
+    "parse_replicas",
     "passed",
     "read_prompt",
     "serve",

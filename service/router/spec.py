@@ -78,7 +78,8 @@ class ReplicaSpec:
         for part in rest:
             name, _, value = part.partition("=")
             if name not in _KNOWN:
-                raise _wrong(text, f'unknown part "{name[:40]}"; known are {", ".join(_KNOWN)}')
+                known = f"known are {', '.join(_KNOWN)}; between replicas write a space"
+                raise _wrong(text, f'unknown part "{name[:40]}"; {known}')
             if name in given:
                 raise _wrong(text, f"{name} is given twice; remove one")
             given[name] = value

@@ -18,6 +18,7 @@ from kvtier.tiers import ConfigError, FormatError, KVTierError, TierUnavailable
 
 _CONNECT: Final = 2.0  # seconds
 _ANSWER: Final = 60.0  # seconds for an answer, or between two lines of a long verb; some wait for lower tiers
+_STATUS: Final = 7.0  # seconds for /status: a daemon whose loop hangs says so after five
 _MOST_ANSWER: Final = 64 << 20  # bytes
 _MOST_LINE: Final = 2000  # characters of an error that is passed on
 _JSON: Final = {"content-type": "application/json"}
@@ -46,8 +47,8 @@ class HttpClient:
         self._where = f'[service] http "{address}"' if url is None else f'--url "{url}"'
         self._is_daemon = url is None
         self._socket: socket.socket | None = None  # of the connection made last
+        self._patience = _ANSWER  # seconds, of the request under way
         headers = {} if token is None else _carrying(token)
-        timeout = httpx2.Timeout(_ANSWER, connect=_CONNECT)
         # mostly all is plain HTTP; the default context reads 20 ms of certificates
         is_plain = url is None or not url.startswith("https://")
         trusted = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT) if is_plain else ssl.create_default_context()
@@ -57,7 +58,7 @@ class HttpClient:
             fix = "HOST:PORT, as in 127.0.0.1:9400" if url is None else "it as in http://127.0.0.1:8000"
             raise ConfigError(f"{self._where}: {error}; write {fix}") from None
         self._client = httpx2.Client(
-            base_url=base, headers=headers, timeout=timeout, trust_env=False, verify=trusted, follow_redirects=False
+            base_url=base, headers=headers, trust_env=False, verify=trusted, follow_redirects=False
         )
 
     def get(self, path: str, *fields: str) -> Json:
@@ -94,11 +95,15 @@ class HttpClient:
                 if isinstance(file, str):
                     self._carry(find, Path(file))
         watched = {"trace": self._watch}
+        self._patience = _STATUS if path == "/status" else _ANSWER
+        timeout = httpx2.Timeout(self._patience, connect=_CONNECT)
         try:
             with ExitStack() as opened:
-                with hang_up(lambda: self._socket, _ANSWER) as late:
+                with hang_up(lambda: self._socket, self._patience) as late:
                     try:
-                        stream = self._client.stream(method, path, content=content, headers=_JSON, extensions=watched)
+                        stream = self._client.stream(
+                            method, path, content=content, headers=_JSON, timeout=timeout, extensions=watched
+                        )
                         answer = opened.enter_context(stream)
                     except httpx2.TransportError:
                         if late.is_set():
@@ -146,7 +151,7 @@ class HttpClient:
 
     def _whole(self, answer: httpx2.Response) -> bytes:
         """The answer's body. Raises TierUnavailable if it goes on for too long, also in pieces, or is too large."""
-        until = monotonic() + _ANSWER
+        until = monotonic() + self._patience
         data = bytearray()
         for piece in answer.iter_bytes():
             data += piece
@@ -175,7 +180,7 @@ class HttpClient:
 
     @property
     def _late(self) -> TierUnavailable:
-        return self._unavailable(f"no answer within {_ANSWER:g} s; see its log")
+        return self._unavailable(f"no answer within {self._patience:g} s: it is stopped or hangs; see its log")
 
     @property
     def _not_a_daemon(self) -> FormatError:

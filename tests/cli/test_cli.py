@@ -50,7 +50,7 @@ def test_config_as_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     assert "1GiB" in line  # the default
 
 
-def test_config_refuses_what_serve_would_and_names_what_does_nothing(
+def test_config_refuses_what_serve_and_route_would_and_names_what_does_nothing(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
@@ -74,6 +74,13 @@ def test_config_refuses_what_serve_would_and_names_what_does_nothing(
     (tmp_path / "slabs").write_text("in its place")
     assert run(monkeypatch, "config") == Exit.USAGE
     assert "a file is in its place" in capsys.readouterr().err
+    monkeypatch.delenv("KVTIER_FILE__PATH")
+    monkeypatch.setenv("KVTIER_ROUTER__REPLICAS", "http://a:1,http://b:2")
+    errors = [(run(monkeypatch, verb), capsys.readouterr().err) for verb in ("config", "route")]
+    assert errors[0] == errors[1]
+    assert errors[0][0] == Exit.USAGE
+    assert 'unknown part "http://b:2"; known are events' in errors[0][1]
+    assert errors[0][1].endswith("between replicas write a space\n")
 
 
 def test_config_shows_no_secret(

@@ -138,7 +138,7 @@ def test_a_daemon_that_is_not_there_yet(path: Path, caplog: pytest.LogCaptureFix
     with caplog.at_level(logging.WARNING):
         tiers = attach(path)
     assert [r.message for r in caplog.records] == [
-        f'[service] socket "{path}": [Errno 2] No such file or directory; until it is back, everything is a miss'
+        f'[service] socket "{path}": [Errno 2] No such file or directory; until this is attached, everything is a miss'
     ]
     # Every question has an answer, none waits, and every loss is counted.
     assert (tiers.region, tiers.num_slots, tiers.member, tiers.has_lower) == (None, 0, None, False)
@@ -500,6 +500,46 @@ def test_a_step_of_more_stores_than_a_message_takes(path: Path) -> None:
     daemon.close()
 
 
+def test_a_question_waits_long_only_for_a_daemon_that_says_it_has_read_it(
+    path: Path, fake: Callable[..., FakeDaemon]
+) -> None:
+    """What a lower tier holds takes time; a daemon that is stopped would take a request all of that time."""
+    daemon, clock, chain = fake(), FakeClock(), chain_of(4)
+    hello = Hello(FINGERPRINT, BLOCK_SIZE, SLOT_BYTES, 1 << 18, reset=False)
+    tiers = RemoteTiers(path, hello, 2.5, clock, deadline=0.25)
+    claim = tiers.ask(chain.hashes, chain.root, block_size=BLOCK_SIZE)
+    tiers.tick()
+    wait_until(lambda: daemon.connection is not None)
+    assert daemon.connection is not None
+    ((request, _),) = map(unpack_request, FrameReader(MAX_FRAME).feed(daemon.connection.recv(1 << 16)))
+    daemon.say(pack_reply(Reply(request, 0, [], [])))
+    link = tiers._attachment.link
+    assert link is not None
+    assert link.connection.wait(PATIENCE)
+    clock.advance(2.4)
+    assert tiers.poll(claim) is PENDING
+    clock.advance(0.2)
+    assert tiers.poll(claim) == 0
+    assert claim.found == Attribution(4, miss=4)
+    tiers.count(claim.found, claim.missing)
+    assert misses(tiers, Outcome.TIMEOUT) == 4  # and for no other reason
+    assert misses(tiers, Outcome.ABSENT) == misses(tiers, Outcome.BREAKER_OPEN) == 0
+    # It is stopped before the next one: a deadline, then nobody waits any more, and steps store nothing.
+    stopped = tiers.ask(chain.hashes, chain.root, block_size=BLOCK_SIZE)
+    tiers.tick()
+    clock.advance(0.24)
+    assert tiers.poll(stopped) is PENDING
+    clock.advance(0.02)
+    assert tiers.poll(stopped) == 0
+    assert tiers.reserve([wanted(chain)]) == [None]
+    assert (misses(tiers, Outcome.TIMEOUT), drops(tiers, Outcome.TIMEOUT)) == (8, 4)
+    assert tiers._attachment.link is link
+    clock.advance(4.8)
+    tiers.tick()
+    assert tiers.member is None
+    tiers.close(0.1)
+
+
 def test_an_answer_that_is_there_counts_however_late_it_is_looked_at(path: Path) -> None:
     """A client that was not scheduled for a while has no reason to give its daemon up."""
     daemon, clock, chain = DaemonThread(path, host={"size": 1 << 20}), FakeClock(), chain_of(4)
@@ -583,23 +623,6 @@ def test_a_daemon_started_anew_while_nobody_asked_has_the_first_answer(path: Pat
     tiers.close()
     daemon.check()
     daemon.close()
-
-
-def test_a_claim_without_an_answer_is_a_miss_in_the_end(path: Path, fake: Callable[..., FakeDaemon]) -> None:
-    fake()
-    clock, chain = FakeClock(), chain_of(4)
-    tiers = RemoteTiers(path, Hello(FINGERPRINT, BLOCK_SIZE, SLOT_BYTES, 1 << 18, reset=False), 2.5, clock)
-    claim = tiers.ask(chain.hashes, chain.root, block_size=BLOCK_SIZE)
-    tiers.tick()
-    clock.advance(2.4)
-    assert tiers.poll(claim) is PENDING
-    clock.advance(0.2)
-    assert tiers.poll(claim) == 0
-    assert claim.found == Attribution(4, miss=4)
-    tiers.count(claim.found, claim.missing)
-    assert misses(tiers, Outcome.TIMEOUT) == 4  # and for no other reason
-    assert misses(tiers, Outcome.ABSENT) == misses(tiers, Outcome.BREAKER_OPEN) == 0
-    tiers.close(0.1)
 
 
 def test_a_question_is_waited_for_from_when_it_was_sent(path: Path, fake: Callable[..., FakeDaemon]) -> None:
@@ -704,6 +727,7 @@ def test_a_promise_is_not_taken_late(path: Path, fake: Callable[..., FakeDaemon]
     daemon, clock, chain = fake(), FakeClock(), chain_of(4)
     tiers = RemoteTiers(path, Hello(FINGERPRINT, BLOCK_SIZE, SLOT_BYTES, 1 << 18, reset=False), 2.5, clock)
     claims = [tiers.ask(chain.hashes, chain.root, block_size=BLOCK_SIZE) for _ in range(3)]
+    tiers.tick()
     for number in (1, 2, 3):
         daemon.say(news(number, 0, 1, 2, 3))
     wait_until(lambda: [tiers.poll(claim) for claim in claims] == [4, 4, 4])
@@ -762,7 +786,7 @@ def test_slots_that_were_never_granted(path: Path, fake: Callable[..., FakeDaemo
     tiers.close(0.1)
 
 
-# refused at start
+# refused
 
 
 @pytest.mark.parametrize(
@@ -776,16 +800,18 @@ def test_slots_that_were_never_granted(path: Path, fake: Callable[..., FakeDaemo
         (b"HTTP/1.1 400 Bad Request\r\n\r\n", "frame of 1347703880 bytes"),
     ],
 )
-def test_what_a_daemon_says_at_start_is_the_users_to_read(
-    path: Path, fake: Callable[..., FakeDaemon], frame: bytes, why: str
+def test_what_a_daemon_says_at_start_is_the_users_to_read_and_ends_no_engine(
+    path: Path, fake: Callable[..., FakeDaemon], frame: bytes, why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     daemon = fake(welcome=False)
     threading.Thread(target=daemon.say, args=(frame,)).start()
-    with pytest.raises(ConfigError) as caught:
-        attach(path)
-    assert str(caught.value).startswith(f'[service] socket "{path}": ')
-    assert why in str(caught.value)
-    assert "\n" not in str(caught.value)
+    tiers = attach(path)
+    told = tiers.wanting["daemon"]
+    assert told.startswith(f'[service] socket "{path}": ')
+    assert why in told
+    assert "\n" not in told
+    assert [each.message for each in caplog.records] == [f"{told}; until this is attached, everything is a miss"]
+    tiers.close(0.1)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two users")

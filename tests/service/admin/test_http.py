@@ -27,7 +27,8 @@ from starlette.responses import StreamingResponse
 from starlette.routing import Route
 
 from kvtier.service.admin import http_app, transfers
-from kvtier.service.web import guard, http_server
+from kvtier.service.command_line import Exit
+from kvtier.service.web import guard, http_client, http_server
 from kvtier.service.web.http_server import HttpServer, HttpSocket
 from kvtier.tiers.errors import ConfigError
 
@@ -337,6 +338,20 @@ def test_nobody_there_is_one_line_and_status_1() -> None:
         assert ended.stderr == (
             f'kvtier: [service] http "{free}": no answer; start `kvtier serve`, or give its --http HOST:PORT\n'
         )
+
+
+def test_a_daemon_that_is_stopped_is_one_line_and_status_1_long_before_a_long_verb_ends(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert http_client._STATUS < http_client._ANSWER / 5
+    monkeypatch.setattr(http_client, "_STATUS", 0.5)
+    daemon = DaemonProcess(home / "s")
+    daemon.process.send_signal(signal.SIGSTOP)
+    ended = kvtier("status", "--http", daemon.http)
+    daemon.process.send_signal(signal.SIGCONT)
+    why = "no answer within 0.5 s: it is stopped or hangs; see its log"
+    assert (ended.returncode, ended.stderr) == (Exit.FAILED, f'kvtier: [service] http "{daemon.http}": {why}\n')
+    assert daemon.end(signal.SIGTERM) == 0
 
 
 # rubbish

@@ -5,14 +5,45 @@ from pathlib import Path
 import pytest
 from command_rig import kvtier
 from server_rig import MODEL, save_checkpoint, serving, wait_for
-from service_rig import DaemonThread
+from service_rig import DaemonThread, attach
 
+from kvtier.connector.local import LocalConnector
 from kvtier.service.command_line import Exit
+from kvtier.tiers.tier import Outcome
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_checkpoint(tmp_path_factory.mktemp("model"))
+
+
+def test_an_engine_that_a_full_daemon_refuses_starts_without_it_and_has_it_once_there_is_room(
+    home: Path, model: Path
+) -> None:
+    daemon = DaemonThread(home / "s", host={"size": 16 << 20})
+    try:
+        other = attach(home / "s", size=16 << 20)  # takes all of it
+        with serving(model, service={"socket": home / "s"}) as server:
+            (part,) = server.status()["wanting"]
+            assert part["part"] == "daemon"
+            assert "[host] size: the daemon has 0 of 16MiB for this model" in part["why"]
+            ready = server.http.get("/readyz")
+            assert (ready.status_code, ready.json()["wanting"]) == (200, [part["why"]])
+            assert 'kvtier_wanting{part="daemon"} 1.0' in server.http.get("/metrics").text
+            assert kvtier("status", "--url", str(server.http.base_url)).returncode == Exit.DEGRADED
+            assert server.client.completions.create(model=MODEL, prompt="on its own", max_tokens=2).choices
+            other.close()
+            wait_for(lambda: server.status()["status"] == "ok")
+            # Loads that find no slot are a reason, too; the engine serves all the same.
+            assert isinstance(server.engine.connector, LocalConnector)
+            server.engine.connector.tiers.metrics.missed(Outcome.NO_SLOT, 1000)
+            (part,) = server.status()["wanting"]
+            assert (part["part"], server.status()["status"]) == ("l2 slots", "degraded")
+            ready = server.http.get("/readyz")
+            assert (ready.status_code, ready.json()["wanting"]) == (200, [part["why"]])
+            assert 'kvtier_wanting{part="l2 slots"} 1.0' in server.http.get("/metrics").text
+    finally:
+        daemon.close()
 
 
 def test_an_engine_whose_daemon_is_gone_says_so_until_it_is_back(home: Path, model: Path) -> None:

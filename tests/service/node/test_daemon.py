@@ -47,7 +47,7 @@ from kvtier.service.node.daemon import _TICK, Daemon
 from kvtier.service.node.listener import Listener
 from kvtier.service.node.loop import Loop
 from kvtier.tiers.config.config import Config
-from kvtier.tiers.errors import ConfigError, KVMismatch, StoreLocked
+from kvtier.tiers.errors import ConfigError, KVMismatch
 from kvtier.tiers.hierarchy.cache_tiers import Attribution
 from kvtier.tiers.naming.kv_probe import KVProbe
 from kvtier.tiers.tier import Outcome
@@ -171,7 +171,7 @@ def test_a_directory_that_was_moved_away_leaves_no_room_for_a_second_daemon(
         at.rename(home / "moved")
         at.mkdir(mode=0o700)
         wait_until((at / "s").exists)
-        with pytest.raises(StoreLocked, match=f"the daemon with pid {os.getpid()} serves it"):
+        with pytest.raises(ConfigError, match=f"the daemon with pid {os.getpid()} serves it"):
             Listener(at / "s")
         # Where another one was first, its socket is left alone, and health says why no engine gets in here.
         at.rename(home / "moved again")
@@ -202,12 +202,13 @@ def test_two_models_never_see_each_other_and_share_one_budget(serve: Serve, atta
     chain = chain_of(4)
     store(one, chain)
     assert where(other, chain).miss == 4
-    with pytest.raises(ConfigError, match=r"has 0 of 128KiB .* 8 of its blocks take 32KiB"):
-        attach(fingerprint=b"t" * 32)
-    # Whoever leaves first makes room: the second model's tiers are idle, and go.
+    third = attach(size=12 * SLOT_BYTES, fingerprint=b"t" * 32)  # it starts without, and says why
+    assert "has 0 of 128KiB for this model, 8 of its blocks take 32KiB; raise it there" in third.wanting["daemon"]
+    assert where(third, chain).miss == 4
+    # Whoever leaves first makes room: the second model's tiers are idle, and go. The third one comes by itself.
     other.close()
-    third = attach(size=12 * SLOT_BYTES, fingerprint=b"t" * 32)
-    assert third.num_slots == 12
+    wait_until(lambda: attached(third))
+    assert (third.num_slots, third.wanting) == (12, {})
     assert len(served.daemon.call(served.daemon.namespaces)) == 2
     assert load(one, chain) == 4
 
@@ -253,8 +254,8 @@ def test_a_number_of_a_file_that_was_closed_is_not_the_old_file() -> None:
 def test_the_same_model_with_other_blocks_is_refused(serve: Serve, attach: Attach) -> None:
     serve()
     attach()
-    with pytest.raises(ConfigError, match=r"4 tokens in 8192 bytes: this model's here are 4 tokens in 4096"):
-        attach(slot_bytes=2 * SLOT_BYTES)
+    why = attach(slot_bytes=2 * SLOT_BYTES).wanting["daemon"]
+    assert "4 tokens in 8192 bytes: this model's here are 4 tokens in 4096; run one kvtier everywhere" in why
 
 
 def test_a_reset_is_everybodys(serve: Serve, attach: Attach) -> None:
@@ -556,8 +557,9 @@ def test_any_bytes_at_all(home: Path, serve: Serve, attach: Attach) -> None:
 def test_a_second_daemon_is_refused_with_the_pid_of_the_first(home: Path) -> None:
     daemon = DaemonProcess(home / "s")
     assert (home / "s").stat().st_mode & 0o777 == 0o600
-    with pytest.raises(StoreLocked, match=f"the daemon with pid {daemon.process.pid} serves it"):
-        Daemon(Config(), home / "s")
+    ended = kvtier("serve", "--socket", home / "s", "--http", "127.0.0.1:0")
+    why = f"the daemon with pid {daemon.process.pid} serves it; stop that one, or choose another path"
+    assert (ended.returncode, ended.stderr) == (2, f'kvtier: [service] socket "{home / "s"}": {why}\n')
     daemon.end(signal.SIGKILL)
     assert (home / "s").exists()  # stale: nobody had the time to take it away
     daemon = DaemonProcess(home / "s")

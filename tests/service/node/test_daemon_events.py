@@ -148,7 +148,7 @@ def test_addresses_are_checked_at_start(tmp_path: Path) -> None:
         assert "[events] publish" in second.first_line
         # and a daemon that is there already, by one that has an address of its own for events
         third = DaemonProcess(tmp_path / "s", events__publish=f"tcp://127.0.0.1:{free_port()}")
-        assert third.process.wait(60) == 1
+        assert third.process.wait(60) == 2
         assert third.first_line.startswith("kvtier: ")
         assert "serves it" in third.first_line, third.first_line
         for ended in (second, third):

@@ -1,13 +1,14 @@
 """Health that looks: what an engine that attaches now would not get is said before one comes."""
 
+import time
 from pathlib import Path
 
 import pytest
 from command_rig import kvtier
-from doubles import wait_until
-from http_rig import ServedDaemon
+from doubles import SLOT_BYTES, chain_of, wait_until
+from http_rig import MODEL, ServedDaemon
 from redis_rig import standalone
-from service_rig import attach
+from service_rig import attach, fill, records, wanted
 
 from kvtier.service.command_line import Exit
 from kvtier.service.node import daemon as daemons
@@ -38,6 +39,37 @@ def test_settings_that_no_engine_could_use_are_said_before_one_comes(home: Path)
         shown = kvtier("status", "--http", served.http)
         assert shown.returncode == Exit.DEGRADED
         assert f"degraded: l2: {missing}" in shown.stdout
+        tiers = attach(home / "s")  # one that wants less gets it: the setting is wrong, not the daemon
+        assert (tiers.num_slots, tiers.wanting) == (64, {})
+        tiers.close()
+    finally:
+        served.close()
+
+
+def test_stores_that_find_no_room_are_a_reason_to_be_degraded_while_it_goes_on(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = ServedDaemon(home / "s", host={"size": 8 * SLOT_BYTES})
+    try:
+        tiers = attach(home / "s")
+        chains = [chain_of(8, first_token=1000 * number) for number in range(2)]
+        (held, _) = tiers.reserve([wanted(chain) for chain in chains])
+        assert held is not None
+        why = "50% of 16 blocks in the last 5 minutes were not stored (no_slot 8); raise [host] size"
+        fill(tiers, held)
+        tiers.seal(held, records(held, chains[0]), tiers.epoch)
+        assert tiers.drain(60)
+        ready = served.client.get("/readyz")
+        assert (ready.status_code, ready.json()["wanting"]) == (200, [f"model {MODEL}: {why}"])
+        assert 'kvtier_wanting{part="l2 stores"} 1.0' in served.client.get("/metrics").text
+        shown = kvtier("status", "--http", served.http)
+        assert shown.returncode == Exit.DEGRADED
+        assert f"degraded: l2 stores: model {MODEL}: {why}" in shown.stdout
+        (namespace,) = served.daemon.call(served.daemon.namespaces)
+        now = time.monotonic()
+        monkeypatch.setattr(namespace.hierarchy.metrics.losses, "_clock", lambda: now + 360)
+        assert served.client.get("/status").json()["status"] == "ok"
+        tiers.close()
     finally:
         served.close()
 
