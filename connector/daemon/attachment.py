@@ -53,6 +53,7 @@ class Link:
         self.num_unsent = 0  # operations, before those of a kind became one
         self.answers: dict[int, list[Any]] = {}  # request → what the daemon answered
         self.overdue: dict[int, float] = {}  # requests given up → when, in that order; what they are answered is void
+        self.overdue_aside: dict[int, float] = {}  # likewise, of one that waits there: others are answered meanwhile
         self.unheard_since: float | None = None  # when a question went out behind which nothing has come yet
 
     @property
@@ -180,9 +181,13 @@ class Attachment:
         for reply in replies:
             self.epoch = max(self.epoch, link.epoch_base + reply.epoch)
             link.unheard_since = None
-            if link.overdue.pop(reply.request, None) is None and reply.request not in (0, _HEARD):
+            if reply.request in link.overdue or reply.request in link.overdue_aside:
+                link.overdue.pop(reply.request, None)
+                link.overdue_aside.pop(reply.request, None)
+            elif reply.request not in (0, _HEARD):
                 link.answers[reply.request] = reply.answers
-        if link.is_silent(self._clock(), _SILENT):
+        now = self._clock()
+        if link.is_silent(now, _SILENT) or any(now - since >= _SILENT for since in link.overdue_aside.values()):
             self.cut(TimeoutError(f"no answer for {_SILENT:g} s"))
         return replies
 
@@ -206,10 +211,13 @@ class Attachment:
             if link.num_unsent >= _MAX_UNSENT:
                 self.send()
 
-    def give_up(self, link: Link, request: int) -> None:
-        """Nobody waits for this answer any longer. The daemon is there and slow, until it is silent for too long."""
+    def give_up(self, link: Link, request: int, *, aside: bool = False) -> None:
+        """Nobody waits for this answer any longer. The daemon is there and slow, until it is silent for too long.
+
+        `aside`: of an operation that waits there, for other tiers. One that is late says nothing of the daemon.
+        """
         if link is self.link:
-            link.overdue[request] = self._clock()
+            (link.overdue_aside if aside else link.overdue)[request] = self._clock()
 
     def cut(self, why: Exception) -> None:
         """Give the link up: everything held by it is void, and the daemon keeps it until it hears from us again."""

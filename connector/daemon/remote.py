@@ -269,9 +269,12 @@ class RemoteTiers:
         """The daemon forgets everything: now, or before this client uses it again."""
         with self._lock:
             self._attachment.reset_owed(True)
-        if self._call_waiting(Reset(), _RESET) == [True]:
-            with self._lock:
+        is_done = self._call_waiting(Reset(), _RESET) == [True]
+        with self._lock:
+            if is_done:
                 self._attachment.reset_owed(False)
+            else:  # the next link begins with it
+                self._attachment.cut(TimeoutError(f"no reset within {_RESET:g} s"))
 
     def drain(self, timeout: float, *, below: bool = True) -> bool:
         """The daemon waits, for the stores of all its clients; False where it is not there."""
@@ -347,12 +350,12 @@ class RemoteTiers:
     ) -> tuple[Link | None, list[Any] | None]:
         """Send, and wait for the answer: (the link it was sent on, the answers). None if they did not come in time.
 
-        Of an operation that waits there, `alone`, a daemon that is late is cut off: it does one such at a time.
+        Of operations that wait there, `alone`, the daemon does one at a time: none is sent while another is due.
         """
         end = self._clock() + timeout
         with self._lock:
             link = self._attachment.link or self._pump()
-            if link is None:
+            if link is None or (alone and link.overdue_aside):
                 return None, None
             number = next(self._numbers)
             if alone:
@@ -366,18 +369,20 @@ class RemoteTiers:
                     return link, None
                 if number in link.answers:
                     return link, link.answers.pop(number)
-                if left <= 0 and alone:
-                    self._attachment.cut(TimeoutError(f"no answer within {timeout:g} s"))
-                elif left <= 0:  # under the lock of the last look: another thread may read our answer behind it
-                    self._attachment.give_up(link, number)
-                if left <= 0:
+                if left <= 0:  # under the lock of the last look: another thread may read our answer behind it
+                    self._attachment.give_up(link, number, aside=alone)
                     return link, None
 
     def _call_waiting(self, operation: Operation, timeout: float) -> list[Any]:
         """An operation that waits there, for `timeout` seconds or less."""
+        end = self._clock() + timeout + _LATE
         if not self._waiting_call.acquire(timeout=timeout + _LATE):
             return []
         try:
+            while timeout and (link := self._attachment.link) and link.overdue_aside and self._clock() < end:
+                link.connection.wait(_LOOK)
+                with self._lock:
+                    self._pump()
             return self._call(operation, timeout + _LATE, alone=True)[1] or []
         finally:
             self._waiting_call.release()

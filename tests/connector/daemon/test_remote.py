@@ -36,7 +36,7 @@ from service_rig import (
 from kvtier.connector.daemon.handshake import Hello, Welcome, pack_handshake, unpack_handshake
 from kvtier.connector.daemon.messages import Ask, Cancel, News, Operation, Reply
 from kvtier.connector.daemon.remote import RemoteTiers
-from kvtier.connector.daemon.wire import MAX_FRAME, FrameReader, pack_frame, pack_reply, unpack_request
+from kvtier.connector.daemon.wire import MAX_FRAME, FrameReader, pack_found, pack_frame, pack_reply, unpack_request
 from kvtier.tiers.errors import ConfigError
 from kvtier.tiers.hierarchy.cache_tiers import PENDING, Attribution, Wanted, bring
 from kvtier.tiers.host.host import HostRegion
@@ -411,6 +411,37 @@ def test_silence_counts_from_the_first_answer_that_is_still_due(path: Path, fake
     clock.advance(4.1)
     tiers.tick()
     assert not is_linked()
+    tiers.close(0.1)
+
+
+def test_a_slow_look_into_other_tiers_costs_a_look_and_not_the_link(
+    path: Path, fake: Callable[..., FakeDaemon]
+) -> None:
+    daemon, clock, chain = fake(), FakeClock(), chain_of(4)
+    hello = Hello(FINGERPRINT, BLOCK_SIZE, SLOT_BYTES, 1 << 18, reset=False)
+    tiers = RemoteTiers(path, hello, PATIENCE, clock, deadline=0.25)
+    link, nothing = tiers._attachment.link, Attribution(4, miss=4)
+    assert link is not None
+    with pytest.MonkeyPatch.context() as patch:
+        sleep_through(tiers, clock, patch)
+        assert tiers.locate(chain.hashes, 0.0) == nothing
+        given_up = clock.now
+        assert tiers.locate(chain.hashes, 0.0) == nothing  # at once: the daemon does one such at a time
+        assert not tiers.drain(1.0)  # has time, and waits for the other one to end
+        assert clock.now - given_up == pytest.approx(1.5, abs=0.1)
+    # Its other answers are not late for that, and the link is the same.
+    assert (tiers._attachment.link, link.late_since) == (link, None)
+    daemon.say(pack_reply(Reply(1, 0, [pack_found(Attribution(4, miss=4))], [])))
+    wait_until(lambda: (tiers.tick(), not link.overdue_aside)[1])
+    daemon.say(pack_reply(Reply(2, 0, [pack_found(found := Attribution(4, l2=4))], [])))
+    assert tiers.locate(chain.hashes, 0.0) == found
+    # One that never answers is cut off.
+    with pytest.MonkeyPatch.context() as patch:
+        sleep_through(tiers, clock, patch)
+        assert tiers.locate(chain.hashes, 0.0) == nothing
+    clock.advance(5.0)
+    tiers.tick()
+    assert tiers._attachment.link is not link
     tiers.close(0.1)
 
 
