@@ -42,6 +42,7 @@ class SchedulerSide:
         self.computes_alone = False  # nobody but the request that is looked up wants the compute
         self.backs: dict[str, Back] = {}  # of requests that come to their blocks from both ends (`BothEndsSide`)
         self.writing: list[int] = []  # L1 blocks that copies of the last plan fill, besides those of `allocated`
+        self.refused: list[tuple[str, int]] = []  # of the last plan: requests, and the first block that got no slot
         self._partial_blocks = partial_blocks
         self._op_ids = count(1)
         self._steps = count(1)
@@ -154,7 +155,7 @@ class SchedulerSide:
 
     def build_plan(self) -> StepPlan:
         """This step's copies; everything said since the last plan."""
-        self.writing = []
+        self.writing, self.refused = [], []
         if self.backs:
             self._plan_backs()
         stores = self._reserved() if self._wanted else []
@@ -415,6 +416,8 @@ class SchedulerSide:
                 kept = set(indices)
                 self._released += [block for i, block in enumerate(store.blocks) if i not in kept]
                 store.blocks = [store.blocks[i] for i in indices]
+            if reservation is None:
+                self.refused.append((store.request_id, store.first_block))
             if reservation is None or not indices:
                 continue
             store.reservation = reservation

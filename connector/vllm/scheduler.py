@@ -381,13 +381,15 @@ class SchedulerHalf:
         if not self._cache.store_generated:
             num_computed = min(num_computed, row.request.num_prompt_tokens)
         first, size = row.stored or 0, self._plan.block_size
+        if row.refused is not None:
+            first = min(first, row.refused)
         if num_computed // size <= first or not self._lanes:
             return []
         last = min(len(row.chain.hashes), num_computed // size)
         if last <= first:
             return []
         row.tables = tables() if callable(tables) else tables
-        row.stored = last
+        row.stored, row.refused = last, None
         return [self._store_run(row, run) for run in whole_runs(self._lanes, row.tables, range(first, last), size)]
 
     def _store_run(self, row: TrackedRequest, run: Sequence[int]) -> int:
@@ -402,6 +404,9 @@ class SchedulerHalf:
         In the scheduler side's plan, block ids are positions in the request's tables.
         """
         plan = self.side.build_plan()
+        for request_id, first in self.side.refused:
+            if (row := self._rows.get(owner(request_id))) is not None:
+                row.refused = first if row.refused is None else min(first, row.refused)
         tails, self._tails = self._tails, {}
         late = [self._translate(op, tails[op.op_id]) for op in plan.stores if op.op_id in tails]
         loads, stores = (

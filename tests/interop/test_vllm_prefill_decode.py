@@ -154,6 +154,25 @@ def test_the_decode_node_loads_all_that_the_prefill_node_computed(
     assert redis.all_keys() == held  # a consumer stores nothing, not even those
 
 
+def test_what_found_no_slot_is_offered_again_when_its_request_ends(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with engine(model, transfer=of_role("kv_producer", {"host": {"size": "32MiB"}})) as node:
+        tiers, reserve = node.half.side.tiers, node.half.side.tiers.reserve
+        refused: list[int] = []
+
+        def full_at_first(wanted: Sequence[Any]) -> list[Any]:
+            if not refused:
+                refused.append(len(wanted))
+                return [None] * len(wanted)
+            return list(reserve(wanted))
+
+        monkeypatch.setattr(tiers, "reserve", full_at_first)
+        ask(node, PROMPTS[:1], [PREFILL], 1)
+        node.settle()
+        assert refused == [1]
+        node.llm.reset_prefix_cache()
+        assert cached(ask(node, PROMPTS[:1], [None], 1)) == [BLOCKS[0] * BLOCK]
+
+
 def test_kv_both_keeps_what_it_decodes_and_the_next_turn_finds_it(
     model: Path, expected: list[list[int]], redis: RedisServer
 ) -> None:
