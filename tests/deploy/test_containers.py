@@ -87,7 +87,7 @@ def cluster(started: Containers, request: pytest.FixtureRequest) -> Iterator[Con
 
 
 def clients(cluster: Containers, talks: list[list[Turn]]) -> AbstractContextManager[Crowd]:
-    return crowd(cluster.url("router"), talks, 4, cluster.bearer("router"))
+    return crowd(cluster.url("router"), talks, 2, cluster.bearer("router"))
 
 
 def test_what_one_engine_has_computed_the_other_finds(cluster: Containers, talks: list[list[Turn]]) -> None:
