@@ -1,4 +1,4 @@
-"""The cluster of docker-compose.yml in real containers, where everything is restarted, killed, filled and rolled: `make test-compose`."""
+"""docker-compose.yml in real containers: everything is restarted, killed, filled and rolled (`make test-compose`)."""
 
 import json
 import os
@@ -189,9 +189,7 @@ def test_without_a_checkpoint_a_model_is_made_in_its_volume(
 
 
 @pytest.mark.parametrize("name", SERVICES)
-def test_a_restarted_service_comes_back_and_is_of_use(
-    cluster: Containers, talks: list[list[Turn]], name: str
-) -> None:
+def test_a_restarted_service_comes_back_and_is_of_use(cluster: Containers, talks: list[list[Turn]], name: str) -> None:
     place, other = ("b", "a") if name.endswith("b") else ("a", "b")
     cluster.tell(place, talks[0][0], f"before {name}")
     cluster.compose("restart", name)
@@ -217,23 +215,49 @@ def test_a_crashed_service_comes_back_by_itself(cluster: Containers, talks: list
     assert cached["redis"] > 0, cached
 
 
-def test_a_full_volume_costs_stores_and_no_answer(cluster: Containers, talks: list[list[Turn]]) -> None:
-    volume = cluster.volume("slabs-b")
-    filler = volume / "somebody's"
-    before = cluster.inspect("node-b")["State"]["Pid"]
-    with filler.open("wb") as full, pytest.raises(OSError, match="No space left"):
-        while True:
-            full.write(bytes(1 << 16))
-            full.flush()
+def fill(cluster: Containers, name: str) -> Path:
+    """The file of somebody else that takes all there is."""
+    filler = cluster.volume(name) / "of somebody else"
+    with pytest.raises(OSError, match="No space left"):
+        filler.write_bytes(bytes(64 << 20))
+    return filler
+
+
+def test_a_full_volume_costs_no_answer_and_no_block_of_a_slab_that_is_there(
+    cluster: Containers, talks: list[list[Turn]]
+) -> None:
+    cluster.tell("b", talks[0][0], "full")
+    daemon, stored = cluster.pid("node-b"), cluster.stored("node-b", "file")
+    assert stored
+    filler = fill(cluster, "slabs-b")
     try:
-        for number in range(6):  # far more than fits
-            cluster.tell("b", talks[number % 4][0], f"full {number}")
-        page = cluster.page("node-b")
-        print(page["models"])
-        assert cluster.cached("engine-b", talks[1][1], "full 5")["redis"] >= 0
-        assert cluster.inspect("node-b")["State"]["Pid"] == before
+        cluster.tell("b", talks[1][0], "full")
+        wait_for(lambda: cluster.stored("node-b", "file") > stored)  # into what the slab has taken long ago
+        assert not any(each["dropped"].get("file") for each in cluster.page("node-b")["models"])
+        assert cluster.pid("node-b") == daemon
     finally:
         filler.unlink()
+
+
+def test_an_engine_waits_for_room_where_its_first_slab_has_none(cluster: Containers, talks: list[list[Turn]]) -> None:
+    cluster.compose("stop", "engine-b")
+    cluster.compose("restart", "node-b")  # its disk is memory, and empty again
+    wait_for(lambda: cluster.page("node-b", "/readyz")["ready"])
+    daemon = cluster.pid("node-b")
+    filler = fill(cluster, "slabs-b")
+    try:
+        cluster.compose("start", "engine-b")
+        wait_for(lambda: cluster.page("node-b", "/readyz")["refused"])
+        [refused] = cluster.page("node-b", "/readyz")["refused"]
+        assert '[file] size "40MiB": the directory has 0 B free' in refused["why"]
+        # the other one answers
+        assert cluster.ask("router", talks[0][0], "no room")[1] == "engine-a:8000"
+    finally:
+        filler.unlink()
+    wait_for(cluster.is_well)  # by itself: it is started again and again
+    assert cluster.pid("node-b") == daemon
+    cluster.tell("b", talks[1][0], "with room")
+    wait_for(lambda: cluster.stored("node-b", "file"))
 
 
 def test_a_network_that_goes_away_costs_hits_and_no_answer(cluster: Containers, talks: list[list[Turn]]) -> None:
@@ -247,12 +271,12 @@ def test_a_network_that_goes_away_costs_hits_and_no_answer(cluster: Containers, 
             assert not cached["redis"], cached
             cached = cluster.cached("engine-a", talks[0][1], "apart")
             assert sum(cached.values()) >= 64, cached
-            wait_for(lambda: cluster.page("node-a")["degraded"])
+            wait_for(lambda: len(cluster.page("node-a", "/readyz")["wanting"]) == len(SERVERS))
             assert cluster.page("node-a", "/readyz")["ready"]
             assert not asking.troubles
     finally:
         cluster.network("connect", "store", "node-a")
-    wait_for(lambda: not cluster.page("node-a")["degraded"])
+    wait_for(cluster.is_well)
     cluster.tell("a", talks[1][0], "together")
     assert cluster.cached("engine-b", talks[1][1], "together")["redis"] > 0
     # an engine is out of reach of the router, which asks the other one

@@ -95,7 +95,14 @@ class Containers:
         return file
 
     def compose(self, *arguments: str, profile: str = "cluster") -> "subprocess.CompletedProcess[str]":
-        where = ("--project-name", self.project, "--project-directory", str(ROOT), "--env-file", str(self._home / "env"))
+        where = (
+            "--project-name",
+            self.project,
+            "--project-directory",
+            str(ROOT),
+            "--env-file",
+            str(self._home / "env"),
+        )
         return run(*_COMPOSE, *where, "--file", str(self.file()), "--profile", profile, *arguments)
 
     def up(self, *services: str, profile: str = "cluster", version: str | None = None) -> None:
@@ -171,9 +178,7 @@ class Containers:
     def ask(self, service: str, turn: Turn, salt: str) -> tuple[dict[str, Any], str]:
         """The usage of one answer, which must be the right one, and the replica that gave it."""
         url = f"{self.url(service)}/v1/chat/completions"
-        answer = httpx2.post(
-            url, json=turn.body(salt=salt), headers=self.bearer(service), timeout=120, trust_env=False
-        )
+        answer = httpx2.post(url, json=turn.body(salt=salt), headers=self.bearer(service), timeout=120, trust_env=False)
         assert answer.status_code == 200, answer.text
         assert answer.json()["choices"][0]["message"]["content"] == turn.answer
         found: dict[str, Any] = answer.json()
