@@ -296,7 +296,7 @@ def test_images_of_the_next_version_are_rolled_out_while_clients_ask(
 ) -> None:
     for image in ("kvtier", "kvtier-cpu"):
         docker(
-            *("build", "--quiet", "--tag", f"{image}:{NEXT}", "-"),
+            *("build", "--quiet", "--network", "host", "--tag", f"{image}:{NEXT}", "-"),
             stdin=f"FROM {image}:{__version__}\nUSER root\n"
             f"RUN sed -i 's/^Version: .*/Version: {NEXT}/' /opt/kvtier/lib/python3*/site-packages/kvtier-*/METADATA\n"
             f"USER {USER}:{USER}\n",

@@ -204,6 +204,7 @@ class Containers:
 
     def close(self) -> None:
         self.compose("--profile", "bench", "down", "--volumes", "--timeout", "20")
+        docker("image", "prune", "--force")  # what earlier runs have built
 
 
 def status_of(pid: int) -> dict[str, Sequence[str]]:
