@@ -8,6 +8,7 @@
 #   make test-vllm    a real vLLM over kvtier's tiers; its packages are kept in your cache directory
 #   make test-dynamo  NVIDIA Dynamo's KV indexer reads our events
 #   make test-ray     our application on a real Ray cluster of several nodes' processes
+#   make test-compose the cluster of docker-compose.yml in real containers: killed, filled, rolled; root, Debian
 #   make test-sglang  a real SGLang, likewise; test-vllm-0.33: vLLM's next release on this one's CPU kernels
 #   make compiled     build the compiled twins of innermost loops, for whatever runs on this machine as you
 #   make lint         ruff, the architecture test, rules of pages, figures and deployment files, whether the site builds
@@ -47,11 +48,11 @@ unexport PYTHONDONTWRITEBYTECODE
 # The stamp's name changes with what was asked for and with where it stands: a virtual environment can't be moved.
 STAMP := $(VENV)/.kvtier-$(firstword $(shell (cat pyproject.toml .ci/setup .ci/constraints.txt .ci/venv-with-torch; echo "$(CURDIR) $(VENV) $(TORCH) $(EXTRAS)") | sha256sum))
 
-.PHONY: help setup demo demo-rag beside compiled test test-all quick coverage test-vllm test-vllm-all test-vllm-0.33 test-sglang test-dynamo test-ray lint types check docs dist format bench gpu gpu-bundle \
+.PHONY: help setup demo demo-rag beside compiled test test-all quick coverage test-vllm test-vllm-all test-vllm-0.33 test-sglang test-dynamo test-ray test-compose lint types check docs dist format bench gpu gpu-bundle \
 	soak kills crash-images fuzz clean
 
 help:
-	sed -n '3,22s/^# *//p' Makefile
+	sed -n '3,23s/^# *//p' Makefile
 
 setup: $(STAMP)
 
@@ -112,6 +113,10 @@ test-dynamo: setup
 	test -x .venv-dynamo/bin/python || $(VENV)/bin/python -m venv --clear .venv-dynamo
 	.venv-dynamo/bin/pip install -qq --requirement tests/interop/requirements-dynamo.txt
 	$(VENV)/bin/python -m pytest tests/interop/test_dynamo.py -n 0
+
+# An engine of its own, without a registry (.ci/container-engine). Some minutes, and some gigabytes of the cache directory.
+test-compose: setup
+	TORCH=$(TORCH) .ci/container-engine $(VENV)/bin/python -m pytest tests/deploy/test_containers.py -n 0
 
 # All that a program can check without running kvtier. `python .ci/lint --list` says what the rules ask for.
 lint: setup

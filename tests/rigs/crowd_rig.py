@@ -6,7 +6,7 @@ import json
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
@@ -93,14 +93,20 @@ class Crowd:
     """
 
     def __init__(
-        self, url: str, talks: Sequence[Sequence[Turn]], *, num_clients: int = NUM_CLIENTS, pause: float = _PAUSE
+        self,
+        url: str,
+        talks: Sequence[Sequence[Turn]],
+        *,
+        num_clients: int = NUM_CLIENTS,
+        pause: float = _PAUSE,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         """They begin at once, and each rests for `pause` seconds between two requests."""
         self.troubles: Counter[str] = Counter()  # clean errors by their name
         self.cached: Counter[str] = Counter()  # prompt tokens by the tier they came from
         self.faults: list[str] = []
         self.num_right = [0] * num_clients
-        self._url, self._talks, self._pause = url, talks, pause
+        self._url, self._talks, self._pause, self._headers = url, talks, pause, dict(headers or {})
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
         self._thread.start()
@@ -128,7 +134,9 @@ class Crowd:
     async def _run(self) -> None:
         number = len(self.num_right)
         limits = httpx2.Limits(max_connections=number, max_keepalive_connections=number)
-        async with httpx2.AsyncClient(base_url=self._url, timeout=_ANSWER, limits=limits, trust_env=False) as http:
+        async with httpx2.AsyncClient(
+            base_url=self._url, timeout=_ANSWER, limits=limits, headers=self._headers, trust_env=False
+        ) as http:
             await asyncio.gather(*(self._watched(http, each) for each in range(number)))
 
     async def _watched(self, http: httpx2.AsyncClient, number: int) -> None:
@@ -175,9 +183,11 @@ class Crowd:
 
 
 @contextmanager
-def crowd(url: str, talks: Sequence[Sequence[Turn]], num_clients: int = NUM_CLIENTS) -> Iterator[Crowd]:
+def crowd(
+    url: str, talks: Sequence[Sequence[Turn]], num_clients: int = NUM_CLIENTS, headers: Mapping[str, str] | None = None
+) -> Iterator[Crowd]:
     """Clients that have all been answered once; none of them was ever told anything wrong."""
-    made = Crowd(url, talks, num_clients=num_clients)
+    made = Crowd(url, talks, num_clients=num_clients, headers=headers)
     try:
         made.everybody()
         yield made
