@@ -154,7 +154,9 @@ def test_the_decode_node_loads_all_that_the_prefill_node_computed(
     assert redis.all_keys() == held  # a consumer stores nothing, not even those
 
 
-def test_what_found_no_slot_is_offered_again_when_its_request_ends(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_found_no_slot_is_offered_again_when_its_request_ends(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with engine(model, transfer=of_role("kv_producer", {"host": {"size": "32MiB"}})) as node:
         tiers, reserve = node.half.side.tiers, node.half.side.tiers.reserve
         refused: list[int] = []
