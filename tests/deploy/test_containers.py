@@ -239,7 +239,9 @@ def test_a_full_volume_costs_no_answer_and_no_block_of_a_slab_that_is_there(
         filler.unlink()
 
 
-def test_an_engine_waits_for_room_where_its_first_slab_has_none(cluster: Containers, talks: list[list[Turn]]) -> None:
+def test_an_engine_whose_first_slab_has_no_room_computes_until_there_is_some(
+    cluster: Containers, talks: list[list[Turn]]
+) -> None:
     cluster.compose("stop", "engine-b")
     cluster.compose("restart", "node-b")  # its disk is memory, and empty again
     wait_for(lambda: cluster.page("node-b", "/readyz")["ready"])
@@ -250,12 +252,15 @@ def test_an_engine_waits_for_room_where_its_first_slab_has_none(cluster: Contain
         wait_for(lambda: cluster.page("node-b", "/readyz")["refused"])
         [refused] = cluster.page("node-b", "/readyz")["refused"]
         assert '[file] size "40MiB": the directory has 0 B free' in refused["why"]
-        # the other one answers
-        assert cluster.ask("router", talks[0][0], "no room")[1] == "engine-a:8000"
+        wait_for(lambda: cluster.get("engine-b", "/readyz").status_code == 200)
+        [why] = cluster.page("engine-b", "/readyz")["wanting"]
+        assert '[file] size "40MiB"' in why
+        assert not any(cluster.cached("engine-b", talks[0][0], "no room").values())
     finally:
         filler.unlink()
-    wait_for(cluster.is_well)  # by itself: it is started again and again
-    assert cluster.pid("node-b") == daemon
+    engine = cluster.pid("engine-b")
+    wait_for(cluster.is_well)  # it attaches by itself
+    assert (cluster.pid("node-b"), cluster.pid("engine-b")) == (daemon, engine)
     cluster.tell("b", talks[1][0], "with room")
     wait_for(lambda: cluster.stored("node-b", "file"))
 
