@@ -51,7 +51,13 @@ def test_a_chats_logprobs_whole_and_streamed(server: ServerThread) -> None:
         assert 0 >= each.top_logprobs[0].logprob >= each.top_logprobs[1].logprob
     chunks = list(server.client.chat.completions.create(**asked, stream=True))
     streamed = [one for chunk in chunks if chunk.choices[0].logprobs for one in chunk.choices[0].logprobs.content or []]
-    assert streamed == told
+    assert [each.token for each in streamed] == [each.token for each in told]
+    # found in L1 or computed: the last bits may differ
+    assert [each.logprob for each in streamed] == pytest.approx([each.logprob for each in told], abs=1e-3)
+    for one, other in zip(streamed, told, strict=True):
+        assert [each.logprob for each in one.top_logprobs] == pytest.approx(
+            [each.logprob for each in other.top_logprobs], abs=1e-3
+        )
     alone = server.client.chat.completions.create(**CHAT, logprobs=True).choices[0].logprobs
     assert alone is not None
     assert [each.top_logprobs for each in alone.content or []] == [[]] * 6
