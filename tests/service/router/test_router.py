@@ -162,6 +162,7 @@ def test_the_official_client_raises_where_its_replica_is_killed(pair: Pair, rout
         stream = client.completions.create(model="m", prompt="x", stream=True)
         with pytest.raises(APIError, match="ended in the middle of the answer; send the request again"):
             list(stream)
+        until(lambda: any(replica.is_dead for replica in pair))
         # and asked again, it is answered
         for replica in pair:
             if not replica.is_dead:
