@@ -27,8 +27,9 @@ WAITS = "from kvtier.tiers.file.file_io import FileIO\nFileIO.peek = FileIO.prea
 
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is run as printed says nothing of deadlines and of L1's size, and the machine may be busy."""
-    for name, value in (patient_options() | {"l1__size": "64MiB"}).items():
+    """What is run as printed says nothing of deadlines, prices and of L1's size, and the machine may be busy."""
+    own = {"l1__size": "64MiB", "cache__load_or_recompute": "load"}  # of so small a model computing may be cheaper
+    for name, value in (patient_options() | own).items():
         monkeypatch.setenv(f"KVTIER_{name.upper()}", value)
 
 
