@@ -22,6 +22,7 @@ from containers_rig import (
     TOKENS,
     Containers,
     docker,
+    lasting,
     status_of,
     wait_for,
 )
@@ -253,7 +254,7 @@ def test_an_engine_whose_first_slab_has_no_room_computes_until_there_is_some(
         [refused] = cluster.page("node-b", "/readyz")["refused"]
         assert '[file] size "40MiB": the directory has 0 B free' in refused["why"]
         wait_for(lambda: cluster.get("engine-b", "/readyz").status_code == 200)
-        [why] = cluster.page("engine-b", "/readyz")["wanting"]
+        [why] = lasting(cluster.page("engine-b", "/readyz")["wanting"])
         assert '[file] size "40MiB"' in why
         assert not any(cluster.cached("engine-b", talks[0][0], "no room").values())
     finally:
@@ -276,7 +277,7 @@ def test_a_network_that_goes_away_costs_hits_and_no_answer(cluster: Containers, 
             assert not cached["redis"], cached
             cached = cluster.cached("engine-a", talks[0][1], "apart")
             assert sum(cached.values()) >= 64, cached
-            wait_for(lambda: len(cluster.page("node-a", "/readyz")["wanting"]) == len(SERVERS))
+            wait_for(lambda: len(lasting(cluster.page("node-a", "/readyz")["wanting"])) == len(SERVERS))
             assert cluster.page("node-a", "/readyz")["ready"]
             assert not asking.troubles
     finally:
