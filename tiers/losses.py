@@ -10,9 +10,7 @@ from kvtier.tiers.kinds import L2
 from kvtier.tiers.tier import Outcome
 
 _MINUTES: Final = 5  # whole ones, besides the one under way
-_SHARE: Final = (
-    0.1  # of the blocks offered to a tier, or looked up, that may be lost: as in deploy/prometheus/rules.yml
-)
+_SHARE: Final = 0.1  # of the blocks offered or looked up that may be lost: as in deploy/prometheus/rules.yml
 _LOOKED_UP: Final = "looked up"
 _STORED: Final = "stored"
 _MORE_ROOM: Final = "raise [host] size"

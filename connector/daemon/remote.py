@@ -269,11 +269,12 @@ class RemoteTiers:
         """The daemon forgets everything: now, or before this client uses it again."""
         with self._lock:
             self._attachment.reset_owed(True)
+            link = self._attachment.link
         is_done = self._call_waiting(Reset(), _RESET) == [True]
         with self._lock:
             if is_done:
                 self._attachment.reset_owed(False)
-            else:  # the next link begins with it
+            elif link is not None and self._attachment.link is link:  # the next link begins with it
                 self._attachment.cut(TimeoutError(f"no reset within {_RESET:g} s"))
 
     def drain(self, timeout: float, *, below: bool = True) -> bool:

@@ -36,9 +36,7 @@ class TrackedRequest:
     request_id: str
     keys: VllmChain | AheadChain | OwnChain
     stored: int | None = None  # leading blocks stored, loaded or found; None: not scheduled yet
-    refused: int | None = (
-        None  # the first of them that got no slot, to be offered again with the next ones, or at the end
-    )
+    refused: int | None = None  # the first of them that got no slot: offered again with the next ones, or at the end
     adapter: bytes | None = None  # the weights it is named by, beside the model's
     asked: int = 0  # tokens vLLM had at the last lookup
     answer: tuple[int | None, bool] | None = None
