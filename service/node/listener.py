@@ -6,6 +6,7 @@ import os
 import socket
 import stat
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -28,14 +29,13 @@ class Listener:
         self._renewing = threading.Lock()
         if (length := len(os.fsencode(path))) > _MAX_PATH:
             raise ConfigError(f'[service] socket "{path}": {length} bytes, at most {_MAX_PATH}; choose a shorter path')
-        _check_directory(path)
-        self._lock = _lock(path)
-        try:
-            _check_owner(path)
-            self.socket, self._file = _listen(path)
-        except BaseException:
-            os.close(self._lock)
-            raise
+        with _directory(path) as home:
+            self._lock = _lock(path, home)
+            try:
+                self.socket, self._file = _listen(path, home)
+            except BaseException:
+                os.close(self._lock)
+                raise
 
     @property
     def is_there(self) -> bool:
@@ -57,17 +57,16 @@ class Listener:
         with self._renewing:
             if self._lock < 0:
                 raise ConfigError("the daemon is stopping")
-            _check_directory(self.path)
-            self._lock_again()
-            _check_owner(self.path)
-            made, self._file = _listen(self.path)
+            with _directory(self.path) as home:
+                self._lock_again(home)
+                made, self._file = _listen(self.path, home)
         return made
 
-    def _lock_again(self) -> None:
+    def _lock_again(self, home: int) -> None:
         with contextlib.suppress(FileNotFoundError):
             if self._holds_lock():
                 return
-        lock = _lock(self.path)  # ConfigError: another daemon serves there by now
+        lock = _lock(self.path, home)  # ConfigError: another daemon serves there by now
         os.close(self._lock)
         self._lock = lock
 
@@ -88,12 +87,22 @@ class Listener:
                 self._lock = -1
 
 
-def _check_directory(path: Path) -> None:
+@contextlib.contextmanager
+def _directory(path: Path) -> Iterator[int]:
+    """The socket's directory, opened: if it is moved away meanwhile, nothing is done in whatever takes its place."""
     home = path.absolute().parent
     try:
-        found = home.stat()
+        opened = os.open(home, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
         raise ConfigError(f'[service] socket "{path}": {home}: {error.strerror}; make that directory') from None
+    try:
+        _check_directory(path, home, os.fstat(opened))
+        yield opened
+    finally:
+        os.close(opened)
+
+
+def _check_directory(path: Path, home: Path, found: os.stat_result) -> None:
     if not is_trusted(found.st_uid):
         raise ConfigError(
             f'[service] socket "{path}": {home} is user {found.st_uid}\'s, this is user {os.geteuid()}; '
@@ -105,9 +114,9 @@ def _check_directory(path: Path) -> None:
         )
 
 
-def _check_owner(path: Path) -> None:
+def _check_owner(path: Path, home: int) -> None:
     try:
-        found = path.lstat()
+        found = os.lstat(path.name, dir_fd=home)
     except FileNotFoundError:
         return
     if not stat.S_ISSOCK(found.st_mode):
@@ -118,12 +127,12 @@ def _check_owner(path: Path) -> None:
         )
 
 
-def _lock(path: Path) -> int:
-    name = f"{path}.lock"
+def _lock(path: Path, home: int) -> int:
     try:
-        fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        fd = os.open(f"{path.name}.lock", flags, 0o600, dir_fd=home)
     except OSError as error:
-        raise ConfigError(f'[service] socket "{path}": {name}: {error.strerror}; choose another path') from None
+        raise ConfigError(f'[service] socket "{path}": {path}.lock: {error.strerror}; choose another path') from None
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -137,15 +146,16 @@ def _lock(path: Path) -> int:
     return fd
 
 
-def _listen(path: Path) -> tuple[socket.socket, os.stat_result]:
+def _listen(path: Path, home: int) -> tuple[socket.socket, os.stat_result]:
     """A socket at the path, and the file it is there."""
+    _check_owner(path, home)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
     try:
         with contextlib.suppress(FileNotFoundError):
-            path.unlink()  # stale, since its owner would hold the lock
+            os.unlink(path.name, dir_fd=home)  # stale, since its owner would hold the lock
         listener.bind(os.fspath(path))
-        path.chmod(0o600)  # before `listen` nobody gets in
-        found = path.lstat()
+        os.chmod(path.name, 0o600, dir_fd=home)  # before `listen` nobody gets in
+        found = os.lstat(path.name, dir_fd=home)
         listener.listen(BACKLOG)
     except OSError as error:
         listener.close()

@@ -183,6 +183,27 @@ def test_a_directory_that_was_moved_away_leaves_no_room_for_a_second_daemon(
             assert other.is_there  # nor does the end of this one take it away
 
 
+def test_a_directory_replaced_while_the_socket_is_made_keeps_the_other_daemons_socket(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at, chmod, others = home / "run", os.chmod, list[Listener]()
+    at.mkdir()
+
+    def replaced(*arguments: Any, **named: Any) -> None:
+        monkeypatch.setattr("os.chmod", chmod)
+        at.rename(home / "moved")
+        at.mkdir(mode=0o700)
+        others.append(Listener(at / "s"))
+        chmod(*arguments, **named)
+
+    monkeypatch.setattr("os.chmod", replaced)  # bound, and not looked at yet
+    ours = Listener(at / "s")
+    with closing(others[0]) as other:
+        assert [ours.is_there, other.is_there] == [False, True]
+        ours.close()
+        assert other.is_there
+
+
 def test_models_that_name_no_size_get_half_of_what_is_left(serve: Serve, attach: Attach) -> None:
     serve(host={"size": 1 << 20})
     shares = [attach(size=0, fingerprint=bytes([number]) * 32) for number in range(3)]
