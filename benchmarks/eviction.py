@@ -25,7 +25,6 @@ from kvtier.service.traces import RequestTrace
 from kvtier.tiers.config import Config
 from kvtier.tiers.hierarchy import open_hierarchy
 from kvtier.tiers.naming import KVShape
-from kvtier.tiers.pool import TailIndex
 
 BLOCK_BYTES: Final = 64 << 20  # 512 tokens of a Llama 8B
 SIZES: Final = (360, 1600)  # blocks of L2, of made-up traces
@@ -90,8 +89,8 @@ def through_a_hierarchy(num_requests: int) -> Iterator[EvictionRow]:
                 }
             )
             hierarchy, clock = open_hierarchy(config, FINGERPRINT, KVShape(1, 1, 4, BLOCK_SIZE, "float16", 1)), None
-            if isinstance(tail := hierarchy.host.pool._table.policy, TailIndex):
-                tail.clock = clock = ReplayClock()
+            if (order := hierarchy.host.pool._learned) is not None:
+                order.clock = clock = ReplayClock()
             try:
                 live = replay_live(hierarchy, trace, _DEADLINE, clock)
             finally:

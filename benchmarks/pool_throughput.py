@@ -91,7 +91,7 @@ def again(chain: HashChain) -> HashChain:
 
 def ways() -> tuple[str, ...]:
     """Those there are: the compiled one where twins are built."""
-    return (COMPILED, PYTHON) if twin("kvtier.tiers.pool.few_compiled") is not None else (PYTHON,)
+    return (COMPILED, PYTHON) if twin("kvtier.tiers.pool.core_compiled") is not None else (PYTHON,)
 
 
 class Ours:

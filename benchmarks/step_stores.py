@@ -142,7 +142,7 @@ def main() -> int:
     num_steps = 20 if options.quick else 200
     rows: list[dict[str, object]] = []
     targets: list[Target] = []
-    is_built = twin("kvtier.tiers.pool.few_compiled") is not None
+    is_built = twin("kvtier.tiers.pool.core_compiled") is not None
     ways = {"": True, ", Python alone": False} if is_built else {"": False}
     for setting, (admit_after, writes_back) in SETTINGS.items():
         for num_sequences in SEQUENCES:

@@ -140,7 +140,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The pool's verbs in one way, then in the other: `pytestmark = pytest.mark.usefixtures("way")` of a file."""
     if request.param == "Python":
         monkeypatch.setenv(COMPILED, "off")
-    elif twin("kvtier.tiers.pool.few_compiled") is None:
+    elif twin("kvtier.tiers.pool.core_compiled") is None:
         pytest.skip("not built: `make compiled`")
     return str(request.param)
 

@@ -195,7 +195,7 @@ def test_what_l1_forgot_comes_back_from_l2_bit_for_bit(make: Make, family: str, 
     }
     assert len(found) == 5
     assert found <= stored
-    engine.pool.free(np.flatnonzero(engine.pool._table.refs[:64]))
+    engine.pool.free(np.flatnonzero(np.asarray(engine.pool._core.refs)[:64]))
     # And L1 has them again.
     [hot] = engine.generate([tokens], KEEP)
     assert hot.num_l1_tokens == 80

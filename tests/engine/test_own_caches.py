@@ -487,7 +487,7 @@ def test_states_of_answers_are_kept_only_where_answers_are(open_engine: Open) ->
     text, *_ = ask(engine, tokens)
     turn = [*tokens, *text, *prompt(3, 6)]
     assert ask(engine, turn) == (said("qwen3.5", turn), 384, 0)
-    assert np.all(engine.pool._table.refs == 0)
+    assert not np.asarray(engine.pool._core.refs).any()
 
 
 def test_a_reader_of_events_learns_of_states_as_of_blocks(open_engine: Open) -> None:

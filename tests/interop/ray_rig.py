@@ -40,9 +40,14 @@ class Answer:
 class RayApp:
     """An application on its cluster. Every node but the first has room for one replica."""
 
-    def __init__(self, cluster: Cluster, port: int) -> None:
-        self.cluster, self.url = cluster, f"http://127.0.0.1:{port}"
+    def __init__(self, cluster: Cluster, port: int, **options: Any) -> None:
+        self.cluster, self.url, self._options = cluster, f"http://127.0.0.1:{port}", options
         self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120)
+
+    def deploy(self, **changed: Any) -> None:
+        """Run it with these options in place of what it had; returns when Ray Serve says that all replicas run."""
+        self._options |= changed
+        serve.run(build(RayOptions(**self._options)))
 
     def ask(self, turns: Sequence[str], *, stream: bool = False) -> Answer:
         """One turn of a conversation: user and assistant by turns, the user first."""
@@ -139,15 +144,14 @@ def application(cluster: Cluster, model: Path, **options: Any) -> Iterator[RayAp
     """Our application, running; exact answers, so that they are the same whoever gives them."""
     serve.start(http_options={"host": "127.0.0.1", "port": (port := free_port())})
     env = {"KVTIER_HOST__SIZE": "8MiB", "OMP_NUM_THREADS": "1", **options.pop("env", {})}
+    app = RayApp(cluster, port, model=str(model), env=env, **{"options": ("--exact",), **options})
     try:
-        chosen: dict[str, Any] = {"options": ("--exact",), **options}
-        serve.run(build(RayOptions(model=str(model), env=env, **chosen)))
-        app = RayApp(cluster, port)
+        app.deploy()
         until(app.is_up if "router" in options else app.running, _START)
         yield app
     finally:
         serve.shutdown()
-        until(lambda: not RayApp(cluster, port).engines(), 60)
+        until(lambda: not app.engines(), 60)
 
 
 def until(condition: Callable[[], object], timeout: float) -> None:

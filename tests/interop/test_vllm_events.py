@@ -166,7 +166,7 @@ def test_nothing_is_noted_where_vllm_publishes_nothing(llama: Path, tmp_path: Pa
     with engine(llama, tiers(tmp_path)) as vllm:
         vllm.text(PROMPTS, 1)
         vllm.settle()
-        assert vllm.hierarchy.host.pool._table.changes is None
+        assert vllm.hierarchy.host.pool._core.changes is None
         assert list(vllm.scheduler.connector.take_events()) == []
 
 

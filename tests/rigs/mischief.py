@@ -324,7 +324,7 @@ class Mischief:
         pool, host, slab = self.engine.pool, self.connector.hierarchy.host, self.connector.slab
         for block in range(pool.num_blocks):
             record = pool._records[block] if pool._records is not None else None
-            if record is not None and pool._table.state[block] == READY:
+            if record is not None and pool._core.state[block] == READY:
                 yield "L1", record, pool.tensor[block]
         for slot, record in enumerate(host.records):
             if record is None or not host.pool.is_ready(slot):

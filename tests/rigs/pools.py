@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from kvtier.tiers.pool.core import SlotCore
 from kvtier.tiers.pool.lease import Reservation
 from kvtier.tiers.pool.pool import SlotPool
-from kvtier.tiers.pool.slots import SlotTable
 from kvtier.tiers.tier import ChainHash
 
 PoolOf = Callable[..., SlotPool]
@@ -25,23 +25,20 @@ def store(pool: SlotPool, hashes: Sequence[ChainHash], parent: ChainHash | None 
     pool.seal(reserved(pool, hashes, parent)).release()
 
 
-def state_of(table: SlotTable) -> dict[str, object]:
+def state_of(core: SlotCore) -> dict[str, object]:
     """All that decides what a table does next; nobody's row means nothing."""
-    everyone = np.arange(table.num_slots)
-    named = np.sort(table.index.check())
-    parents, alive = table.links.parents(everyone)
+    everyone = np.arange(core.num_slots)
+    arrays = core.state, core.refs, core.generation, core.dirty, core.is_partial, core.lists.where
+    named = core.index.named().tolist()
+    state = np.asarray(core.state)[:-1]
     return {
-        "state": table.state.tolist(),
-        "refs": table.refs[everyone].tolist(),
-        "generation": table.generation.tolist(),
-        "free": table.free_slots[: table.num_free].tolist(),
-        "names": list(zip(named.tolist(), table.index.names(named), strict=True)),
-        "parents": np.where(alive, parents, -1).tolist(),
-        "children": table.links.children[everyone][table.state[everyone] != 0].tolist(),
-        "order": np.argsort(table.policy.ranks(everyone), kind="stable").tolist(),
-        "victims": (table.policy.ranks(everyone) >= 0).tolist(),
-        "dirty": table.idle.dirty.tolist(),
-        "counts": (table.num_free, table.num_ready, table.num_leased, table.num_evicted, table.num_dirty_dropped),
-        "tails": list(table.tails),
-        "told": table.changes is not None and table.changes.waiting,
+        "slots": [np.asarray(each)[:-1].tolist() for each in arrays],
+        "free": np.asarray(core.free_slots)[: core.num_free].tolist(),
+        "names": list(zip(named, core.names_of(named), strict=True)),
+        "parents": [core.parent_of(slot) for slot in everyone.tolist()],
+        "children": np.asarray(core.children)[:-1][state != 0].tolist(),
+        "order": np.argsort(core.order.ranks(everyone), kind="stable").tolist(),
+        "counts": (core.num_free, core.num_ready, core.num_leased, core.num_evicted, core.num_dirty_dropped),
+        "partial": list(core.partial),
+        "changes": core.changes is not None and core.changes.waiting,
     }

@@ -30,6 +30,7 @@ SEAL_BYTES: Final = hashlib.sha256().digest_size  # after the extension's own by
 _ROOT: Final = Path(__file__).absolute().parents[2]  # of the package kvtier
 _PACKAGES: Final = ("tiers", "connector", "engine", "service")
 _SUFFIX: Final = "_compiled.pyx"
+_BOTH: Final = ("kvtier.tiers.pool.core_compiled",)  # built of the Python file itself, in Cython's pure Python mode
 _FOR_OTHERS: Final = stat.S_IWGRP | stat.S_IWOTH
 
 
@@ -71,12 +72,17 @@ def names() -> list[str]:
         for file in files
         if file.endswith(_SUFFIX)
     )
-    return sorted(".".join(("kvtier", *source.relative_to(_ROOT).with_suffix("").parts)) for source in sources)
+    twins = (".".join(("kvtier", *source.relative_to(_ROOT).with_suffix("").parts)) for source in sources)
+    return sorted((*twins, *_BOTH))
 
 
 def source_of(name: str) -> Path:
-    """The Cython file of a twin."""
-    return _ROOT.joinpath(*name.split(".")[1:]).with_suffix(".pyx")
+    """The file that a twin is built of."""
+    if name in _BOTH:
+        name, suffix = name.removesuffix("_compiled"), ".py"
+    else:
+        suffix = ".pyx"
+    return _ROOT.joinpath(*name.split(".")[1:]).with_suffix(suffix)
 
 
 def folder() -> Path | None:

@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike
 from kvtier.tiers import BlockRecord, ChainHash, Changes, ChildBlock
 from kvtier.tiers.host import BlockRecords, memory
 from kvtier.tiers.naming import KVShape
-from kvtier.tiers.pool import FILLING, READY, BatchTable, ChildIndex, Slots, listed
+from kvtier.tiers.pool import FILLING, READY, ChangeLog, ChildIndex, listed, make_core
 
 
 class BlockPool:
@@ -40,7 +40,7 @@ class BlockPool:
         self.shape = shape
         self.num_blocks = num_blocks
         self.enable_prefix_caching = enable_prefix_caching
-        self._table = BatchTable(num_blocks, "lru")
+        self._core = make_core(num_blocks, "lru")
         self.tells = False  # whether somebody listens
         self.partial_blocks = self.wants_records = partial_blocks and enable_prefix_caching
         self._child_index = ChildIndex(num_blocks) if self.partial_blocks else None
@@ -51,23 +51,22 @@ class BlockPool:
     @property
     def num_free_blocks(self) -> int:
         """Blocks `allocate` can hand out now: unnamed free ones and named ones without references."""
-        table = self._table
-        return table.num_free + table.num_ready - table.num_leased
+        core = self._core
+        return core.num_free + core.num_ready - core.num_leased
 
     def generation(self, block_id: int) -> int:
         """How often the block was taken."""
-        return int(self._table.generation[block_id])
+        return self._core.generation[block_id]
 
     def lookup(self, hashes: Sequence[ChainHash]) -> int:
         """How many leading blocks are held. No side effect."""
         with self._lock:
-            return len(self._table.of(len(hashes)).find_run(hashes))
+            return self._core.lookup(list(hashes))
 
     def match(self, hashes: Sequence[ChainHash]) -> list[int]:
         """The ids of the leading blocks held, each with one reference more; the caller `free`s them."""
         with self._lock:
-            block_ids, _ = self._table.of(len(hashes)).lease(hashes)
-            return listed(block_ids)
+            return self._core.lease(list(hashes))[0]
 
     def children(self, parent: ChainHash, start: bytes = b"") -> list[ChildBlock]:
         """Blocks held now that follow this one and begin with these tokens; maybe not all.
@@ -79,7 +78,7 @@ class BlockPool:
         with self._lock:
             found = []
             for slot in self._records.following(self._child_index.find(parent), parent, start):
-                record = self._records[slot] if self._table.state[slot] == READY else None
+                record = self._records[slot] if self._core.state[slot] == READY else None
                 if record is not None and record.tokens.startswith(start) and record.parent == parent:
                     found.append(ChildBlock(record.chain_hash, record.tokens))
             return found
@@ -94,11 +93,7 @@ class BlockPool:
         if n < 0:
             raise ValueError(f"allocate: {n} blocks; ask for 0 or more")
         with self._lock:
-            table = self._table
-            if n + leaving > table.num_free + table.num_ready - table.num_leased:
-                return None
-            block_ids = table.of(n).allocate(n)
-            return None if block_ids is None else listed(block_ids)
+            return None if n + leaving > self.num_free_blocks else self._core.allocate(n)
 
     def publish(
         self,
@@ -115,33 +110,25 @@ class BlockPool:
         `records` says what the blocks are, where that is wanted (`wants_records`). ValueError if a block has no
         reference, a record is another block's, or the numbers of blocks, hashes and records wanted differ.
         """
-        slots = np.asarray(block_ids, np.int64)
+        slots = listed(np.asarray(block_ids, np.int64))
         if len(slots) != len(hashes) or (self._records is not None and len(records) != len(hashes)):
             raise ValueError(f"publish: {len(slots)} blocks, {len(hashes)} hashes and {len(records)} records")
         if not self.enable_prefix_caching:
             return
         with self._lock:
-            self._require_refs(slots, "publish")
-            table = self._table
-            words, held = table.index.find([*hashes, parent] if parent is not None else hashes)
-            held, parents = held[: len(hashes)], held[len(hashes) :]
-            new = np.flatnonzero((held < 0) & (table.state[slots] == FILLING))
-            if not len(new):
-                return
-            if not table.index.add(words[new], slots[new]):
-                raise ValueError(f"publish: a hash comes twice among {len(hashes)}")
-            held[new] = slots[new]
-            before = np.empty_like(held)
-            before[0] = -1 if parent is None else parents[0]
-            before[1:] = held[:-1]
+            core = self._core
+            if lacking := [slot for slot, refs in zip(slots, core.references(slots), strict=True) if not refs]:
+                raise ValueError(f"publish: blocks {lacking} have no reference")
+            new, parents = core.name(slots, list(hashes), parent)
+            named = [slots[i] for i in new]
             if self._records is not None:
                 try:
-                    self._describe(self._records, slots[new], [records[i] for i in new.tolist()])
+                    self._describe(self._records, named, [records[i] for i in new])
                 except ValueError:  # a record is another block's: none has a name then
-                    table.index.remove(slots[new])
+                    core.unname(named)
                     raise
-            table.publish(slots[new], is_tail=is_tail)
-            table.links.link(slots[new], before[new])
+            core.publish(named, is_tail, 0)
+            core.link(named, parents)
 
     def retire_tail(self, block_id: int, record: BlockRecord) -> None:
         """Give its request's reference to a chain's unfinished last block back, named by what it has.
@@ -162,76 +149,70 @@ class BlockPool:
 
         ValueError, and nothing changes, if a block has no reference.
         """
-        slots = block_ids if isinstance(block_ids, list) else np.asarray(block_ids, np.int64)
+        slots = block_ids if isinstance(block_ids, list) else listed(np.asarray(block_ids, np.int64))
         with self._lock:
-            table = self._table
-            table.of(len(slots)).unref(slots)
-            if not table.tails:
-                return
-            slots = np.asarray(slots, np.int64)
-            if len(idle := slots[table.is_tail[slots] & (table.refs[slots] == 0)]):
-                table.idle.withdraw(idle)
-                table.policy.give_back(idle)
+            self._core.unref(slots)
+            if self._core.partial:
+                self._core.retire(slots)
 
     def hold(self, block_ids: ArrayLike) -> None:
         """One reference more to each block: a copy in flight keeps its block until it gives it back by `free`.
 
         ValueError, and nothing changes, if a block has no reference: it may hold another block by now.
         """
-        slots = np.asarray(block_ids, np.int64)
         with self._lock:
-            self._require_refs(slots, "hold")
-            self._table.refs[slots] += 1
+            self._core.hold(listed(np.asarray(block_ids, np.int64)))
 
     def reset(self) -> None:
         """Forget every name. Blocks in use stay in use, unnamed."""
         with self._lock:
-            self._table.reset()
+            self._core.reset()
             if self._child_index is not None:
                 self._child_index.reset()
 
     def listen(self) -> None:
         """Keep a log of the blocks that come and go, for one reader. ValueError if blocks have a name already."""
         with self._lock:
-            if self._table.num_ready:
-                raise ValueError(f"listen: {self._table.num_ready} blocks have a name already")
+            if self._core.num_ready:
+                raise ValueError(f"listen: {self._core.num_ready} blocks have a name already")
             self.tells = self.wants_records = True
             if self._records is None:
                 self._records = self._new_records()
-            self._table.listen()
+            self._core.changes = ChangeLog(self.num_blocks)
 
     @property
     def waiting(self) -> bool:
-        log = self._table.changes
+        log = self._core.changes
         return log is not None and log.waiting
 
     def take(self, limit: int) -> Changes:
         """What the reader has to forget and, up to `limit` blocks, to learn. Nothing before `listen`."""
         with self._lock:
             records = self._records
-            if self._table.changes is None or records is None:
+            if self._core.changes is None or records is None:
                 return Changes([], [])
-            gone, slots, cleared = self._table.changes.take(limit)
+            gone, slots, cleared = self._core.changes.take(limit)
             stored = [record for slot in slots.tolist() if (record := records[slot]) is not None]
             return Changes(gone, stored, cleared)
 
     def stop_listening(self) -> list[ChainHash]:
         """Keep no log any more; returns what the reader knows."""
         with self._lock:
-            log, self._table.changes = self._table.changes, None
+            log, self._core.changes = self._core.changes, None
             self.tells, self.wants_records = False, self.partial_blocks
             self._records = self._records if self.partial_blocks else None
             if log is None:
                 return []
-            log.cleared(self._table.index.words)
-            return log.take(0)[0]
+            log.cleared(self._core.words)
+            told: list[ChainHash] = log.take(0)[0]
+            return told
 
     def check(self) -> None:
         """Raise AssertionError if a law of the pool is broken. A full scan: at idle, in tests."""
         with self._lock:
-            table = self._table
-            table.check()
-            state, refs = table.state[: self.num_blocks], table.refs[: self.num_blocks]
+            core = self._core
+            core.check()
+            state, refs = (np.asarray(each)[: self.num_blocks] for each in (core.state, core.refs))
             assert ((state == FILLING) <= (refs > 0)).all(), "a block is neither free nor referenced"
             assert np.count_nonzero(refs == 0) == self.num_free_blocks, "free count"
             if self._child_index is not None and self._records is not None:
@@ -239,22 +220,17 @@ class BlockPool:
                 for slot in np.flatnonzero(state == READY).tolist():
                     record = self._records[slot]
                     assert record is not None, "a named block that nobody knows"
-                    assert table.find([record.chain_hash]).tolist() == [slot], "a block that is known as another"
+                    assert core.find([record.chain_hash]) == [slot], "a block that is known as another"
             assert self.enable_prefix_caching or not (state == READY).any(), "named without prefix caching"
 
     def _new_records(self) -> BlockRecords:
-        return BlockRecords(self._table.index.name_bytes, memoryview(self._table.generation), self.shape.block_size)
+        names, generations = memoryview(self._core.index.names), memoryview(np.asarray(self._core.generation))
+        return BlockRecords(names, generations, self.shape.block_size)
 
-    def _describe(self, known: BlockRecords, slots: Slots, records: Sequence[BlockRecord]) -> None:
-        places = slots.tolist()
-        known.put(places, records)
+    def _describe(self, known: BlockRecords, slots: list[int], records: Sequence[BlockRecord]) -> None:
+        known.put(slots, records)
         if self._child_index is not None:
-            self._child_index.enter([record.parent for record in records], places)
-
-    def _require_refs(self, slots: Slots, verb: str) -> None:
-        refs = self._table.refs.take(slots)
-        if len(slots) and not refs.all():
-            raise ValueError(f"{verb}: blocks {slots[refs == 0].tolist()} have no reference")
+            self._child_index.enter([record.parent for record in records], slots)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:

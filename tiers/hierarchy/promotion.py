@@ -11,7 +11,7 @@ from kvtier.tiers.hierarchy.local_claim import HostCheck, LocalClaim, TierRead
 from kvtier.tiers.hierarchy.lower_tier import TierPort
 from kvtier.tiers.hierarchy.waited import WaitedBlocks
 from kvtier.tiers.host import HostTier
-from kvtier.tiers.pool import Lease, Places
+from kvtier.tiers.pool import Lease, Places, listed
 
 _FIRST_LEASE: Final = 256  # blocks looked for at once; twice as many while they are all there
 _MAX_CHECKS: Final = 1 << 16  # batches waiting to be looked at
@@ -336,7 +336,7 @@ class Promoter:
 
     def _check(self, claim: LocalClaim, start: int, lease: Lease, queue: IoQueue) -> None:
         """Have leased blocks of L2 looked at, from block `start` of the run, in the slots that are promised."""
-        slots, times = lease.slots, lease.generations
+        slots, times = listed(lease.places), listed(lease.times)
         for first in range(0, len(lease), self._batch):
             at = slice(first, first + self._batch)
             looked_at = self.host.pool.lease(lease.hashes[at], Places(slots[at], times[at]))

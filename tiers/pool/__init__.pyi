@@ -13,12 +13,11 @@ from .departures import (
     causes_of,
     why_gone,
 )
-from .few import BatchTable
-from .index import Slots, Words, to_words
 from .lease import Lease, Places, Reservation
+from .names import Slots, Words, to_words
+from .policy import make_core
 from .pool import SlotPool
 from .states import FILLING, READY, AnySlots, listed
-from .tail_index import TailIndex
 
 __all__ = [
     "EVICTED",
@@ -31,7 +30,6 @@ __all__ = [
     "REMOVED",
     "RESET",
     "AnySlots",
-    "BatchTable",
     "Causes",
     "ChangeLog",
     "ChildIndex",
@@ -42,10 +40,10 @@ __all__ = [
     "Reservation",
     "SlotPool",
     "Slots",
-    "TailIndex",
     "Words",
     "causes_of",
     "listed",
+    "make_core",
     "to_words",
     "why_gone",
 ]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import numpy as np
 
 from kvtier.tiers import ChainHash
-from kvtier.tiers.pool.index import HASH_BYTES, Slots, Words
+from kvtier.tiers.pool.names import HASH_BYTES, Slots, Words
 
 
 class ChangeLog:

@@ -8,7 +8,7 @@ import numpy as np
 
 from kvtier.tiers import ChainHash
 from kvtier.tiers.compiled import twin
-from kvtier.tiers.pool.index import HASH_BYTES, Slots, Words, to_words
+from kvtier.tiers.pool.names import HASH_BYTES, Slots, Words, to_words
 
 MAX_CHILDREN: Final = 8  # slots told of one parent at most: a bucket's entries
 _SLOTS_PER_BUCKET: Final = 4  # half of its entries: of blocks with a parent of their own one in a hundred is forgotten

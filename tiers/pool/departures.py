@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier.tiers import ChainHash, Outcome
-from kvtier.tiers.pool.index import NAME_MIX, Slots, Words, to_words
+from kvtier.tiers.pool.names import NAME_MIX, Slots, Words, to_words
 
 EVICTED: Final = str(Outcome.EVICTED)  # made room for other blocks
 REMOVED: Final = "removed"  # an operator had it dropped by name or tenant
@@ -67,10 +67,6 @@ class Departures:
         """The second, from 1 on."""
         return min(int(self._clock()) - self._start + 1, _MOST_SECONDS)
 
-    def came(self, places: Slots) -> None:
-        """Blocks come to these places."""
-        self.came_at[places] = self.now()
-
     def evicted(self, places: Slots, words: Words) -> None:
         """Blocks of these names make room; `places` are theirs."""
         self.left(words, EVICTED)
@@ -84,22 +80,10 @@ class Departures:
         self.ages[SECONDS] += seconds.sum()
 
     def came_few(self, places: Sequence[int]) -> None:
-        """As `came`, of few."""
+        """Blocks come to these places."""
         now, came = self.now(), self._came
         for place in places:
             came[place] = now
-
-    def evicted_few(self, places: Sequence[int], names: memoryview) -> None:
-        """As `evicted`, of few; `names` has those of all places, 32 bytes each."""
-        now, size, entry, came, ages = self.now(), len(self.entries), self._entry, self._came, self.ages
-        low = now << 8 | EVICTED_CODE
-        for place in places:
-            first, _, _, last = _FOUR(names, place << 5)
-            mixed = first * _MIX_FIRST + last * _MIX_LAST & _U64
-            entry[(mixed >> 32) * size >> 32] = (mixed & _U32) << 32 | low
-            if since := came[place]:
-                ages[min((now - since).bit_length(), NUM_AGES - 1)] += 1
-                ages[SECONDS] += now - since
 
     def left(self, names: Words | Sequence[ChainHash], cause: str) -> None:
         """These are not held any more, or were not stored, for this cause: one of this file's or an `Outcome`."""

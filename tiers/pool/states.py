@@ -1,9 +1,9 @@
-"""The states of a slot, and how batches of slots are written."""
+"""The states of a slot, as `core.py` has them, and how batches of slots are written."""
 
 from collections.abc import Sequence
 from typing import Final, TypeVar
 
-from kvtier.tiers.pool.index import Slots
+from kvtier.tiers.pool.names import Slots
 
 FREE: Final = 0
 FILLING: Final = 1  # taken, and invisible to every lookup

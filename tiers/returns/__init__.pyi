@@ -2,14 +2,13 @@ from .ends import HearsEnds, Hint, RequestEnd, ToldEnd, hint_of
 from .hazards import EDGES, MOST_AHEAD, UNTOLD
 from .returns import Returns
 from .rival import LruRival
-from .tails import TAIL_NAMES, FoundTail
+from .tails import TAIL_NAMES
 
 __all__ = [
     "EDGES",
     "MOST_AHEAD",
     "TAIL_NAMES",
     "UNTOLD",
-    "FoundTail",
     "HearsEnds",
     "Hint",
     "LruRival",

@@ -4,22 +4,20 @@ import os
 import signal
 import subprocess
 import sys
-import tarfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from io import BytesIO
 from pathlib import Path
 from typing import Final
 
 import httpx2
 import pytest
 from node_rig import free_port
+from release_rig import last_release
 from server_rig import save_checkpoint, wait_for
 from service_rig import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.timeout(600)]
 
-LAST: Final = "6f89dea4"  # the commit of release 0.1
 PROMPT: Final = list(range(5, 105))
 OPTIONS: Final = {
     "KVTIER_HOST__SIZE": "8MiB",
@@ -30,15 +28,8 @@ OPTIONS: Final = {
 
 
 @pytest.fixture(scope="module")
-def last_release(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The last release's own tree."""
-    packed = subprocess.run(["git", "-C", str(ROOT), "archive", LAST], capture_output=True, timeout=60)
-    if packed.returncode:
-        pytest.skip("the last release is not in this clone's history; `git fetch --unshallow`")
-    tree = tmp_path_factory.mktemp("release")
-    with tarfile.open(fileobj=BytesIO(packed.stdout)) as files:
-        files.extractall(tree, filter="data")
-    return tree
+def last(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return last_release(tmp_path_factory.mktemp("release"))
 
 
 @pytest.fixture(scope="module")
@@ -80,9 +71,9 @@ def ask(url: str) -> tuple[str, int]:
 
 @pytest.mark.parametrize("newer", ["engine", "daemon"])
 def test_an_engine_finds_what_it_left_with_a_daemon_of_another_release(
-    last_release: Path, model: Path, home: Path, newer: str
+    last: Path, model: Path, home: Path, newer: str
 ) -> None:
-    daemons_tree, engines_tree = (last_release, ROOT) if newer == "engine" else (ROOT, last_release)
+    daemons_tree, engines_tree = (last, ROOT) if newer == "engine" else (ROOT, last)
     log, socket = home / "engine.log", home / "s"
     answers = []
     with ExitStack() as node:

@@ -135,7 +135,9 @@ def test_a_deadline_ends_a_request_and_frees_its_blocks(model: Path) -> None:
         wait_for(lambda: idle(server))
     # Behind it, the error is the stream's last event.
     with serving(model, server={"request_timeout": "5s"}) as server:
-        with server.http.stream("POST", "/v1/completions", json=body(max_tokens=800, stream=True)) as answer:
+        with server.http.stream(
+            "POST", "/v1/completions", json=body(max_tokens=800, stream=True, ignore_eos=True)
+        ) as answer:
             assert answer.status_code == 200
             pieces = answer.iter_lines()
             lines = [next(pieces)]
@@ -202,7 +204,7 @@ def test_a_reset_forgets_what_every_tier_holds_and_is_refused_while_requests_are
         assert server.http.post("/admin/reset", json={}).json() == {"reset": [server.loop.fingerprint]}
         assert cached_tokens(server.post("completions", **ask)) == 0
         with held(server):
-            live = beside(lambda: server.post("completions", **body(max_tokens=100)))
+            live = beside(lambda: server.post("completions", **body(max_tokens=100, ignore_eos=True)))
             wait_for(lambda: server.loop.num_live == 1)
             refused = beside(lambda: server.http.post("/admin/reset", json={}))
             wait_for(lambda: server.loop._inbox)
@@ -218,7 +220,7 @@ def cached_tokens(answer: httpx2.Response) -> int:
 
 def test_who_hangs_up_is_computed_for_no_longer(model: Path) -> None:
     with serving(model) as server:
-        asked = body(max_tokens=800, stream=True, n=2)
+        asked = body(max_tokens=800, stream=True, n=2, ignore_eos=True)
         with held(server, after=20), server.http.stream("POST", "/v1/completions", json=asked) as answer:
             next(answer.iter_lines())
             assert server.loop.num_live == 2
@@ -228,7 +230,7 @@ def test_who_hangs_up_is_computed_for_no_longer(model: Path) -> None:
         with held(server):
             host, _, port = server.server.address.rpartition(":")
             with socket.create_connection((host, int(port))) as asking:
-                content = json.dumps(body(max_tokens=800)).encode()
+                content = json.dumps(body(max_tokens=800, ignore_eos=True)).encode()
                 head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
                 asking.sendall(head + b"Content-Length: %d\r\n\r\n" % len(content) + content)
                 wait_for(lambda: server.loop.num_live == 1)

@@ -213,13 +213,3 @@ def test_every_wrong_line_of_a_trace_is_told_with_status_2(tmp_path: Path) -> No
     assert ended.returncode == 2
     assert f"kvtier: {tmp_path}/trace:1: input_length: missing" in ended.stderr
     assert f"{tmp_path}/trace:2: not a JSON object" in ended.stderr
-
-
-def test_the_names_of_blocks_spread_evenly_over_the_index() -> None:
-    """What finds its bucket full is kept in a dict, at many times the cost."""
-    num_blocks = 17_669
-    trace = trace_of([TraceLine(0, BLOCK_SIZE * num_blocks, 0, tuple(range(num_blocks)), BLOCK_SIZE)])
-    tiers = SimulatedTiers(Capacity(num_blocks * SLOT_BYTES, policy="lru"), SLOT_BYTES, BLOCK_SIZE)
-    tiers.request(TraceReplay(trace, SLOT_BYTES).end(0), 0.0)
-    assert tiers.pool.counts().ready == num_blocks
-    assert not tiers.pool._table.index._stash

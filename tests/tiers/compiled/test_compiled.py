@@ -60,6 +60,7 @@ class Tree:
 
 def planted(made: Tree, patches: pytest.MonkeyPatch) -> Tree:
     patches.setattr(twins, "_ROOT", made.root)
+    patches.setattr(twins, "_BOTH", ())
     patches.setattr(twins, "_loaded", {})
     patches.setattr("kvtier.tiers.compiled.building.C_FLAGS", ("-O0", *twins.C_FLAGS[1:]))  # a third of the time
     patches.setenv("KVTIER_COMPILED", str(made.cache))

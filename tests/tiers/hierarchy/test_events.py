@@ -211,7 +211,7 @@ def test_nobody_listens_and_nothing_is_noted(tiers_of: Tiered) -> None:
     assert hierarchy.drain(60)
     pool, slab = hierarchy.host.pool, hierarchy.ports[0].tier
     assert isinstance(slab, FileStore)
-    assert pool._table.changes is None
+    assert pool._core.changes is None
     assert not pool.has_changes
     assert not slab.announcer.waiting
     assert pool.changes(hierarchy.host.records, 9) == slab.announcer.take(9)

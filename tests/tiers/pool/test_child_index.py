@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvtier.tiers.compiled.twins import twin
 from kvtier.tiers.pool.child_index import MAX_CHILDREN, ChildIndex
-from kvtier.tiers.pool.index import to_words
+from kvtier.tiers.pool.names import to_words
 from kvtier.tiers.tier import ChainHash
 
 

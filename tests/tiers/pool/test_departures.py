@@ -47,14 +47,14 @@ def store(pool: SlotPool, names: list[bytes]) -> None:
 
 @pytest.fixture(params=["python", "compiled"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "compiled" and twin("kvtier.tiers.pool.few_compiled") is None:
+    if request.param == "compiled" and twin("kvtier.tiers.pool.core_compiled") is None:
         pytest.skip("not built: `make compiled`")
     if request.param == "python":
         monkeypatch.setenv("KVTIER_COMPILED", "off")
     return str(request.param)
 
 
-@pytest.mark.parametrize("count", [3, 40])  # one by one, and in numpy
+@pytest.mark.parametrize("count", [3, 40])
 def test_evicted_blocks_say_when_they_left_and_how_old_they_were(way: str, count: int) -> None:
     clock = Clock()
     pool, departures = pool_of(count, clock)

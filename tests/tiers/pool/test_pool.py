@@ -2,6 +2,7 @@
 
 import gc
 import hashlib
+from typing import Any
 
 import pytest
 from pools import Chain, PoolOf, reserved, store
@@ -334,19 +335,21 @@ def test_a_hash_given_twice_or_of_another_length_is_refused(pool_of: PoolOf, cha
 def test_leased_blocks_at_the_old_end_cost_one_look_each(
     pool_of: PoolOf, chain: Chain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("KVTIER_COMPILED", "off")  # it counts the calls of the Python way
+    monkeypatch.setenv("KVTIER_COMPILED", "off")  # its calls can be counted
     pool, old = pool_of(3000), chain(*range(2000))
     store(pool, old)
     lease = pool.lease(old)
     looks = 0
-    pop = pool._table.policy.pop_few
+    order: Any = pool._core.order
+    pop = order.pop
 
-    def counting_pop(count: int) -> list[int]:
+    def counting_pop() -> int:
         nonlocal looks
         looks += 1
-        return pop(count)
+        slot: int = pop()
+        return slot
 
-    pool._table.policy.pop_few = counting_pop  # type: ignore[method-assign]
+    order.pop = counting_pop
     for i in range(1500):
         store(pool, chain(10_000 + i))
     assert looks == 500  # one for each store that found no free slot, however many blocks are leased
