@@ -20,13 +20,16 @@ ENV PIP_NO_CACHE_DIR=1 \
 FROM base AS sources
 WORKDIR /src
 COPY .ci/venv-with-torch .ci/debian-package .ci/
-COPY pyproject.toml README.md CHANGELOG.md LICENSE docker-compose.yml ./
+COPY hatch_build.py pyproject.toml README.md CHANGELOG.md LICENSE docker-compose.yml ./
 COPY deploy deploy
 COPY kvtier kvtier
 COPY tiers tiers
 COPY connector connector
 COPY engine engine
 COPY service service
+
+# The wheel of kvtier has extension modules: no compiler comes into an image that runs.
+RUN .ci/debian-package gcc gcc && .ci/debian-package '' libc6-dev
 
 # What options of a configuration need is in every image: nothing can be installed in one that runs.
 FROM sources AS build-plain
@@ -45,12 +48,6 @@ RUN .ci/venv-with-torch /opt/kvtier "$TORCH" >constraints.txt \
     && /opt/kvtier/bin/pip install --constraint constraints.txt ".[compression,cuda,encryption,engine,objects,peers]"
 
 
-# The compiled twins, of the same sources for the same Python: `kvtier compile` without what else the command needs.
-FROM sources AS compiled
-RUN .ci/debian-package gcc gcc && .ci/debian-package '' libc6-dev && pip install "cython>=3.1" "lazy-loader>=0.6"
-RUN KVTIER_COMPILED=/opt/kvtier-compiled python -c "from kvtier.tiers.compiled import build; build(print)"
-
-
 # What runs: no compiler, no package tool at work, nobody's account but one without a password or a shell. A volume mounted at
 # one of the directories of /data for the first time takes over whose it is.
 FROM base AS run
@@ -58,8 +55,7 @@ RUN groupadd --gid 10001 kvtier \
     && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /tmp --shell /usr/sbin/nologin kvtier \
     && install -d -o kvtier -g kvtier -m 0700 /data/model /data/slabs /data/run /data/events-a /data/events-b
 COPY --chmod=0755 deploy/is-well /usr/local/bin/is-well
-COPY --from=compiled /opt/kvtier-compiled /opt/kvtier-compiled
-ENV PATH=/opt/kvtier/bin:$PATH HOME=/tmp KVTIER_COMPILED=/opt/kvtier-compiled
+ENV PATH=/opt/kvtier/bin:$PATH HOME=/tmp
 USER 10001:10001
 ENTRYPOINT ["kvtier"]
 CMD ["--help"]

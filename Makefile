@@ -10,7 +10,7 @@
 #   make test-ray     our application on a real Ray cluster of several nodes' processes
 #   make test-compose the cluster of docker-compose.yml in real containers: killed, filled, rolled; root, Debian
 #   make test-sglang  a real SGLang, likewise; test-vllm-0.33: vLLM's next release on this one's CPU kernels
-#   make compiled     build the compiled twins of innermost loops, for whatever runs on this machine as you
+#   make compiled     build the extension modules anew, after a change of one's source
 #   make lint         ruff, the architecture test, rules of pages, figures and deployment files, whether the site builds
 #   make types        strict mypy on the product, and the types of tests, benchmarks and .ci by pyrefly
 #   make check        lint and types
@@ -46,7 +46,7 @@ DEMO_ARGS ?=
 unexport PYTHONDONTWRITEBYTECODE
 
 # The stamp's name changes with what was asked for and with where it stands: a virtual environment can't be moved.
-STAMP := $(VENV)/.kvtier-$(firstword $(shell (cat pyproject.toml .ci/setup .ci/constraints.txt .ci/venv-with-torch; echo "$(CURDIR) $(VENV) $(TORCH) $(EXTRAS)") | sha256sum))
+STAMP := $(VENV)/.kvtier-$(firstword $(shell (cat pyproject.toml hatch_build.py .ci/setup .ci/constraints.txt .ci/venv-with-torch; echo "$(CURDIR) $(VENV) $(TORCH) $(EXTRAS)") | sha256sum))
 
 .PHONY: help setup demo demo-rag beside compiled test test-all quick coverage test-vllm test-vllm-all test-vllm-0.33 test-sglang test-dynamo test-ray test-compose lint types check docs dist format bench gpu gpu-bundle \
 	soak kills crash-images fuzz clean
@@ -73,10 +73,10 @@ beside: setup
 	.ci/debian-package docker-compose docker-compose || echo "a rule of docker-compose.yml will be skipped" >&2
 	.ci/debian-package promtool prometheus || echo "rules of Prometheus's files will be skipped" >&2
 	.ci/debian-package chromedriver chromium-driver || echo "stories of the live page will be skipped" >&2
-	$(VENV)/bin/kvtier compile >/dev/null || echo "tests of compiled twins will be skipped" >&2
+	$(VENV)/bin/python hatch_build.py
 
 compiled: setup
-	$(VENV)/bin/kvtier compile
+	$(VENV)/bin/python hatch_build.py
 
 # One torch thread each: the tests run side by side. The architecture is `make lint`'s.
 test: beside

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from kvtier.connector.models import cache_option
 from kvtier.tiers import BlockCodec, Fp8Codec, Fp8Loops
-from kvtier.tiers.compiled import twin
+from kvtier.tiers.compiled import extension
 
 ROUNDS: Final = 3
 SAMPLES: Final = 100  # of four documents, each with four questions
@@ -28,7 +28,7 @@ Loss = Callable[[torch.Tensor], torch.Tensor]
 
 def packed(whose: str, dtype: str, blocks: NDArray[np.uint8], group: int) -> dict[str, object]:
     """One row for blocks `[blocks, bytes]`, a scale for each `group` numbers. What comes back packs to the same."""
-    python, loops = Fp8Codec(dtype, group, blocks.shape[1]), twin("kvtier.tiers.fp8_compiled")
+    python, loops = Fp8Codec(dtype, group, blocks.shape[1]), extension("kvtier.tiers.fp8_compiled")
     codec = python if loops is None else Fp8Codec(dtype, group, blocks.shape[1], cast(Fp8Loops, loops))
     zstd = BlockCodec(codec.packed_bytes)
     errors, largest, shorter = [list[float]() for _ in range(3)]

@@ -35,7 +35,7 @@ Took = tuple[float, float, float, float]
 
 @contextmanager
 def going(way: str) -> Iterator[None]:
-    """Names are made by the compiled twins, or without; and so does its work what is opened meanwhile."""
+    """Names are made by the extension modules, or without; and so does its work what is opened meanwhile."""
     if way != PYTHON:
         yield
         return

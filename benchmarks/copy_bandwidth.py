@@ -2,8 +2,8 @@
 
 HostCopyStream, from enqueue to event, against the better of one `np.take(out=)` (scattered blocks into one contiguous
 run, an easier task) and a loop of `numpy.copyto` (block by block). Then with an ordinary tensor as L1, as other engines
-have, against the loop alone; kvtier's own pool is on huge pages. Both ways are measured: with the compiled twin, where
-`kvtier compile` built it, and Python alone. A ratio is the median over interleaved rounds of the
+have, against the loop alone; kvtier's own pool is on huge pages. Both ways are measured: with the extension module and
+Python alone. A ratio is the median over interleaved rounds of the
 limit's time by ours; `cpu` is CPU s/GB of all threads, and `cpu_ratio` that of the medians; GB = 1e9 bytes. Run it on
 an idle machine: a stream hands its work to a thread, which a crowded scheduler delays. gpu_bandwidth.py measures a
 GPU's copies.
@@ -89,7 +89,7 @@ def stream_copy(stream: CopyStream, direction: str) -> Copy:
 
 
 def by_way(copy: Copy, setting: str) -> Copy:
-    """The copy with compiled twins, or without."""
+    """The copy with extension modules, or without."""
 
     def set_and_copy(blocks: NDArray[np.int64], slots: NDArray[np.int64]) -> None:
         os.environ["KVTIER_COMPILED"] = setting

@@ -6,7 +6,7 @@ loop over parent ‖ tokens, in its fastest spelling known to us. Medians over i
 "whole way" is what the scheduler's thread does for such a request, from the list to `finished`: names, lookup, blocks
 given and their load planned, end (CPU ms; the limit is the same bare loop). L2 holds every block, and each list has
 integers of its own. "named before": the process has named this prompt before. "next turn": it has 2,048 tokens more,
-which nobody has seen. It and the steps above are measured with compiled twins, where `kvtier compile` built them all,
+which nobody has seen. It and the steps above are measured with extension modules, where all were built,
 and "Python alone".
 "keys kvtier" is what naming blocks by our own chain adds to vLLM's scheduler for such a prompt, once a request, in
 blocks of 32; under vLLM's own hashes nothing is added.

@@ -3,7 +3,7 @@
 Each figure stands beside bare references measured in the same run, turn by turn: the loop over a dict or a list that
 nobody could do without in plain Python, and vLLM's BlockPool under the same work. Every lookup uses new bytes objects,
 as hashes of a new request are. A decoding step makes batches of one block a few times over; a long prompt makes large
-ones. Both ways are measured: with compiled twins, where `kvtier compile` built them, and Python alone.
+ones. Both ways are measured: with extension modules, where they were built, and Python alone.
 `--vllm PYTHON` runs all of it under an interpreter that has both vLLM and kvtier (`.ci/beside-engine vllm`).
 """
 
@@ -23,7 +23,7 @@ from _report import Target, parser, progress, report
 from _vllm_pool import VllmPool
 
 from kvtier.tiers import ChainHash
-from kvtier.tiers.compiled import twin
+from kvtier.tiers.compiled import extension
 from kvtier.tiers.copies import BlockPool
 from kvtier.tiers.naming import KVShape
 from kvtier.tiers.pool import SlotPool
@@ -91,7 +91,7 @@ def again(chain: HashChain) -> HashChain:
 
 def ways() -> tuple[str, ...]:
     """Those there are: the compiled one where twins are built."""
-    return (COMPILED, PYTHON) if twin("kvtier.tiers.pool.core_compiled") is not None else (PYTHON,)
+    return (COMPILED, PYTHON) if extension("kvtier.tiers.pool.core_compiled") is not None else (PYTHON,)
 
 
 class Ours:

@@ -6,7 +6,7 @@ loop, MGET and MSET, and a bare connection. Each GET ends in the slot, each SET 
 counts, for each verb and size. LMCache's client is native code with a thread for each connection, and verifies nothing.
 The fastest of 1, 2 and 4 connections counts. It is installed into a folder of its own; it knows no cluster.
 
-GET of blocks of 64 KiB and more goes by a compiled twin, if `kvtier compile` built it. Then Python alone is a side of
+GET of blocks of 64 KiB and more goes by an extension module, if that was built. Then Python alone is a side of
 its own, with the same goals. SET has one way.
 
 All sides take turns, on the same servers, which are emptied after each turn. Ratios are medians over rounds. CPU
@@ -37,7 +37,7 @@ from _redis_clients import Client, lmcache, redis_py
 from _report import Speed, Target, parser, progress, report
 
 from kvtier.tiers import BATCH_BYTES, BlockRecord, Outcome, checksum
-from kvtier.tiers.compiled import twin
+from kvtier.tiers.compiled import extension
 from kvtier.tiers.config import Config
 from kvtier.tiers.host import HostRegion
 from kvtier.tiers.redis import RedisStore
@@ -106,7 +106,7 @@ def opened(block_bytes: int, options: Mapping[str, str]) -> RedisStore:
 
 @contextmanager
 def python_alone() -> Iterator[None]:
-    """What is opened now finds no compiled twin."""
+    """What is opened now finds no extension module."""
     before = os.environ.get("KVTIER_COMPILED")
     os.environ["KVTIER_COMPILED"] = "off"
     try:
@@ -137,7 +137,7 @@ class RedisBench:
             "key_file": {"key_file": str(key_file)},
         }
         self.stores = {side: opened(slots.block_bytes, {**common, **protection}) for side, protection in sides.items()}
-        if twin(TWIN) is not None:
+        if extension(TWIN) is not None:
             with python_alone():
                 self.stores[PYTHON] = opened(slots.block_bytes, {**common, "prefix": "python-alone"})
         kind: Any = redis.RedisCluster if clustered else redis.Redis

@@ -4,7 +4,7 @@
 "16 requests'" are single blocks of sixteen requests at once, through the port's queue. "one block" is a read with
 nothing beside it: its latency stands beside fio's at depth 1. fio (libaio, O_DIRECT) runs at depths 1 to 32, and the
 fastest counts. Medians over rounds. Every read verifies key and checksum, and its CPU time includes that. Each way is
-measured in every round: the compiled twin's, where it was built (`kvtier compile`), and the Python one.
+measured in every round: the extension module's, where it was built, and the Python one.
 """
 
 import os
@@ -35,7 +35,7 @@ from file_bandwidth import (
 from file_bandwidth import write_chains as fill
 
 from kvtier.tiers import BATCH_BYTES, BlockRecord, ChainHash, Outcome
-from kvtier.tiers.compiled import twin
+from kvtier.tiers.compiled import extension
 from kvtier.tiers.file import FileStore
 from kvtier.tiers.hierarchy import IoQueue, JoinedJob
 
@@ -131,7 +131,7 @@ class ScatteredBench(DiskBench):
         batches = held_batches(store, self.load, chains)
         store.close()
         limits, singles = list[FioSpeed](), list[FioSpeed]()
-        is_built = twin("kvtier.tiers.file.read_queue_compiled") is not None
+        is_built = extension("kvtier.tiers.file.read_queue_compiled") is not None
         took = {way: list[list[float]]() for way in (["compiled", "Python"] if is_built else ["Python"])}
         for number in range(self.rounds):
             progress(f"round {number + 1} of {self.rounds}")

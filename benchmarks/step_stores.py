@@ -2,7 +2,7 @@
 
 From the scheduler's `store` to the block that can be found in L2: names reserved, plan, copies, hashed, published and,
 where that is set, written down. CPU time of all threads, the median of many steps. The blocks are small, 4 KiB, so that
-what is measured is the books and not the copies. L2's memory is there before the first step. Where compiled twins are
+what is measured is the books and not the copies. L2's memory is there before the first step. If extension modules were
 built, all of it is measured with them and, as "Python alone", without.
 
 Of the prompt, 16,384 tokens in blocks of 16, the scheduler's part alone is measured: what an engine waits for before
@@ -23,7 +23,7 @@ import torch
 from _report import Target, parser, progress, report
 
 from kvtier.connector import LocalConnector
-from kvtier.tiers.compiled import twin
+from kvtier.tiers.compiled import extension
 from kvtier.tiers.config import Config
 from kvtier.tiers.naming import KVShape, TokenChain, root_hash
 
@@ -142,7 +142,7 @@ def main() -> int:
     num_steps = 20 if options.quick else 200
     rows: list[dict[str, object]] = []
     targets: list[Target] = []
-    is_built = twin("kvtier.tiers.pool.core_compiled") is not None
+    is_built = extension("kvtier.tiers.pool.core_compiled") is not None
     ways = {"": True, ", Python alone": False} if is_built else {"": False}
     for setting, (admit_after, writes_back) in SETTINGS.items():
         for num_sequences in SEQUENCES:

@@ -20,7 +20,7 @@ from extent import ALL, brief
 from numpy.typing import NDArray
 from pools import PoolOf
 
-from kvtier.tiers.compiled.twins import twin
+from kvtier.tiers.compiled import extension
 from kvtier.tiers.config.environment import COMPILED
 from kvtier.tiers.pool.pool import SlotPool
 from kvtier.tiers.tier import ChainHash
@@ -101,7 +101,7 @@ def programs() -> Iterator[Path]:
 
 @pytest.fixture(autouse=True)
 def _no_configuration_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A KVTIER_ variable of the developer's shell decides no test, but for the one that turns compiled twins off."""
+    """A KVTIER_ variable of the developer's shell decides no test, but for the one that turns extension modules off."""
     for name in [name for name in os.environ if name.upper().startswith("KVTIER_")]:
         if name != COMPILED:
             monkeypatch.delenv(name)
@@ -140,7 +140,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The pool's verbs in one way, then in the other: `pytestmark = pytest.mark.usefixtures("way")` of a file."""
     if request.param == "Python":
         monkeypatch.setenv(COMPILED, "off")
-    elif twin("kvtier.tiers.pool.core_compiled") is None:
+    elif extension("kvtier.tiers.pool.core_compiled") is None:
         pytest.skip("not built: `make compiled`")
     return str(request.param)
 

@@ -26,7 +26,7 @@ def named() -> set[str]:
 
 @pytest.fixture(scope="module")
 def ways() -> Iterator[dict[str, block_way.Way]]:
-    yield block_way.ways(3, ("connector",))  # the round with the fewest calls: a busy machine adds some
+    yield block_way.ways(6, ("connector",))  # the round with the fewest calls: a busy machine adds some
     assert sys.getprofile() is None  # nothing is followed any more
 
 

@@ -5,11 +5,13 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import tomllib
 import venv
 import zipfile
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -21,6 +23,7 @@ from kvtier.tiers.extras import EXTRAS, install_command
 ROOT: Final = Path(__file__).resolve().parent.parent
 PROJECT: Final = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 WHEEL: Final = f"dist/kvtier-{__version__}-py3-none-any.whl"
+BUILT: Final = "dist/kvtier-*.whl"
 SDIST: Final = f"dist/kvtier-{__version__}.tar.gz"
 # As long as kvtier is on no index, such a command fails, or installs what somebody else has put there.
 FROM_AN_INDEX: Final = re.compile(
@@ -74,8 +77,9 @@ def tree(root: Path) -> Iterator[str]:
 
 
 def without_make() -> dict[str, str]:
-    """The variables of these tests, without what a `make` around them has set."""
-    return {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS", "KVTIER_"))}
+    """The variables of these tests, without what a `make` around them has set. No extension module is built."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS", "KVTIER_"))}
+    return {**own, "KVTIER_EXTENSIONS": "off"}
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +123,7 @@ def all_of_it_is_there(asked: list[str], environment: dict[str, str], tmp_path: 
 def test_make_dist_prints_the_files_and_the_commands_of_readme(checkout: Checkout) -> None:
     assert checkout.printed[:2] == [WHEEL, SDIST]
     plain, extras = (line.partition(":")[2].strip() for line in checkout.printed[2:])
-    assert plain in typed_to_install()
+    assert [line for line in typed_to_install() if fnmatch(plain, line)]
     assert extras.startswith(f"pip install '{WHEEL}[engine]' ")
 
 
@@ -133,11 +137,30 @@ def test_a_wheel_is_whole_and_holds_nothing_else(checkout: Checkout, tmp_path: P
     all_of_it_is_there(asked, {"PYTHONPATH": str(tmp_path / "installed")}, tmp_path)
 
 
+@pytest.mark.exhaustive
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler here")
+def test_a_wheel_made_where_there_is_a_compiler_has_every_extension_module(checkout: Checkout, tmp_path: Path) -> None:
+    environment = {**without_make(), "VENV": sys.prefix}
+    program = "from kvtier.tiers import compiled; print(*(each.state for each in compiled.status()))"
+    for setting, platform, states in (("", sysconfig.get_platform(), {"loaded"}), ("off", "any", {"not built"})):
+        environment["KVTIER_EXTENSIONS"] = setting
+        made = ["make", "dist", f"DIST={tmp_path / platform}"]
+        done = subprocess.run(made, cwd=checkout.root, env=environment, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        (wheel,) = (tmp_path / platform).glob("*.whl")
+        assert wheel.stem.endswith(platform.replace("-", "_"))
+        with zipfile.ZipFile(wheel) as files:
+            files.extractall(tmp_path / f"installed-{platform}")
+        asked = subprocess.run([sys.executable, "-P", "-c", program], cwd=tmp_path, capture_output=True, text=True,
+                               env={**os.environ, "PYTHONPATH": str(tmp_path / f"installed-{platform}")})  # fmt: skip
+        assert set(asked.stdout.split()) == states, asked.stderr
+
+
 def test_an_sdist_is_whole_and_holds_nothing_else(checkout: Checkout) -> None:
     with tarfile.open(checkout.root / SDIST) as files:
         assert [member.name for member in files if not (member.isfile() or member.isdir())] == []  # no symlink
         names = {member.name.partition("/")[2] for member in files if member.isfile()}
-    beside = {"README.md", "CHANGELOG.md", "LICENSE", "pyproject.toml", "PKG-INFO", ".gitignore"}
+    beside = {"README.md", "CHANGELOG.md", "LICENSE", "hatch_build.py", "pyproject.toml", "PKG-INFO", ".gitignore"}
     assert names == checkout.files | beside
 
 
@@ -152,8 +175,8 @@ def test_readmes_commands_install_into_a_fresh_environment(checkout: Checkout, t
     (home / "bin" / "pip").chmod(0o755)
     environment = {**without_make(), "PATH": f"{home / 'bin'}:{os.environ['PATH']}", "PYTHONPATH": ""}
     commands = [line for line in typed_to_install() if line.startswith("pip install ") and "torch" not in line]
-    assert [line for line in commands if WHEEL in line and "[" not in line]
-    assert [line for line in commands if WHEEL in line and "[" in line]
+    assert [line for line in commands if BUILT in line and "[" not in line]
+    assert [line for line in commands if BUILT in line and "[" in line]
     assert "pip install ." in commands
     for command in commands:
         shutil.rmtree(own / "kvtier", ignore_errors=True)
@@ -202,14 +225,14 @@ def test_readme_names_every_extra() -> None:
     rows = re.findall(r"^\| (`[^|]+`) \| \S", (ROOT / "README.md").read_text(), re.MULTILINE)
     named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
     ours = {"dev", "docs"}  # for working on kvtier
-    same = {"cuda", "service"}  # names that stay: cuda13, and nothing
+    same = {"compiled", "cuda", "service"}  # names that stay: cuda13, and nothing
     assert PROJECT["optional-dependencies"].keys() - ours - same <= named
 
 
 def test_a_fix_names_what_the_extra_brings() -> None:
     extras = {name: set(PROJECT["optional-dependencies"][name]) for name in EXTRAS}
     assert {name: set(packages.values()) for name, packages in EXTRAS.items()} == extras
-    assert extras.keys() == PROJECT["optional-dependencies"].keys() - {"cuda", "dev", "docs", "service"}
+    assert extras.keys() == PROJECT["optional-dependencies"].keys() - {"compiled", "cuda", "dev", "docs", "service"}
     assert install_command("peers") == "pip install 'aeg~=0.9.0' 'cryptography>=43'"
     assert install_command("engine", "torch") == "pip install 'torch>=2.6'"
 

@@ -9,7 +9,6 @@ from kvtier.tiers.errors import MissingPackages
 # Extra → package as it is imported → the requirement that brings it.
 EXTRAS: Final = {
     "charts": {"matplotlib": "matplotlib>=3.10"},
-    "compiled": {"Cython": "cython>=3.1"},
     "compression": {"zstandard": "zstandard>=0.23"},
     "cuda12": {"cupy": "cupy-cuda12x>=14", "torch": "torch>=2.6"},
     "cuda13": {"cupy": "cupy-cuda13x>=14", "torch": "torch>=2.6"},

@@ -29,9 +29,6 @@ _MODULES: Final = {
         "verify": "Check every block of slabs against its checksum. Status 0: clean, 1: damaged, 3: repaired.",
         "doctor": "Check this machine against the configuration, with the fix. Status 0: well, 3: warnings, 1: errors.",
     },
-    "compile_cli": {
-        "compile": "Build the compiled twins of innermost loops for this user. It needs Cython and a C compiler.",
-    },
     "servers_cli": {
         "serve": "Serve host memory and the tiers below it to the engines of this node, until SIGTERM or Ctrl-C.",
         "engine": "Answer OpenAI requests with an engine of its own, its KV in every tier, until SIGTERM or Ctrl-C.",

@@ -152,6 +152,7 @@ def test_a_daemon_watches_processes_of_any_pid_namespace(pods: Callable[[], Pod]
         kill_inner(daemon)
         assert pod.lives
         assert engine.poll() is None
-        start(pod)
+        daemon = start(pod)
         hold(pod)
         assert engine.poll() is None
+        kill_inner(daemon)  # it would make its socket anew while the folder is removed

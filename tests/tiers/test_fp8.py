@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from kvtier.tiers.compiled import twin
+from kvtier.tiers.compiled import extension
 from kvtier.tiers.errors import FormatError
 from kvtier.tiers.fp8 import Fp8Codec, fp8_form
 
 GROUP: Final = 16
 DTYPES: Final = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 each_dtype = pytest.mark.parametrize("dtype", DTYPES)
-LOOPS: Final[Any] = twin("kvtier.tiers.fp8_compiled")
+LOOPS: Final[Any] = extension("kvtier.tiers.fp8_compiled")
 
 
 def codec_of(dtype: str, group: int, num_bytes: int) -> Fp8Codec:

@@ -1,4 +1,4 @@
-"""Compiled twins of innermost loops: found where `kvtier compile` built them, never needed."""
+"""Extension modules of innermost loops: found if they were built of the source that stands here, never needed."""
 
 import lazy_loader
 

@@ -1,10 +1,7 @@
-from .building import build
-from .digests import digests
-from .twins import status, twin
+from .extensions import digests, extension, status
 
 __all__ = [
-    "build",
     "digests",
+    "extension",
     "status",
-    "twin",
 ]

@@ -1,10 +1,10 @@
-"""Reads what the environment says beside the configuration: where this user's cache is, and where compiled twins."""
+"""Reads what the environment says beside the configuration: this user's cache, and the use of extension modules."""
 
 import os
 from pathlib import Path
 from typing import Final
 
-COMPILED: Final = "KVTIER_COMPILED"  # "off", or the absolute path of a folder
+COMPILED: Final = "KVTIER_COMPILED"  # "off": no extension module is used
 
 
 def cache_directory() -> Path:

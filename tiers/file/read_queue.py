@@ -2,7 +2,7 @@
 
 One call hands sixteen reads to the kernel, so a disk sees that depth without a thread for each: a thread costs 30 us of
 CPU a block, a place in the queue 2. Only direct I/O gains by it: `io_submit` does buffered reads one after the other.
-The compiled twin reads whole blocks so, rows and checksums included, without the interpreter's lock.
+The extension module reads whole blocks so, rows and checksums included, without the interpreter's lock.
 """
 
 import ctypes
@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier.tiers import BlockRecord, ChainHash
-from kvtier.tiers.compiled import digests, twin
+from kvtier.tiers.compiled import digests, extension
 
 _log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class CompiledReads(NamedTuple):
 
 def compiled_reads() -> CompiledReads | None:
     """None: not built, or a python-xxhash that does not show its C functions: everything goes the Python way."""
-    module, found = twin("kvtier.tiers.file.read_queue_compiled"), digests()
+    module, found = extension("kvtier.tiers.file.read_queue_compiled"), digests()
     return None if module is None or found is None else CompiledReads(module, *found)
 
 

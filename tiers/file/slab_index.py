@@ -13,13 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier.tiers import ChainHash
-from kvtier.tiers.compiled import twin
+from kvtier.tiers.compiled import extension
 from kvtier.tiers.pool import Slots, Words, to_words
 
 _WAYS: Final = 8  # entries of a bucket, half a cache line
 _SLOTS_PER_BUCKET: Final = 2  # one name in some thousands finds its bucket full
 _FEW: Final = 6  # names that are found, added or removed one by one faster than all at once,
-_FEW_COMPILED: Final = 2  # and found so faster than by the compiled twin
+_FEW_COMPILED: Final = 2  # and found so faster than by the extension module
 _PIECE: Final = 1 << 14  # names that a check looks for at once
 _EMPTY: Final = np.uint32(0)
 _HALF: Final = np.uint64(32)
@@ -55,7 +55,7 @@ class SlabIndex:
         self._entry = memoryview(self._entries)
         self._name = memoryview(self._words).cast("B")
         self.is_named = memoryview(self._named)  # of every slot, and of those behind the last one
-        self._compiled = twin("kvtier.tiers.file.slab_index_compiled")
+        self._compiled = extension("kvtier.tiers.file.slab_index_compiled")
 
     def find(self, hashes: Sequence[ChainHash]) -> Slots:
         """The slot of each name, -1 where there is none. ValueError if a name is not 32 bytes."""

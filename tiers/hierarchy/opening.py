@@ -16,7 +16,7 @@ from kvtier.tiers import (
     Metrics,
     lower_tiers,
 )
-from kvtier.tiers.compiled import twin
+from kvtier.tiers.compiled import extension
 from kvtier.tiers.config import Config
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy
 from kvtier.tiers.hierarchy.lower_tier import PortSettings, TierPort
@@ -144,7 +144,7 @@ def _open_ports(
 ) -> list[TierPort]:
     """`about`: how tiers that nodes share keep the blocks, and the model's probe."""
     lossy, probe = about
-    fp8 = None if lossy is None else Fp8Codec.of(lossy, shape.block_bytes, cast("Fp8Loops | None", twin(_LOOPS)))
+    fp8 = None if lossy is None else Fp8Codec.of(lossy, shape.block_bytes, cast("Fp8Loops | None", extension(_LOOPS)))
     ports: list[TierPort] = []
     openings: list[ProbedOpening] = []
     try:

@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.tiers.compiled import digests, twin
+from kvtier.tiers.compiled import digests, extension
 from kvtier.tiers.config import compiled_setting
 
 PAGE: Final = 4096
@@ -157,7 +157,7 @@ def copy_scattered(
 def copy_pieces(
     targets: NDArray[np.int64], sources: NDArray[np.int64], lengths: NDArray[np.int64], *, lookup_targets: bool = False
 ) -> None:
-    """`copy_scattered` by its compiled twin where that was built: for memory that the caller keeps mapped."""
+    """`copy_scattered` by its extension module where that was built: for memory that the caller keeps mapped."""
     if (copy := _compiled_copy(compiled_setting())) is not None:
         copy(targets, sources, lengths)
     else:
@@ -170,7 +170,7 @@ def can_copy_pieces() -> bool:
 
 
 def is_compiled() -> bool:
-    """Whether `copy_pieces` is the compiled twin: faster than any other way, whatever the pieces."""
+    """Whether `copy_pieces` is the extension module: faster than any other way, whatever the pieces."""
     return _compiled_copy(compiled_setting()) is not None
 
 
@@ -181,13 +181,13 @@ def compiled_checksums() -> "Callable[[NDArray[np.uint8], NDArray[np.int64], int
 
 @functools.cache
 def _compiled_copy(setting: str) -> Callable[..., None] | None:
-    module = twin(_TWIN)
+    module = extension(_TWIN)
     return None if module is None else module.copy_pieces
 
 
 @functools.cache
 def _compiled_checksums(setting: str) -> Callable[..., list[int]] | None:
-    module, found = twin(_TWIN), digests()
+    module, found = extension(_TWIN), digests()
     return None if module is None or found is None else functools.partial(module.checksums, found.xxh3_64)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier.tiers import BlockRecord, ChainHash, Lineage
-from kvtier.tiers.compiled import twin
+from kvtier.tiers.compiled import extension
 
 _HASH_BYTES: Final = 32
 _HEAD: Final = Struct("<32sQII")  # parent, checksum, the slot's generation, lengths: 48 bytes
@@ -38,7 +38,7 @@ class BlockRecords:
         self._row = Struct(f"{_HEAD.format}{4 * block_size}s")
         self._array = np.zeros(self._num_slots * self._row.size, np.uint8)
         self._rows = memoryview(self._array)
-        module = twin("kvtier.tiers.host.records_compiled") if sys.byteorder == "little" else None
+        module = extension("kvtier.tiers.host.records_compiled") if sys.byteorder == "little" else None
         self._packs: Callable[..., int] | None = None if module is None else module.put_columns
 
     def __len__(self) -> int:

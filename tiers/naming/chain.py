@@ -286,7 +286,7 @@ def _little_endian(words: "array[int]") -> bytes:
 
 
 def _compiled_ids(tokens: list[int]) -> "array[int] | None":
-    """The ids by the compiled twin; None where there is none, or one of them is no plain int in range."""
+    """The ids by the extension module; None where there is none, or one of them is no plain int in range."""
     if (twin := compiled()) is None:
         return None
     ids = _ONE * len(tokens)

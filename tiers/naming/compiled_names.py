@@ -1,4 +1,4 @@
-"""The compiled twin of naming's loops, where it was built: its digests are found, and tried against Python's."""
+"""The extension module of naming's loops, where it was built: its digests are found, and tried against Python's."""
 
 import ctypes
 import hashlib
@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 import xxhash
 
 from kvtier.tiers import ChainHash
-from kvtier.tiers.compiled import twin
+from kvtier.tiers.compiled import extension
 
 PIECE: Final = 8192  # blocks named in one call: the GIL is kept while their names are made into objects
 IDS: Final = 1 << 16  # ids read in one call: the GIL is kept meanwhile
@@ -39,7 +39,7 @@ class CompiledNames(NamedTuple):
 @cache
 def compiled() -> CompiledNames | None:
     """The twin, or None: it was not built or is turned off, or this machine is big-endian."""
-    module = twin("kvtier.tiers.naming.chain_compiled") if sys.byteorder == "little" else None
+    module = extension("kvtier.tiers.naming.chain_compiled") if sys.byteorder == "little" else None
     return None if module is None or array("I").itemsize != 4 else _checked(module)
 
 

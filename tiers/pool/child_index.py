@@ -7,7 +7,7 @@ from typing import Final
 import numpy as np
 
 from kvtier.tiers import ChainHash
-from kvtier.tiers.compiled import twin
+from kvtier.tiers.compiled import extension
 from kvtier.tiers.pool.names import HASH_BYTES, Slots, Words, to_words
 
 MAX_CHILDREN: Final = 8  # slots told of one parent at most: a bucket's entries
@@ -34,7 +34,7 @@ class ChildIndex:
         self._where = np.zeros(num_slots, np.uint32)  # a slot's entry, if that is still its own
         # The same for one at a time: a question costs a fraction of a microsecond.
         self._entry, self._place = memoryview(self._entries), memoryview(self._where)
-        module = twin("kvtier.tiers.pool.child_index_compiled") if sys.byteorder == "little" else None
+        module = extension("kvtier.tiers.pool.child_index_compiled") if sys.byteorder == "little" else None
         self._enter: Callable[..., bool] | None = None if module is None else module.enter
 
     @property

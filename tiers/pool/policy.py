@@ -1,11 +1,14 @@
 """Eviction policies by name: which order of `core.py` a pool has, and what the learned one is told."""
 
+import logging
 import time
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtier.tiers import ChainHash
-from kvtier.tiers.compiled import twin
+from kvtier.tiers.compiled import extension
+from kvtier.tiers.config import compiled_setting
 from kvtier.tiers.pool import core as interpreted
 from kvtier.tiers.pool.names import NAME_MIX, to_words
 from kvtier.tiers.returns import TAIL_NAMES, UNTOLD, LruRival, RequestEnd, Returns, ToldEnd
@@ -13,13 +16,26 @@ from kvtier.tiers.returns import TAIL_NAMES, UNTOLD, LruRival, RequestEnd, Retur
 if TYPE_CHECKING:
     from kvtier.tiers.pool.core import LRU, Index, Learned, SlotCore, SlotLists
 
+logger = logging.getLogger(__name__)
+
 POLICIES: Final = ("lru", "s3fifo", "tail")
 _UNTRIED: Final = 3.2  # slots asked for so often: before, what was learned of a few requests keeps less than LRU
 
 
 def form() -> Any:
-    """The core's module: compiled where it was built, else interpreted."""
-    return twin("kvtier.tiers.pool.core_compiled") or interpreted
+    """The core's module: compiled where it was built, else interpreted, which is said once."""
+    if (found := extension("kvtier.tiers.pool.core_compiled")) is None:
+        _say_interpreted()
+    return found or interpreted
+
+
+@cache
+def _say_interpreted() -> None:
+    if compiled_setting() != "off":
+        logger.warning(
+            "the pool runs interpreted: batches of 1 to 2,048 blocks cost two to ten times the CPU time; "
+            "install a C compiler, then kvtier anew"
+        )
 
 
 def make_core(

@@ -161,7 +161,7 @@ class Lane:
         positions: Sequence[int],
         settle: Settle,
     ) -> Sequence[int]:
-        """`_get` by the compiled twin, as long as the server answers as it should; returns what is left to ask for."""
+        """`_get` by the extension module, as long as the server answers as it should; returns what is left to read."""
         wire, decode, head_bytes = self.wire, self.space.form.decode, self.space.head_bytes
         depth = depth_of(self.space.slot_bytes, self.window, wire.round_trip)
         asks = [commands(b"GET", [self.keys[position]]) for position in positions]

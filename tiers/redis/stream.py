@@ -44,7 +44,7 @@ class ByteStream(Protocol):
     """Bytes in and out before `deadline` (time.monotonic); WireError otherwise."""
 
     takes_turns: bool
-    """Whether `take_turns` may be called: the compiled twin knows no TLS."""
+    """Whether `take_turns` may be called: the extension module knows no TLS."""
 
     def take_turns(self, run: Turns, depth: int, deadline: float) -> None:
         """Go on with `run` as far as it goes. Never raises: if something is wrong, the next `receive` tells."""

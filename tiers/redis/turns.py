@@ -1,9 +1,9 @@
-"""Large blocks by the compiled twin, where it was built: few under way at once, each hashed as it comes."""
+"""Large blocks by the extension module, where it was built: few under way at once, each hashed as it comes."""
 
 from collections.abc import Sequence
 from typing import Final, Protocol
 
-from kvtier.tiers.compiled import digests, twin
+from kvtier.tiers.compiled import digests, extension
 
 _TWIN: Final = "kvtier.tiers.redis.turns_compiled"
 _LEAST: Final = 64 << 10  # bytes of a block; below, many of them go by one call
@@ -48,7 +48,7 @@ class MakeTurns(Protocol):
 
 def make_turns(payload_bytes: int) -> MakeTurns | None:
     """What makes `Turns`; None where the twin was not built, or blocks are too small for it."""
-    module = twin(_TWIN) if payload_bytes >= _LEAST else None
+    module = extension(_TWIN) if payload_bytes >= _LEAST else None
     made: MakeTurns | None = module.Turns if module is not None else None
     return made
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from extent import brief
 
-from kvtier.tiers.compiled.twins import twin
+from kvtier.tiers.compiled import extension
 from kvtier.tiers.copies.device import BlockPool
 from kvtier.tiers.naming.shape import KVShape
 from kvtier.tiers.tier import ChainHash
@@ -134,7 +134,7 @@ class Requests:
 
 @pytest.mark.parametrize("seed", range(brief(4, 20)))
 def test_both_ways_give_the_same_blocks_to_the_same_requests(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    if twin("kvtier.tiers.pool.core_compiled") is None:
+    if extension("kvtier.tiers.pool.core_compiled") is None:
         pytest.skip("not built: `make compiled`")
     compiled = BlockPool(SHAPE, NUM_BLOCKS)
     with monkeypatch.context() as patch:

@@ -1,4 +1,4 @@
-"""The slab's compiled twins beside the Python way: the same rows, names, bytes and errors, whatever they are given."""
+"""The slab's extension modules beside Python: the same rows, names, bytes and errors, whatever they are given."""
 
 import ctypes
 import os
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from slab_rig import hash_of, record_of
 
 from kvtier.tiers import BlockRecord, checksum
-from kvtier.tiers.compiled.digests import digests
+from kvtier.tiers.compiled.extensions import digests
 from kvtier.tiers.file import read_queue, slab
 from kvtier.tiers.file.extents import ExtentMap
 from kvtier.tiers.file.read_queue import CompiledReads, ReadQueue, SlabLayout
@@ -28,7 +28,7 @@ FIELDS = ("state", "seq", "slot", "payload_bytes", "num_tokens")
 def compiled() -> CompiledReads:
     found = read_queue.compiled_reads()
     if found is None:
-        pytest.skip("no compiled twin here: `make compiled` builds it")
+        pytest.skip("not built: `make compiled`")
     return found
 
 

@@ -32,7 +32,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "python":
         monkeypatch.setenv("KVTIER_COMPILED", "off")
     elif read_queue.compiled_reads() is None:
-        pytest.skip("no compiled twin here: `make compiled` builds it")
+        pytest.skip("not built: `make compiled`")
     return str(request.param)
 
 

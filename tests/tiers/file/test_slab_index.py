@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from extent import brief
 
-from kvtier.tiers.compiled import twin
+from kvtier.tiers.compiled import extension
 from kvtier.tiers.file.slab_index import SlabIndex
 from kvtier.tiers.pool import to_words
 
@@ -16,8 +16,8 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None
     """Every story is told of the Python way and of its twin."""
     if request.param == "python":
         monkeypatch.setenv("KVTIER_COMPILED", "off")
-    elif twin("kvtier.tiers.file.slab_index_compiled") is None:
-        pytest.skip("no compiled twin here: `make compiled` builds it")
+    elif extension("kvtier.tiers.file.slab_index_compiled") is None:
+        pytest.skip("not built: `make compiled`")
 
 
 def name_of(key: int) -> bytes:

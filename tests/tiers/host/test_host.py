@@ -273,7 +273,7 @@ def test_pieces_of_any_size_arrive(seed: int, way: str, monkeypatch: pytest.Monk
     if way == "python":
         monkeypatch.setenv("KVTIER_COMPILED", "off")
     elif not memory.is_compiled():
-        pytest.skip("no compiled twin here: `make compiled` builds it")
+        pytest.skip("not built: `make compiled`")
     rng = np.random.default_rng(seed)
     lengths = rng.integers(0, rng.choice([3, 300, 9000]), 40)
     starts, size = np.cumsum(lengths) - lengths, int(lengths.sum())
@@ -290,7 +290,7 @@ def test_pieces_of_any_size_arrive(seed: int, way: str, monkeypatch: pytest.Monk
 
 def test_the_twin_refuses_what_is_not_as_many() -> None:
     if not memory.is_compiled():
-        pytest.skip("no compiled twin here: `make compiled` builds it")
+        pytest.skip("not built: `make compiled`")
     target, source = np.zeros(8, np.uint8), np.ones(8, np.uint8)
     at, of = np.array([target.ctypes.data]), np.array([source.ctypes.data])
     for lengths in (np.array([8, 8]), np.zeros(0, np.int64), np.array([-1])):

@@ -13,7 +13,7 @@ from extent import brief
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.tiers.compiled.twins import twin
+from kvtier.tiers.compiled import extension
 from kvtier.tiers.host.host import HostRegion, HostTier
 from kvtier.tiers.host.records import BlockRecords
 from kvtier.tiers.tier import BlockRecord, ChainHash
@@ -177,7 +177,7 @@ def test_a_reader_beside_a_writer_sees_whole_rows() -> None:
     assert seen
 
 
-@pytest.mark.skipif(twin("kvtier.tiers.host.records_compiled") is None, reason="not built: `make compiled`")
+@pytest.mark.skipif(extension("kvtier.tiers.host.records_compiled") is None, reason="not built: `make compiled`")
 @given(st.lists(st.tuples(*[st.integers(0, 3)] * 4, st.integers(-1, 1 << 64)), max_size=6), st.booleans())
 def test_the_compiled_way_writes_the_same_rows(rows: list[tuple[int, int, int, int, int]], is_short: bool) -> None:
     """Right records, records of other blocks, tokens and parents of any length, columns that are not of one length."""

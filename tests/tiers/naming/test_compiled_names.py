@@ -1,4 +1,4 @@
-"""The compiled twin of naming: names, errors and growth as the Python way has them, and a GIL that is given up."""
+"""The extension module of naming: names, errors and growth as the Python way has them, and a GIL that is given up."""
 
 import hashlib
 import sys
@@ -22,7 +22,7 @@ from kvtier.tiers.naming.kept_names import RUN, KeptNames
 
 ROOT = root_hash(bytes(range(32)))
 TWIN = compiled()
-pytestmark = pytest.mark.skipif(TWIN is None, reason="no compiled twin: `kvtier compile` builds it")
+pytestmark = pytest.mark.skipif(TWIN is None, reason="not built: `make compiled`")
 SCHEMES = st.sampled_from(["sha256", "xxh3"])
 IDS = st.one_of(
     st.integers(0, 2**32 - 1),

@@ -34,7 +34,7 @@ def hashed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> l
     monkeypatch.setattr(hashlib, "sha256", counting)
     if request.param == "compiled":
         if twin is None:
-            pytest.skip("no compiled twin: `kvtier compile` builds it")
+            pytest.skip("not built: `make compiled`")
         names_of = twin.names["sha256"]
 
         def counted(parent: bytes, words: "array[int]", first: int, count: int, size: int) -> list[bytes]:

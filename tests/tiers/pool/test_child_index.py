@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvtier.tiers.compiled.twins import twin
+from kvtier.tiers.compiled import extension
 from kvtier.tiers.pool.child_index import MAX_CHILDREN, ChildIndex
 from kvtier.tiers.pool.names import to_words
 from kvtier.tiers.tier import ChainHash
@@ -134,7 +134,7 @@ def test_edges() -> None:
     index.check()
 
 
-@pytest.mark.skipif(twin("kvtier.tiers.pool.child_index_compiled") is None, reason="not built: `make compiled`")
+@pytest.mark.skipif(extension("kvtier.tiers.pool.child_index_compiled") is None, reason="not built: `make compiled`")
 @given(
     st.lists(st.dictionaries(st.integers(0, 29), st.integers(0, 5), max_size=15), max_size=20),
     st.sampled_from([30, 50, 5000]),

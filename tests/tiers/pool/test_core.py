@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pools import state_of, store
 
-from kvtier.tiers.compiled.twins import twin
+from kvtier.tiers.compiled import extension
 from kvtier.tiers.copies.device import BlockPool
 from kvtier.tiers.naming.shape import KVShape
 from kvtier.tiers.pool.lease import Lease, Reservation
@@ -36,7 +36,9 @@ STEPS = st.lists(
     ),
     max_size=40,
 )
-needs_both = pytest.mark.skipif(twin("kvtier.tiers.pool.core_compiled") is None, reason="not built: `make compiled`")
+needs_both = pytest.mark.skipif(
+    extension("kvtier.tiers.pool.core_compiled") is None, reason="not built: `make compiled`"
+)
 each_form = pytest.mark.parametrize("form", ["interpreted", pytest.param("compiled", marks=needs_both)])
 
 

@@ -5,7 +5,7 @@ from hashlib import sha256
 import numpy as np
 import pytest
 
-from kvtier.tiers.compiled.twins import twin
+from kvtier.tiers.compiled import extension
 from kvtier.tiers.pool.departures import (
     AGE_BOUNDS,
     EVICTED,
@@ -47,7 +47,7 @@ def store(pool: SlotPool, names: list[bytes]) -> None:
 
 @pytest.fixture(params=["python", "compiled"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "compiled" and twin("kvtier.tiers.pool.core_compiled") is None:
+    if request.param == "compiled" and extension("kvtier.tiers.pool.core_compiled") is None:
         pytest.skip("not built: `make compiled`")
     if request.param == "python":
         monkeypatch.setenv("KVTIER_COMPILED", "off")

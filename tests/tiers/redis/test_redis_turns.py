@@ -16,7 +16,7 @@ from redis_rig import RedisServer
 from redis_stories import options
 
 from kvtier.tiers.checksum import checksum
-from kvtier.tiers.compiled import twin
+from kvtier.tiers.compiled import extension
 from kvtier.tiers.redis import batch, turns
 from kvtier.tiers.redis import stream as redis_stream
 from kvtier.tiers.redis import wire as redis_wire
@@ -31,7 +31,7 @@ from kvtier.tiers.tier import BlockRecord, Outcome
 
 LARGE = 64 << 10
 MADE = make_turns(LARGE)
-pytestmark = pytest.mark.skipif(MADE is None, reason="no compiled twin here: `kvtier compile` builds it")
+pytestmark = pytest.mark.skipif(MADE is None, reason="not built: `make compiled`")
 
 PAYLOAD, TTL, EPOCH, NUM = 600, 1000, 7, 5
 SPACE = Keyspace("t", ClearForm(b"a model of the turns".ljust(32, b"."), PAYLOAD, 4), PAYLOAD, 4)
@@ -203,7 +203,7 @@ def test_silence_costs_the_deadline_and_no_more() -> None:
 
 
 def test_what_cannot_be_turns_is_refused() -> None:
-    module = twin("kvtier.tiers.redis.turns_compiled")
+    module = extension("kvtier.tiers.redis.turns_compiled")
     assert module is not None
     place = (memoryview(bytearray(8)), memoryview(bytearray(8)))
     for asks, places, asked in (
