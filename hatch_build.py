@@ -17,7 +17,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
-from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+try:
+    from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+except ImportError:  # called as a program: Cython is enough
+    BuildHookInterface = object
 
 _OFF: Final = "KVTIER_EXTENSIONS"  # "off": build none
 _FLAGS: Final = ("-O2", "-g0", "-fPIC", "-shared", "-fwrapv", "-fno-strict-aliasing", "-w")
@@ -26,7 +29,7 @@ _SUFFIX: Final = sysconfig.get_config_var("EXT_SUFFIX")
 _SECONDS: Final = 900  # for Cython, or the compiler, with one module
 
 
-class Extensions(BuildHookInterface):  # type: ignore[type-arg]
+class Extensions(BuildHookInterface):
     """Adds the extension modules to a wheel; of an editable install they lie beside their sources."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
@@ -82,7 +85,7 @@ def _built(root: Path, source: Path, place: Path | None, compiler: list[str], wo
     digest = hashlib.sha256(text).hexdigest()
     target = (source.parent if place is None else place / module) / f"{stem}{_SUFFIX}"
     name = str(below.with_name(target.name))
-    if target.exists() and digest.encode() in target.read_bytes():
+    if target.exists() and target.read_bytes().endswith(digest.encode()):
         return name, target
     copy = work / module / f"{stem}.pyx"
     copy.parent.mkdir()
@@ -92,7 +95,7 @@ def _built(root: Path, source: Path, place: Path | None, compiler: list[str], wo
     _run(*compiler, *_FLAGS, f"-I{sysconfig.get_path('include')}", str(written), "-o", str(linked))
     target.parent.mkdir(parents=True, exist_ok=True)
     new = target.with_name(f"{target.name}.{os.getpid()}")
-    shutil.copyfile(linked, new)
+    new.write_bytes(linked.read_bytes() + digest.encode())  # a loader reads no further than the headers say
     new.chmod(0o755)
     new.replace(target)  # whoever has the old one mapped keeps it
     print(f"kvtier: built {module}", file=sys.stderr)

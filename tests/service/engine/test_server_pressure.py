@@ -222,7 +222,8 @@ def test_who_hangs_up_is_computed_for_no_longer(model: Path) -> None:
     with serving(model) as server:
         asked = body(max_tokens=800, stream=True, n=2, ignore_eos=True)
         with held(server, after=20), server.http.stream("POST", "/v1/completions", json=asked) as answer:
-            next(answer.iter_lines())
+            lines = answer.iter_lines()  # kept: an iterator that is dropped hangs up
+            next(lines)
             assert server.loop.num_live == 2
         wait_for(lambda: idle(server))
         assert server.status()["outcomes"] == {"aborted": 2}
