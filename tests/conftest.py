@@ -156,6 +156,13 @@ def _certificates_are_read_once() -> Iterator[None]:
         yield
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Show why a test ran once more: with what its first run changed, the second may fail for another reason."""
+    for report in terminalreporter.stats.get("rerun", ()):
+        terminalreporter.section(f"ran once more: {report.nodeid}")
+        terminalreporter.write_line(str(report.longrepr)[-6000:])
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Examples have no deadline, and none is too slow to make: a machine may be busy. A fixture may serve many.
 

@@ -2,6 +2,7 @@
 
 import os
 import random
+import secrets
 import signal
 import subprocess
 import tempfile
@@ -161,6 +162,11 @@ def ask(cluster: Running, name: str, turn: Turn, salt: str) -> tuple[httpx2.Resp
     return answer, answer.json()["usage"]["prompt_tokens_details"]["kvtier"]
 
 
+def fresh(salt: str) -> str:
+    """A cache salt that no run of a story has had: one that runs again finds nothing of its first run."""
+    return f"{salt} {secrets.token_hex(4)}"
+
+
 def stored_in_redis(cluster: Running, node: str) -> int:
     return sum(each["stored"].get("redis", 0) for each in cluster.page(node)["models"])
 
@@ -192,7 +198,8 @@ def start_again(cluster: Running) -> None:
 def test_an_engine_is_killed(cluster: Running, talks: list[list[Turn]]) -> None:
     # a conversation that engine-a alone has
     first, second, third = talks[0]
-    tell(cluster, "a", first, "only a has it")
+    salt = fresh("only a has it")
+    tell(cluster, "a", first, salt)
     with crowd(cluster.url("router"), talks, NUM_CLIENTS) as clients:
         before = cluster.page("router")
         # it dies with streams of clients in its hands: each is told so, or answered by the other
@@ -203,19 +210,20 @@ def test_an_engine_is_killed(cluster: Running, talks: list[list[Turn]]) -> None:
         assert sum(after["retries"].values()) > sum(before["retries"].values()) or clients.troubles
         assert all(name.startswith("mid_stream") or name == "no_replica" for name in clients.troubles), clients.troubles
         # what it had computed is had from Valkey by the other one, which is the only one asked
-        answer, cached = ask(cluster, "router", second, "only a has it")
+        answer, cached = ask(cluster, "router", second, salt)
         assert answer.headers["x-kvtier-replica"] == cluster.url("engine-b").removeprefix("http://")
         assert cached["redis"] > 0, cached
         # started again it comes back into service, and finds what its daemon has kept
         start_again(cluster)
         wait_for(lambda: cluster.page("router")["replicas"][0]["state"] == "up")
         clients.everybody()
-        _, cached = ask(cluster, "engine-a", third, "only a has it")
+        _, cached = ask(cluster, "engine-a", third, salt)
         assert cached["L2"] + cached["file"] > 0, cached
 
 
 def test_the_router_is_killed(cluster: Running, talks: list[list[Turn]]) -> None:
-    tell(cluster, "a", talks[1][0], "before the router died")
+    salt = fresh("before the router died")
+    tell(cluster, "a", talks[1][0], salt)
     with crowd(cluster.url("router"), talks, NUM_CLIENTS) as clients:
         cluster.kill("router")
         wait_for(lambda: sum(clients.troubles.values()) >= len(clients.num_right))
@@ -226,7 +234,7 @@ def test_the_router_is_killed(cluster: Running, talks: list[list[Turn]]) -> None
         clients.everybody()
     # the new one learns from the publishers' replay what was stored before it was there
     wait_for(lambda: all(sum(each["blocks"].values()) for each in cluster.page("router")["replicas"]))
-    _, cached = ask(cluster, "router", talks[1][1], "before the router died")
+    _, cached = ask(cluster, "router", talks[1][1], salt)
     assert sum(cached.values()) > 0
 
 
@@ -241,13 +249,15 @@ def test_a_master_is_killed(cluster: Running, talks: list[list[Turn]]) -> None:
         assert not clients.troubles
     wait_for(lambda: not any(cluster.page(node)["degraded"] for node in NODES))
     # a third of a prompt may be gone, but what is stored now is found by the other engine
-    tell(cluster, "a", talks[2][0], "after the master died")
-    _, cached = ask(cluster, "engine-b", talks[2][1], "after the master died")
+    salt = fresh("after the master died")
+    tell(cluster, "a", talks[2][0], salt)
+    _, cached = ask(cluster, "engine-b", talks[2][1], salt)
     assert cached["redis"] > 0, cached
 
 
 def test_a_daemon_is_killed(cluster: Running, talks: list[list[Turn]]) -> None:
-    tell(cluster, "b", talks[3][0], "while the daemon was dead")
+    salt = fresh("while the daemon was dead")
+    tell(cluster, "b", talks[3][0], salt)
     with crowd(cluster.url("router"), talks, NUM_CLIENTS) as clients:
         cluster.kill("node-a")
         # its engine goes on with what it has itself
@@ -259,7 +269,7 @@ def test_a_daemon_is_killed(cluster: Running, talks: list[list[Turn]]) -> None:
         wait_for(lambda: len(cluster.page("node-a")["clients"]) == 1)
         clients.everybody()
         assert not clients.troubles
-        _, cached = ask(cluster, "engine-a", talks[3][1], "while the daemon was dead")
+        _, cached = ask(cluster, "engine-a", talks[3][1], salt)
         assert cached["redis"] > 0, cached
         assert cluster.page("engine-a")["steps"]["failed"] == 0
 
