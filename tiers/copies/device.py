@@ -56,7 +56,7 @@ class BlockPool:
 
     def generation(self, block_id: int) -> int:
         """How often the block was taken."""
-        return self._core.generation[block_id]
+        return self._core.generation_of(block_id)
 
     def lookup(self, hashes: Sequence[ChainHash]) -> int:
         """How many leading blocks are held. No side effect."""
@@ -78,7 +78,7 @@ class BlockPool:
         with self._lock:
             found = []
             for slot in self._records.following(self._child_index.find(parent), parent, start):
-                record = self._records[slot] if self._core.state[slot] == READY else None
+                record = self._records[slot] if self._core.is_ready(slot) else None
                 if record is not None and record.tokens.startswith(start) and record.parent == parent:
                     found.append(ChildBlock(record.chain_hash, record.tokens))
             return found

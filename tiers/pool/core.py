@@ -943,6 +943,14 @@ class SlotCore:
                 slots.append(self.index.found[i])
         return slots
 
+    def generation_of(self, slot: cython.longlong) -> int:
+        """How often the slot was taken."""
+        return self.generation[self._checked(slot)]
+
+    def is_ready(self, slot: cython.longlong) -> bool:
+        """Whether the slot holds a block that can be found."""
+        return self.state[self._checked(slot)] == READY
+
     def generations(self, slots: list) -> list:
         """How often each slot was taken."""
         return [self.generation[self._checked(slot)] for slot in slots]

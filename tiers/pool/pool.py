@@ -16,7 +16,7 @@ from kvtier.tiers.pool.departures import EVICTED_CODE, REMOVED, RESET, Departure
 from kvtier.tiers.pool.lease import Lease, Places, PoolCounts, Reservation
 from kvtier.tiers.pool.names import Slots
 from kvtier.tiers.pool.policy import ended, learned, make_core
-from kvtier.tiers.pool.states import FILLING, QUARANTINED, READY, listed, picked
+from kvtier.tiers.pool.states import FILLING, QUARANTINED, listed, picked
 from kvtier.tiers.returns import RequestEnd, ToldEnd
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class SlotPool:
 
     def generation(self, slot: int) -> int:
         """How often the slot was taken: a copy planned for an older generation must not be made."""
-        return self._core.generation[slot]
+        return self._core.generation_of(slot)
 
     @property
     def naming(self) -> tuple[memoryview, memoryview]:
@@ -113,7 +113,7 @@ class SlotPool:
 
     def is_ready(self, slot: int) -> bool:
         """Whether a slot holds a block that can be found, as a hint: no lock is taken."""
-        return self._core.state[slot] == READY
+        return self._core.is_ready(slot)
 
     @property
     def tails(self) -> Collection[int]:
