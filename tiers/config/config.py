@@ -33,6 +33,7 @@ from kvtier.tiers.config.sections import (
 )
 
 ENV_PREFIX: Final = "KVTIER_"
+_BUILD: Final = "KVTIER_EXTENSIONS"  # what an installation builds (`hatch_build.py`)
 _FILE: Final = "KVTIER_CONFIG"  # the TOML file, if none is named
 _DELIMITER: Final = "__"
 _PATIENCE: Final = ("deadline", "connect_timeout")  # which some set for all tiers, on or off
@@ -172,7 +173,7 @@ def _file_values(path: Path | str | None) -> Mapping[str, Any]:
 
 def _env_values() -> Mapping[str, Any]:
     known = {f"{ENV_PREFIX}{section}{_DELIMITER}{name}".upper() for section, name, _ in options()}
-    known |= {COMPILED, _FILE}  # how this process runs, and where the options stand
+    known |= {COMPILED, _BUILD, _FILE}  # how this process runs, and where the options stand
     for name, value in os.environ.items():
         if name.upper().startswith(ENV_PREFIX) and name.upper() not in known:
             raise ConfigError(f"{name} {_guarded(name, value)}: unknown variable{nearest(name.upper(), known)}")
