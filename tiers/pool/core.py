@@ -42,7 +42,6 @@ LATE = cython.declare(cython.double, 60.0)  # seconds after a request's end in w
 GRAIN = cython.declare(cython.double, 1.0)  # seconds: blocks without a request's end that came within it are one row
 GOOD_FOR = cython.declare(cython.double, 2.0)  # seconds that rows stay as they were ranked, if few victims are taken
 NUM_AGES = cython.declare(cython.int, 22)  # of `departures.NUM_AGES`
-MOST_SECONDS = cython.declare(cython.longlong, (1 << 24) - 1)
 
 _two_words = Struct("<Q16xQ").unpack_from
 _NEVER = -(1 << 62)  # the rank of what is no victim
@@ -286,15 +285,9 @@ class SlotLists:
     def append(self, which: cython.int, slot: cython.longlong) -> cython.void:
         """Add a slot that is in no list, at the end."""
         head: cython.longlong = self._head + which
-        last: cython.longlong = self._prev[head]
-        self._next[last] = slot
-        self._prev[slot] = last
-        self._next[slot] = head
-        self._prev[head] = slot
-        self.where[slot] = which
-        self.sizes[which] += 1
         self._last_stamp += 1
         self.stamps[slot] = self._last_stamp
+        self._insert(which, slot, self._prev[head], head)
 
     @cython.cfunc
     @cython.inline
@@ -302,15 +295,21 @@ class SlotLists:
     def push(self, which: cython.int, slot: cython.longlong) -> cython.void:
         """Add a slot that is in no list, at the front."""
         head: cython.longlong = self._head + which
-        first: cython.longlong = self._next[head]
-        self._prev[first] = slot
-        self._next[slot] = first
-        self._prev[slot] = head
-        self._next[head] = slot
-        self.where[slot] = which
-        self.sizes[which] += 1
         self._first_stamp -= 1
         self.stamps[slot] = self._first_stamp
+        self._insert(which, slot, head, self._next[head])
+
+    @cython.cfunc
+    @cython.inline
+    @cython.exceptval(check=False)
+    def _insert(
+        self, which: cython.int, slot: cython.longlong, before: cython.longlong, behind: cython.longlong
+    ) -> cython.void:
+        self._next[before] = self._prev[behind] = slot
+        self._prev[slot] = before
+        self._next[slot] = behind
+        self.where[slot] = which
+        self.sizes[which] += 1
 
     @cython.cfunc
     @cython.inline
@@ -607,11 +606,6 @@ class Learned(LRU):
     @cython.cfunc
     def _decide(self) -> cython.void:
         self._is_lru = self.num_told == 0 or self.rival.leads
-
-    @property
-    def is_lru(self):
-        """Whether the order is LRU's for now."""
-        return bool(self._is_lru)
 
     @cython.cfunc
     def tick(self) -> cython.void:
