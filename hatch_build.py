@@ -25,6 +25,7 @@ except ImportError:  # called as a program: Cython is enough
 _OFF: Final = "KVTIER_EXTENSIONS"  # "off": build none
 _FLAGS: Final = ("-O2", "-g0", "-fPIC", "-shared", "-fwrapv", "-fno-strict-aliasing", "-w")
 _BOTH: Final = "kvtier/tiers/pool/core.py"  # runs interpreted, too: its module is core_compiled
+_HEADER: Final = "kvtier/tiers/compiled/digests.h"  # all may include it
 _SUFFIX: Final = sysconfig.get_config_var("EXT_SUFFIX")
 _SECONDS: Final = 900  # for Cython, or the compiler, with one module
 
@@ -81,8 +82,8 @@ def _built(root: Path, source: Path, place: Path | None, compiler: list[str], wo
     below = source.relative_to(root)
     stem = below.stem if below.suffix == ".pyx" else f"{below.stem}_compiled"
     module = ".".join((*below.parent.parts, stem))
-    text = source.read_bytes()
-    digest = hashlib.sha256(text).hexdigest()
+    text, header = source.read_bytes(), root / _HEADER
+    digest = hashlib.sha256(text + header.read_bytes()).hexdigest()
     target = (source.parent if place is None else place / module) / f"{stem}{_SUFFIX}"
     name = str(below.with_name(target.name))
     if target.exists() and target.read_bytes().endswith(digest.encode()):
@@ -92,7 +93,8 @@ def _built(root: Path, source: Path, place: Path | None, compiler: list[str], wo
     copy.write_bytes(text + f'\nSOURCE_DIGEST = "{digest}"\n'.encode())
     written, linked = copy.with_suffix(".c"), copy.with_suffix(".so")
     _run(sys.executable, "-m", "cython", "-3", "--module-name", module, str(copy), "-o", str(written))
-    _run(*compiler, *_FLAGS, f"-I{sysconfig.get_path('include')}", str(written), "-o", str(linked))
+    folders = f"-I{sysconfig.get_path('include')}", f"-I{header.parent}"
+    _run(*compiler, *_FLAGS, *folders, str(written), "-o", str(linked))
     target.parent.mkdir(parents=True, exist_ok=True)
     new = target.with_name(f"{target.name}.{os.getpid()}")
     new.write_bytes(linked.read_bytes() + digest.encode())  # a loader reads no further than the headers say

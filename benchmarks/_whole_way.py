@@ -18,7 +18,7 @@ from kvtier.tiers.compiled import status
 from kvtier.tiers.config import COMPILED, Config
 from kvtier.tiers.copies import BlockPool
 from kvtier.tiers.hierarchy import Wanted
-from kvtier.tiers.naming import KeptNames, KVShape, TokenChain, root_hash
+from kvtier.tiers.naming import HashCache, KVShape, TokenChain, root_hash
 
 STEPS: Final = ("names", "lookup", "given", "end")
 NEW: Final = 2048  # tokens that the next turn has more
@@ -42,7 +42,6 @@ def going(way: str) -> Iterator[None]:
     with (
         mock.patch.dict(os.environ, {COMPILED: "off"}),
         mock.patch("kvtier.tiers.naming.chain.compiled", return_value=None),
-        mock.patch("kvtier.tiers.naming.kept_names.compiled", return_value=None),
     ):
         yield
 
@@ -73,7 +72,7 @@ class LongPrompts:
         self._connector = LocalConnector(Config.load(settings), FINGERPRINT, shape, tensor, partial_blocks=True)
         self._tokens, self._size, self._scheme = tokens, block_size, scheme
         self._table = list(range(num_blocks + NEW // block_size + 1))
-        self._kept = KeptNames()
+        self._kept = HashCache()
         self._draw = random.Random(1)
         self._store(self._chain(tokens, self._kept))
 
@@ -90,10 +89,10 @@ class LongPrompts:
             "named before": lambda: self._ask(1, self._kept),
             "next turn": lambda: self._ask(NEW, self._kept),
             "named before, in L1": lambda: self._ask(1, self._kept, in_l1=True),
-            "from nothing": lambda: self._ask(1, KeptNames()),
+            "from nothing": lambda: self._ask(1, HashCache()),
         }
 
-    def _chain(self, tokens: list[int], kept: KeptNames) -> TokenChain:
+    def _chain(self, tokens: list[int], kept: HashCache) -> TokenChain:
         chain = TokenChain(ROOT, self._size, self._scheme, kept=kept)
         chain.extend(tokens)
         return chain
@@ -111,7 +110,7 @@ class LongPrompts:
         self._pool.publish(block_ids, hashes, None)
         self._pool.free(block_ids)
 
-    def _ask(self, num_new: int, kept: KeptNames, *, in_l1: bool = False) -> Took:
+    def _ask(self, num_new: int, kept: HashCache, *, in_l1: bool = False) -> Took:
         """One request: named, looked up, given its blocks, its load planned and reported, finished.
 
         Behind the prompt that is held it has tokens that nobody has seen.

@@ -9,7 +9,7 @@ from numpy.typing import ArrayLike, NDArray
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.sequence import NamedPrompt, SamplingParams
 from kvtier.tiers import RequestError
-from kvtier.tiers.naming import KeptNames, TokenChain, root_hash, token_array
+from kvtier.tiers.naming import HashCache, TokenChain, root_hash, token_array
 
 if TYPE_CHECKING:
     from kvtier.engine.model import Model  # it needs torch, this module does not
@@ -66,7 +66,7 @@ class PromptNames:
     def __init__(self, fingerprint: bytes, config: EngineConfig) -> None:
         self._fingerprint = fingerprint
         self._config = config
-        self._kept = KeptNames()
+        self._kept = HashCache()
 
     def named(self, token_ids: list[int], cache_salt: str | None) -> NamedPrompt:
         """The prompt with the names of its blocks, which no other salt has. RequestError: the salt is no text."""

@@ -17,7 +17,7 @@ from kvtier.tiers.config import Config
 from kvtier.tiers.copies import BlockCopier, BlockCopies
 from kvtier.tiers.hierarchy import Attribution, CacheTiers, Wanted, bring
 from kvtier.tiers.host import HostRegion
-from kvtier.tiers.naming import KeptNames, TokenChain
+from kvtier.tiers.naming import HashCache, TokenChain
 from kvtier.tiers.pool import Lease, Reservation
 
 _SEALED: Final = 1.0  # seconds for new blocks to be hashed
@@ -68,7 +68,7 @@ class TierBlocks:
         self.follow: Callable[[], bool] = lambda: True  # sets `root` to the model's as it is now; False: it has no name
         self._config = config.cache
         self._device = copies_of(form, device, config.host, tiers.metrics)  # None: the CPU copies
-        self._kept = KeptNames()
+        self._kept = HashCache()
         self._stores: list[_Store] = []  # whose copies are under way, the oldest first
         self._lost: list[tuple[Lease, Sent]] = []  # loads that a dead device has not ended: it may still read
 

@@ -10,7 +10,7 @@ from kvtier.connector.vllm.adapters import ServedAdapters
 from kvtier.connector.vllm.drafts import AheadChain
 from kvtier.tiers import ChainHash, ChildBlock
 from kvtier.tiers.config import CacheConfig
-from kvtier.tiers.naming import KeptNames, TokenChain, pack_tokens, root_hash
+from kvtier.tiers.naming import HashCache, TokenChain, pack_tokens, root_hash
 
 if TYPE_CHECKING:
     from kvtier.connector.vllm.slots import SlotPlan
@@ -107,7 +107,7 @@ class OwnChain:
         named: tuple[bytes, str | None, str | None, bytes | None],
         block_size: int,
         scheme: str,
-        kept: KeptNames | None = None,
+        kept: HashCache | None = None,
     ) -> None:
         """`named` is what the root is made of: fingerprint, salt, and an adapter's name and digest.
 
@@ -144,7 +144,7 @@ class RequestNames:
         self._plan = plan
         self._cache = cache
         self._root = root
-        self._kept = KeptNames()  # of our own chains
+        self._kept = HashCache()  # of our own chains
         self.adapters = adapters or ServedAdapters()
         self.name_instead: NameInstead | None = None  # without it no part of a block that vLLM named is reused
 

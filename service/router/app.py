@@ -117,7 +117,8 @@ class _Forwarding:
             leaving.cancel()
             if not answering.done():  # the client hung up, or this server stops: the replica's work ends too
                 answering.cancel()
-                self._router.ledger.errors["client_gone"] += 1
+                if not reply.is_done:  # clients close a stream once they have its last event
+                    self._router.ledger.errors["client_gone"] += 1
         with contextlib.suppress(asyncio.CancelledError):
             await answering
 

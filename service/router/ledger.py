@@ -27,7 +27,7 @@ class Ledger:
     retries: Counter[str] = field(default_factory=Counter)  # why another replica was tried before a byte was streamed
     errors: Counter[str] = field(default_factory=Counter)  # why the router answered with an error of its own
     untokenised: Counter[str] = field(default_factory=Counter)  # why the prompt of a request was not known
-    prompt_tokens: int = 0  # of prompts that were known and answered
+    prompt_tokens: int = 0  # of prompts that were known, and whose answers began
     promised_tokens: int = 0  # of these, held by the answering replica according to the index
     told_prompt_tokens: int = 0  # as reported in the replicas' usage
     told_cached_tokens: int = 0

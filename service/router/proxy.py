@@ -97,8 +97,9 @@ class Proxy:
             tries.tried.add(replica.name)
             cached = next(score.cached for score in choice.scores if score.name == replica.name)
             work = AssignedWork(replica, request.held.num_blocks - cached)
+            size = None if replica.version is None else replica.version.block_size
             try:
-                attempt = _Attempt(replica, work, self._ledger, reply)
+                attempt = _Attempt(replica, work, self._ledger, reply, promised=cached * (size or 0))
                 refusal = await attempt.make(request, replace(self._deadlines, first_byte=due - loop.time()))
             except ReplicaFailed as error:
                 replica.failed(error.failure)
@@ -112,9 +113,6 @@ class Proxy:
                 self._ledger.retries[error.failure] += 1
             else:
                 if refusal is None:
-                    self._ledger.prompt_tokens += request.num_tokens
-                    size = None if replica.version is None else replica.version.block_size
-                    self._ledger.promised_tokens += cached * (size or 0)
                     return None
                 tries.refused(refusal)
                 self._ledger.retries[str(refusal.status)] += 1
@@ -158,8 +156,11 @@ def _nobody(choice: Choice) -> OpenAIError:
 
 
 class _Attempt:
-    def __init__(self, replica: Replica, work: AssignedWork, ledger: Ledger, reply: ClientReply) -> None:
+    def __init__(
+        self, replica: Replica, work: AssignedWork, ledger: Ledger, reply: ClientReply, *, promised: int
+    ) -> None:
         self._replica, self._work, self._ledger, self._reply = replica, work, ledger, reply
+        self._promised = promised  # tokens that the replica holds of the prompt
 
     async def make(self, request: RoutedRequest, deadlines: Deadlines) -> Relayed | None:
         """Send the request. Returns None if the client has its answer, else the refusal. Raises ReplicaFailed."""
@@ -176,7 +177,10 @@ class _Attempt:
             if is_refusal:
                 return Relayed(answer.status, headers, first)
             self._work.begun()
+            # booked here: a client may leave behind its last event, and end what would follow
             self._ledger.answers[self._replica.name, f"{answer.status // 100}xx"] += 1
+            self._ledger.prompt_tokens += request.num_tokens
+            self._ledger.promised_tokens += self._promised
             if is_open or len(first) > _MAX_WHOLE:
                 await self._reply.begin(answer.status, headers, is_stream=is_stream)
                 await self._stream(answer, first)

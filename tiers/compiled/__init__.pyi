@@ -1,7 +1,6 @@
-from .extensions import digests, extension, status
+from .extensions import extension, status
 
 __all__ = [
-    "digests",
     "extension",
     "status",
 ]

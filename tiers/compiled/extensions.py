@@ -1,6 +1,5 @@
 """Extension modules: innermost loops, compiled where there was a C compiler (`hatch_build.py`). Else Python does it."""
 
-import ctypes
 import hashlib
 import importlib
 import logging
@@ -9,9 +8,7 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
-from typing import Final, Literal, NamedTuple
-
-import xxhash
+from typing import Final, Literal
 
 from kvtier.tiers.config import COMPILED, compiled_setting
 
@@ -69,54 +66,18 @@ def _loaded(name: str) -> ModuleType | ExtensionStatus:
         logger.warning("%s is not used, Python does its work: %s: %s", name, type(error).__name__, error)
         return ExtensionStatus(name, "broken", f"{spec.origin}: {error}")
     source = _source_of(Path(spec.origin), name)
-    if source is not None and hashlib.sha256(source.read_bytes()).hexdigest() != module.SOURCE_DIGEST:
+    if source is not None and _digest(source) != module.SOURCE_DIGEST:
         logger.warning("%s is not used, Python does its work: it was built of another %s", name, source.name)
         return ExtensionStatus(name, "broken", f"{spec.origin}: built of another {source.name}; build it anew")
     return module
+
+
+def _digest(source: Path) -> str:
+    """As `hatch_build.py` has it: of the source, and of the header that all share."""
+    return hashlib.sha256(source.read_bytes() + Path(__file__).with_name("digests.h").read_bytes()).hexdigest()
 
 
 def _source_of(built: Path, name: str) -> Path | None:
     stem = name.rpartition(".")[2]
     sources = (built.with_name(f"{stem}.pyx"), built.with_name(f"{stem.removesuffix('_compiled')}.py"))
     return next((each for each in sources if each.exists()), None)
-
-
-# --- xxHash, for extension modules that hash without the interpreter's lock
-
-_SAMPLE: Final = bytes(range(256)) * 32
-_SIZES: Final = (0, 1, 100, 4096, len(_SAMPLE))  # each is hashed another way
-_SEED: Final = 7
-
-
-class Digests(NamedTuple):
-    """Addresses of functions in python-xxhash's own extension; the caller keeps nothing alive."""
-
-    xxh3_64: int
-    """`(const void *, size_t) → uint64_t`."""
-    xxh3_64_seeded: int
-    """`(const void *, size_t, uint64_t seed) → uint64_t`."""
-
-
-@cache
-def digests() -> Digests | None:
-    """Tried against Python's; None where python-xxhash does not show them, or they differ: Python hashes then."""
-    try:
-        library = ctypes.CDLL(str(importlib.import_module("xxhash._xxhash").__file__))
-    except (ImportError, OSError):
-        return None
-    for suffix in ("_dispatch", ""):  # the first takes the processor's widest instructions
-        plain = getattr(library, f"XXH3_64bits{suffix}", None)
-        seeded = getattr(library, f"XXH3_64bits_withSeed{suffix}", None)
-        if plain is None or seeded is None:
-            continue
-        plain.restype = seeded.restype = ctypes.c_uint64
-        plain.argtypes = (ctypes.c_char_p, ctypes.c_size_t)
-        seeded.argtypes = (*plain.argtypes, ctypes.c_uint64)
-        if all(
-            plain(_SAMPLE, size) == xxhash.xxh3_64_intdigest(_SAMPLE[:size])
-            and seeded(_SAMPLE, size, _SEED) == xxhash.xxh3_64_intdigest(_SAMPLE[:size], _SEED)
-            for size in _SIZES
-        ):
-            return Digests(*(ctypes.cast(each, ctypes.c_void_p).value or 0 for each in (plain, seeded)))
-    logger.info("python-xxhash %s does not show its C functions: Python hashes", xxhash.VERSION)
-    return None

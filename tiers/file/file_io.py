@@ -11,12 +11,13 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
+from types import ModuleType
 from typing import Final
 
 import numpy as np
 
 from kvtier.tiers import forget_descriptor, hide_from_children
-from kvtier.tiers.file.read_queue import CompiledReads, ReadQueue, compiled_reads
+from kvtier.tiers.file.read_queue import ReadQueue, compiled_reads
 
 PAGE: Final = 4096  # alignment of addresses, lengths and offsets that every O_DIRECT file system accepts
 CALL_BYTES: Final = 8 << 20  # largest coalesced transfer
@@ -80,7 +81,7 @@ class FileIO:
         return os.preadv(fd, buffers, offset)
 
     @cached_property
-    def compiled(self) -> CompiledReads | None:
+    def compiled(self) -> ModuleType | None:
         """The twin that reads, if it was built."""
         return compiled_reads()
 
@@ -95,7 +96,7 @@ class FileIO:
         """
         if self.compiled is None or type(self).preadv is not _PREADV:
             return None
-        came: bytes = self.compiled.module.read_rows(fd, offsets, size, into)
+        came: bytes = self.compiled.read_rows(fd, offsets, size, into)
         return came
 
     def peek(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier.tiers import BlockRecord, ChainHash
-from kvtier.tiers.compiled import digests, extension
+from kvtier.tiers.compiled import extension
 
 _log = logging.getLogger(__name__)
 
@@ -49,18 +49,9 @@ _syscall = ctypes.CDLL(None, use_errno=True).syscall
 _syscall.restype = ctypes.c_long
 
 
-class CompiledReads(NamedTuple):
-    """The twin, and where python-xxhash has the functions that it hashes with."""
-
-    module: ModuleType
-    hash_address: int
-    seeded_hash_address: int
-
-
-def compiled_reads() -> CompiledReads | None:
-    """None: not built, or a python-xxhash that does not show its C functions: everything goes the Python way."""
-    module, found = extension("kvtier.tiers.file.read_queue_compiled"), digests()
-    return None if module is None or found is None else CompiledReads(module, *found)
+def compiled_reads() -> ModuleType | None:
+    """The extension module that reads; None, not built: everything goes the Python way."""
+    return extension("kvtier.tiers.file.read_queue_compiled")
 
 
 class SlabLayout(NamedTuple):
@@ -75,7 +66,7 @@ class SlabLayout(NamedTuple):
 class ReadQueue:
     """Reads of one thread at a time, up to `depth` in flight. What one does not bring whole, its caller reads anew."""
 
-    def __init__(self, depth: int, compiled: "CompiledReads | None" = None) -> None:
+    def __init__(self, depth: int, compiled: ModuleType | None = None) -> None:
         """`compiled`: the twin that `read_blocks` takes.
 
         OSError if the kernel has no such queue for us: another machine's, a sandbox, or too many of them.
@@ -151,9 +142,8 @@ class ReadQueue:
         """
         if self._compiled is None:
             return None
-        module, hash_address, seeded_hash_address = self._compiled
-        reads = module.BlockReads(self._queue.value, self.depth, *fds, slots, into, *layout.places, hash_address)
-        found: list[BlockRecord | None] = reads.run(names, BlockRecord, *layout.rule, seeded_hash_address)
+        reads = self._compiled.BlockReads(self._queue.value, self.depth, *fds, slots, into, *layout.places)
+        found: list[BlockRecord | None] = reads.run(names, BlockRecord, *layout.rule)
         if reads.is_lost:
             self._queue.value = 0
         return found

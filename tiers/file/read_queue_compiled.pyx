@@ -41,8 +41,9 @@ cdef extern from "<unistd.h>" nogil:
     long syscall(long number, ...)
     ssize_t pread(int fd, void *buffer, size_t count, int64_t offset)
 
-ctypedef uint64_t (*Hash)(const void *, size_t) noexcept nogil
-ctypedef uint64_t (*SeededHash)(const void *, size_t, uint64_t) noexcept nogil
+cdef extern from "digests.h" nogil:
+    uint64_t kvtier_xxh3_64(const void *data, size_t size)
+    uint64_t kvtier_xxh3_64_seeded(const void *data, size_t size, uint64_t seed)
 
 cdef enum:
     WAKE = 4  # as `read_queue._WAKE`
@@ -93,13 +94,12 @@ cdef packed struct Row:  # `slab.entry_dtype`, of a slab in the clear, up to its
 cdef struct Rule:  # `slab.find_valid`'s, of a slab in the clear
     uint32_t ready, payload_bytes, most_tokens
     uint64_t least_seq, end_seq, seed
-    SeededHash hash
 
 
 cdef bint is_whole(const Row *row, const unsigned char *at, size_t size, uint64_t slot, const Rule *rule) noexcept nogil:
     return (row.state == rule.ready and row.slot == slot and row.payload_bytes == rule.payload_bytes
             and row.num_tokens <= rule.most_tokens and rule.least_seq <= row.seq < rule.end_seq
-            and row.checksum == rule.hash(at + 8, size - 8, rule.seed))
+            and row.checksum == kvtier_xxh3_64_seeded(at + 8, size - 8, rule.seed))
 
 
 cdef class BlockReads:
@@ -107,7 +107,6 @@ cdef class BlockReads:
 
     cdef readonly bint is_lost  # the kernel lost the queue, and has ended all that was in flight
     cdef uint64_t queue
-    cdef Hash hash
     cdef size_t size, row_bytes
     cdef long depth, num_reads, num_blocks, begun, ended
     cdef int table_fd
@@ -127,14 +126,12 @@ cdef class BlockReads:
     cdef long num_fresh
 
     def __cinit__(self, uint64_t queue, long depth, int fd, int table_fd, list slots, list into, list table_offsets,
-                  list payload_offsets, int64_t per_extent, size_t row_bytes, size_t size, size_t longest,
-                  uintptr_t hash_address):
+                  list payload_offsets, int64_t per_extent, size_t row_bytes, size_t size, size_t longest):
         cdef long i, n = len(slots)
         cdef int64_t extent, at, offset, before = -1
         cdef uint64_t slot
         self.queue, self.depth, self.size, self.row_bytes = queue, depth, size, row_bytes
         self.table_fd = table_fd
-        self.hash = <Hash><void *>hash_address
         if len(into) != n:
             raise ValueError(f"{len(into)} buffers for {n} slots")
         self.views = <Py_buffer *>calloc(n + 1, sizeof(Py_buffer))
@@ -205,7 +202,7 @@ cdef class BlockReads:
         free(self.fresh)
 
     def run(self, list names, record, uint32_t ready, uint32_t most_tokens, uint64_t least_seq, uint64_t end_seq,
-            uint64_t seed, uintptr_t seeded_hash_address):
+            uint64_t seed):
         """Wait for all; returns of each block `record(name, parent, tokens, checksum)`, None where it is not whole.
 
         Whole: its row is, by `slab.find_valid`'s rule, it has that name, and the payload that came has the row's
@@ -222,7 +219,6 @@ cdef class BlockReads:
             raise ValueError(f"rows of {self.row_bytes} bytes with {most_tokens} tokens")
         rule.ready, rule.payload_bytes, rule.most_tokens = ready, <uint32_t>self.size, most_tokens
         rule.least_seq, rule.end_seq, rule.seed = least_seq, end_seq, seed
-        rule.hash = <SeededHash><void *>seeded_hash_address
         with nogil:
             self.submit()
             self.read_table(&rule)  # while payloads are on their way
@@ -298,6 +294,6 @@ cdef class BlockReads:
         cdef long i, at
         for i in range(self.num_fresh):
             for at in range(self.firsts[self.fresh[i]], self.firsts[self.fresh[i] + 1]):
-                self.digests[at] = self.hash(self.parts[at].iov_base, self.size)
+                self.digests[at] = kvtier_xxh3_64(self.parts[at].iov_base, self.size)
                 self.came[at] = 1
         self.num_fresh = 0

@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.tiers.compiled import digests, extension
+from kvtier.tiers.compiled import extension
 from kvtier.tiers.config import compiled_setting
 
 PAGE: Final = 4096
@@ -187,8 +187,8 @@ def _compiled_copy(setting: str) -> Callable[..., None] | None:
 
 @functools.cache
 def _compiled_checksums(setting: str) -> Callable[..., list[int]] | None:
-    module, found = extension(_TWIN), digests()
-    return None if module is None or found is None else functools.partial(module.checksums, found.xxh3_64)
+    module = extension(_TWIN)
+    return None if module is None else module.checksums
 
 
 def bytes_at(address: int, num_bytes: int) -> NDArray[np.uint8]:

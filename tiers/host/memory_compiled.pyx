@@ -2,7 +2,7 @@
 # cython: boundscheck=False, wraparound=False
 """The kernel's scattered copy looks up a page for every 4 KiB and is asked by a call; memcpy needs neither."""
 
-from libc.stdint cimport int64_t, uint8_t, uint64_t, uintptr_t
+from libc.stdint cimport int64_t, uint8_t, uint64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy
 
@@ -24,17 +24,18 @@ def copy_pieces(const int64_t[:] targets, const int64_t[:] sources, const int64_
             memcpy(<void *> targets[i], <const void *> sources[i], <size_t> lengths[i])
 
 
-ctypedef uint64_t (*xxh3_64_t)(const void *data, size_t size) noexcept nogil
+cdef extern from "digests.h" nogil:
+    uint64_t kvtier_xxh3_64(const void *data, size_t size)
 
 
-def checksums(uintptr_t xxh3_64, const uint8_t[:, :] rows, const int64_t[:] places, Py_ssize_t num_bytes):
+def checksums(const uint8_t[:, :] rows, const int64_t[:] places, Py_ssize_t num_bytes):
     """xxh3-64 of the first `num_bytes` of each of these rows; the GIL is given up once for all of them.
 
-    `xxh3_64` is the C function's address. IndexError for a row that there is not, ValueError for one that is not whole.
+    IndexError for a row that there is not, ValueError for one that is not whole.
     """
     cdef Py_ssize_t count = places.shape[0], i
     cdef uint64_t *sums
-    if not xxh3_64 or not 0 <= num_bytes <= rows.shape[1] or rows.strides[1] != 1:
+    if not 0 <= num_bytes <= rows.shape[1] or rows.strides[1] != 1:
         raise ValueError(f"{num_bytes} bytes of rows of {rows.shape[1]}")
     for i in range(count):
         if not 0 <= places[i] < rows.shape[0]:
@@ -49,7 +50,7 @@ def checksums(uintptr_t xxh3_64, const uint8_t[:, :] rows, const int64_t[:] plac
     try:
         with nogil:
             for i in range(count):
-                sums[i] = (<xxh3_64_t> <void *> xxh3_64)(&rows[places[i], 0], num_bytes)
+                sums[i] = kvtier_xxh3_64(&rows[places[i], 0], num_bytes)
         return [sums[i] for i in range(count)]
     finally:
         free(sums)

@@ -1,4 +1,5 @@
 from .chain import (
+    HashCache,
     TokenChain,
     Tokens,
     chain_hashes,
@@ -10,7 +11,6 @@ from .chain import (
     token_array,
 )
 from .identity import FORMAT_VERSION, ModelIdentity, config_digest
-from .kept_names import KeptNames
 from .key_schemes import VllmKeys, dynamo_local_hashes, dynamo_seed, dynamo_sequence_hashes, sglang_hashes
 from .kv_probe import PROBE_BYTES, TOLERANCES, KVProbe
 from .lossy import Lossy, with_lossy
@@ -22,10 +22,10 @@ __all__ = [
     "PROBE_BYTES",
     "TOLERANCES",
     "FlatShape",
+    "HashCache",
     "KVLayout",
     "KVProbe",
     "KVShape",
-    "KeptNames",
     "Lossy",
     "ModelIdentity",
     "TokenChain",

@@ -15,7 +15,11 @@ import hashlib
 import struct
 import sys
 from array import array
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
+from threading import Lock
+from types import ModuleType
 from typing import Any, Final
 
 import numpy as np
@@ -23,8 +27,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from kvtier.tiers import BlockRecord, ChainHash, ChildBlock
-from kvtier.tiers.naming.compiled_names import IDS, PIECE, compiled
-from kvtier.tiers.naming.kept_names import RUN, KeptNames
+from kvtier.tiers.compiled import extension
 
 Tokens = Sequence[int] | NDArray[np.integer[Any]]
 """Token ids, each in [0, 2**32). Lists, tuples, `array` and one-dimensional integer ndarrays are equally good."""
@@ -37,6 +40,20 @@ _ROOT_TAG: Final = b"kvtier-root-v1"
 _STATE_TAG: Final = b"kvtier-state-v1"
 _POOL_TAG: Final = b"kvtier-pool-v1"
 _ONE: Final = array("I", (0,))
+
+PIECE: Final = 8192  # blocks named in one call: the GIL is kept while their names are made into objects
+IDS: Final = 1 << 16  # ids read in one call: the GIL is kept meanwhile
+
+RUN: Final = 64  # blocks in a run
+_MOST: Final = 32 << 20  # bytes: at blocks of 16 the names of 3.6 million tokens, at blocks of 64 of 6.4 million
+_OVERHEAD: Final = 512 + RUN * (32 + 41)  # bytes of a run besides what it is made of: its names as Python has them
+
+
+@cache
+def compiled() -> ModuleType | None:
+    """The extension module of these loops, or None: it was not built, or this machine is big-endian."""
+    usual = sys.byteorder == "little" and array("I").itemsize == 4
+    return extension("kvtier.tiers.naming.chain_compiled") if usual else None
 
 
 def token_array(tokens: Tokens) -> "array[int]":
@@ -111,6 +128,80 @@ def is_named_by(record: BlockRecord) -> bool:
     return any([record.chain_hash] == hashes(record.parent, frames) for hashes in _SCHEMES.values())
 
 
+NamedRun = tuple[bytes, Sequence[ChainHash]]
+"""What the names are made of (kind ‖ the name before ‖ tokens), and the names."""
+
+
+class HashCache:
+    """Names of runs of blocks, found by all that they are made of. Thread-safe.
+
+    A name depends on the scheme and the block size (the run's kind), on the name before it and on its tokens. These are
+    compared byte by byte, so what is found is what hashing gives. A chain begins at its root, which has the
+    fingerprint and the tenant's salt in it: no other tenant's chain comes to its runs.
+    At most `num_bytes` are kept, those used last; of one prompt its beginning stays longest.
+    """
+
+    def __init__(self, num_bytes: int = _MOST) -> None:
+        """`num_bytes`: what everything kept may take, as Python keeps it."""
+        self.num_bytes = 0
+        self._most = num_bytes
+        self._runs: OrderedDict[int, NamedRun] = OrderedDict()  # those used last at the end
+        self._lock = Lock()
+
+    def __len__(self) -> int:
+        """How many runs are kept."""
+        return len(self._runs)
+
+    def find(self, kind: bytes, parent: ChainHash, tokens: memoryview, run_bytes: int) -> list[ChainHash]:
+        """The names of the leading runs that are kept. `tokens` are bytes, of which each run has `run_bytes`."""
+        module = compiled()
+        kept_runs = self._leading if module is None else module.kept_runs
+        with self._lock:
+            names, used = kept_runs(self._runs, kind, parent, tokens, run_bytes)
+            for key in reversed(used):  # a prompt's end goes first: without its beginning it would never be found
+                self._runs.move_to_end(key)
+        return names
+
+    @staticmethod
+    def _leading(
+        runs: Mapping[int, NamedRun], kind: bytes, parent: ChainHash, tokens: memoryview, run_bytes: int
+    ) -> tuple[list[ChainHash], list[int]]:
+        """The names of the leading runs that are kept, and their keys."""
+        names: list[ChainHash] = []
+        used: list[int] = []
+        for end in range(run_bytes, len(tokens) + 1, run_bytes):
+            made_of = kind + parent + tokens[end - run_bytes : end]
+            key = xxhash.xxh3_64_intdigest(made_of)
+            run = runs.get(key)
+            if run is None or run[0] != made_of:
+                break
+            names += run[1]
+            parent = names[-1]
+            used.append(key)
+        return names, used
+
+    def enter(
+        self, kind: bytes, parent: ChainHash, tokens: memoryview, run_bytes: int, names: Sequence[ChainHash]
+    ) -> None:
+        """Keep whole runs: `names` are those of the tokens behind `parent`, 64 for each `run_bytes`."""
+        runs: list[tuple[int, NamedRun]] = []
+        before = kind + parent
+        for first in range(0, len(names) - RUN + 1, RUN):
+            start = first // RUN * run_bytes
+            made_of = before + tokens[start : start + run_bytes]
+            runs.append((xxhash.xxh3_64_intdigest(made_of), (made_of, names[first : first + RUN])))
+            before = kind + names[first + RUN - 1]
+        with self._lock:
+            kept = self._runs
+            for key, run in reversed(runs):
+                if (known := kept.pop(key, None)) is not None:
+                    self.num_bytes -= len(known[0]) + _OVERHEAD
+                kept[key] = run
+                self.num_bytes += len(run[0]) + _OVERHEAD
+            while self.num_bytes > self._most:
+                self.num_bytes -= len(kept.popitem(last=False)[1][0]) + _OVERHEAD
+
+
 class TokenChain:
     """The chain hashes of one growing sequence. Every token is hashed once, when its block is full.
 
@@ -126,7 +217,7 @@ class TokenChain:
         block_size: int,
         scheme: str = "sha256",
         extra_keys: BlockExtraKeys | None = None,
-        kept: KeptNames | None = None,
+        kept: HashCache | None = None,
     ) -> None:
         """`kept`: names of chains before this one. What it knows is not hashed again, and it learns the rest."""
         if len(root) != 32:
@@ -213,16 +304,16 @@ class TokenChain:
 
     def _hash(self, first: int, count: int) -> None:
         """Name `count` blocks from `first`, the next one to be named."""
-        size, end, twin = self.block_size, first + count, compiled()
-        names_of = twin.names.get(self.scheme) if twin is not None and not self._extra else None
-        if names_of is None:
+        size, end, module = self.block_size, first + count, compiled()
+        if module is None or self._extra:
             if count:
                 self.hashes += self._hash_frames(self.parent(first), self._frames(first, count))
             return
         for at in range(first, end, PIECE):
-            self.hashes += names_of(self.parent(at), self._tokens, at * size, min(PIECE, end - at), size)
+            count = min(PIECE, end - at)
+            self.hashes += module.names(self.scheme, self.parent(at), self._tokens, at * size, count, size)
 
-    def _extend_by_runs(self, kept: KeptNames, first: int, end: int) -> None:
+    def _extend_by_runs(self, kept: HashCache, first: int, end: int) -> None:
         """Name the blocks from `first` to `end`: whole runs as they were kept, then the rest, which is kept, too."""
         self._hash(first, -first % RUN)
         first += -first % RUN
@@ -287,11 +378,11 @@ def _little_endian(words: "array[int]") -> bytes:
 
 def _compiled_ids(tokens: list[int]) -> "array[int] | None":
     """The ids by the extension module; None where there is none, or one of them is no plain int in range."""
-    if (twin := compiled()) is None:
+    if (module := compiled()) is None:
         return None
     ids = _ONE * len(tokens)
     for first in range(0, len(ids), IDS):
-        if not twin.fill(ids, tokens, first, min(first + IDS, len(ids))):
+        if not module.fill(ids, tokens, first, min(first + IDS, len(ids))):
             return None
     return ids
 

@@ -1,15 +1,15 @@
 """The innermost loops of naming: ids into u32, the chain of names over plain blocks, and kept runs. Twin of chain.py.
 
-The digests are called by the addresses that `load` is told. Which libraries they are of, and whether they are right, is
-compiled_names.py's to know. For little-endian machines.
+For little-endian machines.
 """
 
+from cpython.bytearray cimport PyByteArray_AS_STRING
 from cpython.buffer cimport PyBUF_C_CONTIGUOUS, PyBUF_FORMAT, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 from cpython.dict cimport PyDict_GetItemWithError
 from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE, PyList_New, PyList_SET_ITEM
 from cpython.ref cimport Py_INCREF, PyObject
-from libc.stdint cimport uint8_t, uint32_t, uint64_t, uintptr_t
+from libc.stdint cimport uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcmp, memcpy, strcmp
 
@@ -55,35 +55,43 @@ cdef enum:
     COUNT = 4  # bytes of the token count
     WORD = 4  # bytes of a token
     CHUNK = 64  # bytes that SHA-256 takes at once
-    CONTEXT = 64  # u64, at least those of a SHA256_CTX, which begins with the eight words of its state
+    WIDEST = 4  # of the processor's ways
     PATIENCE = 16384  # tokens that are hashed with the GIL kept: getting it back can take longer than they do
 
-ctypedef struct Digest128:
-    uint64_t low
-    uint64_t high
-
-ctypedef int (*sha256_init_t)(void *context) noexcept nogil
-ctypedef void (*sha256_transform_t)(void *context, const uint8_t *chunk) noexcept nogil
-ctypedef uint64_t (*xxh3_64_t)(const void *data, size_t size) noexcept nogil
-ctypedef Digest128 (*xxh3_128_t)(const void *data, size_t size) noexcept nogil
+cdef extern from "digests.h" nogil:
+    ctypedef struct kvtier_digest128:
+        uint64_t low
+        uint64_t high
+    const uint32_t *kvtier_sha256_start
+    void kvtier_sha256(uint32_t *state, const uint8_t *data, size_t num_chunks)
+    uint64_t kvtier_xxh3_64_seeded(const void *data, size_t size, uint64_t seed)
+    uint64_t kvtier_xxh3_64(const void *data, size_t size)
+    kvtier_digest128 kvtier_xxh3_128(const void *data, size_t size)
+    int kvtier_take_way(int number)
 
 ctypedef void (*chain_t)(
     uint8_t *frame, const uint32_t *tokens, Py_ssize_t count, size_t size, uint8_t *out
 ) noexcept nogil
 
-cdef sha256_init_t sha256_init = NULL
-cdef sha256_transform_t sha256_transform = NULL
-cdef xxh3_64_t xxh3_64 = NULL
-cdef xxh3_128_t xxh3_128 = NULL
+def digests(const uint8_t[::1] data not None, uint64_t seed, int way):
+    """(xxh3-64 with this seed, xxh3-128 or None below 17 bytes, SHA-256) by one of the processor's ways; and how many.
 
-
-def load(uintptr_t init, uintptr_t transform, uintptr_t short, uintptr_t xxh3):
-    """Where libcrypto's SHA256_Init and SHA256_Transform are, XXH3_64bits and XXH3_128bits; 0: it was not found."""
-    global sha256_init, sha256_transform, xxh3_64, xxh3_128
-    xxh3_64 = <xxh3_64_t> <void *> short
-    sha256_init = <sha256_init_t> <void *> init
-    sha256_transform = <sha256_transform_t> <void *> transform
-    xxh3_128 = <xxh3_128_t> <void *> xxh3
+    For tests: the plain way is 0. Afterwards the widest is taken again.
+    """
+    cdef size_t size = data.shape[0]
+    cdef const uint8_t *first = &data[0] if size else NULL
+    cdef bytearray padded = bytearray(data) + b"\x80" + bytes(-(size + 9) % CHUNK) + (8 * size).to_bytes(8, "big")
+    cdef uint8_t *chunks = <uint8_t *> PyByteArray_AS_STRING(padded)
+    cdef uint32_t state[8]
+    cdef kvtier_digest128 both
+    cdef int count = kvtier_take_way(way)
+    memcpy(state, kvtier_sha256_start, NAME)
+    kvtier_sha256(state, chunks, len(padded) // CHUNK)
+    short = kvtier_xxh3_64_seeded(first, size, seed)
+    if size > 16:
+        both = kvtier_xxh3_128(first, size)
+    kvtier_take_way(WIDEST)
+    return short, ((<object> both.high) << 64 | both.low) if size > 16 else None, state, count
 
 
 def fill(words, list ids not None, Py_ssize_t first, Py_ssize_t end):
@@ -109,16 +117,6 @@ cdef bint _fill(uint32_t *words, list ids, Py_ssize_t first, Py_ssize_t end) noe
     return True
 
 
-def sha256_names(bytes parent not None, words, Py_ssize_t first, Py_ssize_t count, Py_ssize_t size):
-    """The names of `count` blocks of `size` tokens behind `parent`, the first of which begins at word `first`."""
-    return _names(_sha256_chain, sha256_init != NULL and sha256_transform != NULL, parent, words, first, count, size)
-
-
-def xxh3_names(bytes parent not None, words, Py_ssize_t first, Py_ssize_t count, Py_ssize_t size):
-    """As `sha256_names`, by the scheme "xxh3"."""
-    return _names(_xxh3_chain, xxh3_128 != NULL, parent, words, first, count, size)
-
-
 cdef int _get_words(object words, Py_buffer *view, int flags) except -1:
     """A view of an array of u32, which the caller releases."""
     PyObject_GetBuffer(words, view, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT | flags)
@@ -128,14 +126,16 @@ cdef int _get_words(object words, Py_buffer *view, int flags) except -1:
     return 0
 
 
-cdef list _names(
-    chain_t chain, bint is_loaded, bytes parent, object words, Py_ssize_t first, Py_ssize_t count, Py_ssize_t size
-):
-    """Checks what the loops below rely on, and gives up the GIL where they take long."""
+def names(str scheme, bytes parent not None, words, Py_ssize_t first, Py_ssize_t count, Py_ssize_t size):
+    """The names of `count` blocks of `size` tokens behind `parent`, the first of which begins at word `first`.
+
+    Long ones are hashed without the GIL. ValueError for a scheme that there is not, and for what lies out of bounds.
+    """
     cdef Py_buffer view
     cdef bytes joined
-    if not is_loaded:
-        raise RuntimeError("the digest was not found when this module was loaded")
+    cdef chain_t chain = _sha256_chain if scheme == "sha256" else _xxh3_chain
+    if scheme not in ("sha256", "xxh3"):
+        raise ValueError(f"scheme {scheme!r}: use sha256 or xxh3")
     if PyBytes_GET_SIZE(parent) != NAME:
         raise ValueError(f"parent of {len(parent)} bytes: must be {NAME}")
     _get_words(words, &view, 0)
@@ -193,23 +193,17 @@ cdef void _sha256_chain(
     uint8_t *frame, const uint32_t *tokens, Py_ssize_t count, size_t size, uint8_t *out
 ) noexcept nogil:
     """`frame` begins with the parent's name and the token count; it is padded here as FIPS 180-4 says."""
-    cdef uint64_t start[CONTEXT]
-    cdef uint64_t context[CONTEXT]
-    cdef uint32_t *state = <uint32_t *> context
+    cdef uint32_t state[8]
     cdef size_t length = NAME + COUNT + WORD * size
     cdef size_t num_chunks = (length + 9 + CHUNK - 1) // CHUNK
-    cdef size_t chunk
     cdef Py_ssize_t i
     cdef int word
     frame[length] = 0x80
     _put(frame + CHUNK * num_chunks - 8, 8 * length, 8)
-    sha256_init(start)
-    memcpy(context, start, sizeof(context))
     for i in range(count):
         memcpy(frame + NAME + COUNT, tokens + i * size, WORD * size)
-        memcpy(context, start, 32)
-        for chunk in range(num_chunks):
-            sha256_transform(context, frame + CHUNK * chunk)
+        memcpy(state, kvtier_sha256_start, NAME)
+        kvtier_sha256(state, frame, num_chunks)
         for word in range(8):
             _put(frame + 4 * word, state[word], 4)
         memcpy(out + NAME * i, frame, NAME)
@@ -219,11 +213,11 @@ cdef void _xxh3_chain(
     uint8_t *frame, const uint32_t *tokens, Py_ssize_t count, size_t size, uint8_t *out
 ) noexcept nogil:
     """As `_sha256_chain`: the digest's 16 bytes, highest first, written twice."""
-    cdef Digest128 digest
+    cdef kvtier_digest128 digest
     cdef Py_ssize_t i
     for i in range(count):
         memcpy(frame + NAME + COUNT, tokens + i * size, WORD * size)
-        digest = xxh3_128(frame, NAME + COUNT + WORD * size)
+        digest = kvtier_xxh3_128(frame, NAME + COUNT + WORD * size)
         _put(frame, digest.high, 8)
         _put(frame + 8, digest.low, 8)
         memcpy(frame + 16, frame, 16)
@@ -231,14 +225,12 @@ cdef void _xxh3_chain(
 
 
 def kept_runs(runs, bytes kind not None, bytes parent not None, tokens, Py_ssize_t run_bytes):
-    """The names of the leading runs of `tokens`, bytes, that are kept, and their keys: `KeptNames.find`."""
+    """The names of the leading runs of `tokens`, bytes, that are kept, and their keys: `HashCache.find`."""
     cdef Py_buffer view
     cdef Py_ssize_t size = PyBytes_GET_SIZE(kind) + NAME + run_bytes
     cdef uint8_t *made_of
     if not isinstance(runs, dict):
         raise TypeError(f"runs: {type(runs).__name__} is no dict")
-    if xxh3_64 == NULL:
-        raise RuntimeError("the digest was not found when this module was loaded")
     if PyBytes_GET_SIZE(parent) != NAME or run_bytes < 1:
         raise ValueError(f"runs of {run_bytes} bytes behind a name of {len(parent)}: must be some, and {NAME}")
     made_of = <uint8_t *> malloc(size)
@@ -271,7 +263,7 @@ cdef tuple _kept_runs(
     while at + run_bytes <= num_bytes:
         memcpy(made_of + size - run_bytes - NAME, PyBytes_AS_STRING(parent), NAME)
         memcpy(made_of + size - run_bytes, tokens + at, run_bytes)
-        key = xxh3_64(made_of, size)
+        key = kvtier_xxh3_64(made_of, size)
         found = PyDict_GetItemWithError(runs, key)
         if found == NULL:
             break

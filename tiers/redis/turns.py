@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Final, Protocol
 
-from kvtier.tiers.compiled import digests, extension
+from kvtier.tiers.compiled import extension
 
 _TWIN: Final = "kvtier.tiers.redis.turns_compiled"
 _LEAST: Final = 64 << 10  # bytes of a block; below, many of them go by one call
@@ -27,7 +27,7 @@ class Turns(Protocol):
         """Go on, at most `depth` commands under way, until `deadline` (time.monotonic) or what is not as usual."""
 
     def hash_at(self, i: int) -> int | None:
-        """xxh3-64 of a whole reply's payload; None if Python is to compute it."""
+        """xxh3-64 of a whole reply's payload; None if the reply has none."""
 
 
 class MakeTurns(Protocol):
@@ -38,7 +38,6 @@ class MakeTurns(Protocol):
         asks: list[Sequence[bytes | memoryview]],
         places: list[Sequence[memoryview]],
         opening: bytes,
-        hasher: int,
         asked: int,
         part: int,
         /,
@@ -60,8 +59,3 @@ def depth_of(payload_bytes: int, window: int, round_trip: float) -> int:
     """
     under_way = max(_UNDER_WAY, int(round_trip * _BYTES_PER_SECOND))
     return min(window, max(2, under_way // payload_bytes))
-
-
-def hasher() -> int:
-    """Where xxh3-64 lies in python-xxhash's extension; 0 if it is not to be found: Python hashes then."""
-    return 0 if (found := digests()) is None else found.xxh3_64

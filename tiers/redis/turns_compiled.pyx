@@ -5,7 +5,7 @@ processor's cache. It stops at whatever is not as usual, and says how far it cam
 """
 
 from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
-from libc.stdint cimport uint64_t, uintptr_t
+from libc.stdint cimport uint64_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcmp, memset
 from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
@@ -21,7 +21,8 @@ cdef extern from "<sys/socket.h>" nogil:
     ssize_t sendmsg(int, const msghdr*, int)
     int MSG_WAITALL, MSG_NOSIGNAL
 
-ctypedef uint64_t (*hash_of)(const void*, size_t) noexcept nogil
+cdef extern from "digests.h" nogil:
+    uint64_t kvtier_xxh3_64(const void *data, size_t size)
 
 cdef enum:
     MOST = 8  # buffers of one command, or of one reply
@@ -30,15 +31,13 @@ cdef enum:
 cdef class Turns:
     """`asks`: the buffers of each command; `places`: where each reply goes; as many of each for every one.
 
-    A reply is as usual if it begins with `opening` and ends with CRLF. Of each that is, the second place is hashed by
-    the function at the address `hasher`, if that is not 0. `asked` commands were sent already, and `part` bytes of the
-    first reply are in their places.
+    A reply is as usual if it begins with `opening` and ends with CRLF. Of each that is, the second place is hashed.
+    `asked` commands were sent already, and `part` bytes of the first reply are in their places.
     """
 
     cdef Py_buffer* buffers
     cdef Py_ssize_t held, count, parts, pieces
     cdef bytes opening
-    cdef hash_of hasher
     cdef uint64_t* hashes
     cdef readonly Py_ssize_t whole  # replies received and as usual
     cdef readonly Py_ssize_t part  # bytes of the next one
@@ -46,7 +45,7 @@ cdef class Turns:
     cdef readonly Py_ssize_t sent  # bytes of the next one
 
     def __cinit__(
-        self, list asks, list places, bytes opening, uintptr_t hasher, Py_ssize_t asked, Py_ssize_t part
+        self, list asks, list places, bytes opening, Py_ssize_t asked, Py_ssize_t part
     ):
         cdef Py_ssize_t i
         cdef Py_buffer* first
@@ -56,7 +55,7 @@ cdef class Turns:
         self.parts, self.pieces = len(asks[0]), len(places[0])
         if not (1 <= self.parts <= MOST and 1 <= self.pieces <= MOST):
             raise ValueError(f"{self.parts} buffers a command, {self.pieces} places a reply; give 1 to {MOST}")
-        self.opening, self.asked, self.hasher = opening, asked, <hash_of><void*>hasher
+        self.opening, self.asked = opening, asked
         self.buffers = <Py_buffer*>calloc(self.count * (self.parts + self.pieces), sizeof(Py_buffer))
         self.hashes = <uint64_t*>calloc(self.count, sizeof(uint64_t))
         if self.buffers == NULL or self.hashes == NULL:
@@ -90,10 +89,10 @@ cdef class Turns:
         free(self.hashes)
 
     def hash_at(self, Py_ssize_t i):
-        """Of a reply that is whole, what the hasher made of its second place; None without a hasher."""
+        """xxh3-64 of the second place of a reply that is whole; None if it has but one."""
         if not 0 <= i < self.whole:
             raise IndexError(i)
-        return self.hashes[i] if self.hasher != NULL and self.pieces > 1 else None
+        return self.hashes[i] if self.pieces > 1 else None
 
     def run(self, int fd, Py_ssize_t depth, double deadline):
         """Go on with at most `depth` commands under way, until all is done, `deadline` (CLOCK_MONOTONIC) passes, a call
@@ -130,8 +129,8 @@ cdef class Turns:
             return False
         if memcmp(<char*>last.buf + last.len - 2, b"\r\n", 2):
             return False
-        if self.hasher != NULL and self.pieces > 1:
-            self.hashes[self.whole] = self.hasher(first[1].buf, first[1].len)
+        if self.pieces > 1:
+            self.hashes[self.whole] = kvtier_xxh3_64(first[1].buf, first[1].len)
         self.part = 0
         self.whole += 1
         return True

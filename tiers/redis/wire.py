@@ -16,7 +16,7 @@ from redis.connection import AbstractConnection
 
 from kvtier.tiers import Outcome
 from kvtier.tiers.redis.stream import SendBuffer, TooLongError, WireError, cut, stream_of
-from kvtier.tiers.redis.turns import MakeTurns, Turns, hasher
+from kvtier.tiers.redis.turns import MakeTurns, Turns
 
 _BUFFER: Final = 16 << 10
 _GLANCE: Final = 64  # bytes looked at for the end of a line
@@ -224,7 +224,7 @@ class Wire:
         first = places[0]
         here = self._end - self._start
         part = self._give_all(first)
-        run = make(asks, places, opening, hasher(), asked, part)
+        run = make(asks, places, opening, asked, part)
         self.num_expected += len(asks) - asked
         state = None
         while here == part and run.whole < len(asks) and state != (state := (run.whole, run.part, run.asked, run.sent)):

@@ -235,7 +235,7 @@ def test_a_client_of_the_router_sees_the_same(model: Path, questions: list[Asked
         create: Any = through.completions.create
         done = create(prompt=parts_of(questions[0]), extra_body={"ignore_eos": True}, **ONE)
         asked = 2 * answer.usage.prompt_tokens + done.usage.prompt_tokens
-        until(lambda: router.status()["tokens"]["prompt"] == asked)  # booked once an answer has gone out whole
+        until(lambda: router.status()["tokens"]["prompt"] == asked)
         texts = {"texts": [written(each) for each in questions[0].documents]}
         passed = router.client.post("/v1/kvtier/precompute", json=texts)
         assert passed.json()["held"] > 0

@@ -122,7 +122,9 @@ async def _complete(scope: Message, body: dict[str, Any], receive: Receive, send
         number += 1
     gone.cancel()
     await _event(send, {"object": "text_completion", "choices": [], "usage": usage})
-    await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+    await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": True})
+    await asyncio.sleep(BEHAVIOUR.get("linger", 0.0))
+    await send({"type": "http.response.body", "body": b""})
 
 
 async def _gone(receive: Receive) -> None:

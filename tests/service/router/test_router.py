@@ -191,6 +191,16 @@ def test_a_client_that_leaves_ends_its_request_at_the_replica(pair: Pair, router
     until(lambda: router.status()["errors"] == {"client_gone": 1})
 
 
+def test_a_client_that_closes_behind_the_last_event_is_booked_as_answered(pair: Pair, router: RoutedReplicas) -> None:
+    for replica in pair:
+        replica.behave(linger=PATIENCE)  # the stream's end does not come before the client leaves
+    with OpenAI(base_url=f"http://{router.server.address}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        assert len(list(client.completions.create(model="m", prompt=[1, 2, 3, 4, 5], stream=True))) == 4
+    until(lambda: all(each["in_flight"] == 0 for each in router.status()["replicas"]))
+    assert router.status()["errors"] == {}
+    assert router.status()["tokens"]["prompt"] == 5
+
+
 def test_a_client_that_does_not_read_makes_the_replica_wait(pair: Pair, router: RoutedReplicas) -> None:
     for replica in pair:
         replica.behave(events=1000, size=10_000)

@@ -1,7 +1,7 @@
 """Extension modules: one that is stale, broken or turned off is not used, and health says so."""
 
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,7 +33,7 @@ def built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
             return module
 
         monkeypatch.setattr(compiled, "find_spec", lambda name: type("Spec", (), {"origin": str(file)}))
-        monkeypatch.setattr("importlib.import_module", imported)
+        monkeypatch.setattr(compiled, "importlib", SimpleNamespace(import_module=imported))
 
     yield build
     monkeypatch.undo()

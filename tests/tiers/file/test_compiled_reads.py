@@ -5,6 +5,7 @@ import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -13,10 +14,9 @@ from hypothesis import strategies as st
 from slab_rig import hash_of, record_of
 
 from kvtier.tiers import BlockRecord, checksum
-from kvtier.tiers.compiled.extensions import digests
 from kvtier.tiers.file import read_queue, slab
 from kvtier.tiers.file.extents import ExtentMap
-from kvtier.tiers.file.read_queue import CompiledReads, ReadQueue, SlabLayout
+from kvtier.tiers.file.read_queue import ReadQueue, SlabLayout
 from kvtier.tiers.file.slab_codec import Codec, verified
 
 BLOCK_SIZE, SLOT = 4, 4096
@@ -25,7 +25,7 @@ FIELDS = ("state", "seq", "slot", "payload_bytes", "num_tokens")
 
 
 @pytest.fixture
-def compiled() -> CompiledReads:
+def compiled() -> ModuleType:
     found = read_queue.compiled_reads()
     if found is None:
         pytest.skip("not built: `make compiled`")
@@ -33,7 +33,7 @@ def compiled() -> CompiledReads:
 
 
 @pytest.fixture
-def queue(compiled: CompiledReads) -> Iterator[ReadQueue]:
+def queue(compiled: ModuleType) -> Iterator[ReadQueue]:
     try:
         made = ReadQueue(4, compiled)
     except OSError as error:
@@ -172,19 +172,19 @@ def test_a_codec_reads_few_rows_as_many() -> None:
     assert codec.entries(np.tile(rows, 5), slots * 5) == found * 5
 
 
-def test_rows_that_do_not_fit_are_refused(compiled: CompiledReads) -> None:
+def test_rows_that_do_not_fit_are_refused(compiled: ModuleType) -> None:
     with pytest.raises(ValueError, match="bytes for 2 rows"):
-        compiled.module.read_rows(0, [0, 1], 64, bytearray(127))
-    assert compiled.module.read_rows(1 << 20, [0, 64], 64, bytearray(128)) == b"\0\0"  # no such file
+        compiled.read_rows(0, [0, 1], 64, bytearray(127))
+    assert compiled.read_rows(1 << 20, [0, 64], 64, bytearray(128)) == b"\0\0"  # no such file
 
 
-def test_rows_come_as_by_pread(compiled: CompiledReads, file: int) -> None:
+def test_rows_come_as_by_pread(compiled: ModuleType, file: int) -> None:
     rng = random.Random(5)
     for _ in range(30):
         offsets = [rng.randrange(64 * 4096 + 100) for _ in range(rng.randrange(1, 9))]
         offsets += [offsets[-1] + 96, offsets[-1] + 192]  # neighbours, in one call
         into = bytearray(96 * len(offsets))
-        came = compiled.module.read_rows(file, offsets, 96, into)
+        came = compiled.read_rows(file, offsets, 96, into)
         for i, offset in enumerate(offsets):
             there = os.pread(file, 96, offset)
             if came[i]:
@@ -226,17 +226,6 @@ def test_what_the_kernel_refuses_or_the_file_lacks_is_not_brought(queue: ReadQue
     found, _ = blocks.read(queue, slots)
     assert [record is not None for record in found] == [True] * 5 + [False]
     assert queue.is_open
-
-
-def test_a_hash_library_that_does_not_load_is_the_python_way(
-    compiled: CompiledReads, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def lacks(name: str) -> None:
-        raise ImportError(name)
-
-    monkeypatch.setattr(read_queue, "digests", digests.__wrapped__)  # not what was found before
-    monkeypatch.setattr("importlib.import_module", lacks)
-    assert read_queue.compiled_reads() is None
 
 
 def test_a_queue_that_the_kernel_lost_brings_nothing_and_is_closed(queue: ReadQueue, blocks: Blocks) -> None:

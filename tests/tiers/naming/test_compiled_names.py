@@ -1,24 +1,36 @@
 """The extension module of naming: names, errors and growth as the Python way has them, and a GIL that is given up."""
 
 import hashlib
+import random
+import struct
 import sys
 import threading
 import time
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import pytest
+import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.tiers.naming import chain, compiled_names, kept_names
-from kvtier.tiers.naming.chain import BlockExtraKeys, TokenChain, Tokens, chain_hashes, root_hash, token_array
-from kvtier.tiers.naming.compiled_names import compiled
-from kvtier.tiers.naming.kept_names import RUN, KeptNames
+from kvtier.tiers.naming import chain
+from kvtier.tiers.naming.chain import (
+    RUN,
+    BlockExtraKeys,
+    HashCache,
+    TokenChain,
+    Tokens,
+    chain_hashes,
+    compiled,
+    root_hash,
+    token_array,
+)
 
 ROOT = root_hash(bytes(range(32)))
 TWIN = compiled()
@@ -43,10 +55,7 @@ class Id:
 
 @contextmanager
 def python_way() -> Iterator[None]:
-    with (
-        mock.patch.object(chain, "compiled", return_value=None),
-        mock.patch.object(kept_names, "compiled", return_value=None),
-    ):
+    with mock.patch.object(chain, "compiled", return_value=None):
         yield
 
 
@@ -64,11 +73,17 @@ def both_ways(tokens: Any) -> None:
         assert got == outcome(tokens)
 
 
-def test_the_twin_has_every_digest_here() -> None:
-    """This machine's Python and xxhash are of the usual kind: otherwise half of these stories would test nothing."""
+@pytest.mark.parametrize("way", range(4))  # plain C, then what this processor has, from narrow to wide
+def test_digests_of_every_length_are_those_of_xxhash_and_hashlib(way: int) -> None:
     assert TWIN is not None
-    assert set(TWIN.names) == {"sha256", "xxh3"}
-    assert TWIN.kept_runs is not None
+    draw = random.Random(way)
+    for size in (*range(1300), 2047, 2048, 2049, 4095, 4096, 8200, 65536, 100_001):
+        data = draw.randbytes(size)
+        seed = draw.choice((0, 7, draw.getrandbits(64)))
+        short, both, state, num_ways = TWIN.digests(data, seed, way)
+        assert short == xxhash.xxh3_64_intdigest(data, seed), f"way {way} of {num_ways}, {size} bytes, seed {seed}"
+        assert both == (xxhash.xxh3_128_intdigest(data) if size > 16 else None), f"way {way}, {size} bytes"
+        assert struct.pack(">8I", *state) == hashlib.sha256(data).digest(), f"way {way}, {size} bytes"
 
 
 @given(st.lists(IDS, max_size=40), st.lists(st.tuples(st.integers(0, 40), st.one_of(ODD, st.builds(Id))), max_size=2))
@@ -92,7 +107,7 @@ def test_arrays_of_any_type_fare_alike(dtype: type) -> None:
 
 
 def test_a_long_list_is_read_in_pieces_and_its_last_id_is_checked() -> None:
-    num_ids = 2 * compiled_names.IDS + 3
+    num_ids = 2 * chain.IDS + 3
     ids = list(range(num_ids))
     assert token_array(ids).tolist() == ids
     for wrong in (2**32, -1, 2**100):
@@ -137,7 +152,7 @@ def test_growth_in_pieces_gives_the_same_names(
 @pytest.mark.parametrize("scheme", ["sha256", "xxh3"])
 @pytest.mark.parametrize("size", [5, 6, 7, 16, 21, 22, 23, 64, 1000])  # where padding needs one more chunk, and beside
 def test_more_than_a_piece_of_blocks_with_the_gil_given_up(scheme: str, size: int) -> None:
-    num_blocks = compiled_names.PIECE + 5 if size < 10 else 1030
+    num_blocks = chain.PIECE + 5 if size < 10 else 1030
     ids = np.random.default_rng(size).integers(0, 2**32, num_blocks * size + size - 1, np.uint32)
     names = chain_hashes(ROOT, ids, size, scheme)
     assert len(names) == num_blocks
@@ -157,7 +172,7 @@ def test_kept_runs_are_found_alike_and_never_another_tenant_s(
     prompts: list[tuple[str, int, int, int]], scheme: str
 ) -> None:
     """Both keep the same names, and what one way kept the other finds."""
-    kept, plain = KeptNames(60_000), KeptNames(60_000)
+    kept, plain = HashCache(60_000), HashCache(60_000)
     for salt, edited, num_blocks, value in prompts:
         tokens = [1] * (2 * num_blocks)
         tokens[2 * edited :] = [value] * len(tokens[2 * edited :])
@@ -173,16 +188,14 @@ def test_kept_runs_are_found_alike_and_never_another_tenant_s(
 
 
 def test_a_run_under_another_run_s_key_is_not_taken() -> None:
-    assert TWIN is not None
-    assert TWIN.kept_runs is not None
-    kept = KeptNames()
+    kept = HashCache()
     whole = [7] * (2 * RUN)
     made = TokenChain(ROOT, 2, kept=kept)
     made.extend(whole)
     [(key, (made_of, names))] = kept._runs.items()
     kept._runs[key] = (made_of[:-1] + b"\xff", names)  # as if somebody had aimed at the key
     again = TokenChain(ROOT, 2, kept=kept)
-    with mock.patch.object(KeptNames, "enter"):
+    with mock.patch.object(HashCache, "enter"):
         again.extend(whole)
     assert again.hashes == made.hashes
     assert all(mine is not theirs for mine, theirs in zip(again.hashes, names, strict=True))  # hashed anew
@@ -190,7 +203,7 @@ def test_a_run_under_another_run_s_key_is_not_taken() -> None:
 
 def test_what_is_out_of_bounds_is_refused() -> None:
     assert TWIN is not None
-    words, names_of = array("I", range(64)), TWIN.names["sha256"]
+    words, names_of = array("I", range(64)), partial(TWIN.names, "sha256")
     for parent, first, count, size in (
         (b"short", 0, 1, 16), (ROOT, -1, 1, 16), (ROOT, 1, 4, 16), (ROOT, 65, 0, 16), (ROOT, 0, 1, 0),
         (ROOT, 0, -1, 16), (ROOT, 0, 1, 2**60), (ROOT, 0, 2**60, 16),
@@ -199,36 +212,14 @@ def test_what_is_out_of_bounds_is_refused() -> None:
             names_of(parent, words, first, count, size)
     for wrong in (array("i", [1] * 64), array("Q", [1] * 64), bytes(256), np.zeros(64, np.float32)):
         with pytest.raises(TypeError, match="array of u32"):
-            names_of(ROOT, wrong, 0, 1, 16)  # type: ignore[arg-type]
+            names_of(ROOT, wrong, 0, 1, 16)
     with pytest.raises(TypeError, match="NoneType"):
-        names_of(None, words, 0, 1, 16)  # type: ignore[arg-type]
+        names_of(None, words, 0, 1, 16)
+    with pytest.raises(ValueError, match="scheme 'md5': use sha256 or xxh3"):
+        TWIN.names("md5", ROOT, words, 0, 1, 16)
     assert not TWIN.fill(words, [1, 2], 0, 3)
     assert not TWIN.fill(words, [1, 2], -1, 1)
     assert not TWIN.fill(array("I", [0]), [1, 2], 0, 2)
-
-
-def test_a_digest_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where a library has other conventions: the twin's names are compared with Python's before any is used."""
-    assert TWIN is not None
-    module = mock.Mock()
-    module.sha256_names = lambda parent, words, first, count, size: [hashlib.sha256(parent).digest()] * count
-    module.xxh3_names = lambda *_: [b""] * 3
-    module.kept_runs = lambda *_: ([], [])
-    found = compiled_names._checked(module)
-    assert dict(found.names) == {}
-    assert found.kept_runs is None
-    monkeypatch.setattr(compiled_names, "_address", lambda *_: 0)  # no such function anywhere
-    nowhere = compiled_names._checked(mock.Mock())
-    assert dict(nowhere.names) == {}
-    assert nowhere.kept_runs is None
-    with mock.patch.object(chain, "compiled", return_value=nowhere._replace(fill=TWIN.fill)):
-        names = chain_hashes(ROOT, range(64), 16)
-    assert names == chain_hashes(ROOT, range(64), 16)
-
-
-def test_an_address_that_is_nowhere_is_none() -> None:
-    assert compiled_names._address("SHA256_Transform", "libcrypto.so.3") != 0
-    assert compiled_names._address("kvtier_no_such_function", "no-such-library.so") == 0
 
 
 def test_other_threads_go_on_while_a_long_prompt_is_hashed() -> None:
@@ -252,11 +243,11 @@ def test_other_threads_go_on_while_a_long_prompt_is_hashed() -> None:
         went_on = 0
         while not went_on and time.monotonic() < deadline:
             before = turns
-            TWIN.names["sha256"](ROOT, words, 0, len(words) // 16, 16)
+            TWIN.names("sha256", ROOT, words, 0, len(words) // 16, 16)
             went_on = turns - before
         assert went_on > 0
         before = turns
-        TWIN.names["sha256"](ROOT, words, 0, 64, 16)  # a few blocks: getting it back would take longer than they do
+        TWIN.names("sha256", ROOT, words, 0, 64, 16)  # a few blocks: getting it back would take longer than they do
         assert turns == before
     finally:
         sys.setswitchinterval(patience)

@@ -24,7 +24,7 @@ from kvtier.tiers.redis.keyspace import Keyspace
 from kvtier.tiers.redis.lanes import Lane
 from kvtier.tiers.redis.store import RedisStore
 from kvtier.tiers.redis.stream import WireError
-from kvtier.tiers.redis.turns import MakeTurns, depth_of, hasher, make_turns
+from kvtier.tiers.redis.turns import MakeTurns, depth_of, make_turns
 from kvtier.tiers.redis.wire import Wire
 from kvtier.tiers.shared.forms import ClearForm
 from kvtier.tiers.tier import BlockRecord, Outcome
@@ -215,10 +215,10 @@ def test_what_cannot_be_turns_is_refused() -> None:
         ([()], [place], 0),
     ):
         with pytest.raises(ValueError, match=r"command|buffers|places"):
-            module.Turns(asks, places, b"+OK\r\n", 0, asked, 0)
+            module.Turns(asks, places, b"+OK\r\n", asked, 0)
     with pytest.raises(BufferError):
-        module.Turns([(b"a",)], [(memoryview(b"read only"),)], b"+", 0, 0, 0)
-    run = module.Turns([(b"a",)], [place], b"+", hasher(), 0, 0)
+        module.Turns([(b"a",)], [(memoryview(b"read only"),)], b"+", 0, 0)
+    run = module.Turns([(b"a",)], [place], b"+", 0, 0)
     with pytest.raises(IndexError):
         run.hash_at(0)
 

@@ -1,9 +1,10 @@
-"""Kept names: equal to hashing for any edit, length and growth, never another tenant's, never more than the bound."""
+"""Names of a hash cache: those that hashing gives, for any edit and growth, never another tenant's, and bounded."""
 
 import hashlib
 import random
-from array import array
 from threading import Thread
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import xxhash
@@ -11,10 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.tiers.naming import chain as chain_module
-from kvtier.tiers.naming import kept_names
-from kvtier.tiers.naming.chain import TokenChain, chain_hashes, root_hash
-from kvtier.tiers.naming.compiled_names import compiled
-from kvtier.tiers.naming.kept_names import RUN, KeptNames
+from kvtier.tiers.naming.chain import _OVERHEAD, RUN, HashCache, TokenChain, chain_hashes, compiled, root_hash
 
 ROOT = root_hash(bytes(range(32)))
 SIZE = 2  # tokens in a block
@@ -25,7 +23,7 @@ TOKENS = [random.Random(3).randrange(2**32) for _ in range(4 * RUN * SIZE + 7)] 
 def hashed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     """An item for each block that goes through SHA-256 in this test, which is told twice: for either way."""
     seen: list[bytes] = []
-    real, twin = hashlib.sha256, compiled() if request.param == "compiled" else None
+    real, module = hashlib.sha256, compiled() if request.param == "compiled" else None
 
     def counting(data: bytes = b"") -> "hashlib._Hash":
         seen.append(data)
@@ -33,22 +31,22 @@ def hashed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> l
 
     monkeypatch.setattr(hashlib, "sha256", counting)
     if request.param == "compiled":
-        if twin is None:
+        if module is None:
             pytest.skip("not built: `make compiled`")
-        names_of = twin.names["sha256"]
+        names_of = module.names
 
-        def counted(parent: bytes, words: "array[int]", first: int, count: int, size: int) -> list[bytes]:
-            seen.extend([b""] * count)
-            return names_of(parent, words, first, count, size)
+        def counted(*arguments: Any) -> list[bytes]:
+            names: list[bytes] = names_of(*arguments)
+            seen.extend(names)
+            return names
 
-        twin = twin._replace(names={**twin.names, "sha256": counted})
-    monkeypatch.setattr(chain_module, "compiled", lambda: twin)
-    monkeypatch.setattr(kept_names, "compiled", lambda: twin)
+        module = SimpleNamespace(fill=module.fill, kept_runs=module.kept_runs, names=counted)
+    monkeypatch.setattr(chain_module, "compiled", lambda: module)
     return seen
 
 
 def kept_chain(
-    kept: KeptNames, tokens: list[int], root: bytes = ROOT, size: int = SIZE, scheme: str = "sha256"
+    kept: HashCache, tokens: list[int], root: bytes = ROOT, size: int = SIZE, scheme: str = "sha256"
 ) -> TokenChain:
     chain = TokenChain(root, size, scheme, kept=kept)
     chain.extend(tokens)
@@ -68,7 +66,7 @@ def kept_chain(
 def test_kept_names_are_those_that_hashing_gives(
     edits: list[tuple[int, str, int]], pieces: list[int], scheme: str, size: int, other_root: bool
 ) -> None:
-    kept = KeptNames()
+    kept = HashCache()
     for known in ("sha256", "xxh3"):  # the last turns: one of each kind
         for known_size in (1, SIZE, 3):
             kept_chain(kept, TOKENS, size=known_size, scheme=known)
@@ -91,7 +89,7 @@ def test_kept_names_are_those_that_hashing_gives(
 
 
 def test_the_next_turn_hashes_only_what_is_new(hashed: list[bytes]) -> None:
-    kept = KeptNames()
+    kept = HashCache()
     first = kept_chain(kept, TOKENS)
     assert len(hashed) == len(first.hashes) == 4 * RUN + 3
     # the same prompt again: what is behind its last whole run
@@ -110,7 +108,7 @@ def test_the_next_turn_hashes_only_what_is_new(hashed: list[bytes]) -> None:
 
 
 def test_an_edit_costs_its_run_and_all_behind_it(hashed: list[bytes]) -> None:
-    kept = KeptNames()
+    kept = HashCache()
     kept_chain(kept, TOKENS)
     for run in range(4):
         for at in (run * RUN * SIZE, (run + 1) * RUN * SIZE - 1):
@@ -123,7 +121,7 @@ def test_an_edit_costs_its_run_and_all_behind_it(hashed: list[bytes]) -> None:
 
 
 def test_no_other_tenant_model_scheme_or_size_finds_them(hashed: list[bytes]) -> None:
-    kept = KeptNames()
+    kept = HashCache()
     whole = TOKENS[: 4 * RUN * SIZE]
     mine = kept_chain(kept, whole, root_hash(bytes(32), cache_salt="t1"))
     others = [
@@ -145,16 +143,16 @@ def test_no_other_tenant_model_scheme_or_size_finds_them(hashed: list[bytes]) ->
 
 def test_a_key_that_two_runs_share_leads_to_neither_s_names(monkeypatch: pytest.MonkeyPatch) -> None:
     """The key is a hash that somebody could aim at: it is never trusted."""
-    monkeypatch.setattr(kept_names, "compiled", lambda: None)
+    monkeypatch.setattr(chain_module, "compiled", lambda: None)
     monkeypatch.setattr(xxhash, "xxh3_64_intdigest", lambda data: 7)
-    kept = KeptNames()
+    kept = HashCache()
     for tokens in (TOKENS, TOKENS[::-1], TOKENS):
         assert kept_chain(kept, tokens).hashes == chain_hashes(ROOT, tokens, SIZE)
     assert len(kept) == 1
 
 
 def test_blocks_with_extra_keys_are_hashed(hashed: list[bytes]) -> None:
-    kept = KeptNames()
+    kept = HashCache()
     plain = kept_chain(kept, TOKENS)
     hashed.clear()
     chain = TokenChain(ROOT, SIZE, extra_keys={1: [("image", b"1")]}, kept=kept)
@@ -166,8 +164,8 @@ def test_blocks_with_extra_keys_are_hashed(hashed: list[bytes]) -> None:
 
 
 def test_no_more_than_the_bound_is_kept_and_a_prompt_s_beginning_longest(hashed: list[bytes]) -> None:
-    run_bytes = 12 + 32 + 4 * SIZE * RUN + kept_names._OVERHEAD
-    kept = KeptNames(3 * run_bytes)
+    run_bytes = 12 + 32 + 4 * SIZE * RUN + _OVERHEAD
+    kept = HashCache(3 * run_bytes)
     kept_chain(kept, TOKENS)
     assert (len(kept), kept.num_bytes) == (3, 3 * run_bytes)  # of four runs the last one went
     hashed.clear()
@@ -183,8 +181,8 @@ def test_no_more_than_the_bound_is_kept_and_a_prompt_s_beginning_longest(hashed:
     for number in range(50):
         kept_chain(kept, [number] * (2 * RUN * SIZE))
         assert kept.num_bytes == len(kept) * run_bytes <= 3 * run_bytes
-    assert len(KeptNames(0)) == 0
-    none = KeptNames(0)
+    assert len(HashCache(0)) == 0
+    none = HashCache(0)
     assert kept_chain(none, TOKENS).hashes == chain_hashes(ROOT, TOKENS, SIZE)
     assert len(none) == none.num_bytes == 0
 
@@ -193,7 +191,7 @@ def test_a_run_takes_no_more_memory_than_it_is_counted_for() -> None:
     import tracemalloc
 
     tokens = [random.Random(1).randrange(2**32) for _ in range(40 * RUN * 16)]
-    kept = KeptNames()
+    kept = HashCache()
     tracemalloc.start()
     kept_chain(kept, tokens, size=16)
     taken, _ = tracemalloc.get_traced_memory()  # the chain is gone
@@ -203,7 +201,7 @@ def test_a_run_takes_no_more_memory_than_it_is_counted_for() -> None:
 
 
 def test_a_copy_goes_on_with_the_same_names_kept(hashed: list[bytes]) -> None:
-    kept = KeptNames()
+    kept = HashCache()
     long = kept_chain(kept, TOKENS)
     short = kept_chain(kept, TOKENS[: RUN * SIZE]).copy()
     hashed.clear()
@@ -213,7 +211,7 @@ def test_a_copy_goes_on_with_the_same_names_kept(hashed: list[bytes]) -> None:
 
 
 def test_threads_share_them() -> None:
-    kept = KeptNames(20 * (1 << 14))
+    kept = HashCache(20 * (1 << 14))
     prompts = [[number] * 100 + TOKENS for number in range(8)]
     wrong: list[int] = []
 
