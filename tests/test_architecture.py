@@ -143,7 +143,6 @@ EXPLAINED: Final = {
     "tiers/pool/pool.py:SlotPool": "one lock, one law: the verbs of a slot's life belong together",
     "tiers/pool/core.py": "one extension module: its classes call one another in C",
     "tiers/pool/core.py:SlotCore": "all that happens to a slot, over one set of arrays; pools are verbs over it",
-    "tiers/file/slab_index.py:SlabIndex": "one table, whose verbs are for one block and for many",
     "tiers/returns/returns.py:heard": "what is known of one end, by what was looked up before",
     "tiers/hierarchy/io_queue.py:_work:except": "top of the worker loop: a failed end is logged, the thread lives on",
     "tiers/hierarchy/io_queue.py:_result:except": "a job that raises is counted, the thread lives on",

@@ -16,12 +16,10 @@ logger = logging.getLogger(__name__)
 
 EXTENSIONS: Final = (
     "kvtier.tiers.file.read_queue_compiled",
-    "kvtier.tiers.file.slab_index_compiled",
     "kvtier.tiers.fp8_compiled",
     "kvtier.tiers.host.memory_compiled",
     "kvtier.tiers.host.records_compiled",
     "kvtier.tiers.naming.chain_compiled",
-    "kvtier.tiers.pool.child_index_compiled",
     "kvtier.tiers.pool.core_compiled",
     "kvtier.tiers.redis.turns_compiled",
 )

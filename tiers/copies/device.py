@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike
 from kvtier.tiers import BlockRecord, ChainHash, Changes, ChildBlock
 from kvtier.tiers.host import BlockRecords, memory
 from kvtier.tiers.naming import KVShape
-from kvtier.tiers.pool import FILLING, READY, ChangeLog, ChildIndex, listed, make_core
+from kvtier.tiers.pool import FILLING, READY, ChangeLog, listed, make_child_index, make_core
 
 
 class BlockPool:
@@ -43,7 +43,7 @@ class BlockPool:
         self._core = make_core(num_blocks, "lru")
         self.tells = False  # whether somebody listens
         self.partial_blocks = self.wants_records = partial_blocks and enable_prefix_caching
-        self._child_index = ChildIndex(num_blocks) if self.partial_blocks else None
+        self._child_index = make_child_index(num_blocks) if self.partial_blocks else None
         self._records = self._new_records() if self.partial_blocks else None  # while somebody wants to know
         self._lock = threading.Lock()
         self.tensor = _zeros((num_blocks, *shape.block_shape), dtype, device)

@@ -37,7 +37,8 @@ class SlabChildren:
             return
         for first in range(0, len(slots), _PIECE):
             piece = slots[first : first + _PIECE]
-            self.index.add(self.rows.parents.take(piece, 0), piece)
+            names = self.rows.parents.take(piece, 0).tobytes()
+            self.index.enter([names[at : at + 32] for at in range(0, len(names), 32)], piece.tolist())
 
     def find(self, parent: ChainHash, limit: int, start: bytes = b"") -> list[ChildBlock]:
         """Up to `limit` blocks held now whose parent has this name and whose tokens begin with `start`.

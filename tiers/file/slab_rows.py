@@ -82,13 +82,14 @@ class SlabRows:
         """
         plausible, written = self._load(blocks)
         slots = self._without_torn(np.flatnonzero(plausible))
-        ordered = blocks.index.ordered(slots)
         losers: list[int] = []
-        if twins := blocks.index.twins_in(ordered):
-            losers, bad = self._older_twins(blocks, np.array(twins))
+        if others := blocks.index.load(slots):
+            held = sorted(set(blocks.index.find_each(blocks.index.names(np.array(others)))))
+            twins = np.union1d(others, held)
+            losers, bad = self._older_twins(blocks, twins)
+            blocks.index.remove(held)
+            blocks.index.load(np.setdiff1d(twins, losers + bad, assume_unique=True))
             slots = np.setdiff1d(slots, losers + bad, assume_unique=True)
-            ordered = blocks.index.ordered(slots)
-        blocks.index.load(ordered)
         dirty = np.flatnonzero(written.reshape(-1, blocks.per_extent).any(1)).tolist()
         blocks.restore(slots, self.seqs[slots], dirty)
         return losers

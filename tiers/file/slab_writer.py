@@ -119,7 +119,7 @@ class SlabWriter:
         outcomes = [Outcome.ABSENT] * len(records)
         per_extent = self._superblock.slots_per_extent
         with self.lock:
-            slots = self.blocks.index.find([record.chain_hash for record in records]).tolist()
+            slots = self.blocks.index.find_each([record.chain_hash for record in records])
             held = [position for position, slot in enumerate(slots) if slot >= 0]
             entered = {slots[position] // per_extent for position in held}
             for extent in entered:

@@ -42,7 +42,7 @@ from kvtier.tiers.file.slab_space import SlabFile, blank_slots, write_owner
 from kvtier.tiers.file.slab_tail import Calls, TailGiver
 from kvtier.tiers.file.slab_writer import SlabWriter
 from kvtier.tiers.naming import PROBE_BYTES
-from kvtier.tiers.pool import ChildIndex, Departures
+from kvtier.tiers.pool import Departures, make_child_index
 from kvtier.tiers.returns import ToldEnd
 
 _log = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ class FileStore:
         self.departures = Departures("file", file.superblock.num_slots // 2, num_extents)
         self._blocks = ExtentMap(num_extents, file.superblock.slots_per_extent, self.departures)
         self.announcer = SlabChanges(self._blocks, self._rows, self._lock, codec, self._inside)
-        index = ChildIndex(file.superblock.num_slots) if partial_blocks else None
+        index = make_child_index(file.superblock.num_slots) if partial_blocks else None
         self._children = SlabChildren(self._blocks, self._rows, self._lock, codec, self._inside, index)
         self.children = self._children.find
         sync = GroupSync(lambda: io.sync(file.fd)) if durable else None
@@ -161,16 +161,15 @@ class FileStore:
         first, size = 0, _FIRST_LOOK
         while first < len(hashes):
             with self._lock:
-                found = self._blocks.index.find(hashes[first : first + size])
-            if (missing := np.flatnonzero(found < 0)).size:
-                return first + int(missing[0])
+                found = self._blocks.index.find_each(hashes[first : first + size])
+            if -1 in found:
+                return first + found.index(-1)
             first, size = first + size, min(2 * size, _MOST_LOOKED)
         return len(hashes)
 
     def holds(self, hashes: Sequence[ChainHash]) -> list[bool]:
         with self._lock:
-            is_held: list[bool] = (self._blocks.index.find(hashes) >= 0).tolist()
-        return is_held
+            return [slot >= 0 for slot in self._blocks.index.find_each(hashes)]
 
     def held(self) -> list[tuple[ChainHash, ChainHash]]:
         with self._lock:

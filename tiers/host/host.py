@@ -19,7 +19,7 @@ from kvtier.tiers.host.cuda_driver import cuda_driver
 from kvtier.tiers.host.pinning import PinDriver, PinnedPieces
 from kvtier.tiers.host.records import BlockRecords
 from kvtier.tiers.host.surroundings import Limits, limits
-from kvtier.tiers.pool import MAX_CHILDREN, ChildIndex, SlotPool, listed
+from kvtier.tiers.pool import MAX_CHILDREN, SlotPool, listed, make_child_index
 
 logger = logging.getLogger(__name__)
 
@@ -215,7 +215,7 @@ class HostTier:
         self.region = region
         self.pool = SlotPool(region.num_slots, policy=policy)
         self.records = BlockRecords(*self.pool.naming, block_size)
-        self._child_index = ChildIndex(region.num_slots) if partial_blocks else None
+        self._child_index = make_child_index(region.num_slots) if partial_blocks else None
         self._indexing = threading.Lock()  # held while blocks are entered there; finding them takes none
 
     def describe(self, places: list[int], records: Sequence[BlockRecord]) -> None:
@@ -238,7 +238,7 @@ class HostTier:
     def _index_children(self, places: list[int], parents: Sequence[ChainHash]) -> None:
         if self._child_index is not None and len(places):
             with self._indexing:
-                self._child_index.enter(parents, places)
+                self._child_index.enter([*parents], places)
 
     def children(self, parent: ChainHash, limit: int, start: bytes = b"") -> list[ChildBlock]:
         """Up to `limit` blocks held now whose parent has this name, and that begin with these tokens, each once.

@@ -1,5 +1,5 @@
 from .changes import ChangeLog
-from .child_index import MAX_CHILDREN, ChildIndex
+from .core import ChildIndex
 from .departures import (
     EVICTED,
     LOST,
@@ -15,7 +15,7 @@ from .departures import (
 )
 from .lease import Lease, Places, Reservation
 from .names import Slots, Words, to_words
-from .policy import make_core
+from .policy import MAX_CHILDREN, make_child_index, make_core, make_index
 from .pool import SlotPool
 from .states import FILLING, READY, AnySlots, listed
 
@@ -43,7 +43,9 @@ __all__ = [
     "Words",
     "causes_of",
     "listed",
+    "make_child_index",
     "make_core",
+    "make_index",
     "to_words",
     "why_gone",
 ]

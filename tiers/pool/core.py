@@ -22,6 +22,10 @@ NAME_BYTES = cython.declare(cython.int, 32)
 MIX_FIRST = cython.declare(cython.ulonglong, 0x9E3779B97F4A7C15)  # of `tiers.pool.names`: tags of names
 MIX_LAST = cython.declare(cython.ulonglong, 0x27D4EB2F165667C5)
 AT_ONCE = cython.declare(cython.int, 64)  # names looked up together
+SLOTS_PER_BUCKET = cython.declare(
+    cython.int, 4
+)  # so that of blocks with parents of their own one in a hundred is forgotten
+MOST_CHILDREN = cython.declare(cython.int, 8)  # entries of a bucket
 U64 = cython.declare(cython.ulonglong, 0xFFFFFFFFFFFFFFFF)
 U32 = cython.declare(cython.ulonglong, 0xFFFFFFFF)
 
@@ -169,6 +173,48 @@ class Index:
                 slot = get(names[i], -1)
                 found[i - first] = slot if slot >= 0 else self.find(names[i])
 
+    def find_all(self, names: list) -> list:
+        """The slot of each name, -1 where there is none. ValueError as `find`."""
+        first: cython.Py_ssize_t
+        end: cython.Py_ssize_t
+        i: cython.Py_ssize_t
+        slots: list = []
+        for first in range(0, len(names), AT_ONCE):
+            end = min(first + AT_ONCE, len(names))
+            self.find_each(names, first, end)
+            for i in range(end - first):
+                slots.append(self.found[i])
+        return slots
+
+    def put_all(self, names: list, slots: list):
+        """Name slots that have no name. ValueError, from there on nothing is named, where a name is there already."""
+        i: cython.Py_ssize_t
+        for i in range(len(names)):
+            if self.put(names[i], self._checked(slots[i])) == 0:
+                raise ValueError(f"name {i} of {len(names)} is in the index already")
+
+    def load(self, slots: list) -> list:
+        """Make names findable that stand in `names`, of slots that have none; returns slots whose name another has."""
+        slot: cython.longlong
+        others: list = []
+        for slot in slots:
+            if self.put(self.name_of(self._checked(slot)), slot) == 0:
+                others.append(slot)
+        return others
+
+    def remove_all(self, slots: list):
+        """Take the names of slots away that have one."""
+        for slot in slots:
+            self.remove(self._checked(slot))
+
+    @cython.cfunc
+    @cython.inline
+    @cython.exceptval(-1, check=False)
+    def _checked(self, slot: cython.longlong) -> cython.longlong:
+        if slot < 0 or slot >= self.num_slots:
+            raise IndexError(f"slot {slot}: there are {self.num_slots}")
+        return slot
+
     @cython.cfunc
     @cython.exceptval(-2, check=False)
     def put(self, name: bytes, slot: cython.longlong) -> cython.int:
@@ -242,6 +288,99 @@ class Index:
         self.num_names = 0
         if cython.compiled:
             np.asarray(self._table)[:] = 0
+
+
+@cython.cclass
+class ChildIndex:
+    """Parent's name → slots that may hold its children, 12 bytes a slot: a hint, whose owner looks at each slot.
+
+    A name's bucket is chosen by half of its first word, which is as good as random: names are hashes. A bucket, half a
+    cache line, has eight entries of slot + 1. A full one forgets an entry for each that comes. A block that leaves is
+    not reported: its slot's entry goes when the slot is entered again. So what `find` answers are candidates, also of
+    other parents in the same bucket. It takes no lock: one thread changes it at a time, `find` may race.
+    """
+
+    num_slots = cython.declare(cython.Py_ssize_t, visibility="readonly")
+    num_buckets = cython.declare(cython.ulonglong, visibility="readonly")
+    _entries: cython.uint[::1]
+    _where: cython.uint[::1]  # a slot's entry, if that is still its own
+
+    def __init__(self, num_slots: cython.Py_ssize_t):
+        self.num_slots = num_slots
+        self.num_buckets = (num_slots + SLOTS_PER_BUCKET - 1) // SLOTS_PER_BUCKET
+        self._entries = _view(np.zeros(self.num_buckets * MOST_CHILDREN, np.uint32))
+        self._where = _view(np.zeros(num_slots, np.uint32))
+
+    @property
+    def num_bytes(self):
+        """Memory it takes."""
+        return np.asarray(self._entries).nbytes + np.asarray(self._where).nbytes
+
+    @cython.cfunc
+    @cython.inline
+    @cython.exceptval(check=False)
+    def _first(self, parent: bytes) -> cython.ulonglong:
+        """The first entry of a name's bucket; a name of another length, which no block has, is in bucket 0."""
+        half: cython.ulonglong = 0
+        if len(parent) == NAME_BYTES:
+            if cython.compiled:
+                half = cython.cast(cython.p_ulonglong, cython.cast(cython.p_char, parent))[0] >> 32
+            else:
+                half = _two_words(parent)[0] >> 32
+        return ((half * self.num_buckets) >> 32) * MOST_CHILDREN
+
+    def find(self, parent: bytes) -> list:
+        """Up to eight distinct slots; the blocks in some of them may have another parent, or be gone."""
+        i: cython.int
+        entry: cython.longlong
+        first: cython.ulonglong = self._first(parent)
+        found: list = []
+        for i in range(MOST_CHILDREN):
+            entry = self._entries[first + i]
+            if entry != 0:
+                found.append(entry - 1)
+        return found
+
+    def enter(self, parents: list, slots: list):
+        """Enter distinct slots under their blocks' parents; what was known of these slots is forgotten."""
+        i: cython.Py_ssize_t
+        slot: cython.longlong
+        place: cython.ulonglong
+        first: cython.ulonglong
+        if len(parents) != len(slots):
+            raise ValueError(f"{len(parents)} parents of {len(slots)} slots")
+        self.remove(slots)  # all first: what one leaves, another may take
+        for i in range(len(slots)):
+            slot = slots[i]
+            first = self._first(parents[i])
+            place = first
+            while place < first + MOST_CHILDREN and self._entries[place] != 0:
+                place += 1
+            if place == first + MOST_CHILDREN:
+                place = first + slot % MOST_CHILDREN
+            self._entries[place] = slot + 1
+            self._where[slot] = place
+
+    def remove(self, slots: list):
+        """Forget these slots, entered or not."""
+        slot: cython.longlong
+        for slot in slots:
+            if slot < 0 or slot >= self.num_slots:
+                raise IndexError(f"slot {slot}: there are {self.num_slots}")
+            if self._entries[self._where[slot]] == slot + 1:
+                self._entries[self._where[slot]] = 0
+
+    def reset(self):
+        """Forget every slot."""
+        np.asarray(self._entries)[:] = 0
+
+    def check(self):
+        """Raise AssertionError unless each entry is of another slot, in range, that knows where it is. A full scan."""
+        entries = np.asarray(self._entries)
+        places = np.flatnonzero(entries)
+        slots = entries[places].astype(np.int64) - 1
+        assert (slots < self.num_slots).all(), "an entry of a slot out of range"
+        assert (np.asarray(self._where)[slots] == places).all(), "a slot has two entries, or does not know its own"
 
 
 @cython.cclass
@@ -926,16 +1065,7 @@ class SlotCore:
 
     def find_named(self, names: list) -> list:
         """The slot of each name, ready or filling, -1 where there is none."""
-        first: cython.Py_ssize_t
-        end: cython.Py_ssize_t
-        i: cython.Py_ssize_t
-        slots: list = []
-        for first in range(0, len(names), AT_ONCE):
-            end = min(first + AT_ONCE, len(names))
-            self.index.find_each(names, first, end)
-            for i in range(end - first):
-                slots.append(self.index.found[i])
-        return slots
+        return self.index.find_all(names)
 
     def generation_of(self, slot: cython.longlong) -> int:
         """How often the slot was taken."""

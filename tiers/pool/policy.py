@@ -14,11 +14,12 @@ from kvtier.tiers.pool.names import NAME_MIX, to_words
 from kvtier.tiers.returns import TAIL_NAMES, UNTOLD, LruRival, RequestEnd, Returns, ToldEnd
 
 if TYPE_CHECKING:
-    from kvtier.tiers.pool.core import LRU, Index, Learned, SlotCore, SlotLists
+    from kvtier.tiers.pool.core import LRU, ChildIndex, Index, Learned, SlotCore, SlotLists
 
 logger = logging.getLogger(__name__)
 
 POLICIES: Final = ("lru", "s3fifo", "tail")
+MAX_CHILDREN: Final = 8  # slots that a `ChildIndex` finds of one parent at most
 _UNTRIED: Final = 3.2  # slots asked for so often: before, what was learned of a few requests keeps less than LRU
 
 
@@ -36,6 +37,18 @@ def _say_interpreted() -> None:
             "the pool runs interpreted: batches of 1 to 2,048 blocks cost two to ten times the CPU time; "
             "install a C compiler, then kvtier anew"
         )
+
+
+def make_index(num_slots: int) -> "Index":
+    """An index of names, empty yet: at most one for each slot 0 … num_slots - 1."""
+    made: Index = form().Index(num_slots)
+    return made
+
+
+def make_child_index(num_slots: int) -> "ChildIndex":
+    """An index of parents' names, empty yet, of slots 0 … num_slots - 1."""
+    made: ChildIndex = form().ChildIndex(num_slots)
+    return made
 
 
 def make_core(

@@ -1,6 +1,7 @@
 """ChildIndex against a dict: nothing false is kept, what fits is found, a full bucket forgets, collisions are told."""
 
 import hashlib
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,8 +9,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvtier.tiers.compiled import extension
-from kvtier.tiers.pool.child_index import MAX_CHILDREN, ChildIndex
-from kvtier.tiers.pool.names import to_words
+from kvtier.tiers.pool import core
+from kvtier.tiers.pool.core import ChildIndex
+from kvtier.tiers.pool.policy import MAX_CHILDREN
+from kvtier.tiers.pool.policy import make_child_index as made
 from kvtier.tiers.tier import ChainHash
 
 
@@ -19,11 +22,11 @@ def name(number: int) -> ChainHash:
 
 def enter(index: ChildIndex, slots: dict[int, int]) -> None:
     """Slots with the numbers of their parents."""
-    index.add(to_words([name(parent) for parent in slots.values()]), np.array(list(slots), np.int64))
+    index.enter([name(parent) for parent in slots.values()], list(slots))
 
 
 def bucket_of(index: ChildIndex, parent: int) -> int:
-    return int.from_bytes(name(parent)[4:8], "little") * index._num_buckets >> 32
+    return int.from_bytes(name(parent)[4:8], "little") * index.num_buckets >> 32
 
 
 @given(
@@ -37,7 +40,7 @@ def bucket_of(index: ChildIndex, parent: int) -> int:
 )
 @example([("add", dict.fromkeys([0, 1, 2, 5, 4, 6, 7, 8], 0)), ("add", {0: 0, 1: 0, 2: 0, 3: 0, 4: 1})], 1)
 def test_an_index_is_a_dict_that_may_forget(steps: list[tuple[str, dict[int, int]]], spread: int) -> None:
-    index, model = ChildIndex(41), dict[int, int]()
+    index, model = made(41), dict[int, int]()
     crowded: set[int] = set()  # buckets that have once been offered more than they hold
     for verb, slots in steps:
         if verb == "add":
@@ -45,7 +48,7 @@ def test_an_index_is_a_dict_that_may_forget(steps: list[tuple[str, dict[int, int
             enter(index, offered)
             model.update(offered)
         elif verb == "remove":
-            index.remove(np.array(list(slots), np.int64))
+            index.remove(list(slots))
             for slot in slots:
                 model.pop(slot, None)
         else:
@@ -65,7 +68,7 @@ def test_an_index_is_a_dict_that_may_forget(steps: list[tuple[str, dict[int, int
 
 @pytest.mark.parametrize("at_once", [True, False])
 def test_a_full_bucket_forgets_one_for_each_that_comes(at_once: bool) -> None:
-    index = ChildIndex(64)
+    index = made(64)
     if at_once:
         enter(index, dict.fromkeys(range(20), 7))
     else:
@@ -77,7 +80,7 @@ def test_a_full_bucket_forgets_one_for_each_that_comes(at_once: bool) -> None:
     assert set(found) <= set(range(20))
     index.check()
     # Slots whose entries were overwritten are not there any more, and removing them takes nobody else's entry.
-    index.remove(np.array(sorted(set(range(20)) - set(found)), np.int64))
+    index.remove(sorted(set(range(20)) - set(found)))
     assert index.find(name(7)) == found
     # A slot taken again for another block leaves its old parent.
     enter(index, {found[0]: 8})
@@ -89,42 +92,29 @@ def test_a_full_bucket_forgets_one_for_each_that_comes(at_once: bool) -> None:
 
 def test_parents_of_one_bucket_are_told_together() -> None:
     """The owner of the slots has to look at their blocks' parents: the index cannot tell these two apart."""
-    index = ChildIndex(1000)
+    index = made(1000)
     pair = [name(1), name(1)[:8] + name(2)[8:]]
-    index.add(to_words(pair), np.array([10, 20]))
+    index.enter(pair, [10, 20])
     assert index.find(pair[0]) == index.find(pair[1]) == [10, 20]
-
-
-@given(st.lists(st.binary(min_size=32, max_size=32), min_size=17, max_size=50, unique=True), st.integers(50, 5000))
-def test_one_by_one_and_all_at_once_are_the_same(names: list[bytes], num_slots: int) -> None:
-    one_by_one, at_once = ChildIndex(num_slots), ChildIndex(num_slots)
-    at_once.add(to_words(names), np.arange(len(names)))
-    for slot, each in enumerate(names):
-        one_by_one.add(to_words([each]), np.array([slot]))
-    for each in names:
-        found = one_by_one.find(each)
-        assert set(found) == set(at_once.find(each)) or len(found) == MAX_CHILDREN
-    at_once.check()
-    one_by_one.check()
 
 
 def test_half_full_it_forgets_less_than_one_block_in_fifty() -> None:
     num_slots = 20_000
-    index, names = ChildIndex(num_slots), np.random.default_rng(1)
-    parents = names.integers(0, 2**64, (num_slots, 4), np.uint64)
+    index, names = made(num_slots), np.random.default_rng(1)
+    parents = [names.bytes(32) for _ in range(num_slots)]
     for first in range(0, num_slots, 5000):
-        index.add(parents[first : first + 5000], np.arange(first, first + 5000))
-    num_found = sum(slot in index.find(parents[slot].tobytes()) for slot in range(num_slots))
+        index.enter(parents[first : first + 5000], list(range(first, first + 5000)))
+    num_found = sum(slot in index.find(parents[slot]) for slot in range(num_slots))
     assert num_found > 0.98 * num_slots
     assert index.num_bytes <= 12 * num_slots + 64
     index.check()
 
 
 def test_edges() -> None:
-    index = ChildIndex(1)
+    index = made(1)
     assert index.find(name(1)) == []
     enter(index, {})
-    index.remove(np.array([0]))
+    index.remove([0])
     enter(index, {0: 1})
     assert index.find(name(1)) == [0]
     index.reset()
@@ -134,22 +124,35 @@ def test_edges() -> None:
     index.check()
 
 
-@pytest.mark.skipif(extension("kvtier.tiers.pool.child_index_compiled") is None, reason="not built: `make compiled`")
+@pytest.mark.skipif(extension("kvtier.tiers.pool.core_compiled") is None, reason="not built: `make compiled`")
 @given(
     st.lists(st.dictionaries(st.integers(0, 29), st.integers(0, 5), max_size=15), max_size=20),
     st.sampled_from([30, 50, 5000]),
 )
-def test_the_compiled_way_enters_them_in_the_same_places(steps: list[dict[int, int]], num_slots: int) -> None:
-    compiled, few = ChildIndex(num_slots), ChildIndex(num_slots)
-    few._enter = None
+def test_compiled_they_are_entered_in_the_same_places(steps: list[dict[int, int]], num_slots: int) -> None:
+    compiled, interpreted = made(num_slots), ChildIndex(num_slots)
+    assert type(compiled) is not type(interpreted)
     for step in steps:
         parents = [hashlib.sha256(bytes([number])).digest() for number in step.values()]
-        for index in (compiled, few):
+        for index in (compiled, interpreted):
             index.enter(parents, list(step))
             index.check()
-        assert (compiled._entries == few._entries).all()
-        assert (compiled._where == few._where).all()
-    assert compiled._enter is not None
-    assert not compiled._enter(compiled._entry, compiled._place, [b"p" * 32], [num_slots])
-    assert not compiled._enter(compiled._entry, compiled._place, [b"p" * 32], [])
-    assert not compiled._enter(compiled._entry, compiled._place, [b"short"], [0])
+        for number in range(6):
+            parent = hashlib.sha256(bytes([number])).digest()
+            assert compiled.find(parent) == interpreted.find(parent)
+
+
+@pytest.mark.parametrize("form", [core, extension("kvtier.tiers.pool.core_compiled") or core])
+def test_what_cannot_be_entered_is_refused_and_the_index_stays_whole(form: Any) -> None:
+    index = form.ChildIndex(30)
+    index.enter([name(1)], [3])
+    for parents, slots, error in (
+        ([name(2)], [30], IndexError), ([name(2)], [-1], IndexError), ([name(2)], [2**63], OverflowError),
+        ([name(2)], [], ValueError), ([name(2)] * 2, [3, 99], IndexError),
+    ):  # fmt: skip
+        with pytest.raises((error, IndexError)):
+            index.enter(parents, slots)
+        index.check()
+    index.enter([b"short", b"another"], [4, 5])  # no block has such a parent
+    assert index.find(b"short") == index.find(b"")
+    index.check()
