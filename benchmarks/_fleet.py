@@ -207,7 +207,7 @@ class SimulatedReplica:
     def _seal(self, tier: str, request: SimulatedRequest, reservation: Reservation) -> Lease:
         lease = self.pools[tier].seal(reservation)
         records = {record.chain_hash: record for record in request.prompt.blocks}
-        for name, slot in zip(lease.hashes, lease.slots.tolist(), strict=True):
+        for name, slot in zip(lease.hashes, lease.slots, strict=True):
             self._records[tier][slot] = records[name]
         return lease
 

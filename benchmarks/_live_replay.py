@@ -84,7 +84,7 @@ def _store(tiers: CacheTiers, chain: TokenChain, first: int) -> None:
         return
     region, at = tiers.region, {name: i for i, name in enumerate(names)}
     assert region is not None
-    for slot, name in zip(reservation.slots.tolist(), reservation.hashes, strict=True):
+    for slot, name in zip(reservation.slots, reservation.hashes, strict=True):
         region.slot(slot)[: len(name)] = name
     records = [
         BlockRecord(each, chain.parent(at[each]), chain.block_tokens(at[each]), 0) for each in reservation.hashes

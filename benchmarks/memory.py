@@ -87,7 +87,7 @@ def fill(host: HostTier, block_size: int) -> None:
         reservation = host.pool.reserve(names, root)
         if reservation is None:
             raise RuntimeError("the pool has fewer slots than it says")
-        host.describe(reservation.slots.tolist(), records)
+        host.describe(reservation.slots, records)
         host.pool.seal(reservation).release()
 
 

@@ -64,7 +64,7 @@ def lend(blocks: BenchBlocks, config: Config, told: int) -> None:
     assert region.wait_prefaulted(None)
     reservation = host.pool.reserve(blocks.names)
     assert reservation is not None
-    rng, slots = np.random.default_rng(1), reservation.slots.tolist()
+    rng, slots = np.random.default_rng(1), reservation.slots
     for slot in slots:
         region.slot(slot)[:] = rng.bytes(blocks.block_bytes)
     parents = [bytes(32), *blocks.names]

@@ -62,7 +62,7 @@ def put(hierarchy: Hierarchy, chain: TokenChain) -> None:
     reservation = host.pool.reserve(chain.hashes)
     assert reservation is not None
     records = [BlockRecord(name, chain.parent(i), chain.block_tokens(i), 0) for i, name in enumerate(chain.hashes)]
-    host.describe(reservation.slots.tolist(), records)
+    host.describe(reservation.slots, records)
     host.pool.seal(reservation).release()
 
 

@@ -193,7 +193,7 @@ def time_loads(all_tiers: dict[str, CacheTiers], block_bytes: int, rounds: int) 
             while tiers.poll(claim) is PENDING:
                 tiers.wait_news(1.0)
             with tiers.take(claim) as lease:
-                event = streams[name].load(BlockCopies(np.arange(LOADED), lease.slots))
+                event = streams[name].load(BlockCopies(np.arange(LOADED), np.array(lease.slots)))
                 assert event.wait(30)
                 times[name].append(time.perf_counter() - start)
     for stream in streams.values():

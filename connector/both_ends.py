@@ -105,7 +105,7 @@ class BothEndsSide(SchedulerSide):
         if not blocks:
             lease.release()
             return
-        slots, generations = tuple(lease.slots.tolist()), tuple(lease.generations.tolist())
+        slots, generations = tuple(lease.slots), tuple(lease.generations)
         op = CopyOp(next(self._op_ids), request_id, tuple(blocks), slots, generations)
         self._behind[op.op_id] = GroupCopy(op, back, group, lease, self._clock())
         self._planned.append(op)

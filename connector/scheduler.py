@@ -12,7 +12,6 @@ from kvtier.connector.plan import CopyOp, StepPlan, WorkerReport, plain
 from kvtier.connector.request import Answered, ConnectedRequest, LoadingOp, Request, StoringOp
 from kvtier.tiers import L2, ChainHash, Outcome
 from kvtier.tiers.hierarchy import PENDING, Attribution, CacheTiers, Claim, Ends, Filled, Pending
-from kvtier.tiers.pool import listed
 from kvtier.tiers.returns import RequestEnd
 
 _LOOK_AGAIN: Final = 0.05  # seconds: a request that waits is looked up at every step
@@ -290,11 +289,11 @@ class SchedulerSide:
             return 0
         lease, region = self.tiers.take(claim), self.tiers.region
         skip = known.asked - claim.num_l1
-        slots = tuple(listed(lease.places[skip : skip + num_blocks]))
+        slots = tuple(lease.slots[skip : skip + num_blocks])
         if not slots or region is None:
             lease.release()
             return 0
-        generations = tuple(listed(lease.times[skip : skip + num_blocks]))
+        generations = tuple(lease.generations[skip : skip + num_blocks])
         if view is not None and known.asked + len(slots) > view.num_own:
             known.found_in_part = tier_of_last(claim.found, known.found)
         self._region_id = region.region_id
@@ -422,7 +421,7 @@ class SchedulerSide:
                 continue
             store.reservation = reservation
             self._stores[op_id] = store
-            slots, generations = tuple(listed(reservation.places)), tuple(listed(reservation.times))
+            slots, generations = tuple(reservation.slots), tuple(reservation.generations)
             ops.append(CopyOp(op_id, store.request_id, tuple(store.blocks), slots, generations))
         return ops
 

@@ -8,7 +8,6 @@ from typing import Any, Final, ParamSpec, TypeVar
 import numpy as np
 
 from kvtier.tiers import ChainHash, FormatError
-from kvtier.tiers.pool import AnySlots
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -47,10 +46,8 @@ def unpack_hashes(data: Any) -> list[ChainHash]:
     return hashes
 
 
-def pack_numbers(numbers: AnySlots) -> bytes:
+def pack_numbers(numbers: list[int]) -> bytes:
     """i64 little-endian, back to back."""
-    if isinstance(numbers, np.ndarray):
-        return numbers.astype("<i8", copy=False).tobytes()
     return struct.pack(f"<{len(numbers)}q", *numbers)
 
 

@@ -12,7 +12,6 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 from kvtier.tiers import ChainHash, ChildBlock, Outcome
 from kvtier.tiers.hierarchy import Attribution, Ends, Meeting, Wanted
-from kvtier.tiers.pool import AnySlots
 from kvtier.tiers.returns import RequestEnd
 
 
@@ -161,8 +160,8 @@ class News(NamedTuple):
     found: Attribution
     refusal: Outcome | None
     good_for: float  # seconds before an answer that nothing is held can be another one
-    slots: AnySlots
-    generations: AnySlots
+    slots: list[int]
+    generations: list[int]
     children: Sequence[ChildBlock] = ()  # as `Claim.children`
     meeting: Meeting | None = None  # as `Claim.meeting`
 

@@ -10,7 +10,7 @@ from kvtier.connector.daemon.fields import MAX_HASHES
 from kvtier.connector.daemon.messages import Ask, Cancel, News, Release, Renew, Take
 from kvtier.tiers import ChildBlock, FormatError, Metrics, Outcome
 from kvtier.tiers.hierarchy import PENDING, Attribution, Claim, Pending
-from kvtier.tiers.pool import Lease, listed
+from kvtier.tiers.pool import Lease
 
 ASK_AGAIN: Final = 0.05  # seconds an answer that nothing is held is good for: asking costs a message
 _ALONE_FROM: Final = 256  # blocks: so long a question is worth a message of its own
@@ -155,7 +155,7 @@ class RemoteClaims:
         claim = link.claims.get(news.claim) if link is not None else None
         if link is None or not isinstance(claim, RemoteClaim):
             return
-        num_asked, slots = min(len(claim.hashes), MAX_HASHES), listed(news.slots)
+        num_asked, slots = min(len(claim.hashes), MAX_HASHES), news.slots
         is_outside = len(slots) > 0 and max(slots) >= link.welcome.num_slots
         is_other = news.found.blocks != num_asked or len(slots) > num_asked - claim.num_l1 or claim.answered
         is_too_long = any(len(child.tokens) > self._token_bytes for child in news.children)
@@ -166,7 +166,7 @@ class RemoteClaims:
         if num_lost > 0:  # counted as found at the first asking
             self._metrics.missed(Outcome.EVICTED, num_lost)
         claim.found, claim.refusal, claim.answered = widened(news.found, len(claim.hashes)), news.refusal, True
-        claim.slots, claim.generations, claim.meeting = slots, listed(news.generations), news.meeting
+        claim.slots, claim.generations, claim.meeting = slots, news.generations, news.meeting
         children = news.children
         if len(claim.hashes) > num_asked:  # the daemon does not know which block comes next
             children = [child for child in children if child.chain_hash != claim.hashes[num_asked]]

@@ -128,7 +128,7 @@ class PageStore:
             return 0
         with lease:
             count = len(lease)
-            if count and self._copy("load", BlockCopies(pages[:count], lease.slots), region):
+            if count and self._copy("load", BlockCopies(pages[:count], np.array(lease.slots, np.int64)), region):
                 self.tiers.metrics.missed(Outcome.COPY_FAILED, count)
                 return 0
         self._moved("load", count, time.monotonic() - started)
@@ -140,7 +140,7 @@ class PageStore:
         if reservation is None:
             return held
         if reservation.hashes:
-            copies = BlockCopies(pages[reservation.indices], reservation.slots)
+            copies = BlockCopies(pages[reservation.indices], np.array(reservation.slots, np.int64))
             if self._copy("store", copies, region):
                 self.tiers.abandon(reservation, Outcome.COPY_FAILED)
                 return held

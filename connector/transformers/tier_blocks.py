@@ -190,14 +190,15 @@ class TierBlocks:
 
     def _copied(self, region: HostRegion, lease: Lease, num_blocks: int) -> Blocks | None:
         """What lies in the lease's slots, in memory of its own; None if the copy failed."""
-        if self._device is not None and (loaded := self._device.load(region, lease.slots, num_blocks)) is not None:
+        held = np.array(lease.slots, np.int64)
+        if self._device is not None and (loaded := self._device.load(region, held, num_blocks)) is not None:
             blocks, sent = loaded
             if not sent.done():
                 self._lost.append((lease, sent))
                 return None
             return blocks if sent.failure is None else None
         slots = self._slots(len(lease))
-        pairs = BlockCopies(np.arange(len(lease)), lease.slots)
+        pairs = BlockCopies(np.arange(len(lease)), held)
         if BlockCopier(slots.unsqueeze(1), region).copy("load", pairs) is not None:
             return None
         return Blocks.of(slots, self.form, num_blocks)
@@ -205,12 +206,12 @@ class TierBlocks:
     def _sent(self, region: HostRegion, reservation: Reservation, blocks: Blocks) -> Sent:
         """Copy the blocks to their slots, or have the device do it. States come from host memory, and go at once."""
         if self._device is not None and not len(blocks.states):
-            sent = self._device.store(region, reservation.slots, blocks, reservation.indices)
+            sent = self._device.store(region, np.array(reservation.slots), blocks, reservation.indices)
             if sent is not None:
                 return sent
         slots = self._slots(len(reservation))
         blocks.read(slots, self.form, reservation.indices)
-        pairs = BlockCopies(np.arange(len(reservation)), reservation.slots)
+        pairs = BlockCopies(np.arange(len(reservation)), np.array(reservation.slots, np.int64))
         return Sent(error=BlockCopier(slots.unsqueeze(1), region).copy("store", pairs))
 
     def _seal(self, timeout: float) -> bool:

@@ -133,7 +133,7 @@ class Export:
     def _encode(self, lease: Lease) -> list[bytes | memoryview]:
         """Entry and payload of each block, up to the first whose bytes do not match their checksum."""
         pieces: list[bytes | memoryview] = []
-        for number, slot in enumerate(lease.slots.tolist(), self._num_blocks):
+        for number, slot in enumerate(lease.slots, self._num_blocks):
             record, payload = self._host.records[slot], self._host.region.slot(slot)
             if record is None or checksum(payload) != record.checksum:
                 break
@@ -197,7 +197,7 @@ class Import:
         # If there are lower tiers, batches are not linked in L2: a chain may be longer than L2.
         reservation = self._reserve(hashes, None if self._hierarchy.ports else records[0].parent)
         if reservation is not None and reservation.hashes:  # otherwise the blocks are held already
-            for slot, i in zip(reservation.slots.tolist(), reservation.indices, strict=True):
+            for slot, i in zip(reservation.slots, reservation.indices, strict=True):
                 self._hierarchy.host.region.slot(slot)[:] = payloads[i]
             self._hierarchy.seal(reservation, [records[i] for i in reservation.indices], self._epoch)
 

@@ -8,7 +8,7 @@ from kvtier.connector.daemon import MAX_ITEMS, messages, wire
 from kvtier.service.node.served_tiers import ServedTiers
 from kvtier.tiers import L2, FormatError, Outcome
 from kvtier.tiers.hierarchy import Attribution, Claim, Filled, Pending
-from kvtier.tiers.pool import AnySlots, Lease, Reservation, listed
+from kvtier.tiers.pool import Lease, Reservation
 
 MAX_HELD: Final = 8192  # claims and leases of one client
 MAX_RESERVATIONS: Final = 8192  # of one client, open at once
@@ -122,12 +122,12 @@ class Holdings:
         assert claim.found is not None
         del self.waiting[number]
         now = self._clock()
-        slots: AnySlots
-        generations: AnySlots
+        slots: list[int]
+        generations: list[int]
         lease = self._hierarchy.promised(claim) if promised else None
         if lease is not None:
             self._renewed[number] = now
-            slots, generations = lease.places, lease.times
+            slots, generations = lease.slots, lease.generations
         else:
             self._drop(number)
             slots, generations = _NONE, _NONE
@@ -185,7 +185,7 @@ class Holdings:
             if reservation is not None and reservation.hashes:
                 self._reservations[number] = reservation
         return wire.pack_grants(
-            [None if each is None else (each.indices, listed(each.places), listed(each.times)) for each in reservations]
+            [None if each is None else (each.indices, each.slots, each.generations) for each in reservations]
         )
 
     def _on_seal(self, op: messages.Seal) -> None:

@@ -301,7 +301,7 @@ class Lender:
     def _leading(model: LentModel, lease: Lease) -> list[tuple[BlockRecord, int, int]]:
         """Record, slot and generation of the leased blocks, up to one that can't be said to another node."""
         host, lent = model.hierarchy.host, list[tuple[BlockRecord, int, int]]()
-        for slot, time_taken, name in zip(lease.slots.tolist(), lease.generations.tolist(), lease.hashes, strict=True):
+        for slot, time_taken, name in zip(lease.slots, lease.generations, lease.hashes, strict=True):
             record = host.records[slot]
             if record is None or record.chain_hash != name or len(record.parent) != wire.HASH_BYTES:
                 break

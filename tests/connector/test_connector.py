@@ -173,7 +173,7 @@ def test_behind_a_lost_copy_nothing_is_loaded_or_stored_and_its_slots_stay_out_o
     assert pool.counts().leased == 0
     # No other store ever gets the slots that the device may still write to.
     taken = [bench.hierarchy.reserve([wanted(chain_of(4, 5000 + 100 * i))])[0] for i in range(12)]
-    slots = {slot for reservation in taken if reservation is not None for slot in reservation.slots.tolist()}
+    slots = {slot for reservation in taken if reservation is not None for slot in reservation.slots}
     assert slots.isdisjoint(op.host_slots)
     assert len(slots) == pool.num_slots - 3
     for reservation in taken:

@@ -113,7 +113,7 @@ class BlockClient:
             tiers.wait_news(0.1)
         with tiers.take(claim) as lease:
             region = tiers.region
-            for slot, chain_hash in zip(lease.slots.tolist(), lease.hashes, strict=True):
+            for slot, chain_hash in zip(lease.slots, lease.hashes, strict=True):
                 assert region is not None
                 self.tally.blocks_checked += 1
                 if bytes(region.slot(slot)) != payload_of(chain_hash, region.slot_bytes):
@@ -135,7 +135,7 @@ class BlockClient:
         at = {chain_hash: i for i, chain_hash in enumerate(chain.hashes)}
         epoch = self.tiers.epoch
         assert region is not None
-        for slot, chain_hash in zip(reservation.slots.tolist(), reservation.hashes, strict=True):
+        for slot, chain_hash in zip(reservation.slots, reservation.hashes, strict=True):
             region.slot(slot)[:] = payload_of(chain_hash, region.slot_bytes)
         records = [
             BlockRecord(chain_hash, chain.parent(at[chain_hash]), chain.block_tokens(at[chain_hash]), 0)

@@ -393,7 +393,7 @@ def test_nothing_on_its_way_up_is_evicted() -> None:
     lease = hierarchy.take(prefetch)
     assert lease.hashes == chain.hashes
     flood()  # while it is copied to L1
-    for slot, chain_hash in zip(lease.slots.tolist(), lease.hashes, strict=True):
+    for slot, chain_hash in zip(lease.slots, lease.hashes, strict=True):
         assert bytes(hierarchy.host.region.slot(slot)) == payload_of(chain_hash)
     lease.release()
     assert hierarchy.drain(60)

@@ -99,7 +99,7 @@ def test_a_reset_with_everything_under_way_leaves_nothing_old_not_even_after_a_r
     wait_until(lambda: len(queue.running) == 2)
     io.gate.set()  # a reset waits for storage
     hierarchy.reset()
-    fill_slots(hierarchy, reservation.slots.tolist(), reservation.hashes)
+    fill_slots(hierarchy, reservation.slots, reservation.hashes)
     hierarchy.seal(reservation, [record_of(copying, i) for i in range(4)], epoch)
     wait_until(lambda: hierarchy.poll(prefetch) is not PENDING)
     hierarchy.cancel(prefetch)

@@ -68,7 +68,7 @@ def test_of_two_stores_of_one_key_one_wins_and_the_other_costs_no_slot(opened: O
     assert first is not None
     assert second is not None
     assert (len(first), len(second)) == (3, 0)
-    fill_slots(hierarchy, first.slots.tolist(), first.hashes)
+    fill_slots(hierarchy, first.slots, first.hashes)
     hierarchy.seal(second, [], hierarchy.epoch)
     hierarchy.seal(first, [record_of(chain, i) for i in range(3)], hierarchy.epoch)
     assert hierarchy.drain(60)
@@ -95,7 +95,7 @@ def test_of_a_load_and_a_store_of_one_key_at_once_each_ends_and_the_value_is_who
     assert storing is not None
     prefetch = ask(hierarchy, chain)
     assert hierarchy.poll(prefetch) is PENDING  # it sees nothing half filled
-    fill_slots(hierarchy, storing.slots.tolist(), storing.hashes)
+    fill_slots(hierarchy, storing.slots, storing.hashes)
     hierarchy.seal(storing, [record_of(chain, i) for i in range(3)], hierarchy.epoch)
     wait_until(lambda: hierarchy.poll(prefetch) == 3)
     hierarchy.cancel(prefetch)

@@ -95,7 +95,7 @@ def damage(engine: Engine, where: str, name: ChainHash) -> None:
     hierarchy = hierarchy_of(engine)
     if where == "L2":
         with hierarchy.host.pool.lease([name]) as lease:
-            hierarchy.host.region.slot(int(lease.slots[0]))[100] ^= 4
+            hierarchy.host.region.slot(lease.slots[0])[100] ^= 4
         return
     slab: Any = hierarchy.ports[0].tier
     at = slab.superblock.payload_offset(slab._blocks.index.find_one(name)) + 100

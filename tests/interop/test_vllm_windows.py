@@ -52,7 +52,7 @@ def held(vllm: Engine) -> dict[bytes, bytes]:
     found = {}
     for name in names:
         lease = host.pool.lease([name])
-        for slot in lease.slots.tolist():
+        for slot in lease.slots:
             found[bytes(name)] = bytes(host.region.slot(slot))
         lease.release()
     return found

@@ -178,7 +178,7 @@ def hand_in(hierarchy: Hierarchy, chain: TokenChain, first: int = 0, last: int |
     reservation = reserve(hierarchy, hashes, chain.parent(first))
     if reservation is None:
         return 0
-    fill_slots(hierarchy, reservation.slots.tolist(), reservation.hashes)
+    fill_slots(hierarchy, reservation.slots, reservation.hashes)
     records = [
         BlockRecord(chain.hashes[i], chain.parent(i), chain.block_tokens(i), 0)
         for i in (first + index for index in reservation.indices)
@@ -189,7 +189,7 @@ def hand_in(hierarchy: Hierarchy, chain: TokenChain, first: int = 0, last: int |
 
 def bytes_in_l2(hierarchy: Hierarchy, chain_hash: ChainHash) -> bytes | None:
     with hierarchy.host.pool.lease([chain_hash]) as lease:
-        return bytes(hierarchy.host.region.slot(int(lease.slots[0]))) if len(lease) else None
+        return bytes(hierarchy.host.region.slot(lease.slots[0])) if len(lease) else None
 
 
 def wait_until(condition: Callable[[], object], timeout: float = 60.0) -> None:

@@ -130,7 +130,7 @@ def fetch(hierarchy: Hierarchy, chain: TokenChain, num_blocks: int | None = None
     with hierarchy.take(prefetch) as lease:
         assert len(lease) == answer, "not what was promised"
         assert lease.hashes == hashes[: len(lease)]
-        for slot, chain_hash in zip(lease.slots.tolist(), lease.hashes, strict=True):
+        for slot, chain_hash in zip(lease.slots, lease.hashes, strict=True):
             assert bytes(hierarchy.host.region.slot(slot)) == payload_of(chain_hash), "another block's bytes"
     return answer
 

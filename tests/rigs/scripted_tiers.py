@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, Final
 
-import numpy as np
 from doubles import FakeClock
 
 from kvtier.connector.both_ends import BothEndsSide
@@ -98,7 +97,7 @@ class ScriptedTiers:
             lease.on_release = None
 
         names = claim.hashes[claim.num_l1 : claim.num_l1 + num_blocks]
-        return Lease(names, np.arange(num_blocks), np.zeros(num_blocks, np.int64), released)
+        return Lease(names, list(range(num_blocks)), [0] * num_blocks, released)
 
     def cancel(self, claim: Claim) -> None:
         self._due.pop(claim, None)

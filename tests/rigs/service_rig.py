@@ -135,7 +135,7 @@ def fill(tiers: CacheTiers, reservation: Reservation) -> None:
     """What a worker's d2h copies do."""
     region = tiers.region
     assert region is not None
-    for slot, chain_hash in zip(reservation.slots.tolist(), reservation.hashes, strict=True):
+    for slot, chain_hash in zip(reservation.slots, reservation.hashes, strict=True):
         region.slot(slot)[:] = payload_of(chain_hash, region.slot_bytes)
 
 
@@ -184,7 +184,7 @@ def verify(tiers: CacheTiers, lease: Lease) -> None:
     """I1: the leased slots hold the bytes of the leased names."""
     region = tiers.region
     assert region is not None
-    for slot, chain_hash in zip(lease.slots.tolist(), lease.hashes, strict=True):
+    for slot, chain_hash in zip(lease.slots, lease.hashes, strict=True):
         assert bytes(region.slot(slot)) == payload_of(chain_hash, region.slot_bytes)
 
 

@@ -104,7 +104,7 @@ class EventsMachine(RuleBasedStateMachine):
         """A byte in L2 turns: a demotion that has not read it yet finds out, and the block leaves L2."""
         store(self.hierarchy, chain)
         with self.hierarchy.host.pool.lease([chain.hashes[position]]) as lease:
-            for slot in lease.slots.tolist():
+            for slot in lease.slots:
                 self.hierarchy.host.region.slot(slot)[0] ^= 1
 
     @rule()

@@ -161,7 +161,7 @@ class HierarchyMachine(RuleBasedStateMachine):
             return
         self.open_stores.remove(store)
         reservation = store.reservation
-        fill_slots(self.hierarchy, reservation.slots.tolist(), reservation.hashes)
+        fill_slots(self.hierarchy, reservation.slots, reservation.hashes)
         records = [
             BlockRecord(h, chain.parent(i), chain.block_tokens(i), 0)
             for h in reservation.hashes
@@ -367,7 +367,7 @@ class HierarchyMachine(RuleBasedStateMachine):
 
     def verify(self, lease: Lease, hashes: list[ChainHash]) -> None:
         assert lease.hashes == hashes[: len(lease)]
-        for slot, chain_hash in zip(lease.slots.tolist(), lease.hashes, strict=True):
+        for slot, chain_hash in zip(lease.slots, lease.hashes, strict=True):
             assert bytes(self.hierarchy.host.region.slot(slot)) == payload_of(chain_hash), "another block's bytes"
 
     @invariant()

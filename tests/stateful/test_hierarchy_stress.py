@@ -73,7 +73,7 @@ class Request:
             if self.dice.random() < 0.1:
                 self.hierarchy.abandon(reservation, Outcome.COPY_FAILED)
             else:
-                fill_slots(self.hierarchy, reservation.slots.tolist(), reservation.hashes)
+                fill_slots(self.hierarchy, reservation.slots, reservation.hashes)
                 at = [first + num_loaded + index for index in reservation.indices]
                 self.hierarchy.seal(reservation, [record_of(self.chain, i) for i in at], epoch)
         return num_loaded
@@ -91,7 +91,7 @@ class Request:
         with self.hierarchy.take(prefetch) as lease:
             assert len(lease) == found
             assert lease.hashes == hashes[: len(lease)]
-            for slot, chain_hash in zip(lease.slots.tolist(), lease.hashes, strict=True):
+            for slot, chain_hash in zip(lease.slots, lease.hashes, strict=True):
                 assert bytes(self.hierarchy.host.region.slot(slot)) == payload_of(chain_hash), "another block's bytes"
             return len(lease)
 

@@ -171,11 +171,11 @@ class SlotPoolMachine(RuleBasedStateMachine):
             store.state[i] = "done"
             name = store.reservation.hashes[i]
             if store.forgotten:
-                self.model.unnamed[int(store.reservation.slots[i])] = 1
+                self.model.unnamed[store.reservation.slots[i]] = 1
             else:
                 self.model.filling.remove(name)
                 self.model.leases[name] = 1
-        self.open_holds.append(Hold(lease, set(lease.slots.tolist()) if store.forgotten else set()))
+        self.open_holds.append(Hold(lease, set(lease.slots) if store.forgotten else set()))
         return self.open_holds[-1]
 
     @rule(store=stores, positions=POSITIONS)
@@ -215,7 +215,7 @@ class SlotPoolMachine(RuleBasedStateMachine):
             store.state[i] = state
         if store.forgotten:
             for i in positions:
-                del self.model.unnamed[int(store.reservation.slots[i])]
+                del self.model.unnamed[store.reservation.slots[i]]
         else:
             self.model.drop({store.reservation.hashes[i] for i in positions})
 
@@ -279,7 +279,7 @@ class SlotPoolMachine(RuleBasedStateMachine):
 
     def _end(self, hold: Hold) -> None:
         self.open_holds.remove(hold)
-        for name, slot in zip(hold.lease.hashes, hold.lease.slots.tolist(), strict=True):
+        for name, slot in zip(hold.lease.hashes, hold.lease.slots, strict=True):
             if slot not in hold.unnamed:
                 self.model.leases[name] -= 1
             elif self.model.unnamed[slot] == 1:
@@ -300,7 +300,7 @@ class SlotPoolMachine(RuleBasedStateMachine):
         self.model.drop(gone)
 
     def _forget(self, hold: Hold, names: set[ChainHash]) -> None:
-        for name, slot in zip(hold.lease.hashes, hold.lease.slots.tolist(), strict=True):
+        for name, slot in zip(hold.lease.hashes, hold.lease.slots, strict=True):
             if name in names and slot not in hold.unnamed:
                 hold.unnamed.add(slot)
                 self.model.unnamed[slot] = self.model.unnamed.get(slot, 0) + 1
@@ -330,7 +330,7 @@ class SlotPoolMachine(RuleBasedStateMachine):
         self.pool.reset()
         for store in self.open_stores:
             if not store.forgotten:
-                slots = store.reservation.slots[store.among(range(5), "filling")].tolist()
+                slots = [store.reservation.slots[at] for at in store.among(range(5), "filling")]
                 self.model.unnamed.update(dict.fromkeys(slots, 0))
             store.forgotten = True
         for hold in self.open_holds:

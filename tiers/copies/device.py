@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike
 from kvtier.tiers import BlockRecord, ChainHash, Changes, ChildBlock
 from kvtier.tiers.host import BlockRecords, memory
 from kvtier.tiers.naming import KVShape
-from kvtier.tiers.pool import FILLING, READY, ChangeLog, listed, make_child_index, make_core
+from kvtier.tiers.pool import FILLING, READY, ChangeLog, make_child_index, make_core
 
 
 class BlockPool:
@@ -110,7 +110,7 @@ class BlockPool:
         `records` says what the blocks are, where that is wanted (`wants_records`). ValueError if a block has no
         reference, a record is another block's, or the numbers of blocks, hashes and records wanted differ.
         """
-        slots = listed(np.asarray(block_ids, np.int64))
+        slots = _listed(block_ids)
         if len(slots) != len(hashes) or (self._records is not None and len(records) != len(hashes)):
             raise ValueError(f"publish: {len(slots)} blocks, {len(hashes)} hashes and {len(records)} records")
         if not self.enable_prefix_caching:
@@ -149,7 +149,7 @@ class BlockPool:
 
         ValueError, and nothing changes, if a block has no reference.
         """
-        slots = block_ids if isinstance(block_ids, list) else listed(np.asarray(block_ids, np.int64))
+        slots = _listed(block_ids)
         with self._lock:
             self._core.unref(slots)
             if self._core.partial:
@@ -161,7 +161,7 @@ class BlockPool:
         ValueError, and nothing changes, if a block has no reference: it may hold another block by now.
         """
         with self._lock:
-            self._core.hold(listed(np.asarray(block_ids, np.int64)))
+            self._core.hold(_listed(block_ids))
 
     def reset(self) -> None:
         """Forget every name. Blocks in use stay in use, unnamed."""
@@ -231,6 +231,10 @@ class BlockPool:
         known.put(slots, records)
         if self._child_index is not None:
             self._child_index.enter([record.parent for record in records], slots)
+
+
+def _listed(block_ids: ArrayLike) -> list[int]:
+    return block_ids if isinstance(block_ids, list) else np.asarray(block_ids, np.int64).tolist()
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:

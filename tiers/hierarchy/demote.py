@@ -150,7 +150,7 @@ class Demoter:
             return [Outcome.EPOCH] * len(lease)
         if not self.port.writable:
             return [Outcome.BREAKER_OPEN] * len(lease)
-        slots = [int(slot) for slot in lease.slots]
+        slots = lease.slots
         records = [record for slot in slots if (record := self.host.records[slot]) is not None]
         payloads = [self.host.region.slot(slot) for slot in slots]
         if self._failed and self._parent_failed(records[0].parent):

@@ -101,7 +101,7 @@ class TierRead(JoinedJob):
         """The slots to read into. The wait in the queue had a deadline of its own."""
         self.deadline = self.owner.clock() + self.port.settings.deadline
         region = self.owner.host.region
-        slots = self.reservation.slots[self.positions.start : self.positions.stop].tolist()
+        slots = self.reservation.slots[self.positions.start : self.positions.stop]
         return [region.slot(slot) for slot in slots]
 
     def end(self, result: Sequence[BlockRecord | Outcome] | Outcome, *, late: bool) -> None:
@@ -127,7 +127,7 @@ class HostCheck:
     def run(self) -> tuple[int, Outcome]:
         """Compare names and checksums, up to the first block that is not what was stored."""
         host = self.owner.host
-        for num_whole, (slot, chain_hash) in enumerate(zip(self.lease.slots.tolist(), self.lease.hashes, strict=True)):
+        for num_whole, (slot, chain_hash) in enumerate(zip(self.lease.slots, self.lease.hashes, strict=True)):
             if self not in self.claim.checks:  # nobody waits for it any more
                 return num_whole, Outcome.ABORTED
             record = host.records[slot]

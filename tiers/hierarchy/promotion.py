@@ -11,7 +11,7 @@ from kvtier.tiers.hierarchy.local_claim import HostCheck, LocalClaim, TierRead
 from kvtier.tiers.hierarchy.lower_tier import TierPort
 from kvtier.tiers.hierarchy.waited import WaitedBlocks
 from kvtier.tiers.host import HostTier
-from kvtier.tiers.pool import Lease, Places, listed
+from kvtier.tiers.pool import Lease, Places
 
 _FIRST_LEASE: Final = 256  # blocks looked for at once; twice as many while they are all there
 _MAX_CHECKS: Final = 1 << 16  # batches waiting to be looked at
@@ -247,7 +247,7 @@ class Promoter:
             first = self.host.pool.lease(wanted[: len(places)], places)
         else:
             first = self.host.pool.lease(wanted, places if len(places) == len(wanted) else None)
-        claim.held = self._held.hold(wanted, first.places)
+        claim.held = self._held.hold(wanted, first.slots)
         self._take(claim, first)
         self._advance(claim)
 
@@ -268,7 +268,7 @@ class Promoter:
             at: result for at, result in zip(read.positions, results, strict=True) if type(result) is BlockRecord
         }
         good = list(records)
-        self.host.describe(read.reservation.slots[good].tolist(), list(records.values()))
+        self.host.describe([read.reservation.slots[at] for at in good], list(records.values()))
         return good, [position for position in read.positions if position not in records]
 
     def _tell_waiters(self, read: TierRead, results: Sequence[BlockRecord | Outcome]) -> None:
@@ -336,7 +336,7 @@ class Promoter:
 
     def _check(self, claim: LocalClaim, start: int, lease: Lease, queue: IoQueue) -> None:
         """Have leased blocks of L2 looked at, from block `start` of the run, in the slots that are promised."""
-        slots, times = listed(lease.places), listed(lease.times)
+        slots, times = lease.slots, lease.generations
         for first in range(0, len(lease), self._batch):
             at = slice(first, first + self._batch)
             looked_at = self.host.pool.lease(lease.hashes[at], Places(slots[at], times[at]))

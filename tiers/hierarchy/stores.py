@@ -18,7 +18,7 @@ from kvtier.tiers.hierarchy.lower_tier import TierPort
 from kvtier.tiers.hierarchy.sealing import Sealing, SealJob, next_part, parts_of
 from kvtier.tiers.hierarchy.settings import HierarchySettings
 from kvtier.tiers.host import HostTier
-from kvtier.tiers.pool import Lease, Reservation, listed
+from kvtier.tiers.pool import Lease, Reservation
 
 _log = logging.getLogger(__name__)
 
@@ -209,7 +209,7 @@ class StoreQueue:
     def _publish(self, stores: Sequence[Filled]) -> list[Outcome]:
         """The order matters for FAULTS 37: the epoch is compared and the blocks are named under one lock."""
         host = self._host
-        places = [at for reservation, _, _ in stores for at in listed(reservation.places)]
+        places = [at for reservation, _, _ in stores for at in reservation.slots]
         sums = self._hashed(places)
         with self._lock:
             outcomes = self._verdicts(stores, sums)
@@ -315,7 +315,7 @@ class StoreQueue:
         end = 0
         for i, store in enumerate(stores):
             start, end = end, end + len(store[0].hashes)
-            if outcomes[i] is Outcome.OK and not self._described([store], listed(store[0].places), sums[start:end]):
+            if outcomes[i] is Outcome.OK and not self._described([store], store[0].slots, sums[start:end]):
                 _log.error("a store's tokens are not those of its blocks; counted as %s", Outcome.IO_ERROR)
                 outcomes[i] = Outcome.IO_ERROR
 

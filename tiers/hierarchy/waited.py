@@ -8,7 +8,6 @@ from itertools import repeat
 import numpy as np
 
 from kvtier.tiers import ChainHash
-from kvtier.tiers.pool import AnySlots
 
 
 @dataclass(eq=False, slots=True)
@@ -16,7 +15,7 @@ class Holding:
     """What one request holds or waits for: blocks that L2 has, by their slots, and the others by their names."""
 
     run: Sequence[ChainHash]
-    slots: AnySlots  # of the first blocks of the run
+    slots: list[int]  # of the first blocks of the run
     names: Sequence[ChainHash] = field(default=(), init=False)  # once it is counted: what is counted by name
 
 
@@ -30,7 +29,7 @@ class WaitedBlocks:
 
     def __init__(self, num_slots: int) -> None:
         self._by_slot = np.zeros(num_slots, np.int32)
-        self._count = memoryview(self._by_slot)  # for a few
+        self._count = memoryview(self._by_slot)
         self._by_name: Counter[ChainHash] = Counter()
         self._num_slots = 0  # held by some request, and counted
         self._uncounted: dict[Holding, None] = {}  # in the order they came
@@ -41,7 +40,7 @@ class WaitedBlocks:
         self._count_all()
         return self._num_slots + len(self._by_name)
 
-    def room(self, run: Sequence[ChainHash], slots: AnySlots, most: int) -> int:
+    def room(self, run: Sequence[ChainHash], slots: list[int], most: int) -> int:
         """How many leading blocks of a run, the first of which lie in `slots`, may be held: by all `most` at most."""
         if self._num_uncounted + self._num_slots + len(self._by_name) + len(run) <= most:
             return len(run)
@@ -52,7 +51,7 @@ class WaitedBlocks:
         is_new[: len(slots)] &= self._by_slot[slots] == 0
         return int(np.searchsorted(is_new.cumsum(), max(0, room), "right"))
 
-    def hold(self, run: Sequence[ChainHash], slots: AnySlots) -> Holding:
+    def hold(self, run: Sequence[ChainHash], slots: list[int]) -> Holding:
         """The blocks of a run, the first of which lie in `slots`, are held by one request more."""
         held = Holding(run, slots)
         self._uncounted[held] = None
@@ -65,14 +64,9 @@ class WaitedBlocks:
             del self._uncounted[held]
             self._num_uncounted -= len(held.run)
             return
-        if isinstance(held.slots, list):
-            for slot in held.slots:
-                self._count[slot] -= 1
-                self._num_slots -= not self._count[slot]
-        else:
-            counts = self._by_slot[held.slots] - 1
-            self._by_slot[held.slots] = counts
-            self._num_slots -= len(counts) - int(np.count_nonzero(counts))
+        for slot in held.slots:
+            self._count[slot] -= 1
+            self._num_slots -= not self._count[slot]
         names = self._by_name
         left = list(map(names.pop, held.names, repeat(0)))  # all of them at the speed of C
         if sum(left) > len(left):  # mostly nobody else holds any
@@ -93,15 +87,10 @@ class WaitedBlocks:
             if self._by_name and not self._by_name.keys().isdisjoint(run[: len(slots)]):
                 known = [name in self._by_name for name in run[: len(slots)]]
                 names = [*(name for name, is_known in zip(run, known, strict=False) if is_known), *names]
-                slots = held.slots = np.asarray(slots)[~np.array(known)]
-            if isinstance(slots, list):
-                for slot in slots:
-                    self._num_slots += not self._count[slot]
-                    self._count[slot] += 1
-            else:
-                counts = self._by_slot[slots]
-                self._by_slot[slots] = counts + 1
-                self._num_slots += len(slots) - int(np.count_nonzero(counts))
+                slots = held.slots = [slot for slot, is_known in zip(slots, known, strict=True) if not is_known]
+            for slot in slots:
+                self._num_slots += not self._count[slot]
+                self._count[slot] += 1
             self._by_name.update(names)
             held.names = names
         self._uncounted.clear()

@@ -19,7 +19,7 @@ from kvtier.tiers.host.cuda_driver import cuda_driver
 from kvtier.tiers.host.pinning import PinDriver, PinnedPieces
 from kvtier.tiers.host.records import BlockRecords
 from kvtier.tiers.host.surroundings import Limits, limits
-from kvtier.tiers.pool import MAX_CHILDREN, SlotPool, listed, make_child_index
+from kvtier.tiers.pool import MAX_CHILDREN, SlotPool, make_child_index
 
 logger = logging.getLogger(__name__)
 
@@ -299,7 +299,7 @@ class HostTier:
 
     def parent_of(self, chain_hash: ChainHash) -> ChainHash | None:
         """The name of the block before this one; None if it is not held."""
-        found = listed(self.pool.places([chain_hash]).slots)
+        found = self.pool.places([chain_hash]).slots
         return self.parent_in(found[0], chain_hash) if found else None
 
     def parent_in(self, slot: int, chain_hash: ChainHash) -> ChainHash | None:

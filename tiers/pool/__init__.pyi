@@ -17,7 +17,7 @@ from .lease import Lease, Places, Reservation
 from .names import Slots, Words, to_words
 from .policy import MAX_CHILDREN, make_child_index, make_core, make_index
 from .pool import SlotPool
-from .states import FILLING, READY, AnySlots, listed
+from .states import FILLING, READY
 
 __all__ = [
     "EVICTED",
@@ -29,7 +29,6 @@ __all__ = [
     "READY",
     "REMOVED",
     "RESET",
-    "AnySlots",
     "Causes",
     "ChangeLog",
     "ChildIndex",
@@ -42,7 +41,6 @@ __all__ = [
     "Slots",
     "Words",
     "causes_of",
-    "listed",
     "make_child_index",
     "make_core",
     "make_index",

@@ -5,11 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
 
-import numpy as np
-from numpy.typing import NDArray
-
 from kvtier.tiers import ChainHash
-from kvtier.tiers.pool.states import AnySlots
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +28,8 @@ class Places:
     A slot that was not taken since and is ready still has that block, so its name need not be looked up again.
     """
 
-    slots: AnySlots
-    generations: AnySlots
+    slots: list[int]
+    generations: list[int]
 
     def __len__(self) -> int:
         return len(self.slots)
@@ -49,22 +45,14 @@ class Reservation:
 
     hashes: list[ChainHash]
     indices: list[int]  # positions in the hashes `reserve` was asked for
-    places: AnySlots  # `slots`, as the pool keeps them
-    times: AnySlots  # `generations`, likewise
+    slots: list[int]
+    generations: list[int]  # how often each slot had been taken by then
     parents: list[ChainHash | None]
     epoch: int = field(repr=False)  # the pool's count of resets when the slots were taken
     num_open: int = field(repr=False)  # slots still filling
     on_end: "Callable[[Reservation, bool], None]" = field(repr=False)  # (itself, whether it was dropped)
     is_tail: bool = field(default=False, init=False)  # of one block that is a chain's unfinished last one
     is_given: bool = field(default=False, init=False, repr=False)  # to be sealed: whoever filled it has no say any more
-
-    @property
-    def slots(self) -> NDArray[np.int64]:
-        return np.asarray(self.places, np.int64)
-
-    @property
-    def generations(self) -> NDArray[np.int64]:
-        return np.asarray(self.times, np.int64)
 
     @property
     def is_whole(self) -> bool:
@@ -95,19 +83,10 @@ class Lease:
     """
 
     hashes: list[ChainHash]
-    places: AnySlots  # `slots`, as the pool keeps them
-    times: AnySlots  # `generations`, likewise
+    slots: list[int]
+    generations: list[int]  # how often each slot had been taken by then
     # (itself, whether it was dropped). Whoever made the lease sets this to None, under a lock: then it is released.
     on_release: "Callable[[Lease, bool], None] | None"
-
-    @property
-    def slots(self) -> NDArray[np.int64]:
-        """In chain order."""
-        return np.asarray(self.places, np.int64)
-
-    @property
-    def generations(self) -> NDArray[np.int64]:
-        return np.asarray(self.times, np.int64)
 
     def __len__(self) -> int:
         return len(self.hashes)

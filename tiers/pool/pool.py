@@ -16,7 +16,7 @@ from kvtier.tiers.pool.departures import EVICTED_CODE, REMOVED, RESET, Departure
 from kvtier.tiers.pool.lease import Lease, Places, PoolCounts, Reservation
 from kvtier.tiers.pool.names import Slots
 from kvtier.tiers.pool.policy import ended, learned, make_core
-from kvtier.tiers.pool.states import FILLING, QUARANTINED, listed, picked
+from kvtier.tiers.pool.states import FILLING, QUARANTINED, picked
 from kvtier.tiers.returns import RequestEnd, ToldEnd
 
 if TYPE_CHECKING:
@@ -198,7 +198,7 @@ class SlotPool:
         """Quarantined → free: the operation completed. Positions that are not quarantined are passed over."""
         with self._lock:
             self._settle_dropped()
-            slots, times = listed(reservation.places), listed(reservation.times)
+            slots, times = reservation.slots, reservation.generations
             self._core.free(picked(slots, self._core.own(slots, times, positions, QUARANTINED)))
 
     # --- protection ---------------------------------------------------------------------------------------------
@@ -214,7 +214,7 @@ class SlotPool:
             if places is None:
                 slots, times = self._core.lease(_names(hashes))
             else:
-                slots, times = self._core.lease_at(listed(places.slots), listed(places.generations))
+                slots, times = self._core.lease_at(places.slots, places.generations)
             names = hashes if isinstance(hashes, list) and len(slots) == len(hashes) else list(hashes[: len(slots)])
             return Lease(names, slots, times, self._on_release)
 
@@ -273,7 +273,7 @@ class SlotPool:
         """
         with self._lock:
             # A leased block that was dropped meanwhile is not ready, and its slot nobody else's.
-            self._core.mark_dirty(listed(blocks.places) if isinstance(blocks, Lease) else self._ready(blocks))
+            self._core.mark_dirty(blocks.slots if isinstance(blocks, Lease) else self._ready(blocks))
 
     @property
     def has_dirty(self) -> bool:
@@ -382,7 +382,7 @@ class SlotPool:
         if positions is not None and len(at) != len(positions):
             gone = sorted(set(positions) - set(at))
             raise ValueError(f"seal: positions {gone} are not filling any more, or one is given twice")
-        slots, times = picked(listed(reservation.places), at), picked(listed(reservation.times), at)
+        slots, times = picked(reservation.slots, at), picked(reservation.generations, at)
         reservation.num_open -= len(at)
         if reservation.epoch == self._epoch:
             self._core.publish(slots, reservation.is_tail)
@@ -393,14 +393,14 @@ class SlotPool:
     def _close(self, reservation: Reservation, positions: Sequence[int] | None) -> list[int]:
         """Take filling slots out of the chain and the index; the caller decides what becomes of them."""
         at = self._filling(reservation, positions)
-        slots = picked(listed(reservation.places), at)
+        slots = picked(reservation.slots, at)
         self._core.close(slots, reservation.epoch == self._epoch)
         reservation.num_open -= len(at)
         return slots
 
     def _filling(self, reservation: Reservation, positions: Sequence[int] | None) -> list[int]:
         """Those of the positions whose slot is still this reservation's to fill."""
-        return self._core.own(listed(reservation.places), listed(reservation.times), positions, FILLING)
+        return self._core.own(reservation.slots, reservation.generations, positions, FILLING)
 
     # --- the ends of leases and reservations --------------------------------------------------------------------
 
@@ -413,7 +413,7 @@ class SlotPool:
                 self._settle_dropped()
             if lease.on_release is not None:
                 lease.on_release = None
-                self._core.unref(listed(lease.places))
+                self._core.unref(lease.slots)
 
     def _on_end(self, reservation: Reservation, dropped: bool) -> None:
         if dropped:
@@ -437,7 +437,7 @@ class SlotPool:
             elif dropped.on_release is not None:
                 dropped.on_release = None
                 self.num_leaked += 1
-                self._core.unref(listed(dropped.places))
+                self._core.unref(dropped.slots)
 
 
 def _names(hashes: Sequence[ChainHash]) -> list[ChainHash]:

@@ -110,8 +110,8 @@ def body_of(frame: bytes) -> Any:
     return body
 
 
-def column(*values: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    return np.array(values, np.int64)
+def column(*values: int) -> list[int]:
+    return [*values]
 
 
 @given(number, st.lists(operation, max_size=4))

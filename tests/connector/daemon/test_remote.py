@@ -119,13 +119,13 @@ def fake(path: Path) -> Iterator[Callable[..., FakeDaemon]]:
 def news(number: int, *slots: int, blocks: int = 4) -> bytes:
     """The first claim is number 1."""
     found = Attribution(blocks, l2=len(slots), miss=blocks - len(slots))
-    columns = np.array(slots, np.int64), np.ones(len(slots), np.int64)
+    columns = [*slots], [1] * len(slots)
     return pack_reply(Reply(0, 0, [], [News(number, found, None, 0.0, *columns)]))
 
 
 def children_told(*children: ChildBlock) -> bytes:
     """Of the first claim, of four blocks."""
-    nothing = np.empty(0, np.int64)
+    nothing: list[int] = []
     told = News(1, Attribution(4, miss=4), None, 0.0, nothing, nothing, children)
     return pack_reply(Reply(0, 0, [], [told]))
 
@@ -764,7 +764,7 @@ def test_a_promise_is_not_taken_late(path: Path, fake: Callable[..., FakeDaemon]
     wait_until(lambda: [tiers.poll(claim) for claim in claims] == [4, 4, 4])
     clock.advance(29.9)
     with tiers.take(claims[0]) as lease:
-        assert (lease.hashes, lease.slots.tolist()) == (chain.hashes, [0, 1, 2, 3])
+        assert (lease.hashes, lease.slots) == (chain.hashes, [0, 1, 2, 3])
     assert tiers.poll(claims[1]) == 4  # this renews it
     clock.advance(0.2)
     assert len(tiers.take(claims[2])) == 0  # too late

@@ -110,7 +110,7 @@ def test_a_reply() -> None:
     granted = pack_grants([([0, 2], [4, 5], [1, 9]), None])
     followers = [ChildBlock(A, b"\1\0\0\0"), ChildBlock(B, b"\2\0\0\0" * 2)]
     news = [
-        News(7, found, None, 0.0, [3, 9], np.array([1, 2]), followers, Meeting(2, 0.25)),
+        News(7, found, None, 0.0, [3, 9], [1, 2], followers, Meeting(2, 0.25)),
         News(8, Attribution(2, miss=2), Outcome.NO_SLOT, 0.5, [], []),
     ]
     reply = Reply(3, 2, [granted, b"\1\0", pack_found(found), True, ""], news)

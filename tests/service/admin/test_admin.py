@@ -156,7 +156,7 @@ def test_blocks_an_engine_is_loading_are_evicted_under_its_feet_and_stay_right(
     for number in range(1, 8):
         store(tiers, prompt(8, 1000 * number))  # all of L2 is written over, but for what is leased
     assert tiers.region is not None
-    for slot, name in zip(lease.slots.tolist(), lease.hashes, strict=True):
+    for slot, name in zip(lease.slots, lease.hashes, strict=True):
         assert bytes(tiers.region.slot(slot)) == payload_of(name)
     lease.release()
 

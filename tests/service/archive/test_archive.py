@@ -149,7 +149,7 @@ def read_piecewise(target: Hierarchy, chain: TokenChain, num_blocks: int, linked
             target.wait_news(0.01)
         with target.take(claim) as lease:
             assert len(lease) == min(4, num_blocks - first)
-            for i, slot in enumerate(lease.slots.tolist(), first):
+            for i, slot in enumerate(lease.slots, first):
                 record = target.host.records[slot]
                 assert record is not None
                 assert (record.parent, record.tokens) == (chain.parent(i), chain.block_tokens(i))
@@ -388,7 +388,7 @@ def test_a_block_that_rotted_in_l2_is_taken_from_below(tmp_path: Path) -> None:
     store(source, chain)
     assert source.drain(60)
     with source.host.pool.lease(chain.hashes) as lease:
-        source.host.region.slot(int(lease.slots[2]))[7] ^= 1
+        source.host.region.slot(lease.slots[2])[7] ^= 1
     progress = exported(source, tmp_path / "all")
     assert (progress.num_blocks, progress.lost) == (6, {})
     settle(source)
@@ -396,7 +396,7 @@ def test_a_block_that_rotted_in_l2_is_taken_from_below(tmp_path: Path) -> None:
     source = hierarchy_of(slots=16)
     store(source, chain)
     with source.host.pool.lease(chain.hashes) as lease:
-        source.host.region.slot(int(lease.slots[2]))[7] ^= 1
+        source.host.region.slot(lease.slots[2])[7] ^= 1
     progress = exported(source, tmp_path / "rest")
     assert (progress.num_blocks, progress.lost) == (2, {Outcome.ABSENT: 1, Outcome.PARENT_FAILED: 3})
     settle(source)

@@ -332,7 +332,7 @@ def test_a_daemon_that_is_started_anew(home: Path, disk_dir: Path, end: signal.S
     assert tiers.reserve([wanted(chain)]) == [None]
     assert drops(tiers, Outcome.BREAKER_OPEN) == 4
     assert region is not None
-    assert bytes(region.slot(int(lease.slots[0])))  # a copy that goes on reads what is no use to it, and nothing faults
+    assert bytes(region.slot(lease.slots[0]))  # a copy that goes on reads what is no use to it, and nothing faults
 
     daemon = DaemonProcess(home / "s", **options)
     wait_until(lambda: attached(tiers))

@@ -245,7 +245,7 @@ def test_a_block_whose_bytes_changed_in_memory_is_not_lent(node: Node, key: Path
     chain = chain_of(4)
     store_in(node.hierarchy, chain)
     with node.hierarchy.host.pool.lease(chain.hashes) as lease:
-        node.hierarchy.host.region.slot(int(lease.slots[2]))[0] ^= 1
+        node.hierarchy.host.region.slot(lease.slots[2])[0] ^= 1
     with borrowing(key, node.address) as tier:
         assert tier.locate(chain.hashes) == 4
         assert tier.read(chain.hashes, buffers(4)) == [Outcome.IO_ERROR] * 4

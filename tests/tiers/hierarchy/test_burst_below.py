@@ -64,7 +64,7 @@ def found_below(hierarchy: Hierarchy, chains: list[TokenChain]) -> list[int]:
         claim = hierarchy.ask(chain.hashes, chain.root, block_size=BLOCK_SIZE)
         wait_until(lambda claim=claim: isinstance(hierarchy.poll(claim), int))
         with hierarchy.take(claim) as lease:
-            for slot, name in zip(lease.slots.tolist(), lease.hashes, strict=True):
+            for slot, name in zip(lease.slots, lease.hashes, strict=True):
                 assert bytes(hierarchy.host.region.slot(slot)) == payload_of(name)
             found.append(len(lease))
     return found

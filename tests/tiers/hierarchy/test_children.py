@@ -155,10 +155,8 @@ def test_filling_blocks_are_not_told(opened: Open) -> None:
     store(hierarchy, sibling, last=2)
     reservation = reserve(hierarchy, sibling.hashes[2:], sibling.hashes[1])
     assert reservation is not None
-    fill_slots(hierarchy, reservation.slots.tolist(), reservation.hashes)
-    hierarchy.host.describe(
-        reservation.slots.tolist(), [record_of(sibling, 2)]
-    )  # as a store does that is called off then
+    fill_slots(hierarchy, reservation.slots, reservation.hashes)
+    hierarchy.host.describe(reservation.slots, [record_of(sibling, 2)])  # as a store does that is called off then
     assert children(hierarchy, branch(9)) == set()
     hierarchy.seal(reservation, [record_of(sibling, 2)], hierarchy.epoch)
     assert hierarchy.drain(60)
@@ -173,7 +171,7 @@ def test_a_tail_is_a_child_as_any_other(opened: Open) -> None:
     name = bytes([7]) * 32
     reservation = reserve(hierarchy, [name], prefix.hashes[-1])
     assert reservation is not None
-    fill_slots(hierarchy, reservation.slots.tolist(), [name])
+    fill_slots(hierarchy, reservation.slots, [name])
     hierarchy.seal(reservation, [BlockRecord(name, prefix.hashes[-1], tokens, 0)], hierarchy.epoch)
     assert hierarchy.drain(60)
     assert children(hierarchy, branch(9)) == {ChildBlock(name, tokens)}
@@ -269,7 +267,7 @@ def test_l2_answers_from_what_it_holds_while_slots_change_hands() -> None:
         reservation = host.pool.reserve(chain.hashes, root)
         assert reservation is not None
         record = BlockRecord(chain.hashes[0], root, chain.block_tokens(0), checksum(host.region.slot(0)))
-        host.describe(reservation.slots.tolist(), [record])
+        host.describe(reservation.slots, [record])
         host.pool.seal(reservation).release()
         host.check()
         held = [each for each in chains if host.pool.lookup(each.hashes)]

@@ -44,7 +44,7 @@ class Story:
         hashes = [chain.hashes[i] for i in positions or range(len(chain.hashes))]
         reservation = self.host.pool.reserve(hashes, chain.parent(positions[0] if positions else 0))
         assert reservation is not None
-        for i, slot in zip(positions or range(len(hashes)), reservation.slots.tolist(), strict=True):
+        for i, slot in zip(positions or range(len(hashes)), reservation.slots, strict=True):
             self.host.region.slot(slot)[:] = payload_of(chain.hashes[i])
             self.host.records[slot] = record_of(chain, i)
         self.host.pool.seal(reservation).release()
@@ -152,7 +152,7 @@ def test_bytes_that_changed_since_they_were_sealed_are_never_written_nor_served(
     demoter = story.demoter()
     hashes = story.put(chain_of(4))
     with story.host.pool.lease(hashes) as lease:
-        story.host.region.slot(int(lease.slots[2]))[0] ^= 1
+        story.host.region.slot(lease.slots[2])[0] ^= 1
     demoter.offer(hashes, story.note)
     story.settle()
     assert [outcome for _, outcome in story.ended] == [

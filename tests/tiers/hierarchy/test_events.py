@@ -91,7 +91,7 @@ def test_a_block_that_goes_and_comes_back_is_told_as_gone_and_then_stored(pool_o
     def keep(hashes: list[ChainHash]) -> None:
         reservation = pool.reserve(hashes)
         assert reservation is not None
-        for slot, name in zip(reservation.slots.tolist(), reservation.hashes, strict=True):
+        for slot, name in zip(reservation.slots, reservation.hashes, strict=True):
             records[slot] = BlockRecord(name, b"", b"", 0)
         pool.seal(reservation).release()
 
@@ -220,7 +220,7 @@ def test_nobody_listens_and_nothing_is_noted(tiers_of: Tiered) -> None:
     pool.evict(chain.hashes[::-1])
     store(hierarchy, chain)
     with pool.lease(chain.hashes) as lease:
-        assert lease.slots.tolist() == [3, 2, 1, 0]
+        assert lease.slots == [3, 2, 1, 0]
     [stored, _] = EventSource(hierarchy).take()
     assert isinstance(stored, Stored)
     assert [record.chain_hash for record in stored.blocks] == chain.hashes
@@ -306,6 +306,6 @@ def store_unwatched(hierarchy: Hierarchy, chain: TokenChain, first: int) -> None
     reservation = reserve(hierarchy, chain.hashes[first:], chain.parent(first))
     if reservation is None:
         return
-    fill_slots(hierarchy, reservation.slots.tolist(), reservation.hashes)
+    fill_slots(hierarchy, reservation.slots, reservation.hashes)
     records = [record_of(chain, first + index) for index in reservation.indices]
     hierarchy.seal(reservation, records, epoch)

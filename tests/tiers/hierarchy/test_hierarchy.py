@@ -60,7 +60,7 @@ def test_a_sealed_block_is_found_and_an_unsealed_one_is_not(stories: Stories) ->
     reservation = reserve(hierarchy, chain.hashes, chain.root)  # filling …
     assert reservation is not None
     assert hierarchy.lookup(chain.hashes) == Attribution(3, miss=3)  # … is invisible
-    fill_slots(hierarchy, reservation.slots.tolist(), reservation.hashes)
+    fill_slots(hierarchy, reservation.slots, reservation.hashes)
     hierarchy.seal(reservation, [record_of(chain, i) for i in range(3)], hierarchy.epoch)
     assert hierarchy.drain(60)
     assert hierarchy.lookup(chain.hashes) == Attribution(3, l2=3)
@@ -218,7 +218,7 @@ def test_bytes_that_changed_in_l2_are_never_passed_down(stories: Stories) -> Non
     store(hierarchy, blocker)
     store(hierarchy, chain)
     with hierarchy.host.pool.lease(chain.hashes) as lease:  # … while a stray write hits block 0
-        hierarchy.host.region.slot(int(lease.slots[0]))[7] ^= 1
+        hierarchy.host.region.slot(lease.slots[0])[7] ^= 1
     tier.gate.set()
     assert hierarchy.drain(60)
     assert chain.hashes[0] not in tier.blocks
@@ -259,7 +259,7 @@ def test_reset_forgets_everything_and_a_store_from_before_never_appears(stories:
     reservation = reserve(hierarchy, late.hashes, late.root)  # computed with the old weights …
     assert reservation is not None
     hierarchy.reset()
-    fill_slots(hierarchy, reservation.slots.tolist(), reservation.hashes)
+    fill_slots(hierarchy, reservation.slots, reservation.hashes)
     hierarchy.seal(reservation, [record_of(late, i) for i in range(2)], epoch)  # … and copied after the reset
     assert hierarchy.drain(60)
     assert hierarchy.lookup(old.hashes) == Attribution(2, miss=2)

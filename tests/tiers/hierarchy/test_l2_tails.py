@@ -46,7 +46,7 @@ def store_tail(hierarchy: Hierarchy, tail: BlockRecord) -> int:
     [reservation] = hierarchy.reserve([Wanted([tail.chain_hash], tail.parent, tenant, is_tail=True)])
     if reservation is None or not len(reservation):
         return 0
-    fill_slots(hierarchy, reservation.slots.tolist(), reservation.hashes)
+    fill_slots(hierarchy, reservation.slots, reservation.hashes)
     hierarchy.seal(reservation, [tail], hierarchy.epoch)
     assert hierarchy.stores.sealing_queue.drain(60)
     return len(reservation)
@@ -201,7 +201,7 @@ def test_a_tail_that_somebody_changed_is_no_hit() -> None:
     store(hierarchy, chain)
     store_tail(hierarchy, tail)
     with hierarchy.host.pool.lease([tail.chain_hash]) as lease:
-        hierarchy.host.region.slot(int(lease.slots[0]))[-1] ^= 1  # also behind its tokens: a slot is hashed whole
+        hierarchy.host.region.slot(lease.slots[0])[-1] ^= 1  # also behind its tokens: a slot is hashed whole
     view = hierarchy.ask([*chain.hashes, tail.chain_hash], chain.root, block_size=BLOCK_SIZE)
     wait_until(lambda: hierarchy.poll(view) == 2)
     hierarchy.cancel(view)

@@ -63,7 +63,7 @@ def put(hierarchy: Hierarchy, chain: TokenChain, payloads: Sequence[bytes]) -> N
     """Store the chain as an engine does, all the way down."""
     reservation = reserve(hierarchy, chain.hashes, chain.root)
     assert reservation is not None
-    for slot, payload in zip(reservation.slots.tolist(), payloads, strict=True):
+    for slot, payload in zip(reservation.slots, payloads, strict=True):
         hierarchy.host.region.slot(slot)[:] = payload
     records = [BlockRecord(chain.hashes[i], chain.parent(i), chain.block_tokens(i), 0) for i in reservation.indices]
     hierarchy.seal(reservation, records, hierarchy.epoch)
@@ -76,7 +76,7 @@ def loaded(hierarchy: Hierarchy, chain: TokenChain) -> list[bytes]:
     wait_until(lambda: isinstance(hierarchy.poll(claim), int))
     with hierarchy.take(claim) as lease:
         found = []
-        for slot in lease.slots.tolist():
+        for slot in lease.slots:
             record = hierarchy.host.records[slot]
             payload = hierarchy.host.region.slot(slot)
             assert record is not None

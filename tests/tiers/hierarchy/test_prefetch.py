@@ -136,7 +136,7 @@ def test_what_is_dropped_before_it_is_looked_at_is_not_promised(
         """Somebody else finds block 1 bad just after it was leased."""
         leased = lease(hashes, places)
         monkeypatch.setattr(pool, "lease", lease)
-        hierarchy.host.region.slot(int(leased.slots[1]))[:1] = b"?"
+        hierarchy.host.region.slot(leased.slots[1])[:1] = b"?"
         pool.evict(chain.hashes[1:2])
         return leased
 
@@ -145,7 +145,7 @@ def test_what_is_dropped_before_it_is_looked_at_is_not_promised(
     wait_until(lambda: hierarchy.poll(prefetch) is not PENDING)
     with hierarchy.take(prefetch) as promised:
         assert promised.hashes == chain.hashes[:1]
-        assert bytes(hierarchy.host.region.slot(int(promised.slots[0]))) == payload_of(chain.hashes[0], SLOT_BYTES)
+        assert bytes(hierarchy.host.region.slot(promised.slots[0])) == payload_of(chain.hashes[0], SLOT_BYTES)
 
 
 def test_a_lookup_alone_brings_a_tier_back(opened: list[Hierarchy]) -> None:
@@ -255,7 +255,7 @@ def test_a_prefix_that_alternates_between_tiers_takes_linear_work(opened: list[H
     every_other = chain.hashes[::2]
     reservation = hierarchy.host.pool.reserve(every_other)
     assert reservation is not None
-    for slot, i in zip(reservation.slots.tolist(), range(0, 1024, 2), strict=True):
+    for slot, i in zip(reservation.slots, range(0, 1024, 2), strict=True):
         hierarchy.host.region.slot(slot)[:] = payload_of(chain.hashes[i], SLOT_BYTES)
         hierarchy.host.records[slot] = record_of(chain, i)
     hierarchy.host.pool.seal(reservation).release()

@@ -51,7 +51,7 @@ def test_what_was_sealed_cannot_be_abandoned(hashing: Hashing) -> None:
     hierarchy, chain = hierarchy_of(slots=4), chain_of(2)
     reservation = reserve(hierarchy, chain.hashes, chain.root)
     assert reservation is not None
-    for slot, name in zip(reservation.slots.tolist(), reservation.hashes, strict=True):
+    for slot, name in zip(reservation.slots, reservation.hashes, strict=True):
         hierarchy.host.region.slot(slot)[:] = payload_of(name)
     hierarchy.seal(reservation, [record_of(chain, i) for i in range(2)], hierarchy.epoch)
     assert hashing.begun.wait(60)

@@ -93,7 +93,7 @@ def test_a_prefix_through_all_tiers_is_counted_where_it_was(bench: Bench) -> Non
     assert claim.found == Attribution(blocks=10, l1=2, l2=2, file=2, redis=2, miss=2)
     assert bench.shared.questions == [4]  # only what nobody local has
     with bench.tiers.take(claim) as lease:
-        for slot, chain_hash in zip(lease.slots.tolist(), chain.hashes[2:8], strict=True):
+        for slot, chain_hash in zip(lease.slots, chain.hashes[2:8], strict=True):
             assert bytes(bench.hierarchy.host.region.slot(slot)) == payload_of(chain_hash)
 
 

@@ -2,13 +2,11 @@
 
 from collections import Counter
 
-import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.tiers import ChainHash
 from kvtier.tiers.hierarchy.waited import Holding, WaitedBlocks
-from kvtier.tiers.pool import AnySlots
 
 NUM_SLOTS = 64
 
@@ -50,7 +48,7 @@ def test_each_block_counts_once_however_it_is_held(data: st.DataObject) -> None:
             run = list(range(first, data.draw(st.integers(first + 1, NUM_SLOTS))))
             num_in_l2 = data.draw(st.integers(num_in_l2, NUM_SLOTS))  # what is read meanwhile comes there
             num_held = min(max(0, num_in_l2 - first), len(run))
-            slots: AnySlots = run[:num_held] if num_held <= 16 else np.array(run[:num_held])
+            slots = run[:num_held]
             names, most = [name(block) for block in run], data.draw(st.integers(0, NUM_SLOTS))
             assert waited.room(names, slots, most) == plain.room(run, most)
             holds.append((waited.hold(names, slots), run))

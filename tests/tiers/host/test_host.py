@@ -189,7 +189,7 @@ def test_the_tier_has_a_record_and_a_pool_slot_for_every_slot() -> None:
     assert len(tier.records) == tier.pool.num_slots == 6
     reservation = tier.pool.reserve([bytes([n]) * 32 for n in range(6)])
     assert reservation is not None
-    assert sorted(reservation.slots.tolist()) == list(range(6))
+    assert sorted(reservation.slots) == list(range(6))
     tier.pool.abandon(reservation)
     tier.pool.check()
     tier.close()

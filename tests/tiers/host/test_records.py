@@ -45,7 +45,7 @@ def put(tier: HostTier, records: list[BlockRecord], parent: ChainHash | None) ->
     reservation = tier.pool.reserve([record.chain_hash for record in records], parent)
     if reservation is None:
         return False
-    tier.describe(reservation.slots.tolist(), [records[i] for i in reservation.indices])
+    tier.describe(reservation.slots, [records[i] for i in reservation.indices])
     reservation.is_tail = bool(records) and len(records[0].tokens) < 4 * BLOCK_SIZE
     tier.pool.seal(reservation).release()
     return True
@@ -73,7 +73,7 @@ def test_rows_tell_what_a_dict_would_whatever_comes_and_goes(tier: HostTier, see
         held = [name for name in model if tier.pool.holds([name])[0]]
         for name in held:
             with tier.pool.lease([name]) as lease:
-                assert tier.records[int(lease.slots[0])] == model[name]
+                assert tier.records[lease.slots[0]] == model[name]
             assert tier.parent_of(name) == model[name].parent
         # what is told of slots whose block has left is still of one block
         assert all(record == model[record.chain_hash] for record in tier.records if record is not None)
@@ -96,7 +96,7 @@ def test_a_slot_taken_again_has_no_record_until_it_is_described(tier: HostTier) 
     new = record_of(dice.bytes(32), ROOT, dice, BLOCK_SIZE)
     reservation = tier.pool.reserve([new.chain_hash], ROOT)
     assert reservation is not None
-    [slot] = reservation.slots.tolist()
+    [slot] = reservation.slots
     assert tier.records[slot] is None  # neither the old block's record nor a mix
     tier.describe([slot], [new])
     assert tier.records[slot] == new
@@ -109,7 +109,7 @@ def test_lengths_are_kept(tier: HostTier, parent: bytes, num_tokens: int) -> Non
     record = BlockRecord(b"\1" * 32, parent, b"\0\1\2\3" * num_tokens, (1 << 64) - 1)
     assert put(tier, [record], None)
     with tier.pool.lease([record.chain_hash]) as lease:
-        assert tier.records[int(lease.slots[0])] == record
+        assert tier.records[lease.slots[0]] == record
 
 
 @pytest.mark.parametrize(
@@ -123,8 +123,8 @@ def test_lengths_are_kept(tier: HostTier, parent: bytes, num_tokens: int) -> Non
 def test_a_record_that_is_not_its_slots_is_refused(tier: HostTier, changed: BlockRecord, message: str) -> None:
     with tier.pool.reserve([b"\1" * 32]) as reservation:  # type: ignore[union-attr]
         with pytest.raises(ValueError, match=message):
-            tier.describe(reservation.slots.tolist(), [changed])
-        assert tier.records[int(reservation.slots[0])] is None
+            tier.describe(reservation.slots, [changed])
+        assert tier.records[reservation.slots[0]] is None
 
 
 @pytest.mark.parametrize("slot", [-1, NUM_SLOTS])

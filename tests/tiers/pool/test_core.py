@@ -135,7 +135,7 @@ class Program:
 
     @staticmethod
     def _taken(taken: Lease | Reservation) -> tuple[object, ...]:
-        return taken.hashes, taken.slots.tolist(), taken.generations.tolist()
+        return taken.hashes, taken.slots, taken.generations
 
     def end(self) -> None:
         for lease in self.leases:

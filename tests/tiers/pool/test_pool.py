@@ -25,7 +25,7 @@ def test_nothing_unsealed_is_found(pool_of: PoolOf, chain: Chain, policy: str) -
     assert pool.counts() == PoolCounts(free=1, filling=3, ready=0, leased=0, quarantined=0, dirty=0, tails=0)
     # Sealed, they are found, and leased until the caller is done with them.
     lease = pool.seal(reservation)
-    assert lease.slots.tolist() == reservation.slots.tolist()
+    assert lease.slots == reservation.slots
     assert pool.lookup(blocks) == 3
     assert pool.check() == PoolCounts(free=1, filling=0, ready=3, leased=3, quarantined=0, dirty=0, tails=0)
     lease.release()
@@ -178,10 +178,10 @@ def test_a_slot_counts_its_generations(pool_of: PoolOf, chain: Chain) -> None:
     slot = int(first.slots[0])
     assert pool.generation(slot) == first.generations[0] == 1
     lease = pool.seal(first)
-    assert lease.generations.tolist() == [1]
+    assert lease.generations == [1]
     lease.release()
     second = reserved(pool, chain(2))
-    assert second.slots.tolist() == [slot]
+    assert second.slots == [slot]
     assert pool.generation(slot) == second.generations[0] == 2
 
 

@@ -52,12 +52,12 @@ def test_threads_storing_and_reading_the_same_chains(chain: Chain, policy: str) 
         for _ in range(300):
             blocks = rng.choice(chains)[: rng.randint(1, 13)]
             with pool.lease(blocks) as lease:
-                if [content[slot] for slot in lease.slots.tolist()] != lease.hashes:
+                if [content[slot] for slot in lease.slots] != lease.hashes:
                     failures.append("a leased slot holds another block")
                 reservation = pool.reserve(blocks)
                 if reservation is None:
                     continue
-                for slot, name in zip(reservation.slots.tolist(), reservation.hashes, strict=True):
+                for slot, name in zip(reservation.slots, reservation.hashes, strict=True):
                     content[slot] = name
                 verb = rng.randrange(8)
                 if verb == 0:
