@@ -82,9 +82,10 @@ compiled: setup
 test: beside
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest $(PYTEST_ARGS) --ignore tests/test_architecture.py
 
-# Every matrix, program and kill whole, and what takes the network. Engines: test-vllm-all, test-sglang, test-ray, test-dynamo.
+# Every matrix, program and kill whole, what takes the network, and the extension modules under sanitizers. Engines: test-vllm-all, test-sglang, test-ray, test-dynamo.
 test-all: export TEST_ALL = 1
 test-all: test
+	.ci/sanitize $(VENV)
 
 quick: setup
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest $(PYTEST_ARGS) -m "not slow" \

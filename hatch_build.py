@@ -94,7 +94,8 @@ def _built(root: Path, source: Path, place: Path | None, compiler: list[str], wo
     written, linked = copy.with_suffix(".c"), copy.with_suffix(".so")
     _run(sys.executable, "-m", "cython", "-3", "--module-name", module, str(copy), "-o", str(written))
     folders = f"-I{sysconfig.get_path('include')}", f"-I{header.parent}"
-    _run(*compiler, *_FLAGS, *folders, str(written), "-o", str(linked))
+    wanted = shlex.split(os.environ.get("CFLAGS", ""))
+    _run(*compiler, *_FLAGS, *wanted, *folders, str(written), "-o", str(linked))
     target.parent.mkdir(parents=True, exist_ok=True)
     new = target.with_name(f"{target.name}.{os.getpid()}")
     new.write_bytes(linked.read_bytes() + digest.encode())  # a loader reads no further than the headers say

@@ -130,20 +130,6 @@ def _every_block_size(rows: Sequence[SavedRow]) -> Iterator[Target]:
             yield Target(f"{workload}: cached at {size} with partial blocks over 16 without", 1, share / least, False)
 
 
-def _pool_policies(rows: Sequence[SavedRow]) -> Iterator[Target]:
-    """S3-FIFO as LRU, and large batches as small ones. Rows from before batches say the policy in their verb."""
-    limits = {"lookup": 0.10, "lease + release": 0.20, "store with eviction": 0.45}
-    for row in rows:
-        verb, _, policy = str(row.get("verb")).partition(", ")
-        policy, batch = str(row.get("policy", policy)), row.get("batch", 2048)
-        took, ratio = number(row, "us/block"), number(row, "of vLLM")
-        if "way" not in row and policy == "s3fifo" and batch == 2048 and verb in limits and took is not None:
-            yield Target(f"{verb}, s3fifo, us per block", limits[verb], took)
-        if ratio is not None and batch == 2048:
-            called = ", ".join(filter(None, (verb, str(row.get("way", "")), policy)))
-            yield Target(f"{called}, batches of 2048: of vLLM's BlockPool", 1.5, ratio)
-
-
 GOALS: Final[Mapping[str, Sequence[Callable[[Sequence[SavedRow]], Iterable[Target]]]]] = {
     "copy_bandwidth": (
         ColumnGoal(
@@ -203,7 +189,6 @@ GOALS: Final[Mapping[str, Sequence[Callable[[Sequence[SavedRow]], Iterable[Targe
         for turn, limit in (("named before", 4), ("from nothing", 4), ("next turn", 2))
     ),
     "partial_blocks": (_every_block_size,),
-    "pool_throughput": (_pool_policies,),
     "router_overhead": (
         ColumnGoal("bytes a block", 300, "indexed: {what}, MB", where="and CPU"),
         ColumnGoal("ms", 2, "router's CPU ms of a {what}", where="request of 32768"),
@@ -236,7 +221,10 @@ UNHELD: Final[Mapping[str, Sequence[Unheld]]] = {
     "gpu_decode": (Unheld("", "", "the slowest place for blocks is held"),),
     "gpu_ttft": (Unheld("cold ÷ L1", "", "what is on the GPU is no offload's merit"),),
     "lookup_latency": (Unheld("of_limit", "", "steps of the whole way, and hashes that are not the limit's"),),
-    "pool_throughput": (Unheld("us/block", r"batch=(1|4|16|64|128)\b", "held in `of vLLM`"),),
+    "pool_throughput": (
+        Unheld("us/block", r"batch=(1|4|16|64|128)\b|way=interpreted", "held in `of vLLM`, or to the former way"),
+        Unheld("of vLLM", "way=interpreted", "held to the former way"),
+    ),
     "recovery": (Unheld("cpu s", "plainly", "the reference"),),
     "redis_bandwidth": (
         Unheld("CPU s/GB", "client=(redis-py|LMCache)", "other clients' figures"),

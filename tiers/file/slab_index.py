@@ -21,7 +21,7 @@ class SlabIndex:
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
         self._index = make_index(num_slots)
-        self._words: Words = np.frombuffer(self._index.names, np.uint64).reshape(-1, 4)
+        self._words: Words = self._index.names.view(np.uint64).reshape(-1, 4)
         self.is_named = bytearray(num_slots)  # of every slot, and of those behind the last one
         self._named = np.frombuffer(self.is_named, np.bool_)
 

@@ -94,7 +94,8 @@ class Hierarchy:
     def poll(self, claim: Claim) -> int | Pending:
         """How far the promise goes, or PENDING."""
         assert isinstance(claim, LocalClaim)
-        self.tick()
+        if not claim.done:
+            self.tick()
         if claim.found is None:
             if claim.sealing is not None and not claim.sealing.done and time.monotonic() < claim.patient_until:
                 return PENDING
@@ -265,8 +266,8 @@ class Hierarchy:
     def _lookup(self, hashes: Sequence[ChainHash], num_l1: int) -> tuple[Attribution, Places]:
         """Where the blocks are, and in which slots L2 has those that follow the ones in L1."""
         places = self.host.pool.places(hashes[num_l1:] if num_l1 else hashes)
-        found = {L2: len(places)}
-        at = num_l1 + len(places)
+        at = num_l1 + len(places.slots)
+        found = {L2: at - num_l1}
         if at < len(hashes) and self.ports:
             at += self._lookup_below(hashes[at:], found)
         return Attribution(blocks=len(hashes), l1=num_l1, miss=len(hashes) - at, **found), places
@@ -340,7 +341,7 @@ class Hierarchy:
         """
         block_bytes = self.host.region.slot_bytes
         below_l2 = {port.name: where.by_tier.get(port.name, 0) * block_bytes for port in self.ports}
-        num_in_l2 = len(places)
+        num_in_l2 = len(places.slots)
         if claim.ends is Ends.BOTH and self._meets(claim, num_blocks, num_in_l2, below_l2):
             if not num_in_l2:
                 return

@@ -73,11 +73,12 @@ class Promoter:
             claim.run, claim.run_parent, claim.end = run, parent, len(run)
             claim.patience, claim.polled_at, claim.room_until = deadline, now, now + patience
             self.active.add(claim)
-            if patience > 0 and (self._line or self._room(claim, places) < claim.end):
+            room = self._held.room(run, places.slots, self._max_waiting)
+            if patience > 0 and (self._line or room < min(claim.end, self._max_waiting)):
                 self._line[claim] = None
                 self._call_up()
             else:
-                self._begin(claim, places)
+                self._begin(claim, places, room)
 
     def poll(self, claim: LocalClaim) -> int | Pending:
         """How many leading blocks are in L2, verified and leased; PENDING while more may come before the deadline."""
@@ -213,29 +214,26 @@ class Promoter:
             if self._line:
                 self._call_up()
 
-    def _room(self, claim: LocalClaim, places: Places) -> int:
-        """How many leading blocks of its run a claim may hold now; all, if it asks for more than it could ever hold."""
-        room = self._held.room(claim.run, places.slots, self._max_waiting)
-        return len(claim.run) if room >= self._max_waiting else room
-
     def _call_up(self) -> None:
         """Begin with those that stand in line, the first first, until one does not find what it needs."""
         while claim := next(iter(self._line), None):
             places = self.host.pool.places(claim.run)
-            if self._room(claim, places) < claim.end:
+            room = self._held.room(claim.run, places.slots, self._max_waiting)
+            if room < min(claim.end, self._max_waiting):  # more than all room is not waited for
                 return
             del self._line[claim]
-            self._begin(claim, places)
+            self._begin(claim, places, room)
             self._lock.notify_all()
 
     def _end_waiting(self, claim: LocalClaim) -> None:
         """It stands in line no longer, and takes what room there is."""
         del self._line[claim]
-        self._begin(claim, self.host.pool.places(claim.run))
+        places = self.host.pool.places(claim.run)
+        self._begin(claim, places, self._held.room(claim.run, places.slots, self._max_waiting))
 
-    def _begin(self, claim: LocalClaim, places: Places) -> None:
-        """Hold what room there is, lease what L2 has of it, and have the rest brought."""
-        run, room = claim.run, self._held.room(claim.run, places.slots, self._max_waiting)
+    def _begin(self, claim: LocalClaim, places: Places, room: int) -> None:
+        """Hold what there is `room` for, lease what L2 has of it, and have the rest brought."""
+        run = claim.run
         claim.deadline = self.clock() + claim.patience
         if not room:
             claim.refusal, claim.end, claim.done = Outcome.NO_SLOT, 0, True
@@ -243,11 +241,16 @@ class Promoter:
         if room < claim.end:
             self._shorten(claim, room, Outcome.NO_SLOT)
         wanted = run if claim.end == len(run) else run[: claim.end]
-        if len(places) < len(wanted):
-            first = self.host.pool.lease(wanted[: len(places)], places)
+        num_held = len(places.slots)
+        if num_held < len(wanted):
+            first = self.host.pool.lease(wanted[:num_held], places)
         else:
-            first = self.host.pool.lease(wanted, places if len(places) == len(wanted) else None)
+            first = self.host.pool.lease(wanted, places if num_held == len(wanted) else None)
         claim.held = self._held.hold(wanted, first.slots)
+        if self._checking is None and len(first.slots) == claim.end:  # L2 has all of it
+            claim.leases.append(first)
+            claim.next, claim.done = claim.end, True
+            return
         self._take(claim, first)
         self._advance(claim)
 

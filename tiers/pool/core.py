@@ -73,7 +73,7 @@ class Index:
 
     num_slots = cython.declare(cython.Py_ssize_t, visibility="readonly")
     num_names = cython.declare(cython.Py_ssize_t, visibility="readonly")
-    names = cython.declare(object, visibility="readonly")  # bytearray
+    names = cython.declare(object, visibility="readonly")  # `[32 * num_slots]` uint8
     found: cython.longlong[::1]  # the answer of `find_each`
     _bytes: cython.uchar[::1]
     _table: cython.ulonglong[::1]  # 0: empty
@@ -88,8 +88,8 @@ class Index:
     def __init__(self, num_slots: cython.Py_ssize_t):
         self.num_slots = num_slots
         self.num_names = 0
-        self.names = bytearray(NAME_BYTES * num_slots)
-        self._bytes = self.names if cython.compiled else memoryview(self.names)
+        self.names = np.zeros(NAME_BYTES * num_slots, np.uint8)  # numpy has large arrays lie on huge pages
+        self._bytes = _view(self.names)
         self._slots = {}
         self.found = _view(np.zeros(AT_ONCE, np.int64))
         if cython.compiled:
@@ -264,7 +264,9 @@ class Index:
     @cython.cfunc
     def name_of(self, slot: cython.longlong):
         """The name that a slot has, or had last."""
-        return bytes(self.names[NAME_BYTES * slot : NAME_BYTES * (slot + 1)])
+        if cython.compiled:
+            return cython.cast(cython.p_char, cython.address(self._bytes[NAME_BYTES * slot]))[:NAME_BYTES]
+        return bytes(self._bytes[NAME_BYTES * slot : NAME_BYTES * (slot + 1)])
 
     @cython.cfunc
     @cython.exceptval(check=False)
@@ -1408,7 +1410,7 @@ class SlotCore:
 
     def words(self, slots):
         """The names of slots (an array) as `[n, 4]` uint64."""
-        return np.frombuffer(self.index.names, np.uint64).reshape(-1, 4)[slots]
+        return self.index.names.view(np.uint64).reshape(-1, 4)[slots]
 
     def publish(self, slots: list, is_partial: cython.bint, refs: cython.int = 1):
         """FILLING → READY: the slots are named. Each gets so many references more: none is a victim yet.

@@ -135,7 +135,10 @@ class SlotPool:
         filling and quarantined slots leave too little room: the caller drops the store, nobody waits. Reserved slots
         stay invisible until `seal`. ValueError if a hash is given twice.
         """
-        return self.reserve_each([(hashes, parent)])[0]
+        with self._lock:
+            if self._dropped:
+                self._settle_dropped()
+            return self._reserved(hashes, parent)
 
     def reserve_each(self, chains: Chains) -> list[Reservation | None]:
         """`reserve` for several (hashes, parent), each all or nothing: each sees what the one before it took.
@@ -369,8 +372,6 @@ class SlotPool:
         if (taken := self._core.reserve(names, parent)) is None:
             return None
         at, slots, times = taken
-        if len(names) == len(at) == 1:
-            return Reservation([names[0]], at, slots, times, [parent], self._epoch, 1, self._on_end)
         parents = picked([parent, *names[:-1]], at)
         return Reservation(picked(names, at), at, slots, times, parents, self._epoch, len(at), self._on_end)
 
@@ -378,17 +379,19 @@ class SlotPool:
         self, reservation: Reservation, positions: Sequence[int] | None
     ) -> tuple[list[ChainHash], list[int], list[int]]:
         """Names, slots and generations of what was published, with one reference each."""
-        at = self._filling(reservation, positions)
-        if positions is not None and len(at) != len(positions):
-            gone = sorted(set(positions) - set(at))
-            raise ValueError(f"seal: positions {gone} are not filling any more, or one is given twice")
-        slots, times = picked(reservation.slots, at), picked(reservation.generations, at)
-        reservation.num_open -= len(at)
+        names, slots, times = reservation.hashes, reservation.slots, reservation.generations
+        if positions is not None or not reservation.is_whole:
+            at = self._filling(reservation, positions)
+            if positions is not None and len(at) != len(positions):
+                gone = sorted(set(positions) - set(at))
+                raise ValueError(f"seal: positions {gone} are not filling any more, or one is given twice")
+            names, slots, times = picked(names, at), picked(slots, at), picked(times, at)
+        reservation.num_open -= len(slots)
         if reservation.epoch == self._epoch:
             self._core.publish(slots, reservation.is_tail)
         else:
             self._core.lend(slots)
-        return picked(reservation.hashes, at), slots, times
+        return names, slots, times
 
     def _close(self, reservation: Reservation, positions: Sequence[int] | None) -> list[int]:
         """Take filling slots out of the chain and the index; the caller decides what becomes of them."""
