@@ -186,7 +186,7 @@ GOALS: Final[Mapping[str, Sequence[Callable[[Sequence[SavedRow]], Iterable[Targe
             where=f"whole way={turn}",
         )
         for column in ("CPU ms", "p90")
-        for turn, limit in (("named before", 4), ("from nothing", 4), ("next turn", 2))
+        for turn, limit in (("named before", 1), ("from nothing", 1.5), ("next turn", 1))
     ),
     "partial_blocks": (_every_block_size,),
     "router_overhead": (
@@ -200,7 +200,12 @@ GOALS: Final[Mapping[str, Sequence[Callable[[Sequence[SavedRow]], Iterable[Targe
         _daemon_p99,
     ),
     "serving": (_slowest_answers,),
-    "step_stores": (ColumnGoal("CPU ms a step", 1, "{setting}: CPU ms of a step of {sequences} stores"),),
+    "step_stores": tuple(
+        ColumnGoal(
+            "CPU ms a step", limit, "{setting}: CPU ms of a step of {sequences} stores", where=rf"sequences={n}\b"
+        )
+        for n, limit in ((1, 0.05), (4, 0.07), (16, 0.15), (64, 0.4))
+    ),
     "ttft": (
         ColumnGoal("cold / l2", 10, "cold / L2 at {prompt tokens} tokens", at_most=False),
         ColumnGoal("cold / file", 6, "cold / L3 at {prompt tokens} tokens", at_most=False),
