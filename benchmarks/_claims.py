@@ -21,7 +21,7 @@ CLAIMS: Final = (
         "hashing(?!.*compiled)",
         limit=True,
     ),
-    PageRow("the same with compiled twins", "lookup_latency", "hashing.*compiled"),
+    PageRow("the same, compiled", "lookup_latency", "hashing.*compiled"),
     PageRow(
         "131,072 tokens in, all hits, whole way, compiled: CPU ms, blocks of 16, 64, a new prompt",
         "lookup_latency",
@@ -46,11 +46,11 @@ CLAIMS: Final = (
     PageRow("a request of 1 block of 16 tokens, a hit: CPU µs", "lookup_latency", "^request of 1 ", "A short request"),
     PageRow("the same, of 8 blocks", "lookup_latency", "^request of 8 ", "A short request"),
     PageRow("the same, of 64 blocks", "lookup_latency", "^request of 64 ", "A short request"),
-    PageRow("the same, of 512 blocks", "lookup_latency", "^request of 512 ", "A short request"),
+    PageRow("the same, of 512 blocks", "lookup_latency", "^request of 512 "),
     PageRow("blocks hashed when a sequence grows by one", "lookup_latency", "^blocks hashed"),
     PageRow("pool, batches of 2,048, LRU and S3-FIFO: lookup, µs a block", "pool_throughput", "^lookup.*, us"),
     PageRow("the same: lease + release", "pool_throughput", "^lease.*, us"),
-    PageRow("the same: store with eviction", "pool_throughput", "^store.*, us", "Batches of 2,048"),
+    PageRow("the same: store with eviction", "pool_throughput", "^store.*, us"),
     PageRow("the same: unkeyed allocate + free", "pool_throughput", "^allocate.*, us", "Batches of 2,048"),
     PageRow(
         "pool, batches of 1 to 2,048, LRU and S3-FIFO: lookup ÷ vLLM's BlockPool",
@@ -93,7 +93,6 @@ CLAIMS: Final = (
         "`kvtier simulate`, 100,000 requests, LRU and `tail`, with a slab and without: CPU s",
         "simulate_speed",
         "^simulate",
-        "A simulated slab",
     ),
     PageRow(
         "a step that stores a block of one sequence, L2 and slab, ways to admit and write: CPU ms",
@@ -108,6 +107,7 @@ CLAIMS: Final = (
         "the scheduler's plan for the stores of a cold prompt of 1,024 blocks: CPU ms",
         "step_stores",
         "^CPU ms to plan",
+        "The interpreted core",
     ),
     PageRow("CPU seconds of `import kvtier`", "start", "^import"),
     PageRow("CPU seconds of `kvtier --help`, and of verbs' helps", "start", "--help"),
