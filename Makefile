@@ -91,11 +91,12 @@ quick: setup
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest $(PYTEST_ARGS) -m "not slow" \
 		tests/tiers tests/connector tests/stateful tests/test_architecture.py
 
-# Child processes are followed, too. Tests take about twice as long.
+# Child processes are followed, too. Tests take about twice as long. A thread that starts while another installs its tracer
+# dies in Python 3.11: so a test may run twice.
 coverage: export COVERAGE_ROOT = $(CURDIR)
 coverage: beside
 	rm -f .coverage .coverage.*
-	OMP_NUM_THREADS=1 $(VENV)/bin/coverage run -m pytest $(PYTEST_ARGS) || failed=1
+	OMP_NUM_THREADS=1 $(VENV)/bin/coverage run -m pytest --reruns 1 $(PYTEST_ARGS) || failed=1
 	$(VENV)/bin/coverage combine --quiet
 	$(VENV)/bin/coverage json --quiet -o - | .ci/coverage-by-folder 90
 	exit $${failed:-0}

@@ -132,8 +132,8 @@ cdef class BlockReads:
         cdef uint64_t slot
         self.queue, self.depth, self.size, self.row_bytes = queue, depth, size, row_bytes
         self.table_fd = table_fd
-        if len(into) != n:
-            raise ValueError(f"{len(into)} buffers for {n} slots")
+        if len(into) != n or depth < 1:
+            raise ValueError(f"{len(into)} buffers for {n} slots, {depth} reads in flight")
         self.views = <Py_buffer *>calloc(n + 1, sizeof(Py_buffer))
         self.parts = <iovec *>calloc(n + 1, sizeof(iovec))
         self.requests = <iocb *>calloc(n + 1, sizeof(iocb))
@@ -154,7 +154,7 @@ cdef class BlockReads:
         for i in range(n):
             slot = slots[i]
             extent, at = slot // per_extent, slot % per_extent
-            if extent >= len(table_offsets) or extent >= len(payload_offsets):
+            if not 0 <= extent < min(len(table_offsets), len(payload_offsets)):
                 raise ValueError(f"slot {slot} lies behind the slab's end")
             PyObject_GetBuffer(into[i], &self.views[i], PyBUF_WRITABLE)
             self.num_blocks += 1
@@ -213,6 +213,7 @@ cdef class BlockReads:
         cdef const char *tokens
         cdef long i
         cdef list found = []
+        names = list(names)  # nobody changes it meanwhile
         if len(names) != self.num_blocks:
             raise ValueError(f"{len(names)} names for {self.num_blocks} slots")
         if self.row_bytes < sizeof(Row) + 4 * <size_t>most_tokens:

@@ -84,7 +84,7 @@ def digests(const uint8_t[::1] data not None, uint64_t seed, int way):
     cdef uint8_t *chunks = <uint8_t *> PyByteArray_AS_STRING(padded)
     cdef uint32_t state[8]
     cdef kvtier_digest128 both
-    cdef int count = kvtier_take_way(way)
+    cdef int count = kvtier_take_way(max(0, way))
     memcpy(state, kvtier_sha256_start, NAME)
     kvtier_sha256(state, chunks, len(padded) // CHUNK)
     short = kvtier_xxh3_64_seeded(first, size, seed)
@@ -268,7 +268,7 @@ cdef tuple _kept_runs(
         if found == NULL:
             break
         known, its_names = <tuple?> (<object> found)
-        if PyBytes_GET_SIZE(known) != size or memcmp(PyBytes_AS_STRING(known), made_of, size):
+        if known is None or PyBytes_GET_SIZE(known) != size or memcmp(PyBytes_AS_STRING(known), made_of, size):
             break
         names += its_names
         keys.append(key)

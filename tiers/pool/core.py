@@ -56,6 +56,15 @@ def _view(array):
     return array if cython.compiled else memoryview(array)
 
 
+@cython.cfunc
+@cython.inline
+@cython.exceptval(-1, check=False)
+def _require_equal(count: cython.Py_ssize_t, other: cython.Py_ssize_t) -> cython.int:
+    if count != other:
+        raise ValueError(f"columns of {count} and {other} items")
+    return 0
+
+
 def _slots_of(rows):
     """An array of rows without nobody's."""
     array = np.asarray(rows)
@@ -189,6 +198,7 @@ class Index:
     def put_all(self, names: list, slots: list):
         """Name slots that have no name. ValueError, from there on nothing is named, where a name is there already."""
         i: cython.Py_ssize_t
+        _require_equal(len(names), len(slots))
         for i in range(len(names)):
             if self.put(names[i], self._checked(slots[i])) == 0:
                 raise ValueError(f"name {i} of {len(names)} is in the index already")
@@ -221,6 +231,8 @@ class Index:
         """Name a slot that has no name; 0, and no change, if the name is there already."""
         if self.find(name) >= 0:
             return 0
+        if self.num_names >= self.num_slots:
+            raise ValueError(f"slot {slot} has a name: all {self.num_slots} have one")
         self.num_names += 1
         if cython.compiled:
             source: cython.p_ulonglong = cython.cast(cython.p_ulonglong, cython.cast(cython.p_char, name))
@@ -238,8 +250,7 @@ class Index:
 
     @cython.cfunc
     def remove(self, slot: cython.longlong) -> cython.void:
-        """Take a slot's name away; it has one. `names` still has it until the slot is named again."""
-        self.num_names -= 1
+        """Take a slot's name away. `names` still has it until the slot is named again. KeyError if it has none."""
         if cython.compiled:
             entry: cython.ulonglong = slot + 1
             hole: cython.ulonglong = (
@@ -247,6 +258,8 @@ class Index:
                 >> self._shift
             )
             while self._table[hole] & U32 != entry:
+                if self._table[hole] == 0:
+                    raise KeyError(slot)
                 hole = (hole + 1) & self._mask
             place: cython.ulonglong = hole
             while True:  # whatever the hole would cut off from its home moves into it
@@ -259,7 +272,10 @@ class Index:
                     hole = place
             self._table[hole] = 0
         else:
+            if self._slots.get(self.name_of(slot)) != slot:
+                raise KeyError(slot)
             del self._slots[self.name_of(slot)]
+        self.num_names -= 1
 
     @cython.cfunc
     def name_of(self, slot: cython.longlong):
@@ -309,7 +325,7 @@ class ChildIndex:
 
     def __init__(self, num_slots: cython.Py_ssize_t):
         self.num_slots = num_slots
-        self.num_buckets = (num_slots + SLOTS_PER_BUCKET - 1) // SLOTS_PER_BUCKET
+        self.num_buckets = max(1, (num_slots + SLOTS_PER_BUCKET - 1) // SLOTS_PER_BUCKET)
         self._entries = _view(np.zeros(self.num_buckets * MOST_CHILDREN, np.uint32))
         self._where = _view(np.zeros(num_slots, np.uint32))
 
@@ -349,11 +365,12 @@ class ChildIndex:
         slot: cython.longlong
         place: cython.ulonglong
         first: cython.ulonglong
-        if len(parents) != len(slots):
-            raise ValueError(f"{len(parents)} parents of {len(slots)} slots")
+        _require_equal(len(parents), len(slots))
         self.remove(slots)  # all first: what one leaves, another may take
         for i in range(len(slots)):
             slot = slots[i]
+            if self._entries[self._where[slot]] == slot + 1:  # it comes twice
+                self._entries[self._where[slot]] = 0
             first = self._first(parents[i])
             place = first
             while place < first + MOST_CHILDREN and self._entries[place] != 0:
@@ -1022,6 +1039,8 @@ class SlotCore:
 
     def remember(self, departures, evicted_code: cython.ulonglong):
         """Note in `departures` what comes and what makes room from now on."""
+        if len(departures.came_at) < self.num_slots or not len(departures.entries):
+            raise ValueError(f"departures of {len(departures.came_at)} places: there are {self.num_slots} slots")
         self._entries, self._came_at = _view(departures.entries), _view(departures.came_at)
         self._ages, self._evicted_code = _view(departures.ages), evicted_code
         self.departures = departures
@@ -1094,6 +1113,7 @@ class SlotCore:
         i: cython.longlong
         slot: cython.longlong
         found: list = []
+        _require_equal(len(slots), len(generations))
         for i in range(len(slots)) if at is None else sorted(set(at)):
             if not 0 <= i < len(slots):
                 continue
@@ -1259,7 +1279,8 @@ class SlotCore:
             slot = held[i]
             if slot >= 0:  # its parent may come back now, if it was not evicted itself
                 if i and held[i - 1] < 0 and self.index.find(names[i]) == slot and self._is_orphan(slot):
-                    self._link(slot, before)
+                    if not self._is_above(slot, before):
+                        self._link(slot, before)
                 before = slot
                 continue
             slot = self._chosen[num_named]
@@ -1455,6 +1476,8 @@ class SlotCore:
         for slot in reversed(slots):
             if self.state[self._checked(slot)] == QUARANTINED:
                 self.num_quarantined -= 1
+            elif self.state[slot] == FREE:
+                raise ValueError(f"slot {slot} is free")
             self._to_free(slot)
 
     def quarantine(self, slots: list):
@@ -1531,6 +1554,7 @@ class SlotCore:
         slot: cython.longlong
         held: cython.longlong
         before: cython.longlong = -1 if parent is None else self.index.find(parent)
+        _require_equal(len(slots), len(names))
         mine: dict = {}  # slots named here → their positions
         parents: list = []
         for i in range(len(names)):
@@ -1555,6 +1579,7 @@ class SlotCore:
     def link(self, slots: list, parents: list):
         """Note each slot's parent, -1 for none."""
         i: cython.Py_ssize_t
+        _require_equal(len(slots), len(parents))
         for i in range(len(slots)):
             self._link(self._checked(slots[i]), self.num_slots if parents[i] < 0 else self._checked(parents[i]))
 
@@ -1598,6 +1623,15 @@ class SlotCore:
         return np.where(is_alive, parents, self.num_slots)
 
     @cython.cfunc
+    def _is_above(self, slot: cython.longlong, below: cython.longlong) -> cython.bint:
+        """Whether a slot is an ancestor of another, or itself. Names that hash their parents' never make a ring."""
+        while below != self.num_slots:
+            if below == slot:
+                return True
+            below = self.parent_of(below)
+        return False
+
+    @cython.cfunc
     def _is_orphan(self, slot: cython.longlong) -> cython.bint:
         parent: cython.longlong = self.parent_of(slot)
         return parent == self.num_slots or self.state[parent] == FREE or self.state[parent] == QUARANTINED
@@ -1631,7 +1665,7 @@ class SlotCore:
     def unguard(self, slots: list):
         """What `guard` returned can make room again."""
         for slot in slots:
-            self._one_child_fewer(slot)
+            self._one_child_fewer(self._checked(slot))
 
     # --- dirty slots --------------------------------------------------------------------------------------------
 
@@ -1709,6 +1743,7 @@ class SlotCore:
         ancestors = self._parents()  # of each slot; twice as far away with each turn
         depths = (ancestors != self.num_slots).astype(np.int64)
         while (ancestors != self.num_slots).any():
+            assert depths.max() <= self.num_slots, "a block is its own ancestor"
             depths += depths[ancestors]
             ancestors = ancestors[ancestors]
         order = np.argsort(_slots_of(depths), kind="stable")
@@ -1731,6 +1766,7 @@ class SlotCore:
         assert np.count_nonzero(dirty) == self.num_dirty, "dirty count"
         self.lists.check()
         self.order.check(ready & (refs == 0))
+        self.whole_slots()
         parked = _slots_of(self.lists.where) == PARKED
         assert (_slots_of(self.children)[parked] > 0).all(), "parked without children"
         resident = np.flatnonzero(ready | filling)
@@ -1777,7 +1813,7 @@ class Line:
         slot: cython.longlong
         num_lost: cython.longlong = 0
         for slot in slots:
-            if self._lists.where[slot] == FIRST:
+            if self._lists.where[self.core._checked(slot)] == FIRST:
                 if self._is_held(slot):
                     continue
                 self._lists.remove(slot)
@@ -1805,14 +1841,14 @@ class Line:
         """Blocks leave the line, if they are in it."""
         slot: cython.longlong
         for slot in slots:
-            if self._lists.where[slot] == FIRST and self._is_held(slot):
+            if self._lists.where[self.core._checked(slot)] == FIRST and self._is_held(slot):
                 self._lists.remove(slot)
 
     def drop_lost(self, first: cython.longlong, end: cython.longlong) -> int:
         """Take those of these slots out of line whose blocks have left; returns how many."""
         slot: cython.longlong
         num_lost: cython.longlong = 0
-        for slot in range(first, min(end, self.core.num_slots)):
+        for slot in range(max(0, first), min(end, self.core.num_slots)):
             if self._lists.where[slot] == FIRST and not self._is_held(slot):
                 self._lists.remove(slot)
                 num_lost += 1

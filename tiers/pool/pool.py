@@ -216,10 +216,12 @@ class SlotPool:
                 self._settle_dropped()
             if places is None:
                 slots, times = self._core.lease(_names(hashes))
+            elif len(hashes) < len(places.slots):
+                raise ValueError(f"lease: {len(hashes)} names, {len(places.slots)} places")
             else:
                 slots, times = self._core.lease_at(places.slots, places.generations)
-            names = hashes if isinstance(hashes, list) and len(slots) == len(hashes) else list(hashes[: len(slots)])
-            return Lease(names, slots, times, self._on_release)
+            is_kept = places is not None and isinstance(hashes, list) and len(slots) == len(hashes)
+            return Lease(hashes if is_kept else list(hashes[: len(slots)]), slots, times, self._on_release)
 
     def touch(self, hashes: Sequence[ChainHash]) -> None:
         """Count a use of each ready block; the last of the chain stays the first to go."""

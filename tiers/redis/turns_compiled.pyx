@@ -50,7 +50,7 @@ cdef class Turns:
         cdef Py_ssize_t i
         cdef Py_buffer* first
         self.count = len(asks)
-        if self.count < 1 or len(places) != self.count or not 0 <= asked <= self.count:
+        if self.count < 1 or len(places) != self.count or not 0 <= asked <= self.count or part < 0:
             raise ValueError(f"{len(asks)} commands, {len(places)} replies, {asked} sent; give one reply a command")
         self.parts, self.pieces = len(asks[0]), len(places[0])
         if not (1 <= self.parts <= MOST and 1 <= self.pieces <= MOST):
@@ -74,7 +74,7 @@ cdef class Turns:
                 break
 
     cdef hold(self, list rows, Py_ssize_t width, int flags):
-        for row in rows:
+        for row in map(tuple, rows):
             if len(row) != width:
                 raise ValueError(f"{len(row)} buffers where the first has {width}")
             for each in row:

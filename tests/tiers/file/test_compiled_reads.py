@@ -172,6 +172,17 @@ def test_a_codec_reads_few_rows_as_many() -> None:
     assert codec.entries(np.tile(rows, 5), slots * 5) == found * 5
 
 
+def test_reads_of_nowhere_and_queues_of_no_depth_are_refused(compiled: ModuleType) -> None:
+    for depth, slots, per_extent, why in (
+        (0, [0], 8, "0 reads in flight"),
+        (4, [2**64 - 1], 1, "behind the slab's end"),
+        (4, [8], 8, "behind the slab's end"),
+        (4, [0, 1], 8, "1 buffers for 2 slots"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            compiled.BlockReads(0, depth, 0, 0, slots, [bytearray(64)], [0], [4096], per_extent, 4096, 64, 8)
+
+
 def test_rows_that_do_not_fit_are_refused(compiled: ModuleType) -> None:
     with pytest.raises(ValueError, match="bytes for 2 rows"):
         compiled.read_rows(0, [0, 1], 64, bytearray(127))

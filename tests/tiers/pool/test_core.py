@@ -335,15 +335,62 @@ def test_a_hash_that_comes_twice_changes_nothing(form: str) -> None:
         ("find", ([bytearray(32)],)),
         ("reserve", ((bytes(31),), None)),
         ("name", ([99], [bytes(32)], None)),
+        ("name", ([], [bytes(32)], None)),
+        ("link", ([0, 1], [])),
+        ("own", ([0, 1], [], None, 2)),
+        ("unname", ([1],)),
+        ("close", ([1], True)),
+        ("free", ([1],)),
+        ("unguard", ([99],)),
+        ("unguard", ([-1],)),
     ],
 )
 def test_hostile_arguments_raise_and_change_nothing(form: str, verb: str, arguments: tuple[Any, ...]) -> None:
     core = made(form, SlotPool, NUM_SLOTS)._core
     before = state_of(core)
-    with pytest.raises((ValueError, TypeError, OverflowError, IndexError)):
+    with pytest.raises((ValueError, TypeError, OverflowError, LookupError)):
         getattr(core, verb)(*arguments)
     assert state_of(core) == before
     core.check()
+
+
+@each_form
+def test_an_index_and_a_line_refuse_what_they_cannot_hold(form: str) -> None:
+    core = made(form, SlotPool, NUM_SLOTS)._core
+    index, line, name = type(core.index)(2), core.line(), [bytes([n]) * 32 for n in range(4)]
+    index.put_all(name[:1], [1])
+    for call in (
+        lambda: index.put_all(name, []), lambda: index.put_all(name[1:], [0, 0, 0]), lambda: index.put_all(name[3:], [2]),
+        lambda: index.remove_all([0, 0]), lambda: index.remove_all([1, 1]), lambda: index.load([-1]),
+        lambda: line.add([99]), lambda: line.add([-1]), lambda: line.remove([10**9]),
+    ):  # fmt: skip
+        with pytest.raises((ValueError, LookupError)):
+            call()
+    assert line.drop_lost(-(10**9), 10**9) == 0
+    assert index.find_all(name) == [-1, -1, -1, -1]
+
+
+@each_form
+def test_names_that_contradict_each_other_make_no_ring(form: str) -> None:
+    """No hash is its own ancestor: only a client that makes names up can ask for it."""
+    pool, (a, b, c) = made(form, SlotPool, NUM_SLOTS), [bytes([n]) * 32 for n in range(3)]
+    store(pool, [a])
+    store(pool, [b], a)
+    store(pool, [c, a], b)
+    pool.check()
+    pool.mark_dirty([a, b, c])
+    assert pool.oldest_dirty(3) == [a, b, c]
+    pool.listen()
+    assert pool.lookup([a, b, c]) == 3
+    reservation = pool.reserve([bytes([n]) * 32 for n in (7, 8)])
+    assert reservation is not None
+    times, reservation.generations = reservation.generations, []  # somebody's mistake: an error, and no crash
+    with pytest.raises(ValueError, match="columns of 2 and 0"):
+        pool.seal(reservation, [0, 1])
+    reservation.generations = times
+    pool.abandon(reservation)
+    with pytest.raises(ValueError, match="0 names, 1 places"):
+        pool.lease([], pool.places([a]))
 
 
 @needs_both

@@ -216,6 +216,8 @@ def test_what_cannot_be_turns_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=r"command|buffers|places"):
             module.Turns(asks, places, b"+OK\r\n", asked, 0)
+    with pytest.raises(ValueError, match="command"):
+        module.Turns([(b"a",)], [place], b"", 1, -16)
     with pytest.raises(BufferError):
         module.Turns([(b"a",)], [(memoryview(b"read only"),)], b"+", 0, 0)
     run = module.Turns([(b"a",)], [place], b"+", 0, 0)
