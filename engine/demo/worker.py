@@ -133,7 +133,9 @@ def _open(home: Path, model_dir: Path | None) -> DemoEngine:
     if model_dir:
         model = Model.from_pretrained(model_dir, device="auto")
     else:
-        model = Model.from_config(demo_model(), seed=0, device="auto")
+        shape = demo_model()
+        shape.max_position_embeddings = _L1_BLOCKS * BLOCK_SIZE  # a longer request has no room in L1
+        model = Model.from_config(shape, seed=0, device="auto")
     l1_bytes = _L1_BLOCKS * model.shape(BLOCK_SIZE).block_bytes
     config = Config.load(
         host={"size": max(3 * l1_bytes, _LEAST_BYTES)},

@@ -202,7 +202,8 @@ def test_an_engine_is_killed(cluster: Running, talks: list[list[Turn]]) -> None:
     tell(cluster, "a", first, salt)
     with crowd(cluster.url("router"), talks, NUM_CLIENTS) as clients:
         before = cluster.page("router")
-        # it dies with streams of clients in its hands: each is told so, or answered by the other
+        # it dies with streams of clients in its hands, none of which can end before: each is told so, or answered by b
+        cluster.signal("engine-a", signal.SIGSTOP)
         wait_for(lambda: cluster.page("router")["replicas"][0]["in_flight"] > brief(1, 2))
         cluster.kill("engine-a")
         clients.everybody()

@@ -1278,9 +1278,9 @@ class SlotCore:
         for i in range(len(held)):
             slot = held[i]
             if slot >= 0:  # its parent may come back now, if it was not evicted itself
-                if i and held[i - 1] < 0 and self.index.find(names[i]) == slot and self._is_orphan(slot):
-                    if not self._is_above(slot, before):
-                        self._link(slot, before)
+                is_back: cython.bint = i > 0 and held[i - 1] < 0 and self.index.find(names[i]) == slot
+                if is_back and self._is_orphan(slot) and not self._is_above(slot, before):
+                    self._link(slot, before)
                 before = slot
                 continue
             slot = self._chosen[num_named]

@@ -220,8 +220,9 @@ class SlotPool:
                 raise ValueError(f"lease: {len(hashes)} names, {len(places.slots)} places")
             else:
                 slots, times = self._core.lease_at(places.slots, places.generations)
-            is_kept = places is not None and isinstance(hashes, list) and len(slots) == len(hashes)
-            return Lease(hashes if is_kept else list(hashes[: len(slots)]), slots, times, self._on_release)
+            if places is not None and isinstance(hashes, list) and len(slots) == len(hashes):
+                return Lease(hashes, slots, times, self._on_release)
+            return Lease(list(hashes[: len(slots)]), slots, times, self._on_release)
 
     def touch(self, hashes: Sequence[ChainHash]) -> None:
         """Count a use of each ready block; the last of the chain stays the first to go."""

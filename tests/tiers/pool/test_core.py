@@ -360,9 +360,9 @@ def test_an_index_and_a_line_refuse_what_they_cannot_hold(form: str) -> None:
     index, line, name = type(core.index)(2), core.line(), [bytes([n]) * 32 for n in range(4)]
     index.put_all(name[:1], [1])
     for call in (
-        lambda: index.put_all(name, []), lambda: index.put_all(name[1:], [0, 0, 0]), lambda: index.put_all(name[3:], [2]),
-        lambda: index.remove_all([0, 0]), lambda: index.remove_all([1, 1]), lambda: index.load([-1]),
-        lambda: line.add([99]), lambda: line.add([-1]), lambda: line.remove([10**9]),
+        lambda: index.put_all(name, []), lambda: index.put_all(name[1:], [0, 0, 0]),
+        lambda: index.put_all(name[3:], [2]), lambda: index.remove_all([0, 0]), lambda: index.remove_all([1, 1]),
+        lambda: index.load([-1]), lambda: line.add([99]), lambda: line.add([-1]), lambda: line.remove([10**9]),
     ):  # fmt: skip
         with pytest.raises((ValueError, LookupError)):
             call()
