@@ -4,9 +4,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from kvtier.tiers.config import ChatConfig
+if TYPE_CHECKING:
+    from kvtier.tiers.config import ChatConfig
 
 # In the order in which models know a schema's keys; all others follow by name.
 _CUSTOMARY: Final = ("type", "function", "name", "description", "parameters", "properties", "required")
@@ -30,7 +31,7 @@ class ChatPrefix:
     move_lines: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, config: ChatConfig) -> "ChatPrefix":
+    def of(cls, config: "ChatConfig") -> "ChatPrefix":
         return cls(config.sort_tools, config.drop_lines, config.move_lines)
 
     def body(self, body: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -156,7 +156,7 @@ class StateBorders:
         sequence.states.limit = border - 1
 
     def restore(self, sequence: Request, border: int) -> bool:
-        """Have a sequence go on from a border in L1. False: a piece is gone by now."""
+        """Have a sequence go on from a border in L1. False: a piece is gone by now, or no room on the device."""
         pieces = self._pieces(sequence, border)
         blocks: list[int] = self._pool.match(pieces.hashes)
         is_whole = len(blocks) == self.traits.num_pieces
@@ -164,6 +164,8 @@ class StateBorders:
             if is_whole:
                 self._keeper.go_on(sequence, border * self._size, blocks)
                 self._store(sequence, pieces, blocks)  # the tiers below may have lost or refused it
+        except RuntimeError:
+            return False
         finally:
             self._pool.free(blocks)
         return is_whole
