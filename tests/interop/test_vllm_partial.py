@@ -103,7 +103,10 @@ def test_the_slab_has_parts_too(model: Path, expected: list[list[int]], tmp_path
 
         second.scheduler.connector.get_external_cache_hit_sources = listen
         assert ask(second, PROMPTS[:2]) == (expected[1:3], list(SHARED[:2]))
-        assert told == [{"disk": 150}, {"host": 131}]
+        # what both want, the second one may have brought to L2 by the time that the first one is told
+        assert [sum(each.values()) for each in told] == [150, 131]
+        assert told[0]["disk"] >= 128
+        assert told[1] == {"host": 131}
 
 
 def test_an_option_leaves_it_at_whole_blocks(model: Path, expected: list[list[int]]) -> None:
