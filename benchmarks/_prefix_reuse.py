@@ -7,7 +7,7 @@ from typing import Final
 
 from _chats import Exchange
 
-CHILDREN: Final = 8  # that tiers/pool/child_index.py remembers of one block, at most
+CHILDREN: Final = 8  # that `ChildIndex` of tiers/pool/core.py remembers of one block, at most
 
 
 class PrefixReuse(Enum):

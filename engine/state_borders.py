@@ -162,10 +162,11 @@ class StateBorders:
         is_whole = len(blocks) == self.traits.num_pieces
         try:
             if is_whole:
-                self._keeper.go_on(sequence, border * self._size, blocks)
+                try:
+                    self._keeper.go_on(sequence, border * self._size, blocks)
+                except RuntimeError:
+                    return False
                 self._store(sequence, pieces, blocks)  # the tiers below may have lost or refused it
-        except RuntimeError:
-            return False
         finally:
             self._pool.free(blocks)
         return is_whole
