@@ -105,6 +105,7 @@ class LoadingOp:
     op: CopyOp
     first_block: int
     lease: Lease
+    slot_bytes: int
     planned_at: float
 
 

@@ -8,7 +8,7 @@ from typing import Final
 
 from kvtier.connector.back import Back, GroupCopy
 from kvtier.connector.partial import PartialView, best_child, is_named_by_tokens, pays, tier_of_last
-from kvtier.connector.plan import CopyOp, StepPlan, WorkerReport, plain
+from kvtier.connector.plan import CopyOp, StepPlan, WorkerReport
 from kvtier.connector.request import Answered, ConnectedRequest, LoadingOp, Request, StoringOp
 from kvtier.tiers import L2, ChainHash, Outcome
 from kvtier.tiers.hierarchy import PENDING, Attribution, CacheTiers, Claim, Ends, Filled, Pending
@@ -89,7 +89,20 @@ class SchedulerSide:
         if known.claim is None and not known.recompute:
             self._ask(known)
         least = in_l1 * block_size + in_part
-        covered = self._answer(known, least)
+        claim = known.claim
+        if (
+            claim is not None
+            and claim.promised
+            and claim.found is not None
+            and not (claim.told or self._partial_blocks)
+        ):
+            if known.found is None:
+                known.found = claim.found
+                self.tiers.count(claim.found)
+            covered: int | None = (claim.num_l1 + claim.promised) * block_size
+            claim.told = True  # from now on it is polled, which renews it
+        else:
+            covered = self._answer(known, least)
         if (claim := known.claim) is not None and claim.meeting is not None:
             self._begin_back(known, claim)
         if covered is None:
@@ -113,10 +126,30 @@ class SchedulerSide:
         the very step that loads it; without, after `update` names it. Called again for the same request, or with 0, it
         only lets go of what was promised.
         """
-        known = self.requests[request_id]
-        loading = 0
-        if known.claim is not None:
-            loading = self._load(known, known.claim, block_ids, num_external_tokens, layerwise)
+        known, loading = self.requests[request_id], 0
+        if (claim := known.claim) is not None:
+            view, size = known.view, claim.block_size
+            known.claim = known.view = None
+            if view is not None:  # loaded whole, the last block is the request's only up to where they part
+                num_external_tokens = min(num_external_tokens, view.num_tokens - known.asked * size)
+            num_blocks = -(-num_external_tokens // size) if view is not None else num_external_tokens // size
+            lease = self.tiers.take(claim) if num_blocks else None
+            first, region = known.asked - claim.num_l1, self.tiers.region
+            slots = tuple(lease.slots[first : first + num_blocks]) if lease is not None else ()
+            if lease is None:
+                self.tiers.cancel(claim)
+            elif not slots or region is None:
+                lease.release()
+            else:
+                if view is not None and known.asked + len(slots) > view.num_own:
+                    known.found_in_part = tier_of_last(claim.found, known.found)
+                self._region_id = region.region_id
+                blocks = tuple(map(int, block_ids[known.asked : known.asked + len(slots)]))
+                generations = tuple(lease.generations[first : first + num_blocks])
+                op = CopyOp(next(self._op_ids), request_id, blocks, slots, generations, layerwise)
+                self._loads[op.op_id] = LoadingOp(op, known.asked, lease, region.slot_bytes, time.monotonic())
+                self._planned.append(op)
+                loading = min(num_external_tokens, len(slots) * size)
         if self.backs:
             self._seat_back(known, block_ids, loading)
         return loading
@@ -210,7 +243,8 @@ class SchedulerSide:
                 filled.append((held, [tokens_of(first + index) for index in held.indices], store.epoch))
             elif (load := self._loads.pop(op_id, None)) is not None:
                 loaded.append(load.op.request_id)
-                self._moved("load", len(load.op.host_slots), time.monotonic() - load.planned_at)
+                num_bytes = len(load.op.host_slots) * load.slot_bytes
+                self.tiers.metrics.moved(L2, "load", num_bytes, time.monotonic() - load.planned_at)
                 load.lease.release()
             elif (copy := self._behind.pop(op_id, None)) is not None:
                 self._ended_behind(copy, well=True)
@@ -233,7 +267,8 @@ class SchedulerSide:
             self.forget_promises()
         if self._ended and not self._wanted:
             self._tell_ends()
-        if (report.finished or report.failed) and self.idle:
+        is_idle = not (stores or self._loads or self._wanted or self.late or self._behind)
+        if is_idle and self.tiers.sends_later and (report.finished or report.failed):
             self.tiers.tick()  # an engine that has nothing more to do says nothing more: send what waits for company
         released, self._released = self._released, []
         return ConnectorUpdate(tuple(loaded), tuple(failed), tuple(released))
@@ -291,39 +326,6 @@ class SchedulerSide:
         if (region := self.tiers.region) is not None:
             self.tiers.metrics.moved(L2, direction, num_blocks * region.slot_bytes, seconds)
 
-    def _load(
-        self,
-        known: ConnectedRequest,
-        claim: Claim,
-        block_ids: Sequence[int],
-        num_external_tokens: int,
-        layerwise: bool,
-    ) -> int:
-        """Plan the copies of what a claim promised, as `allocated` says; the claim is over."""
-        view, size = known.view, claim.block_size
-        known.claim = known.view = None
-        if view is not None:  # loaded whole, the last block is the request's only up to where they part
-            num_external_tokens = min(num_external_tokens, view.num_tokens - known.asked * size)
-        num_blocks = -(-num_external_tokens // size) if view is not None else num_external_tokens // size
-        if not num_blocks:
-            self.tiers.cancel(claim)
-            return 0
-        lease, region = self.tiers.take(claim), self.tiers.region
-        skip = known.asked - claim.num_l1
-        slots = tuple(lease.slots[skip : skip + num_blocks])
-        if not slots or region is None:
-            lease.release()
-            return 0
-        generations = tuple(lease.generations[skip : skip + num_blocks])
-        if view is not None and known.asked + len(slots) > view.num_own:
-            known.found_in_part = tier_of_last(claim.found, known.found)
-        self._region_id = region.region_id
-        blocks = plain(block_ids[known.asked : known.asked + len(slots)])
-        op = CopyOp(next(self._op_ids), known.request.request_id, blocks, slots, generations, layerwise)
-        self._loads[op.op_id] = LoadingOp(op, known.asked, lease, time.monotonic())
-        self._planned.append(op)
-        return min(num_external_tokens, len(slots) * size)
-
     def _ask(self, known: ConnectedRequest) -> None:
         """Where every block is that may be promised, and a claim on what is worth loading."""
         chain = known.request.chain
@@ -331,8 +333,8 @@ class SchedulerSide:
         hashes, num_l1 = chain.hashes, min(known.asked, usable)
         hashes = hashes if usable == len(hashes) else hashes[:usable]  # `ask` copies it
         ends = Ends.BOTH if self.computes_alone else Ends.FRONT
-        self._asked = True
         known.claim = self.tiers.ask(hashes, chain.root, num_l1, block_size=chain.block_size, ends=ends)
+        self._asked |= known.claim.promised is None
 
     def _answer(self, known: ConnectedRequest, least: int) -> int | None:
         """How many leading tokens L1 and the promise cover, 0 for no promise; None: not known yet.
@@ -343,10 +345,12 @@ class SchedulerSide:
         claim = known.claim
         if claim is None:
             return 0
-        promised = self.tiers.poll(claim)
+        is_new = claim.promised is not None and not claim.told
+        promised = claim.promised if is_new and claim.promised is not None else self.tiers.poll(claim)
+        claim.told |= is_new
         if claim.found is not None and known.found is None:
             known.found = claim.found
-            known.causes = claim.causes
+            known.causes = None if claim.why is None else claim.why()
             self.tiers.count(claim.found, claim.missing, known.causes)
         may_look = self._partial_blocks and known.view is None and claim.behind is not None
         if may_look and self._take_view(known, claim, least):

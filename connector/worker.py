@@ -2,13 +2,12 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Final
 
 import numpy as np
 
-from kvtier.connector.plan import CopyOp, StepPlan, WorkerReport
-from kvtier.tiers.copies import BlockCopies, CopyEvent, CopyStream, HostEvent
+from kvtier.connector.plan import StepPlan, WorkerReport
+from kvtier.tiers.copies import COPIED, BlockCopies, CopyEvent, CopyStream, ended
 
 _GROUP_BYTES: Final = 4 << 20  # a layer group is copied in pieces of about this size: large copies, early first layers
 
@@ -40,6 +39,7 @@ class WorkerSide:
         self._by_layers = by_layers
         self._loads: dict[int, list[tuple[int, CopyEvent]]] = {}  # op → (end layer, event) of each group
         self._stores: dict[int, CopyEvent] = {}
+        self._finished: list[int] = []  # copies that ended well as they were made
         self._given_up: set[int] = set()  # stores whose blocks were written to before they were read
         self._begun: object | None = None  # what the step's loads may start after, but for those its compute waits for
         self._layerwise: list[int] = []  # ops of this step's plan that its compute waits for
@@ -57,6 +57,9 @@ class WorkerSide:
 
         If that raises, `poll` reports those that lack a part as failed, once their other parts have ended.
         """
+        if not plan.loads:
+            self._layerwise, self._begun = [], None
+            return
         awaited = [op for op in plan.loads if op.layerwise]
         self._layerwise = [op.op_id for op in awaited]
         self._late_at = time.monotonic() + self._deadline
@@ -67,15 +70,23 @@ class WorkerSide:
             self._loads.update(dict.fromkeys([op.op_id for op in ops], groups))
         try:
             for ops, groups in zip(kinds, events, strict=True):
-                stream, copies = self.connect(plan.region), _copies(ops)
+                stream = self._stream if plan.region == self._region else None
+                stream = stream or self.connect(plan.region)
+                pairs = [pair for op in ops for pair in zip(op.device_blocks, op.host_slots, strict=True)]
+                blocks, slots = np.array(pairs, np.int64).T.copy()
                 cut, after = ops is awaited and self._by_layers, None if ops is awaited else self._begun
-                for start, end in self._groups(len(copies)) if cut else [(0, self._num_layers)]:
-                    groups.append((end, stream.load(replace(copies, layers=(start, end)), after)))
+                for start, end in self._groups(len(blocks)) if cut else [(0, self._num_layers)]:
+                    groups.append((end, stream.load(BlockCopies(blocks, slots, (start, end)), after)))
         finally:
             self._begun = None
             for groups in events:
                 if not groups or groups[-1][0] < self._num_layers:
-                    groups.append((self._num_layers, _failed("it could not be started")))
+                    groups.append((self._num_layers, ended("it could not be started")))
+        for ops, groups in zip(kinds, events, strict=True):
+            if all(event is COPIED for _, event in groups):
+                self._finished += [op.op_id for op in ops]
+                for op in ops:
+                    del self._loads[op.op_id]
 
     def wait_layer(self, layer: int) -> bool:
         """Wait until every layerwise load of this step has brought layer `layer`; False where one failed or is late.
@@ -108,15 +119,22 @@ class WorkerSide:
         """Enqueue the plan's L1 → L2 copies, behind the compute that fills them. If that raises, as `start_load`."""
         if plan.stores:
             event: CopyEvent | None = None
+            op_ids = [op.op_id for op in plan.stores]
             try:
-                event = self.connect(plan.region).store(_copies(plan.stores))
+                stream = self._stream if plan.region == self._region else None
+                pairs = [pair for op in plan.stores for pair in zip(op.device_blocks, op.host_slots, strict=True)]
+                event = (stream or self.connect(plan.region)).store(BlockCopies(*np.array(pairs, np.int64).T.copy()))
             finally:
-                ended = event if event is not None else _failed("it could not be started")
-                self._stores.update(dict.fromkeys([op.op_id for op in plan.stores], ended))
+                if event is COPIED:
+                    self._finished += op_ids
+                else:
+                    failed = ended("it could not be started") if event is None else event
+                    self._stores.update(dict.fromkeys(op_ids, failed))
 
     def unstarted(self, plan: StepPlan) -> tuple[int, ...]:
         """Ops of this step's plan that were never started, because the step raised before: no report names them."""
-        return tuple(op.op_id for op in (*plan.loads, *plan.stores) if op.op_id not in {**self._loads, **self._stores})
+        started = {*self._loads, *self._stores, *self._finished}
+        return tuple(op.op_id for op in (*plan.loads, *plan.stores) if op.op_id not in started)
 
     def fence(self, op_ids: Sequence[int]) -> None:
         """Have these stores read their blocks before compute issued from now on writes to them.
@@ -131,7 +149,7 @@ class WorkerSide:
 
     def poll(self) -> WorkerReport:
         """The ops that have ended since the last poll."""
-        finished: list[int] = []
+        finished, self._finished = self._finished, []
         failed: list[int] = []
         lost: list[int] = []
         for op_id, groups in self._loads.items():
@@ -140,7 +158,7 @@ class WorkerSide:
                 if any(event.is_lost for _, event in groups):
                     lost.append(op_id)
         for op_id in (*finished, *failed):
-            del self._loads[op_id]  # a layerwise op may be polled only after the compute that needs it
+            self._loads.pop(op_id, None)  # a layerwise op may be polled only after the compute that needs it
         if self._stores:
             self._poll_stores(finished, failed, lost)
         return WorkerReport(tuple(finished), tuple(failed), tuple(lost))
@@ -170,6 +188,8 @@ class WorkerSide:
 
         For an engine with nothing else to do: one that spins instead keeps the GIL from the copying thread.
         """
+        if self._finished:
+            return
         for groups in self._loads.values():
             groups[-1][1].wait(timeout)
             return
@@ -180,7 +200,7 @@ class WorkerSide:
     @property
     def idle(self) -> bool:
         """Whether no copy is under way."""
-        return not (self._loads or self._stores)
+        return not (self._loads or self._stores or self._finished)
 
     def close(self, timeout: float) -> WorkerReport:
         """Drain for up to `timeout` seconds, then stop; reports what ended, and what did not as failed and lost."""
@@ -213,24 +233,11 @@ class WorkerSide:
         return [(start, min(start + size, self._num_layers)) for start in range(0, self._num_layers, size)]
 
 
-def _copies(ops: Sequence[CopyOp]) -> BlockCopies:
-    """All of them as one: what a device is told costs by the call."""
-    blocks = [block for op in ops for block in op.device_blocks]
-    slots = [slot for op in ops for slot in op.host_slots]
-    return BlockCopies(np.array(blocks, np.int64), np.array(slots, np.int64))
-
-
-def _failed(error: str) -> HostEvent:
-    event = HostEvent()
-    event.end(error)
-    return event
-
-
 class _NoStream:
     """A `CopyStream` to a region that cannot be reached: every copy fails at once."""
 
     def load(self, copies: BlockCopies, after: object | None = None) -> CopyEvent:
-        return _failed("the region is gone")
+        return ended("the region is gone")
 
     store = load
 

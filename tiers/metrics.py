@@ -1,19 +1,41 @@
 """Every counter kvtier keeps, on a registry of its own: what was found, missed, moved, dropped, and why."""
 
+import time
+from collections import Counter as Tally
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import Final, NamedTuple
+from threading import Lock
+from typing import Final, NamedTuple, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
 from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.registry import Collector
 
-from kvtier.tiers.kinds import MISS, TIERS, lookup_results
-from kvtier.tiers.losses import Losses
+from kvtier.tiers.kinds import L2, MISS, lookup_results
 from kvtier.tiers.room import StoragePlace
+from kvtier.tiers.tier import Outcome
 
 _LOADS: Final = ("read", "load")  # the directions towards the engine; their time is what a request waits
 _SECONDS: Final = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+
+_MINUTES: Final = 5  # whole ones, besides the one under way
+_SHARE: Final = 0.1  # of the blocks offered or looked up that may be lost: as in deploy/prometheus/rules.yml
+_LOOKED_UP: Final = "looked up"
+_STORED: Final = "stored"
+_MORE_ROOM: Final = "raise [host] size"
+_FASTER: Final = f'{_MORE_ROOM}, or set [cache] admit_after = "auto"'
+
+
+class Found(Protocol):
+    """What a lookup found: `Attribution`."""
+
+    @property
+    def blocks(self) -> int: ...
+    @property
+    def miss(self) -> int: ...
+    @property
+    def by_tier(self) -> Mapping[str, int]: ...
 
 
 class Series(NamedTuple):
@@ -119,20 +141,24 @@ class Metrics:
         self._looked_up = {tier: self._lookup.labels(tier) for tier in lookup_results()}
         self._missed: dict[str, Counter] = {}  # by reason
 
-    def looked_up(self, by_tier: Mapping[str, int], num_missing: int = 0, reason: str | None = None) -> None:
-        """One lookup's blocks, by the tier that had each when first asked, and those that none had.
+    def looked_up(
+        self, found: "Found", reason: str | None = Outcome.ABSENT, causes: Mapping[tuple[str, str], int] | None = None
+    ) -> None:
+        """One lookup's blocks, by the tier that had each when it began, and those that none had.
 
-        With a `reason` the latter are counted under that as well. ValueError if a name is not in the table of tiers.
+        With a `reason` the latter are counted under that as well, and what became of them, if they are absent. KeyError
+        if a name is not in the table of tiers.
         """
-        for tier, num_blocks in by_tier.items():
-            if tier not in TIERS:
-                raise ValueError(f"tier {tier!r}: use one of {', '.join(TIERS)}")
-            self._looked_up[tier].inc(num_blocks)
-        self.losses.looked_up(sum(by_tier.values()) + num_missing)
-        if num_missing:
-            self._looked_up[MISS].inc(num_missing)
+        counters, missing = self._looked_up, found.miss
+        for tier, num_blocks in found.by_tier.items():
+            counters[tier].inc(num_blocks)
+        self.losses.looked_up(found.blocks)
+        if missing:
+            counters[MISS].inc(missing)
             if reason is not None:
-                self.missed(reason, num_missing)
+                self.missed(reason, missing)
+            if causes and reason == Outcome.ABSENT:
+                self.absent(causes)
 
     def missed(self, reason: str, num_blocks: int) -> None:
         """Blocks that some tier held or might have held, and that were not served."""
@@ -305,3 +331,79 @@ class _Ages(Collector):
 def _series(name: str, labels: dict[str, str]) -> str:
     inside = ",".join(f'{key}="{value}"' for key, value in labels.items())
     return f"{name}{{{inside}}}" if inside else name
+
+
+def _fix_of(tier: str, reason: str) -> str | None:
+    """The option that helps a tier which drops stores for this reason; None if nothing is too small or too slow."""
+    match reason:
+        case Outcome.NO_SLOT:
+            return _MORE_ROOM
+        case Outcome.EVICTED | Outcome.QUEUE_FULL:
+            return _FASTER
+        case Outcome.FULL:
+            return "raise [file] size, or free some of its disk" if tier == "file" else f"give {tier} more room"
+        case Outcome.TIMEOUT:
+            return f"raise [{'service' if tier == L2 else tier}] deadline"
+    return None  # a quota and an admission are somebody's will; a breaker that opens is told as such
+
+
+class Losses:
+    """Blocks lost of late for want of room or time, by minute: a reason to call a process degraded. Thread-safe."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = Lock()
+        self._minutes: deque[tuple[int, Tally[tuple[str, str]]]] = deque(maxlen=_MINUTES + 1)
+
+    def looked_up(self, num_blocks: int) -> None:
+        """As `_count`, for the verb that is called at every lookup."""
+        minute, minutes = int(self._clock() // 60), self._minutes
+        with self._lock:
+            if not minutes or minutes[-1][0] < minute:
+                minutes.append((minute, Tally()))
+            minutes[-1][1]["", _LOOKED_UP] += num_blocks
+
+    def missed(self, reason: str, num_blocks: int) -> None:
+        if reason == Outcome.NO_SLOT:
+            self._count("", reason, num_blocks)
+
+    def stored(self, tier: str, num_blocks: int) -> None:
+        self._count(tier, _STORED, num_blocks)
+
+    def dropped(self, tier: str, reason: str, num_blocks: int) -> None:
+        if _fix_of(tier, reason) is not None:
+            self._count(tier, reason, num_blocks)
+
+    @property
+    def wanting(self) -> dict[str, str]:
+        """What there is too little of, and why one thinks so: "file stores", "l2 slots"."""
+        oldest, seen = int(self._clock() // 60) - _MINUTES, Tally[tuple[str, str]]()
+        with self._lock:
+            for minute, counts in self._minutes:
+                if minute >= oldest:
+                    seen += counts
+        found = {}
+        for tier in sorted({tier for tier, _ in seen} - {""}):
+            lost = Tally({why: n for (of, why), n in seen.items() if of == tier and why != _STORED})
+            all_lost, offered = lost.total(), lost.total() + seen[tier, _STORED]
+            if all_lost > _SHARE * offered:
+                reasons = ", ".join(f"{reason} {num_blocks}" for reason, num_blocks in lost.most_common())
+                fix = _fix_of(tier, lost.most_common(1)[0][0])
+                found[f"{tier} stores"] = f"{_of(all_lost, offered)} were not stored ({reasons}); {fix}"
+        crowded, asked = seen["", Outcome.NO_SLOT], seen["", _LOOKED_UP]
+        if crowded > _SHARE * asked:
+            found["l2 slots"] = (
+                f"{_of(crowded, max(crowded, asked))} had no slot to be loaded to (no_slot); {_MORE_ROOM}"
+            )
+        return found
+
+    def _count(self, tier: str, what: str, num_blocks: int) -> None:
+        minute, minutes = int(self._clock() // 60), self._minutes
+        with self._lock:
+            if not minutes or minutes[-1][0] < minute:
+                minutes.append((minute, Tally()))
+            minutes[-1][1][tier, what] += num_blocks
+
+
+def _of(num_blocks: int, of: int) -> str:
+    return f"{num_blocks / of:.0%} of {of} blocks in the last {_MINUTES} minutes"

@@ -75,7 +75,7 @@ class RemoteTiers:
         self._claims = RemoteClaims(self._attachment, self.metrics, patience, deadline, clock, self._numbers)
         self._dropped: deque[Callable[[], None]] = deque()  # left by `__del__`, which may run anywhere
         self._closed = False
-        self.is_late = False
+        self.is_late, self.sends_later = False, True
         self._pid = os.getpid()
         self._attachment.start()
 
@@ -142,7 +142,7 @@ class RemoteTiers:
         """Into this client's own metrics. What became of blocks, the daemon counts."""
         if missing is not None and self._attachment.link is None:
             missing = Outcome.BREAKER_OPEN
-        self.metrics.looked_up(found.by_tier, found.miss, missing)
+        self.metrics.looked_up(found, missing)
 
     # storing
 

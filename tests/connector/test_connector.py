@@ -381,7 +381,7 @@ def test_compute_never_waits_for_another_requests_asynchronous_load(bench: Bench
 def test_recompute_when_it_is_faster() -> None:
     tier = MemoryTier()
     bench = Bench(tier)
-    bench.hierarchy.rates._policy = "auto"
+    bench.hierarchy.rates.policy = "auto"
     request = request_of(3)
     tier.fill(request.chain)
     bench.hierarchy.rates.loaded("file", 1000, 1.0)  # a slow disk: 1 kB/s

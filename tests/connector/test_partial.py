@@ -209,7 +209,7 @@ def test_a_refused_view_falls_back_to_the_own_blocks_for_good() -> None:
     bench = PartialBench()
     held(bench, [*PREFIX, 1, 2, 3, 9])
     prompt = Prompt("a", [*PREFIX, 1, 2, 3, 4, 5])
-    start = bench.hierarchy.promoter.start
+    start, lease_whole = bench.hierarchy.promoter.start, bench.hierarchy.promoter.lease_whole
     others = [prompt.chain.hashes[:2], []]
 
     def no_slot_for_the_view(claim: Any, run: list[ChainHash], *args: Any) -> None:
@@ -219,6 +219,7 @@ def test_a_refused_view_falls_back_to_the_own_blocks_for_good() -> None:
             claim.refusal = Outcome.NO_SLOT
 
     bench.hierarchy.promoter.start = no_slot_for_the_view  # pyrefly: ignore[bad-assignment] # named otherwise
+    bench.hierarchy.promoter.lease_whole = lambda claim, run: lease_whole(claim, run) if run in others else None
     for _ in range(3):
         assert bench.scheduler.lookup(prompt, 0) == 2 * BLOCK_SIZE
     assert len(bench.asked) == 3  # own, view, own

@@ -308,7 +308,7 @@ def test_prefill_teaches_the_tiers_how_fast_recomputing_is(make: Make) -> None:
     engine = make(tiers=True)
     assert isinstance(engine.connector, LocalConnector)
     rates = engine.connector.hierarchy.rates
-    rates._policy = "auto"
+    rates.policy = "auto"
     rates.loaded("file", 1, 1.0)  # a disk of one byte per second …
     assert rates.worth_loading(1000, {"file": 1000})  # … is better than nothing known
     engine.generate([prompt(1, 100)], GREEDY)  # a step of 64 tokens, one of 36, then decoding

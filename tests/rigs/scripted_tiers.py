@@ -24,8 +24,8 @@ from kvtier.tiers.hierarchy.rates import LoadPolicy, Rates, Span
 from kvtier.tiers.metrics import Metrics
 from kvtier.tiers.naming.chain import TokenChain, root_hash
 from kvtier.tiers.naming.shape import KVShape
+from kvtier.tiers.pool.core import Lease
 from kvtier.tiers.pool.departures import Causes
-from kvtier.tiers.pool.lease import Lease
 from kvtier.tiers.returns import RequestEnd
 from kvtier.tiers.tier import ChainHash, Outcome
 
@@ -103,9 +103,9 @@ class ScriptedTiers:
         self._due.pop(claim, None)
 
     def count(self, found: Attribution, missing: Outcome | None = Outcome.ABSENT, causes: Causes | None = None) -> None:
-        self.metrics.looked_up(found.by_tier, found.miss, missing)
+        self.metrics.looked_up(found, missing)
 
-    is_late = False
+    is_late = sends_later = False
 
     def reserve(self, wanted: Sequence[Wanted], *, may_retry: bool = False) -> list[None]:
         return [None] * len(wanted)

@@ -18,7 +18,8 @@ from kvtier.service.node.daemon import Daemon
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.hierarchy.cache_tiers import Attribution, CacheTiers, Claim, Pending, Wanted
 from kvtier.tiers.naming.chain import TokenChain
-from kvtier.tiers.pool.lease import Lease, Reservation
+from kvtier.tiers.pool.core import Lease
+from kvtier.tiers.pool.lease import Reservation
 from kvtier.tiers.tier import BlockRecord, Outcome
 
 ROOT = Path(__file__).resolve().parents[2]

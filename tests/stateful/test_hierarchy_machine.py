@@ -38,7 +38,8 @@ from kvtier.tiers.hierarchy.local_claim import LocalClaim
 from kvtier.tiers.hierarchy.lower_tier import PortSettings
 from kvtier.tiers.hierarchy.settings import HierarchySettings
 from kvtier.tiers.naming.chain import TokenChain
-from kvtier.tiers.pool.lease import Lease, Reservation
+from kvtier.tiers.pool.core import Lease
+from kvtier.tiers.pool.lease import Reservation
 from kvtier.tiers.tier import BlockRecord, ChainHash, Outcome
 
 SLOTS = 12

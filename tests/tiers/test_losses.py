@@ -3,7 +3,7 @@
 import pytest
 from doubles import FakeClock
 
-from kvtier.tiers.losses import Losses
+from kvtier.tiers.metrics import Losses
 from kvtier.tiers.tier import Outcome
 
 

@@ -5,6 +5,7 @@ import threading
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvtier.tiers.hierarchy import Attribution
 from kvtier.tiers.kinds import lookup_results
 from kvtier.tiers.metrics import Metrics
 from kvtier.tiers.tier import Outcome
@@ -12,7 +13,7 @@ from kvtier.tiers.tier import Outcome
 
 def test_counts_land_under_their_names() -> None:
     metrics = Metrics()
-    metrics.looked_up({"l1": 3}, 2)
+    metrics.looked_up(Attribution(5, l1=3, miss=2), None)
     metrics.missed(Outcome.CHECKSUM, 1)
     metrics.stored("l2", 4)
     metrics.stored("l2", 5)
@@ -61,8 +62,8 @@ def test_gauges_hold_the_present() -> None:
 def test_attribution_knows_its_places() -> None:
     metrics = Metrics()
     assert {metrics.snapshot()[f'kvtier_lookup_blocks_total{{tier="{tier}"}}'] for tier in lookup_results()} == {0}
-    with pytest.raises(ValueError, match="tier 'l3': use one of l1, l2, file, peers, redis, objects"):
-        metrics.looked_up({"l3": 1})
+    with pytest.raises(KeyError, match="l3"):
+        metrics.looked_up(Attribution(1, l3=1))
 
 
 def test_two_hierarchies_count_apart() -> None:

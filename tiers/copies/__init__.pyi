@@ -6,9 +6,10 @@ from .device import BlockPool
 from .device_errors import DEVICE_ERRORS, is_out_of_memory
 from .engine_blocks import BlockPart, EngineBlocks, PartCopier
 from .kept_choices import KeptChoice, KeptChoices
-from .transfer import CopyEvent, CopyStream, HostCopyStream, HostEvent
+from .transfer import COPIED, CopyEvent, CopyStream, HostCopyStream, HostEvent, ended
 
 __all__ = [
+    "COPIED",
     "DEVICE_ERRORS",
     "BlockCopier",
     "BlockCopies",
@@ -27,5 +28,6 @@ __all__ = [
     "KeptChoices",
     "PartCopier",
     "block_bytes_view",
+    "ended",
     "is_out_of_memory",
 ]

@@ -31,10 +31,6 @@ class BlockCopies:
     host_slots: NDArray[np.int64]
     layers: tuple[int, int] | None = None
 
-    def __post_init__(self) -> None:
-        if self.device_blocks.ndim != 1 or self.device_blocks.shape != self.host_slots.shape:
-            raise ValueError(f"{self.device_blocks.shape} device blocks for {self.host_slots.shape} host slots")
-
     def __len__(self) -> int:
         return len(self.device_blocks)
 
@@ -49,6 +45,8 @@ class BlockCopier:
         """
         self._device = block_bytes_view(device)
         self._region = region
+        self._rows_of_device = self._device.reshape(len(self._device), -1)
+        self._copy_blocks = memory.compiled_blocks_copy()
         self._owner = device  # the view is by address and keeps nothing alive
         self._gil = GilWatch()
         self.num_blocks, self.num_layers, self.layer_bytes = self._device.shape
@@ -60,33 +58,50 @@ class BlockCopier:
         return invalid_copies(copies, self.num_blocks, self.num_layers, self._region.num_slots)
 
     def copy(self, direction: CopyDirection, copies: BlockCopies, cancelled: Callable[[], bool] = bool) -> str | None:
-        """Copy now. Returns why it failed, or None. `cancelled` is asked before every 32 MiB."""
-        num_blocks = len(copies.device_blocks)
-        error = invalid_copies(copies, self.num_blocks, self.num_layers, self._region.num_slots)
-        if error or not num_blocks:
+        """Copy now. Returns why it failed, or None. `cancelled` is called before every 32 MiB."""
+        blocks, slots, num_layers = copies.device_blocks, copies.host_slots, self.num_layers
+        first, last = copies.layers or (0, num_layers)
+        offset, length, copy_blocks = first * self.layer_bytes, (last - first) * self.layer_bytes, self._copy_blocks
+        is_short = len(blocks) * length <= memory.COPY_PIECE
+        if not (copy_blocks is not None and is_short and 0 <= first < last <= num_layers):
+            return self._copy_in_pieces(direction, copies, (offset, length), cancelled)
+        if cancelled():
+            return CANCELLED
+        try:
+            copy_blocks(self._rows_of_device, blocks, self._region.array, slots, offset, length, direction == "load")
+        except (IndexError, ValueError) as failure:
+            return self.invalid(copies) or str(failure)
+        return None
+
+    def _copy_in_pieces(
+        self, direction: CopyDirection, copies: BlockCopies, span: tuple[int, int], cancelled: Callable[[], bool]
+    ) -> str | None:
+        """Up to 32 MiB at a time; `span` is first byte and length in each block. Invalid copies are not begun."""
+        blocks, slots = copies.device_blocks, copies.host_slots
+        if (error := self.invalid(copies)) or not len(blocks):
             return error
-        first, last = copies.layers or (0, self.num_layers)
-        length = (last - first) * self.layer_bytes
-        device, host = copies.device_blocks, copies.host_slots
-        per_call = memory.pieces_per_call(length)
-        for start in range(0, num_blocks, per_call):
+        copy_blocks, (offset, length) = self._copy_blocks, span
+        most = memory.COPY_PIECE // length if copy_blocks is not None else memory.pieces_per_call(length)
+        for start in range(0, len(blocks), per_call := max(1, most)):
             if cancelled():
                 return CANCELLED
-            part = slice(start, start + per_call)
+            some, where = blocks[start : start + per_call], slots[start : start + per_call]
             try:
-                self._copy_some(direction, device[part], host[part], (first * self.layer_bytes, length))
-            except OSError as failure:
+                if copy_blocks is None:
+                    self._copy_some(direction, some, where, span)
+                else:
+                    copy_blocks(
+                        self._rows_of_device, some, self._region.array, where, offset, length, direction == "load"
+                    )
+            except (OSError, IndexError, ValueError) as failure:
                 return str(failure)
         return None
 
     def _copy_some(
         self, direction: CopyDirection, blocks: NDArray[np.int64], slots: NDArray[np.int64], span: tuple[int, int]
     ) -> None:
-        """Up to 32 MiB by the fastest way there is now; `span` is first byte and length in each block."""
+        """By the fastest way there is now without a compiled one."""
         length = span[1]
-        if memory.is_compiled():
-            self._copy_addresses(direction, blocks, slots, span)
-            return
         if length == self._region.slot_stride and self._copy_whole_run(direction, blocks, slots):
             return
         num_copied = self._copy_each(direction, blocks, slots, span) if length >= _ALONE_FROM else 0
@@ -153,6 +168,9 @@ class BlockCopier:
 
 def invalid_copies(copies: BlockCopies, num_blocks: int, num_layers: int, num_slots: int) -> str | None:
     """Why the copies may not be made between tiers of that size; None if they may."""
+    blocks, slots = copies.device_blocks, copies.host_slots
+    if blocks.ndim != 1 or blocks.shape != slots.shape:
+        return f"{blocks.shape} device blocks for {slots.shape} host slots"
     first, last = copies.layers or (0, num_layers)
     if not 0 <= first < last <= num_layers:
         return f"layers {first}..{last}: L1 has {num_layers}"

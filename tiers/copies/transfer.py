@@ -21,7 +21,7 @@ from kvtier.tiers.host import HostRegion
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["L1", "BlockCopies", "CopyEvent", "CopyStream", "HostCopyStream", "HostEvent"]
+__all__ = ["COPIED", "L1", "BlockCopies", "CopyEvent", "CopyStream", "HostCopyStream", "HostEvent", "ended"]
 
 L1: TypeAlias = "torch.Tensor | NDArray[np.generic] | EngineBlocks"
 """What a stream copies from and to: one tensor `[num_blocks, num_layers, …]`, or blocks as some engine keeps them."""
@@ -101,6 +101,11 @@ class HostEvent:
     def end(self, error: str | None = None) -> None:
         self.error = error
         self._ended.set()
+
+
+COPIED: Final = HostEvent()
+"""The event of every copy that was made at once, and well."""
+COPIED.end()
 
 
 @dataclass(slots=True)
@@ -193,24 +198,35 @@ class HostCopyStream:
         return self._num_running + sum(map(len, self._queues.values()))
 
     def _enqueue(self, direction: CopyDirection, copies: BlockCopies, after: object | None) -> CopyEvent:
-        event = HostEvent()
-        task = CopyTask(direction, copies, None if after is None else predecessor(after), event)
+        before = None if after is None else predecessor(after)
+        if before is not None and before.done() and before.error is None:
+            before = None
+        if before is None and len(copies.device_blocks) <= self._blocks_at_once:
+            with self._changed:
+                is_free = not (self._closed or self._num_running or self._queues["load"] or self._queues["store"])
+                self._num_running += is_free
+            if is_free:
+                error: str | None = "interrupted"  # as by Ctrl-C
+                try:
+                    error = self._copier.copy(direction, copies, self._cancelled.is_set)
+                except Exception as failure:
+                    error = f"{type(failure).__name__}: {failure}"
+                finally:
+                    with self._changed:
+                        self._num_running -= 1
+                        self._changed.notify_all()
+                return COPIED if error is None else ended(error)
+        task = CopyTask(direction, copies, before, HostEvent())
         error = self._copier.invalid(copies)
-        is_small = len(copies.device_blocks) <= self._blocks_at_once
         with self._changed:
             queue = self._queues[direction]
             error = error or refusal(self._closed, len(queue), self._max_queued)
-            is_now = error is None and is_small and not self._num_pending() and task.ready()
-            if is_now:
-                self._num_running += 1
-            elif error is None:
+            if error is None:
                 queue.append(task)
                 self._changed.notify()
         if error is not None:
-            event.end(error)
-        elif is_now:
-            self._run(task)
-        return event
+            task.event.end(error)
+        return task.event
 
     def _work(self) -> None:
         while (task := self._take()) is not None:
@@ -245,9 +261,16 @@ def copier(device: L1, region: HostRegion) -> BlockCopier | PartCopier:
     return PartCopier(device, region) if isinstance(device, EngineBlocks) else BlockCopier(device, region)
 
 
-def predecessor(after: object | None) -> CopyEvent | None:
+def ended(error: str) -> HostEvent:
+    """The event of a copy that has failed."""
+    event = HostEvent()
+    event.end(error)
+    return event
+
+
+def predecessor(after: object) -> CopyEvent:
     """What a copy starts after; TypeError if it is no event."""
-    if after is None or isinstance(after, CopyEvent):
+    if isinstance(after, CopyEvent):
         return after
     raise TypeError(f"after: a CopyEvent, not {type(after).__name__}")
 

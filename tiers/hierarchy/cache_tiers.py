@@ -85,6 +85,8 @@ class Claim:
     # Set together with `found`: compute up to there, and ask for what lies behind as `Ends.BACK`. Only the leading
     # blocks that L2 has are claimed then, and there are no `children`. None: what is loaded is claimed.
     meeting: Meeting | None = None
+    promised: int | None = None  # what `poll` would answer now, if that is known as the claim is made
+    told: bool = False  # the answer was read: by a poll, or as `promised` by whoever sets this
     # Set together with `found`: looks for `children` that begin with these tokens. Most callers never do.
     behind: LooksBehind | None = field(default=None, init=False, repr=False)
     # Set together with `found` where blocks are missing: what became of them. Asked once, when they are counted.
@@ -219,6 +221,8 @@ class TierUpkeep(Protocol):
     """
 
     metrics: Metrics
+    sends_later: bool
+    """Whether what is said waits for company before it is sent: a caller that has nothing more to say calls `tick`."""
 
     @property
     def region(self) -> HostRegion | None:

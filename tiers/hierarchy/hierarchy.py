@@ -22,7 +22,8 @@ from kvtier.tiers.host import HostRegion, HostTier
 from kvtier.tiers.pool import MAX_CHILDREN, Causes, Departure, Departures, Lease, Places, causes_of, why_gone
 from kvtier.tiers.returns import RequestEnd
 
-_TICK: Final = 0.001  # seconds between two looks at deadlines, however often they are asked for
+_TICK: Final = 0.005  # seconds between two looks at deadlines, however often they are wanted
+_SWEEP: Final = 0.05  # seconds between two looks at what waits to be stored: mostly the end of a write brings the next
 _ASK_AGAIN: Final = 0.05  # seconds an answer of a shared tier is good for: asking costs it a round trip
 _SEALING: Final = 0.05  # seconds a claim waits for a block that is being hashed: some 10 ms, for a long prompt's
 
@@ -35,7 +36,7 @@ class Hierarchy:
     `_lock` → the pool's, a port's, a queue's or a tier's index lock; never held across I/O.
     """
 
-    is_late = False
+    is_late = sends_later = False
 
     def __init__(
         self,
@@ -63,8 +64,10 @@ class Hierarchy:
         self.reserve, self.seal, self.abandon, self.drain = stores.reserve, stores.seal, stores.abandon, stores.drain
         self.seal_each, self.quarantine = stores.seal_each, stores.quarantine
         self.holds = host.pool.holds
+        self.take = self.promoter.take
+        self.count = metrics.looked_up
         self._clock = clock
-        self._ticked_at = -math.inf
+        self._ticked_at = self._swept_at = -math.inf
         self._num_dirty_dropped = 0  # of those the pool counts: shown as dropped already
         self._closed = False
         self._pid = os.getpid()
@@ -87,10 +90,19 @@ class Hierarchy:
 
         A block that was just stored and is not hashed yet is waited for a moment rather than computed again.
         """
+        claim = LocalClaim(list(hashes), parent, num_l1, block_size, ends=ends)
+        wanted = claim.hashes[num_l1:] if num_l1 else claim.hashes
+        is_sealing = bool(self.stores.unsealed)  # asked first: what is published meanwhile is found in neither place
+        places: Places | None = None
+        if wanted and (self.rates.policy != "recompute" or not block_size or ends is Ends.BACK):
+            places = self.promoter.lease_whole(claim, wanted)
+            if claim.promised is not None:
+                claim.found = Attribution(len(hashes), l1=num_l1, l2=claim.promised)
+                claim.behind = partial(self._children, wanted[-1], ())
+                return claim
         self.tick()
-        patient_until = time.monotonic() + _SEALING
-        claim = LocalClaim(list(hashes), parent, num_l1, block_size, ends=ends, patient_until=patient_until)
-        self._look(claim)
+        claim.patient_until = time.monotonic() + _SEALING
+        self._look(claim, None if is_sealing else places)
         return claim
 
     def poll(self, claim: Claim) -> int | Pending:
@@ -110,12 +122,6 @@ class Hierarchy:
                 return PENDING
         return self.promoter.poll(claim) if claim.run else 0
 
-    def take(self, claim: Claim) -> Lease:
-        """The promised blocks' lease, once; then an empty one."""
-        assert isinstance(claim, LocalClaim)
-        lease = self.promoter.take(claim) if claim.run else None
-        return lease if lease is not None else self.host.pool.lease([])
-
     def promised(self, claim: Claim) -> Lease | None:
         """The lease behind a promise, which stays the claim's: for telling somebody else which slots it is of."""
         assert isinstance(claim, LocalClaim)
@@ -129,12 +135,6 @@ class Hierarchy:
             claim.questions = []
         if claim.run:
             self.promoter.cancel(claim)
-
-    def count(self, found: Attribution, missing: Outcome | None = Outcome.ABSENT, causes: Causes | None = None) -> None:
-        """Into the metrics of this process."""
-        self.metrics.looked_up(found.by_tier, found.miss, missing)
-        if causes and missing is Outcome.ABSENT:
-            self.metrics.absent(causes)
 
     def wait_news(self, timeout: float) -> None:
         """Wait until a claim moved on or a shared tier answered, at most `timeout` seconds.
@@ -204,7 +204,9 @@ class Hierarchy:
         self._ticked_at = now
         for port in self.ports:
             port.tick()
-        self.stores.tick()
+        if now - self._swept_at >= _SWEEP:
+            self._swept_at = now
+            self.stores.tick()
         if self.promoter.active:
             self.promoter.tick()
 
@@ -265,9 +267,12 @@ class Hierarchy:
 
     # inside
 
-    def _lookup(self, hashes: Sequence[ChainHash], num_l1: int) -> tuple[Attribution, Places]:
-        """Where the blocks are, and in which slots L2 has those that follow the ones in L1."""
-        places = self.host.pool.places(hashes[num_l1:] if num_l1 else hashes)
+    def _lookup(
+        self, hashes: Sequence[ChainHash], num_l1: int, places: Places | None = None
+    ) -> tuple[Attribution, Places]:
+        """Where the blocks are, and in which slots L2 has those behind the ones in L1: `places`, if that is known."""
+        if places is None:
+            places = self.host.pool.places(hashes[num_l1:] if num_l1 else hashes)
         at = num_l1 + len(places.slots)
         found = {L2: at - num_l1}
         if at < len(hashes) and self.ports:
@@ -294,10 +299,10 @@ class Hierarchy:
             found[name] = found.get(name, 0) + num_blocks
         return end
 
-    def _look(self, claim: LocalClaim) -> None:
+    def _look(self, claim: LocalClaim, places: Places | None = None) -> None:
         """Ask the indexes. Where the run ends: wait for a store, ask shared tiers once; bring what is worth loading."""
         is_sealing = bool(self.stores.unsealed)  # asked first: what is published meanwhile is found in neither place
-        where, places = self._lookup(claim.hashes, claim.num_l1)
+        where, places = self._lookup(claim.hashes, claim.num_l1, places)
         claim.sealing = None
         while where.miss and is_sealing and time.monotonic() < claim.patient_until:
             first = claim.hashes[where.blocks - where.miss]

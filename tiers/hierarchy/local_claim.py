@@ -12,9 +12,17 @@ from kvtier.tiers.hierarchy.io_queue import JoinedJob
 from kvtier.tiers.hierarchy.lower_tier import TierPort
 from kvtier.tiers.hierarchy.sealing import Sealing
 from kvtier.tiers.hierarchy.shared_lookup import Question
-from kvtier.tiers.hierarchy.waited import Holding
 from kvtier.tiers.host import HostTier
 from kvtier.tiers.pool import Lease, Reservation
+
+
+@dataclass(eq=False, slots=True)
+class Holding:
+    """What one request holds or waits for: blocks that L2 has, by their slots, and the others by their names."""
+
+    run: Sequence[ChainHash]
+    slots: list[int]  # of the first blocks of the run
+    names: Sequence[ChainHash] = field(default=(), init=False)  # once it is counted: what is counted by name
 
 
 @dataclass(eq=False)
@@ -45,7 +53,6 @@ class LocalClaim(Claim):
     reads: "set[TierRead]" = field(default_factory=set)
     checks: "set[HostCheck]" = field(default_factory=set)  # until they end, none of the blocks they look at is promised
     done: bool = False  # the promise is settled: one lease, or none
-    told: bool = False  # a poll has returned the number
     position: dict[ChainHash, int] = field(default_factory=dict)  # where in the run each block is, once one is read
 
 

@@ -1,15 +1,18 @@
 """Promotion: blocks on their way from a lower tier to L2, read once however many requests wait for them."""
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import repeat
 from typing import Final
 
+import numpy as np
+
 from kvtier.tiers import BATCH_BYTES, L2, BlockRecord, ChainHash, Metrics, Outcome
-from kvtier.tiers.hierarchy.cache_tiers import PENDING, NewsCondition, Pending
+from kvtier.tiers.hierarchy.cache_tiers import PENDING, Claim, NewsCondition, Pending
 from kvtier.tiers.hierarchy.io_queue import IoQueue
-from kvtier.tiers.hierarchy.local_claim import HostCheck, LocalClaim, TierRead
+from kvtier.tiers.hierarchy.local_claim import Holding, HostCheck, LocalClaim, TierRead
 from kvtier.tiers.hierarchy.lower_tier import TierPort
-from kvtier.tiers.hierarchy.waited import WaitedBlocks
 from kvtier.tiers.host import HostTier
 from kvtier.tiers.pool import Lease, Places
 
@@ -54,6 +57,25 @@ class Promoter:
 
     # one claim's way
 
+    def lease_whole(self, claim: LocalClaim, run: list[ChainHash]) -> Places | None:
+        """Promise a run at once, if L2 has all of it and there is room. Else nothing changes.
+
+        Returns where L2 has the first of its blocks, if it looked.
+        """
+        if self._checking is not None:
+            return None
+        with self._lock:
+            if self._line or self._held.at_most + len(run) > self._max_waiting:
+                return None
+            lease = self.host.pool.lease_whole(run)
+            if isinstance(lease, Places):
+                return lease
+            claim.run, claim.end, claim.next, claim.leases = run, len(run), len(run), [lease]
+            claim.done = True
+            claim.held, claim.promised, claim.polled_at = self._held.hold(run, lease.slots), len(run), self.clock()
+            self.active.add(claim)
+        return None
+
     def start(
         self,
         claim: LocalClaim,
@@ -96,21 +118,30 @@ class Promoter:
                 return PENDING
             return len(claim.leases[0].hashes) if claim.leases else 0
 
-    def take(self, claim: LocalClaim) -> Lease | None:
-        """Hand over the lease of the promised blocks; None once that was done. The copy that follows releases it."""
+    def take(self, claim: Claim) -> Lease:
+        """The promised blocks' lease, once; then an empty one. The copy that follows releases it."""
+        assert isinstance(claim, LocalClaim)
         with self._lock:
             if claim in self._line:
                 self._end_waiting(claim)
-            if not claim.done:
+            if claim.run and not claim.done:
                 self._settle_late(claim)
-            self._leave(claim)
-            return claim.leases.pop() if claim.leases else None
+            if claim in self.active:
+                if (
+                    claim.promised is not None and claim.held is not None and not self._line
+                ):  # it is in no line and not short of slots
+                    self.active.remove(claim)
+                    self._held.drop(claim.held)
+                else:
+                    self._leave(claim)
+            return claim.leases.pop() if claim.leases else self.host.pool.lease([])
 
     def cancel(self, claim: LocalClaim) -> None:
         """The request went away. Reads that others wait for go on; so does the I/O of the rest. Idempotent."""
         with self._lock:
             if claim in self.active or claim.leases:
-                self._leave(claim)
+                if claim in self.active:
+                    self._leave(claim)
                 self._let_go(claim)
 
     def tick(self) -> None:
@@ -205,14 +236,14 @@ class Promoter:
     # bookkeeping, under the lock
 
     def _leave(self, claim: LocalClaim) -> None:
-        if claim in self.active:
-            self.active.remove(claim)
-            self._line.pop(claim, None)
-            self._short.pop(claim, None)
-            if claim.held is not None:
-                self._held.drop(claim.held)
-            if self._line:
-                self._call_up()
+        """An active claim ends."""
+        self.active.remove(claim)
+        self._line.pop(claim, None)
+        self._short.pop(claim, None)
+        if claim.held is not None:
+            self._held.drop(claim.held)
+        if self._line:
+            self._call_up()
 
     def _call_up(self) -> None:
         """Begin with those that stand in line, the first first, until one does not find what it needs."""
@@ -445,3 +476,86 @@ class Promoter:
                 partial.release()
             claim.leases = [lease]
             claim.end = len(lease.hashes)
+
+
+class WaitedBlocks:
+    """Counts by slot what L2 has, since a name costs ten times as much. It takes no lock.
+
+    Nothing is counted block by block while all requests together have room even if they shared none.
+    A block that was not in L2 when it was first waited for is counted by its name, also once it has come there. One in
+    L2, but behind one that is not, may count by both: then waiting requests get less room, never more.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self._by_slot = np.zeros(num_slots, np.int32)
+        self._count = memoryview(self._by_slot)
+        self._by_name: Counter[ChainHash] = Counter()
+        self._num_slots = 0  # held by some request, and counted
+        self._uncounted: dict[Holding, None] = {}  # in the order they came
+        self._num_uncounted = 0  # blocks of these, those that several hold as often
+        self.at_most = 0  # blocks: those that several hold count as often, until they are counted one by one
+
+    def __len__(self) -> int:
+        """Blocks."""
+        self._count_all()
+        return self._num_slots + len(self._by_name)
+
+    def room(self, run: Sequence[ChainHash], slots: list[int], most: int) -> int:
+        """How many leading blocks of a run, the first of which lie in `slots`, may be held: by all `most` at most."""
+        if self.at_most + len(run) <= most:
+            return len(run)
+        room = most - len(self)
+        if room >= len(run):
+            return len(run)
+        is_new = np.array([name not in self._by_name for name in run])
+        is_new[: len(slots)] &= self._by_slot[slots] == 0
+        return int(np.searchsorted(is_new.cumsum(), max(0, room), "right"))
+
+    def hold(self, run: Sequence[ChainHash], slots: list[int]) -> Holding:
+        """The blocks of a run, the first of which lie in `slots`, are held by one request more."""
+        held = Holding(run, slots)
+        self._uncounted[held] = None
+        self._num_uncounted += len(run)
+        self.at_most += len(run)
+        return held
+
+    def drop(self, held: Holding) -> None:
+        """The request holds them no more."""
+        if held in self._uncounted:
+            del self._uncounted[held]
+            self._num_uncounted -= len(held.run)
+            self.at_most -= len(held.run)
+            return
+        for slot in held.slots:
+            self._count[slot] -= 1
+            self._num_slots -= not self._count[slot]
+        names = self._by_name
+        left = list(map(names.pop, held.names, repeat(0)))  # all of them at the speed of C
+        if sum(left) > len(left):  # mostly nobody else holds any
+            names.update({h: count - 1 for h, count in zip(held.names, left, strict=True) if count > 1})
+        self.at_most = self._num_uncounted + self._num_slots + len(names)
+
+    def check(self) -> None:
+        """Raise AssertionError where the counts contradict each other."""
+        assert self._num_uncounted == sum(len(held.run) for held in self._uncounted), "blocks not counted one by one"
+        assert self.at_most == self._num_uncounted + self._num_slots + len(self._by_name), "blocks at most"
+        assert self._num_slots == np.count_nonzero(self._by_slot), "blocks held by slot"
+        assert (self._by_slot >= 0).all(), "a block is held less than not at all"
+        assert all(count > 0 for count in self._by_name.values()), "a name that nobody holds"
+
+    def _count_all(self) -> None:
+        """Count block by block what is not counted yet."""
+        for held in self._uncounted:
+            run, slots = held.run, held.slots
+            names = run[len(slots) :]
+            if self._by_name and not self._by_name.keys().isdisjoint(run[: len(slots)]):
+                known = [name in self._by_name for name in run[: len(slots)]]
+                names = [*(name for name, is_known in zip(run, known, strict=False) if is_known), *names]
+                slots = held.slots = [slot for slot, is_known in zip(slots, known, strict=True) if not is_known]
+            for slot in slots:
+                self._num_slots += not self._count[slot]
+                self._count[slot] += 1
+            self._by_name.update(names)
+            held.names = names
+        self._uncounted.clear()
+        self._num_uncounted, self.at_most = 0, self._num_slots + len(self._by_name)

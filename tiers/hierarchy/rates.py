@@ -34,7 +34,7 @@ class Rates:
     """Moving averages: bytes per second by tier, tokens per second of prefill. Thread-safe."""
 
     def __init__(self, policy: LoadPolicy) -> None:
-        self._policy = policy
+        self.policy = policy
         self._lock = Lock()
         self._bytes_per_second: dict[str, float] = {}
         self._tokens_per_second: float | None = None
@@ -71,7 +71,7 @@ class Rates:
         """Whether loading these bytes beats computing these tokens. Unknown rates: load, and learn."""
         if not self.is_quicker_computed(num_tokens, bytes_by_tier):
             return True
-        if self._policy != "auto":
+        if self.policy != "auto":
             return False
         with self._lock:
             self._refused += 1
@@ -79,8 +79,8 @@ class Rates:
 
     def is_quicker_computed(self, num_tokens: int, bytes_by_tier: Mapping[str, int]) -> bool:
         """Whether computing these tokens is known, or set, to beat loading these bytes. Learns nothing."""
-        if self._policy != "auto":
-            return self._policy == "recompute"
+        if self.policy != "auto":
+            return self.policy == "recompute"
         with self._lock:
             rate = self._tokens_per_second
             return rate is not None and self._load(bytes_by_tier) > num_tokens / rate
@@ -88,7 +88,7 @@ class Rates:
     def spared(self, num_tokens: int, bytes_by_tier: Mapping[str, int]) -> float:
         """Seconds by which loading these bytes beats computing these tokens; inf where that is not known or weighed."""
         with self._lock:
-            if self._policy != "auto" or self._tokens_per_second is None:
+            if self.policy != "auto" or self._tokens_per_second is None:
                 return math.inf
             return max(0.0, num_tokens / self._tokens_per_second - self._load(bytes_by_tier))
 
@@ -99,7 +99,7 @@ class Rates:
         """
         with self._lock:
             needed = [tier for tier, num_bytes in span.bytes_by_tier.items() if num_bytes]
-            if self._policy != "auto" or self._tokens_per_second is None or not needed:
+            if self.policy != "auto" or self._tokens_per_second is None or not needed:
                 return None
             if any(tier not in self._bytes_per_second for tier in needed):
                 return None

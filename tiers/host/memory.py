@@ -33,7 +33,7 @@ _MADV_COLLAPSE: Final = 25  # Linux 6.1
 _MLOCK_PIECE: Final = 2 << 20  # far below the usual RLIMIT_MEMLOCK of 8 MiB
 _IOV_MAX: Final = 1024
 _TWIN: Final = "kvtier.tiers.host.memory_compiled"
-_COPY_PIECE: Final = 32 << 20  # bytes per system call: a cancelled copy stops after at most one
+COPY_PIECE: Final = 32 << 20  # bytes per system call: a cancelled copy stops after at most one
 
 _libc = ctypes.CDLL(None, use_errno=True)  # CDLL releases the GIL around every call, PyDLL would not
 _madvise = _libc.madvise
@@ -129,7 +129,7 @@ def can_copy_scattered() -> bool:
 
 def pieces_per_call(piece_bytes: int) -> int:
     """How many pieces of that many bytes one `copy_scattered` call takes."""
-    return max(1, min(_IOV_MAX, _COPY_PIECE // piece_bytes))
+    return max(1, min(_IOV_MAX, COPY_PIECE // piece_bytes))
 
 
 def copy_scattered(
@@ -172,6 +172,12 @@ def can_copy_pieces() -> bool:
 def is_compiled() -> bool:
     """Whether `copy_pieces` is the extension module: faster than any other way, whatever the pieces."""
     return _compiled_copy(compiled_setting()) is not None
+
+
+def compiled_blocks_copy() -> Callable[..., None] | None:
+    """`copy_blocks` of the extension module, see there; None: not built."""
+    module = extension(_TWIN)
+    return None if module is None else module.copy_blocks
 
 
 def compiled_checksums() -> "Callable[[NDArray[np.uint8], NDArray[np.int64], int], list[int]] | None":

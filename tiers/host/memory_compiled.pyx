@@ -24,6 +24,44 @@ def copy_pieces(const int64_t[:] targets, const int64_t[:] sources, const int64_
             memcpy(<void *> targets[i], <const void *> sources[i], <size_t> lengths[i])
 
 
+def copy_blocks(
+    uint8_t[:, :] device, const int64_t[:] blocks, uint8_t[:, :] host, const int64_t[:] slots,
+    Py_ssize_t offset, Py_ssize_t length, bint is_load,
+):
+    """Copy bytes `offset … offset + length` of row `blocks[i]` of L1 and row `slots[i]` of L2, for each i.
+
+    To L1 if `is_load`, else to L2. IndexError, and nothing is copied, for a row that there is not; ValueError for bytes
+    outside a row, rows that are not whole, or another number of slots than of blocks.
+    """
+    cdef Py_ssize_t count = blocks.shape[0], i, run
+    cdef Py_ssize_t device_stride = device.strides[0], host_stride = host.strides[0]
+    cdef bint is_whole = length == device_stride and length == host_stride  # then neighbours are one piece
+    cdef uint8_t *here
+    cdef uint8_t *there
+    if slots.shape[0] != count:
+        raise ValueError(f"{count} blocks for {slots.shape[0]} slots")
+    if offset < 0 or length < 1 or offset + length > min(device.shape[1], host.shape[1]):
+        raise ValueError(f"bytes {offset}..{offset + length} of rows of {device.shape[1]} and {host.shape[1]}")
+    if device.strides[1] != 1 or host.strides[1] != 1:
+        raise ValueError("rows that are not whole")
+    for i in range(count):
+        if not 0 <= blocks[i] < device.shape[0] or not 0 <= slots[i] < host.shape[0]:
+            raise IndexError(f"block {blocks[i]} of {device.shape[0]}, slot {slots[i]} of {host.shape[0]}")
+    i = 0
+    with nogil:
+        while i < count:
+            run = 1
+            while is_whole and i + run < count and blocks[i + run] == blocks[i] + run and slots[i + run] == slots[i] + run:
+                run += 1
+            here = &device[blocks[i], offset]
+            there = &host[slots[i], offset]
+            if is_load:
+                memcpy(here, there, <size_t> (run * length))
+            else:
+                memcpy(there, here, <size_t> (run * length))
+            i += run
+
+
 cdef extern from "digests.h" nogil:
     uint64_t kvtier_xxh3_64(const void *data, size_t size)
 

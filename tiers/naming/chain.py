@@ -65,7 +65,11 @@ def token_array(tokens: Tokens) -> "array[int]":
     try:
         if type(tokens) is not list:
             return array("I", tokens)
-        if (ids := _compiled_ids(tokens)) is not None:
+        module = compiled()
+        ids = _ONE * len(tokens)
+        if module is not None and all(
+            module.fill(ids, tokens, first, min(first + IDS, len(ids))) for first in range(0, len(ids), IDS)
+        ):
             return ids
         ids = array("I")
         ids.fromlist(tokens)  # two thirds of the constructor's time
@@ -254,7 +258,10 @@ class TokenChain:
 
         ValueError for an id outside [0, 2**32), TypeError for what is no id: the chain is then as it was.
         """
-        ids = token_array(tokens)
+        module = compiled()
+        ids = _ONE * len(tokens) if module is not None and type(tokens) is list and len(tokens) <= IDS else None
+        if module is None or ids is None or not module.fill(ids, tokens, 0, len(ids)):
+            ids = token_array(tokens)
         if self._tokens:
             self._tokens.extend(ids)
         else:
@@ -263,6 +270,9 @@ class TokenChain:
         num_new = len(self._tokens) // self.block_size - first
         if num_new >= RUN and self._kept is not None:
             self._extend_by_runs(self._kept, first, first + num_new)
+        elif 0 < num_new <= PIECE and module is not None and not self._extra:
+            size, parent = self.block_size, self.hashes[-1] if first else self.root
+            self.hashes += module.names(self.scheme, parent, self._tokens, first * size, num_new, size)
         elif num_new:
             self._hash(first, num_new)
 
@@ -374,17 +384,6 @@ def _little_endian(words: "array[int]") -> bytes:
         words = words[:]
         words.byteswap()
     return words.tobytes()
-
-
-def _compiled_ids(tokens: list[int]) -> "array[int] | None":
-    """The ids by the extension module; None where there is none, or one of them is no plain int in range."""
-    if (module := compiled()) is None:
-        return None
-    ids = _ONE * len(tokens)
-    for first in range(0, len(ids), IDS):
-        if not module.fill(ids, tokens, first, min(first + IDS, len(ids))):
-            return None
-    return ids
 
 
 def _from_buffer(tokens: "NDArray[np.integer[Any]] | array[int]") -> "array[int]":

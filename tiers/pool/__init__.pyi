@@ -1,5 +1,5 @@
 from .changes import ChangeLog
-from .core import ChildIndex
+from .core import ChildIndex, Lease
 from .departures import (
     EVICTED,
     LOST,
@@ -13,7 +13,7 @@ from .departures import (
     causes_of,
     why_gone,
 )
-from .lease import Lease, Places, Reservation
+from .lease import Places, Reservation
 from .names import Slots, Words, to_words
 from .policy import MAX_CHILDREN, make_child_index, make_core, make_index
 from .pool import SlotPool

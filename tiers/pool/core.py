@@ -8,6 +8,7 @@ Rows: slot s is row s of every array. Row `num_slots` is nobody: always free, th
 """
 
 import os
+import sys
 from struct import Struct
 
 import cython
@@ -1127,14 +1128,18 @@ class SlotCore:
 
     def lease(self, names: list) -> tuple:
         """One more reference to each of the leading ready blocks: their slots and generations."""
-        slot: cython.longlong
         slots: list = self.find_run(names)
+        return slots, self.lease_found(slots)
+
+    def lease_found(self, slots: list) -> list:
+        """One more reference to each of these slots, which `find_run` has just found: their generations."""
+        slot: cython.longlong
         generations: list = []
         self.order.tick()
         for slot in slots:
-            self._ref(slot)
+            self._ref(self._checked(slot))
             generations.append(self.generation[slot])
-        return slots, generations
+        return generations
 
     def lease_at(self, slots: list, generations: list) -> tuple:
         """As `lease`, of blocks that were ready in these slots at these generations; up to the first that has left."""
@@ -1856,3 +1861,76 @@ class Line:
 
     def reset(self):
         self._lists.reset()
+
+
+@cython.cclass
+class Lease:
+    """Protection of blocks from eviction: while it lives, its slots keep their bytes. Made by `SlotPool`.
+
+    `release` may be called any number of times, by any thread; a lease that is dropped instead counts as leaked.
+    """
+
+    hashes = cython.declare(list, visibility="readonly")
+    slots = cython.declare(list, visibility="readonly")
+    generations = cython.declare(list, visibility="readonly")  # how often each slot had been taken by then
+    # (itself, whether it was dropped). Whoever made the lease sets this to None, under a lock: then it is released.
+    on_release = cython.declare(object, visibility="public")
+
+    def __init__(self, hashes: list, slots: list, generations: list, on_release):
+        self.hashes = hashes
+        self.slots = slots
+        self.generations = generations
+        self.on_release = on_release
+
+    def __len__(self):
+        return len(self.hashes)
+
+    def __repr__(self):
+        return f"Lease({len(self.hashes)} blocks, {'held' if self.on_release is not None else 'released'})"
+
+    @property
+    def released(self):
+        return self.on_release is None
+
+    def release(self):
+        """End the protection: the chain's end becomes evictable before its head. Idempotent."""
+        on_release = self.on_release
+        if on_release is not None:
+            on_release(self, False)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, trace):
+        self.release()
+
+    def __del__(self):
+        # An empty lease protects nothing; and nothing may wait for a lock here: the pool may be what was interrupted.
+        if self.on_release is not None and self.hashes and not sys.is_finalizing():
+            self.on_release(self, True)
+
+
+@cython.cclass
+class Releaser:
+    """Ends the leases of one pool, under its lock. One that was dropped is left in `dropped`, for the next verb."""
+
+    _lock: object
+    _core: SlotCore
+    _dropped: object
+
+    def __init__(self, lock, core: SlotCore, dropped):
+        self._lock = lock
+        self._core = core
+        self._dropped = dropped
+
+    def __call__(self, lease, is_dropped):
+        if is_dropped:
+            self._dropped.append(lease)
+            return
+        self._lock.acquire()
+        try:
+            if lease.on_release is not None:
+                lease.on_release = None
+                self._core.unref(lease.slots)
+        finally:
+            self._lock.release()

@@ -1,4 +1,4 @@
-"""What a pool hands out: `Places` of blocks, a `Reservation` to fill, a `Lease` that protects, and counts of slots."""
+"""What a pool hands out besides leases (core.py): `Places` of blocks, a `Reservation` to fill, and counts of slots."""
 
 import sys
 from collections.abc import Callable
@@ -73,45 +73,3 @@ class Reservation:
     def __del__(self) -> None:
         if self.num_open and not sys.is_finalizing():
             self.on_end(self, True)
-
-
-@dataclass(eq=False, slots=True)
-class Lease:
-    """Protection of blocks from eviction: while it lives, its slots keep their bytes. Made by `SlotPool`.
-
-    `release` may be called any number of times, by any thread; a lease that is dropped instead counts as leaked.
-    """
-
-    hashes: list[ChainHash]
-    slots: list[int]
-    generations: list[int]  # how often each slot had been taken by then
-    # (itself, whether it was dropped). Whoever made the lease sets this to None, under a lock: then it is released.
-    on_release: "Callable[[Lease, bool], None] | None"
-
-    def __len__(self) -> int:
-        return len(self.hashes)
-
-    def __repr__(self) -> str:
-        return f"Lease({len(self)} blocks, {'released' if self.released else 'held'})"
-
-    @property
-    def released(self) -> bool:
-        return self.on_release is None
-
-    def release(self) -> None:
-        """End the protection: the chain's tail becomes evictable before its head. Idempotent."""
-        if (on_release := self.on_release) is not None:
-            on_release(self, False)
-
-    def __enter__(self) -> "Lease":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.release()
-
-    def __del__(self) -> None:
-        # An empty lease protects nothing; and nothing may wait for a lock here: the pool may be what was interrupted.
-        if (on_release := self.on_release) is not None and self.hashes and not sys.is_finalizing():
-            on_release(self, True)

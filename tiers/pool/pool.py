@@ -12,10 +12,11 @@ from numpy.typing import NDArray
 from kvtier.tiers import BlockRecord, ChainHash, Changes, Outcome
 from kvtier.tiers.pool.backlog import Backlog
 from kvtier.tiers.pool.changes import ChangeLog
+from kvtier.tiers.pool.core import Lease
 from kvtier.tiers.pool.departures import EVICTED_CODE, REMOVED, RESET, Departures
-from kvtier.tiers.pool.lease import Lease, Places, PoolCounts, Reservation
+from kvtier.tiers.pool.lease import Places, PoolCounts, Reservation
 from kvtier.tiers.pool.names import Slots
-from kvtier.tiers.pool.policy import ended, learned, make_core
+from kvtier.tiers.pool.policy import ended, form, learned, make_core
 from kvtier.tiers.pool.states import FILLING, QUARANTINED, picked
 from kvtier.tiers.returns import RequestEnd, ToldEnd
 
@@ -40,7 +41,6 @@ class SlotPool:
 
     def __init__(self, num_slots: int, *, policy: str = "lru", clock: Callable[[], float] = time.monotonic) -> None:
         self.num_slots = num_slots
-        self.num_leaked = 0  # leases that were dropped, not released
         self._core = make_core(num_slots, policy, max(1, num_slots // 8), clock)
         self._learned = learned(self._core)
         self._lock = threading.Lock()
@@ -48,6 +48,20 @@ class SlotPool:
         self._backlogs: list[Backlog] = []
         # `__del__` may run anywhere, even inside this pool's own methods: it only leaves a note here.
         self._dropped: deque[Lease | Reservation] = deque()
+        self._num_leaked = 0
+        module = form()
+        self._lease: type[Lease] = module.Lease
+        self._on_release: Callable[[Lease, bool], None] = module.Releaser(self._lock, self._core, self._dropped)
+
+    @property
+    def num_leaked(self) -> int:
+        """Leases that were dropped, not released."""
+        if self._lock.acquire(blocking=False):  # else whoever has it counts the last ones
+            try:
+                self._settle_dropped()
+            finally:
+                self._lock.release()
+        return self._num_leaked
 
     @property
     def num_evicted(self) -> int:
@@ -168,7 +182,7 @@ class SlotPool:
         with self._lock:
             if self._dropped:
                 self._settle_dropped()
-            return Lease(*self._seal(reservation, positions), self._on_release)
+            return self._lease(*self._seal(reservation, positions), self._on_release)
 
     def seal_each(self, reservations: Sequence[Reservation]) -> Lease:
         """`seal` of all that still fills of several reservations, under one lease: a step's stores."""
@@ -183,7 +197,7 @@ class SlotPool:
                 names += sealed
                 slots += at
                 generations += times
-        return Lease(names, slots, generations, self._on_release)
+        return self._lease(names, slots, generations, self._on_release)
 
     def abandon(self, reservation: Reservation, positions: Sequence[int] | None = None) -> None:
         """Filling → free. Positions that are not filling (any more) are passed over."""
@@ -221,8 +235,18 @@ class SlotPool:
             else:
                 slots, times = self._core.lease_at(places.slots, places.generations)
             if places is not None and isinstance(hashes, list) and len(slots) == len(hashes):
-                return Lease(hashes, slots, times, self._on_release)
-            return Lease(list(hashes[: len(slots)]), slots, times, self._on_release)
+                return self._lease(hashes, slots, times, self._on_release)
+            return self._lease(list(hashes[: len(slots)]), slots, times, self._on_release)
+
+    def lease_whole(self, hashes: list[ChainHash]) -> Lease | Places:
+        """Protect all of these blocks if all are ready, else where the leading ready ones are. A lease has the list."""
+        with self._lock:
+            if self._dropped:
+                self._settle_dropped()
+            slots = self._core.find_run(hashes)
+            if len(slots) == len(hashes):
+                return self._lease(hashes, slots, self._core.lease_found(slots), self._on_release)
+            return Places(slots, self._core.generations(slots))
 
     def touch(self, hashes: Sequence[ChainHash]) -> None:
         """Count a use of each ready block; the last of the chain stays the first to go."""
@@ -279,7 +303,7 @@ class SlotPool:
         """
         with self._lock:
             # A leased block that was dropped meanwhile is not ready, and its slot nobody else's.
-            self._core.mark_dirty(blocks.slots if isinstance(blocks, Lease) else self._ready(blocks))
+            self._core.mark_dirty(self._ready(blocks) if isinstance(blocks, Sequence) else blocks.slots)
 
     @property
     def has_dirty(self) -> bool:
@@ -410,30 +434,11 @@ class SlotPool:
 
     # --- the ends of leases and reservations --------------------------------------------------------------------
 
-    def _on_release(self, lease: Lease, leaked: bool) -> None:
-        if leaked:
-            self._note_dropped(lease)
-            return
-        with self._lock:
-            if self._dropped:
-                self._settle_dropped()
-            if lease.on_release is not None:
-                lease.on_release = None
-                self._core.unref(lease.slots)
-
     def _on_end(self, reservation: Reservation, dropped: bool) -> None:
         if dropped:
-            self._note_dropped(reservation)
+            self._dropped.append(reservation)
         else:
             self.abandon(reservation)
-
-    def _note_dropped(self, dropped: Lease | Reservation) -> None:
-        self._dropped.append(dropped)
-        if self._lock.acquire(blocking=False):  # else whoever is next in does it
-            try:
-                self._settle_dropped()
-            finally:
-                self._lock.release()
 
     def _settle_dropped(self) -> None:
         while self._dropped:
@@ -442,7 +447,7 @@ class SlotPool:
                 self._core.free(self._close(dropped, None))
             elif dropped.on_release is not None:
                 dropped.on_release = None
-                self.num_leaked += 1
+                self._num_leaked += 1
                 self._core.unref(dropped.slots)
 
 

@@ -14,7 +14,7 @@ from kvtier.connector.daemon.remote import RemoteTiers
 from kvtier.tiers.hierarchy.cache_tiers import PENDING, Claim, Ends
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy
 from kvtier.tiers.hierarchy.rates import Rates
-from kvtier.tiers.pool.lease import Lease
+from kvtier.tiers.pool.core import Lease
 
 NUM_BLOCKS = 100
 

@@ -148,8 +148,10 @@ def test_a_block_published_while_it_is_looked_for_is_found(
     hand_in(bench.hierarchy, chain)
     look = bench.hierarchy._lookup
 
-    def overtaken(hashes: Sequence[ChainHash], num_l1: int = 0) -> tuple[Attribution, Places]:
-        where = look(hashes, num_l1)
+    def overtaken(
+        hashes: Sequence[ChainHash], num_l1: int = 0, places: Places | None = None
+    ) -> tuple[Attribution, Places]:
+        where = look(hashes, num_l1, places)
         hashing.set()  # behind this look the store ends
         assert bench.hierarchy.drain(60)
         return where

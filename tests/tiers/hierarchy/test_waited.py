@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.tiers import ChainHash
-from kvtier.tiers.hierarchy.waited import Holding, WaitedBlocks
+from kvtier.tiers.hierarchy.local_claim import Holding
+from kvtier.tiers.hierarchy.promotion import WaitedBlocks
 
 NUM_SLOTS = 64
 

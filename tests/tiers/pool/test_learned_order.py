@@ -16,7 +16,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from kvtier.tiers.pool.lease import Lease
+from kvtier.tiers.pool.core import Lease
 from kvtier.tiers.pool.pool import SlotPool
 from kvtier.tiers.returns import Hint, LruRival, RequestEnd, Returns
 from kvtier.tiers.returns.hazards import NUM_ANSWERS, NUM_HINTS, class_of
