@@ -35,7 +35,8 @@ POOL: Final = [
 ANSWERS: Final = "[12 tokens of prompt\n" * 6
 PRINTED: Final = "<!-- printed by the script above, which benchmarks/_stories.py ran -->\n```\n{}```\n"
 TABLE: Final = "<!-- figures: {}, written by a.py -->\n<!-- end of figures -->\n"
-LISTS: Final = "".join(f"| {n} | fault |\n" for n in range(1, 43)) + "".join(
+ROWS: Final = "".join(f"| {n} | fault |\n" for n in range(1, 43))
+LIST: Final = "".join(
     f"{n} tests/{'gpu/' if n == 1 else ''}test_a.py::test_{'many' if n == 2 else 'one'}\n" for n in range(1, 43)
 )
 MARKED: Final = """
@@ -116,16 +117,20 @@ PLANTED: Final[dict[str, tuple[Mapping[str, str], str]]] = {
         "not one and the same",
     ),
     "fault-tests": (
-        {fault_table.PAGE: "1 tests/test_a.py::test_one\n1 tests/test_a.py::test_two\n", "tests/test_a.py": MARKED},
-        "tests/test_a.py::test_two: no such test",
+        {
+            fault_table.PAGE: "",
+            fault_table.LIST: "1 tests/test_a.py::test_one\n1 tests/test_a.py::test_two\n",
+            "tests/test_a.py": MARKED,
+        },
+        "tests/faults/rows.txt: tests/test_a.py::test_two: no such test",
     ),
     "fault-rows": (
-        {fault_table.PAGE: LISTS, "tests/test_a.py": MARKED, "tests/gpu/test_a.py": MARKED},
-        "docs/faults.md: 2: `make test` runs none",
+        {fault_table.PAGE: ROWS, fault_table.LIST: LIST, "tests/test_a.py": MARKED, "tests/gpu/test_a.py": MARKED},
+        "tests/faults/rows.txt: 2: `make test` runs none",
     ),
     "fault-stories": (
-        {fault_table.PAGE: "1 tests/faults/test_fault_a.py::test_one\n", "tests/faults/test_fault_a.py": MARKED},
-        "test_many: docs/faults.md does not list it",
+        {fault_table.LIST: "1 tests/faults/test_fault_a.py::test_one\n", "tests/faults/test_fault_a.py": MARKED},
+        "test_many: tests/faults/rows.txt does not list it",
     ),
     "figures": ({"a.md": "saved", "b.md": "of last week"}, "b.md: its figures are not the saved ones: run `write`"),
     "saved-tables": (
