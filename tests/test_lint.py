@@ -108,7 +108,7 @@ PLANTED: Final[dict[str, tuple[Mapping[str, str], str]]] = {
         "kvtier cluster up --nothing: no option --nothing",
     ),
     "api": (
-        {"docs/api.md": rows(*kvtier.__all__, *references.CONFIGURED[1:], *(f"kvtier {verb}" for verb in VERBS))},
+        {"docs/architecture.md": rows(*kvtier.__all__, *references.CONFIGURED[1:], *(f"kvtier {verb}" for verb in VERBS))},
         references.CONFIGURED[0],
     ),
     "configuration": ({"docs/configuration.md": "| option | default |\n"}, "docs/configuration.md: no row | `["),
@@ -148,7 +148,7 @@ PLANTED: Final[dict[str, tuple[Mapping[str, str], str]]] = {
         },
         "takes 0.25 µs a block",
     ),
-    "block-files": ({"docs/life_of_a_block.md": "`tiers/a.py` `tiers/c.py`", "tiers/a.py": ""}, "tiers/c.py"),
+    "block-files": ({"docs/architecture.md": "`tiers/a.py` `tiers/c.py`", "tiers/a.py": ""}, "tiers/c.py"),
     "goals": (
         {"docs/performance.md": "## What was missed, and why\n", "benchmarks/results/disk.json": DISK},
         "read: 0.5: name its cause",
