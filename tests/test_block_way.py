@@ -1,4 +1,4 @@
-"""Stories of docs/architecture.md: a real block passes no file that it does not name."""
+"""A real block passes no file that docs/architecture.md does not name."""
 
 import json
 import re

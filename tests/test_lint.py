@@ -108,7 +108,11 @@ PLANTED: Final[dict[str, tuple[Mapping[str, str], str]]] = {
         "kvtier cluster up --nothing: no option --nothing",
     ),
     "api": (
-        {"docs/architecture.md": rows(*kvtier.__all__, *references.CONFIGURED[1:], *(f"kvtier {verb}" for verb in VERBS))},
+        {
+            "docs/architecture.md": rows(
+                *kvtier.__all__, *references.CONFIGURED[1:], *(f"kvtier {verb}" for verb in VERBS)
+            )
+        },
         references.CONFIGURED[0],
     ),
     "configuration": ({"docs/configuration.md": "| option | default |\n"}, "docs/configuration.md: no row | `["),

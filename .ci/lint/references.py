@@ -20,7 +20,7 @@ ENGINES: Final = ("vllm", "sglang", "cupy", "ray")  # not installed where this r
 FILES: Final = (".toml", ".sock", ".md", ".py", ".json", ".yml", ".html", ".log", ".svg", ".png")
 # Words after "kvtier" in what it prints, and in labels of keys.
 NO_COMMANDS: Final = ("router,", "closed:", "redis", "for ", "out ", "with ", "does ")
-# What configurations of engines, packages and services name. docs/architecture.md lists them, so `imports` looks at them, too.
+# What configurations of engines, packages and services name. `imports` looks at them, since docs/architecture.md does.
 CONFIGURED: Final = (
     "kvtier.connector.vllm:KVTierConnector",
     "kvtier.connector.vllm_tier:KVTierSecondaryTier",
@@ -138,7 +138,7 @@ def _verb(name: str) -> Any:
 
 
 def api(tree: Tree) -> Iterator[str]:
-    """docs/architecture.md lists every public name, every path of configurations, and every verb, the verbs in their order."""
+    """docs/architecture.md lists every public name, every path of configurations, and every verb in its order."""
     page = tree.text("docs/architecture.md")
     for what, start, wanted in (
         ("names", r"(\w+)`", sorted(kvtier.__all__)),
