@@ -1,4 +1,4 @@
-"""The tables of docs/scale.md and of compression in docs/redis.md, of what scale.py and compression.py saved."""
+"""The tables of docs/scale.md and of compression in docs/storage.md, of what scale.py and compression.py saved."""
 
 import json
 import re
@@ -8,7 +8,7 @@ from typing import Any, Final
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 SCALE: Final = ROOT / "docs" / "scale.md"
-PAGES: Final = (SCALE, ROOT / "docs" / "redis.md")
+PAGES: Final = (SCALE, ROOT / "docs" / "storage.md")
 RESULTS: Final = ROOT / "benchmarks" / "results"
 MARK: Final = re.compile(r"(<!-- figures: (\w+), written by [\w/.]+ -->\n).*?(<!-- end of figures -->\n)", re.DOTALL)
 NO_LIMIT: Final = "no limit found"
