@@ -138,12 +138,12 @@ PLANTED: Final[dict[str, tuple[Mapping[str, str], str]]] = {
     ),
     "figures": ({"a.md": "saved", "b.md": "of last week"}, "b.md: its figures are not the saved ones: run `write`"),
     "saved-tables": (
-        {"docs/scale.md": TABLE.format("events"), "docs/redis.md": TABLE.format("redis") * 2},
+        {"docs/scale.md": TABLE.format("events"), "docs/storage.md": TABLE.format("redis") * 2},
         "'redis' stands there 2 times",
     ),
     "stories": (
-        {"docs/redis.md": PRINTED.format(ANSWERS), "docs/cluster.md": PRINTED.format("typed by hand\n" * 6)},
-        "docs/cluster.md: what its script printed is not as printed",
+        {"docs/storage.md": PRINTED.format(ANSWERS), "docs/operate.md": PRINTED.format("typed by hand\n" * 6)},
+        "docs/operate.md: what its script printed is not as printed",
     ),
     "policy-costs": (
         {

@@ -59,7 +59,7 @@ WRITTEN: Final[Mapping[str, tuple[str, Callable[[Path], str]]]] = {
     "README.md": (PAGES, lambda page: _with(program("_readme").six(), page)),
     "docs/models.md": (PAGES, lambda page: _with(program("_models_page").models_table(), page)),
     "docs/scale.md": (PAGES, lambda page: str(program("_scale_page").filled(page))),
-    "docs/redis.md": (PAGES, lambda page: str(program("_scale_page").filled(page))),
+    "docs/storage.md": (PAGES, lambda page: str(program("_scale_page").filled(page))),
     "docs/faults.md": ("python tests/endurance/figures.py", lambda page: str(program("figures").written(page))),
     "docs/architecture.md": (WAY, _with_way),
     "docs/architecture.svg": (WAY, _drawn),
@@ -77,11 +77,11 @@ def figures(tree: Tree) -> Iterator[str]:
 def saved_tables(tree: Tree) -> Iterator[str]:
     """Each table that benchmarks/_scale_page.py makes stands in one page, once."""
     tables = program("_scale_page")
-    text = "".join(tree.text(page) for page in ("docs/scale.md", "docs/redis.md"))
+    text = "".join(tree.text(page) for page in ("docs/scale.md", "docs/storage.md"))
     shown = Counter(name for _, name, _ in tables.MARK.findall(text))
     for name in tree.each(tables.tables()):
         if shown[name] != 1:
-            yield f"docs/scale.md, docs/redis.md: the table {name!r} stands there {shown[name]} times"
+            yield f"docs/scale.md, docs/storage.md: the table {name!r} stands there {shown[name]} times"
 
 
 def stories(tree: Tree) -> Iterator[str]:
