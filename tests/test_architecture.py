@@ -157,6 +157,8 @@ EXPLAINED: Final = {
     "connector/transformers/config_form.py:form_of_config:except": "transformers and its hub raise what they like",
     "tiers/copies/calibration.py:_run:except": "top of a thread: drivers and compilers raise what they like",
     "tiers/objects/bucket.py:_asked:except": "the client's panics are no Exception; what is not expected goes on",
+    "engine/offload.py:NoOffload": "what a scheduler calls, and none of it does anything",
+    "tiers/copies/transfer.py:_enqueue:except": "a caller gets no exception",
     "tiers/copies/transfer.py:_run:except": "a failed copy is reported: no thread ends, no caller gets it",
     "tiers/hierarchy/stores.py:_seal_now:except": "as a job that raises: it is counted, its slots are given back",
 }

@@ -142,22 +142,22 @@ class Metrics:
         self._missed: dict[str, Counter] = {}  # by reason
 
     def looked_up(
-        self, found: "Found", reason: str | None = Outcome.ABSENT, causes: Mapping[tuple[str, str], int] | None = None
+        self, found: "Found", missing: Outcome | None = Outcome.ABSENT, causes: Mapping[tuple[str, str], int] | None = None
     ) -> None:
         """One lookup's blocks, by the tier that had each when it began, and those that none had.
 
-        With a `reason` the latter are counted under that as well, and what became of them, if they are absent. KeyError
+        With `missing`, a reason, the latter are counted under that as well, and what became of them, if they are absent. KeyError
         if a name is not in the table of tiers.
         """
-        counters, missing = self._looked_up, found.miss
+        counters, num_missing = self._looked_up, found.miss
         for tier, num_blocks in found.by_tier.items():
             counters[tier].inc(num_blocks)
         self.losses.looked_up(found.blocks)
-        if missing:
-            counters[MISS].inc(missing)
-            if reason is not None:
-                self.missed(reason, missing)
-            if causes and reason == Outcome.ABSENT:
+        if num_missing:
+            counters[MISS].inc(num_missing)
+            if missing is not None:
+                self.missed(missing, num_missing)
+            if causes and missing is Outcome.ABSENT:
                 self.absent(causes)
 
     def missed(self, reason: str, num_blocks: int) -> None:

@@ -275,6 +275,7 @@ class SlotPoolMachine(RuleBasedStateMachine):
     def leak(self, hold: Hold) -> None:
         num_leaked = self.pool.num_leaked
         hold.lease.__del__()
+        self.pool.counts()  # the verb after counts it
         assert self.pool.num_leaked == num_leaked + (len(hold.lease) > 0)
         self._end(hold)
 

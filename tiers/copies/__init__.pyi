@@ -6,7 +6,7 @@ from .device import BlockPool
 from .device_errors import DEVICE_ERRORS, is_out_of_memory
 from .engine_blocks import BlockPart, EngineBlocks, PartCopier
 from .kept_choices import KeptChoice, KeptChoices
-from .transfer import COPIED, CopyEvent, CopyStream, HostCopyStream, HostEvent, ended
+from .transfer import COPIED, CopyEvent, CopyStream, HostCopyStream, ended
 
 __all__ = [
     "COPIED",
@@ -23,7 +23,6 @@ __all__ = [
     "CudaEvent",
     "EngineBlocks",
     "HostCopyStream",
-    "HostEvent",
     "KeptChoice",
     "KeptChoices",
     "PartCopier",

@@ -294,7 +294,8 @@ class Promoter:
 
     def _settle_late(self, claim: LocalClaim) -> None:
         """Nobody waits any longer: promise what has arrived."""
-        self._shorten(claim, 0, Outcome.TIMEOUT, keep_arrived=True)
+        reason = Outcome.NO_SLOT if claim in self._short else Outcome.TIMEOUT
+        self._shorten(claim, 0, reason, keep_arrived=True)
         self._finish(claim)
 
     def _sort(self, read: TierRead, results: Sequence[BlockRecord | Outcome]) -> tuple[list[int], list[int]]:

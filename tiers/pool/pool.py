@@ -48,20 +48,10 @@ class SlotPool:
         self._backlogs: list[Backlog] = []
         # `__del__` may run anywhere, even inside this pool's own methods: it only leaves a note here.
         self._dropped: deque[Lease | Reservation] = deque()
-        self._num_leaked = 0
+        self.num_leaked = 0  # leases that were dropped, not released; counted by the verb after
         module = form()
         self._lease: type[Lease] = module.Lease
         self._on_release: Callable[[Lease, bool], None] = module.Releaser(self._lock, self._core, self._dropped)
-
-    @property
-    def num_leaked(self) -> int:
-        """Leases that were dropped, not released."""
-        if self._lock.acquire(blocking=False):  # else whoever has it counts the last ones
-            try:
-                self._settle_dropped()
-            finally:
-                self._lock.release()
-        return self._num_leaked
 
     @property
     def num_evicted(self) -> int:
@@ -447,7 +437,7 @@ class SlotPool:
                 self._core.free(self._close(dropped, None))
             elif dropped.on_release is not None:
                 dropped.on_release = None
-                self._num_leaked += 1
+                self.num_leaked += 1
                 self._core.unref(dropped.slots)
 
 
