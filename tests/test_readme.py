@@ -9,13 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from _stories import script, typed
 from service_rig import patient_options
-from tiny_models import config_of, plain, prompt
+from tiny_models import config_of
 from transformers import AutoModelForCausalLM
-
-from kvtier import Config
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -1,4 +1,4 @@
-"""What the quickstart says of installing is done: wheel and sdist are built, installed, and asked for pages and cluster."""
+"""The quickstart's way to install: wheel and sdist are built, installed, and have pages and cluster."""
 
 import os
 import re
