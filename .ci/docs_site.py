@@ -52,7 +52,8 @@ def _reference() -> str:
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source, copy)
             source = (source.parent.parent if source.name == "__init__.py" else source.parent) / "__init__.py"
-    lines = ["# Reference", "", "The public names of kvtier; [what you can rely on](api.md) has them at a glance.", ""]
+    glance = "[the public interface](architecture.md#public-interface)"
+    lines = ["# Reference", "", f"The public names of kvtier; {glance} has them at a glance.", ""]
     for name, home in homes.items():
         lines += [f"::: {home}.{name}", ""]
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""The drawing of docs/life_of_a_block.md: where a block lies and what moves it. `block_way.py --save` runs it."""
+"""The drawing of docs/architecture.md: where a block lies and what moves it. `block_way.py --save` runs it."""
 
 from pathlib import Path
 from typing import Final, NamedTuple

@@ -1,14 +1,15 @@
-"""The tables of docs/scale.md and of compression in docs/redis.md, of what scale.py and compression.py saved."""
+"""The tables of docs/scale.md and of compression in docs/storage.md, of what scale.py and compression.py saved."""
 
 import json
 import re
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 SCALE: Final = ROOT / "docs" / "scale.md"
-PAGES: Final = (SCALE, ROOT / "docs" / "redis.md")
+PAGES: Final = (SCALE, ROOT / "docs" / "storage.md")
 RESULTS: Final = ROOT / "benchmarks" / "results"
 MARK: Final = re.compile(r"(<!-- figures: (\w+), written by [\w/.]+ -->\n).*?(<!-- end of figures -->\n)", re.DOTALL)
 NO_LIMIT: Final = "no limit found"
@@ -22,12 +23,11 @@ def tables() -> dict[str, str]:
     rows: list[ScaleRow] = document["results"]
     parts = {part: _of(rows, part) for part in ("events", "index", "decisions", "redis", "objects")}
     limits = _of(rows, "limits")
-    made = {name: table(part) for name, part in parts.items()}
-    for name in parts:
-        made[f"{name}_limits"] = table(_limits(limits, name))
-    made["pieces"] = table(_of(rows, "a piece costs"))
+    made = {name: table(part if name in ("events", "decisions") else _largest(part)) for name, part in parts.items()}
+    made["limits"] = table(_limits(limits))
+    made["pieces"] = _listed({row["piece"]: row["measured"] for row in _of(rows, "a piece costs")})
     made["moved"] = table(_turned(_of(rows, "a request moves")))
-    made["assumed"] = table([{"assumed": name, "": value} for name, value in document["setup"].items()])
+    made["assumed"] = _listed(document["setup"])
     made["machine"] = _machine(document)
     compressed = json.loads((RESULTS / "compression.json").read_text())
     kinds, tiers, kept, packed, answers = (
@@ -59,18 +59,31 @@ def _machine(document: ScaleRow) -> str:
     return f"{machine['cpu']}, {machine['cores']} cores, commit `{document['commit']}`.\n"
 
 
+def _listed(values: Mapping[str, Any]) -> str:
+    """Names with their values, in lines of text."""
+    return textwrap.fill(", ".join(f"{name} {_cell(value)}" for name, value in values.items()), 150) + "\n"
+
+
+def _largest(rows: Sequence[ScaleRow]) -> list[ScaleRow]:
+    """The largest fleet, for figures that grow with the number of nodes."""
+    most = max(row["nodes"] for row in rows)
+    return [row for row in rows if row["nodes"] == most]
+
+
 def _of(rows: Sequence[ScaleRow], part: str) -> list[ScaleRow]:
     return [{name: value for name, value in row.items() if name != "part"} for row in rows if row["part"] == part]
 
 
-def _limits(rows: Sequence[ScaleRow], part: str) -> list[ScaleRow]:
+def _limits(rows: Sequence[ScaleRow]) -> list[ScaleRow]:
     """Which fleet is the largest within each."""
-    shown: list[ScaleRow] = []
-    for row in rows:
-        if row["of"] == part:
-            nodes = row["holds up to"]
-            shown.append({"limit": row["limit"], "up to, nodes": NO_LIMIT if nodes is None else nodes})
-    return shown
+    return [
+        {
+            "of": row["of"],
+            "limit": row["limit"],
+            "up to, nodes": NO_LIMIT if row["holds up to"] is None else row["holds up to"],
+        }
+        for row in rows
+    ]
 
 
 def _turned(rows: Sequence[ScaleRow]) -> list[ScaleRow]:

@@ -1,4 +1,4 @@
-"""Takes the pictures of docs/dashboard.md, of a cluster that works while they are taken: `kvtier cluster up` first.
+"""Takes the pictures of docs/operate.md, of a cluster that works while they are taken: `kvtier cluster up` first.
 
     python benchmarks/_screenshots.py [--router URL] [--node URL] [--seconds N]
 

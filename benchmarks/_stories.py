@@ -1,4 +1,4 @@
-"""Runs the scripts that docs/redis.md and docs/cluster.md have one type, and writes what they print below them.
+"""Runs the scripts that docs/storage.md and docs/operate.md have one type, and writes what they print below them.
 
 `python benchmarks/_stories.py [PAGE …]`, on an idle machine with Redis; `KVTIER_…` variables count and are named there.
 """
@@ -17,7 +17,7 @@ from _readme import machine_line
 from _report import commit, machine, progress
 
 ROOT: Final = Path(__file__).resolve().parent.parent
-PAGES: Final = ("redis.md", "cluster.md")
+PAGES: Final = ("storage.md", "operate.md")
 BEGIN: Final = "<!-- printed by the script above, which benchmarks/_stories.py ran -->\n"
 END: Final = "<!-- end of what was printed -->\n"
 _TIMEOUT: Final = 900.0  # seconds for a whole script, on a busy machine too

@@ -12,7 +12,7 @@ A move is a call whose caller is in another file; the caller is the innermost kv
 stack, and the first call on a thread is a move. Waiting for the background stores to end is not counted, the stores
 are. The first round is not counted (caches fill). Of the other rounds the one with the fewest calls is reported,
 because a thread that happens to wake up once more adds calls. The counts depend on no clock, but on Python's version.
-With `--save` the table of docs/life_of_a_block.md is written anew, and its drawing (`_block_drawing.py`).
+With `--save` the table of docs/architecture.md is written anew, and its drawing (`_block_drawing.py`).
 """
 
 import sys
@@ -45,7 +45,7 @@ SHAPE: Final = KVShape(num_layers=2, num_kv_heads=2, head_dim=8, block_size=BLOC
 ROOT: Final = root_hash(FINGERPRINT)
 PATIENCE: Final = 10.0  # seconds
 TREE: Final = Path(__file__).resolve().parent.parent
-PAGE: Final = TREE / "docs" / "life_of_a_block.md"
+PAGE: Final = TREE / "docs" / "architecture.md"
 START: Final = "<!-- block_way: written by benchmarks/block_way.py --save -->"
 END: Final = "<!-- block_way: end -->"
 FOLDERS: Final = ("tiers", "connector", "engine", "service", "kvtier")

@@ -118,3 +118,4 @@ class StoringOp(Wanted):
     epoch: int
     blocks: list[int]  # in L1, that are not released yet
     reservation: Reservation | None = None
+    until: float = 0.0  # on the monotonic clock: it is offered again until then. Set once the tiers answered too late

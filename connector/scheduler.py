@@ -1,7 +1,7 @@
 """The scheduler side: what an engine's scheduler asks and tells, request by request. Sans-IO, no torch, never waits."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Final
@@ -15,6 +15,7 @@ from kvtier.tiers.hierarchy import PENDING, Attribution, CacheTiers, Claim, Ends
 from kvtier.tiers.returns import RequestEnd
 
 _LOOK_AGAIN: Final = 0.05  # seconds: a request that waits is looked up at every step
+_OFFERED: Final = 2.0  # seconds a store is offered again to a daemon that answers late
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +35,20 @@ class SchedulerSide:
     the step's one round trip, and only if there is something to store.
     """
 
-    def __init__(self, tiers: CacheTiers, *, partial_blocks: bool = False) -> None:
-        """`partial_blocks`: the engine takes a promise that ends inside a block. Of `NamedByTokens` chains alone."""
+    def __init__(self, tiers: CacheTiers, *, partial_blocks: bool = False, keeps_blocks: bool = True) -> None:
+        """`partial_blocks`: the engine takes a promise that ends inside a block. Of `NamedByTokens` chains alone.
+
+        `keeps_blocks`: blocks to be stored keep their content until an update releases them. If the tiers answer late,
+        their stores are offered again. Else only those are that `offer_again` names, before each plan.
+        """
         self.tiers = tiers
         self.requests: dict[str, ConnectedRequest] = {}  # that are live: to read
         self.computes_alone = False  # nobody but the request that is looked up wants the compute
         self.backs: dict[str, Back] = {}  # of requests that come to their blocks from both ends (`BothEndsSide`)
         self.writing: list[int] = []  # L1 blocks that copies of the last plan fill, besides those of `allocated`
         self.refused: list[tuple[str, int]] = []  # of the last plan: requests, and the first block that got no slot
+        self.late: dict[int, StoringOp] = {}  # of the last plan: stores that may be offered again
+        self._keeps_blocks = keeps_blocks
         self._partial_blocks = partial_blocks
         self._op_ids = count(1)
         self._steps = count(1)
@@ -91,7 +98,7 @@ class SchedulerSide:
 
     def is_storing(self, hashes: Sequence[ChainHash]) -> bool:
         """Whether some of these blocks are on their way to L2: once the worker has reported it, a lookup finds them."""
-        stores = [store.hashes for store in self._wanted.values()]
+        stores = [store.hashes for store in (*self._wanted.values(), *self.late.values())]
         stores += [store.reservation.hashes for store in self._stores.values() if store.reservation is not None]
         wanted = set(hashes) if stores else set()
         return any(not wanted.isdisjoint(stored) for stored in stores)
@@ -152,9 +159,23 @@ class SchedulerSide:
         )  # fmt: skip
         return op_id
 
+    def offer_again(self, op_ids: Iterable[int]) -> None:
+        """Have the next plan store these `late` ones: their blocks still have their content."""
+        self._wanted = {op_id: self.late.pop(op_id) for op_id in op_ids} | self._wanted
+
+    def drop_late(self) -> None:
+        """Offer no late store again: the blocks have other content by now, or never had theirs."""
+        for store in self.late.values():
+            self._drop(store, Outcome.TIMEOUT)
+        self.late = {}
+
     def build_plan(self) -> StepPlan:
         """This step's copies; everything said since the last plan."""
         self.writing, self.refused = [], []
+        if self.late:
+            if self._keeps_blocks:
+                self.offer_again(list(self.late))
+            self.drop_late()
         if self.backs:
             self._plan_backs()
         stores = self._reserved() if self._wanted else []
@@ -247,7 +268,7 @@ class SchedulerSide:
     @property
     def idle(self) -> bool:
         """Whether no copy is planned or under way."""
-        return not (self._loads or self._stores or self._wanted or self._behind)
+        return not (self._loads or self._stores or self._wanted or self.late or self._behind)
 
     def close(self) -> None:
         """Let go of every promise and every copy that was never reported. Idempotent."""
@@ -255,9 +276,9 @@ class SchedulerSide:
             self.finished(request_id)
         for lease in [each.lease for copies in (self._loads, self._behind) for each in copies.values()]:
             lease.release()
-        for store in (*self._stores.values(), *self._wanted.values()):
+        for store in (*self._stores.values(), *self._wanted.values(), *self.late.values()):
             self._drop(store, Outcome.CLOSED)
-        for left in (self._loads, self._stores, self._wanted, self._behind):
+        for left in (self._loads, self._stores, self._wanted, self.late, self._behind):
             left.clear()
 
     def _tell_ends(self) -> None:
@@ -407,9 +428,18 @@ class SchedulerSide:
             for op_id in [op_id for op_id, store in wanted.items() if self._lost or store.epoch != self.tiers.epoch]:
                 self._drop(wanted.pop(op_id), Outcome.COPY_FAILED if self._lost else Outcome.EPOCH)
             stores = list(wanted.values())
-        reservations = self.tiers.reserve(stores) if stores else []
+        reservations = self.tiers.reserve(stores, may_retry=True) if stores else []
         ops = []
         for op_id, store, reservation in zip(wanted, stores, reservations, strict=True):
+            if reservation is None and self.tiers.is_late:
+                self.refused.append((store.request_id, store.first_block))
+                now = time.monotonic()
+                store.until = store.until or now + _OFFERED
+                if now < store.until:
+                    self.late[op_id] = store
+                else:
+                    self._drop(store, Outcome.TIMEOUT)
+                continue
             indices = [] if reservation is None else reservation.indices
             if len(indices) < len(store.blocks):
                 kept = set(indices)

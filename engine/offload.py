@@ -107,6 +107,9 @@ class NoOffload:
     def build_plan(self) -> StepPlan:
         return _NO_PLAN
 
+    def drop_late(self) -> None:
+        pass
+
     def update(self, report: WorkerReport) -> ConnectorUpdate:
         return ConnectorUpdate()
 

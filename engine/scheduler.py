@@ -132,6 +132,7 @@ class Scheduler:
                 self._await_load(chunk.sequence)
             else:
                 self._requeue(chunk.sequence)
+        self._connector.drop_late()
         self.take_in(WorkerReport(failed=unstarted))  # whoever awaits its load by now computes instead
 
     def flush(self) -> StepPlan:

@@ -1,4 +1,4 @@
-"""Stories of docs/life_of_a_block.md: a real block passes no file that it does not name."""
+"""A real block passes no file that docs/architecture.md does not name."""
 
 import json
 import re
@@ -13,7 +13,7 @@ sys.path.append(str(ROOT / "benchmarks"))
 
 import block_way  # noqa: E402
 
-PAGE = ROOT / "docs" / "life_of_a_block.md"
+PAGE = ROOT / "docs" / "architecture.md"
 GROWTH = 1.5  # of the saved figures: a thread that wakes up once more adds calls, another Python some
 
 MIRROR = {"tiers/file/store.py", "tiers/file/slab_children.py"}  # and no file that reads

@@ -35,7 +35,8 @@ POOL: Final = [
 ANSWERS: Final = "[12 tokens of prompt\n" * 6
 PRINTED: Final = "<!-- printed by the script above, which benchmarks/_stories.py ran -->\n```\n{}```\n"
 TABLE: Final = "<!-- figures: {}, written by a.py -->\n<!-- end of figures -->\n"
-LISTS: Final = "".join(f"| {n} | fault |\n" for n in range(1, 43)) + "".join(
+ROWS: Final = "".join(f"| {n} | fault |\n" for n in range(1, 43))
+LIST: Final = "".join(
     f"{n} tests/{'gpu/' if n == 1 else ''}test_a.py::test_{'many' if n == 2 else 'one'}\n" for n in range(1, 43)
 )
 MARKED: Final = """
@@ -107,7 +108,11 @@ PLANTED: Final[dict[str, tuple[Mapping[str, str], str]]] = {
         "kvtier cluster up --nothing: no option --nothing",
     ),
     "api": (
-        {"docs/api.md": rows(*kvtier.__all__, *references.CONFIGURED[1:], *(f"kvtier {verb}" for verb in VERBS))},
+        {
+            "docs/architecture.md": rows(
+                *kvtier.__all__, *references.CONFIGURED[1:], *(f"kvtier {verb}" for verb in VERBS)
+            )
+        },
         references.CONFIGURED[0],
     ),
     "configuration": ({"docs/configuration.md": "| option | default |\n"}, "docs/configuration.md: no row | `["),
@@ -116,25 +121,29 @@ PLANTED: Final[dict[str, tuple[Mapping[str, str], str]]] = {
         "not one and the same",
     ),
     "fault-tests": (
-        {fault_table.PAGE: "1 tests/test_a.py::test_one\n1 tests/test_a.py::test_two\n", "tests/test_a.py": MARKED},
-        "tests/test_a.py::test_two: no such test",
+        {
+            fault_table.PAGE: "",
+            fault_table.LIST: "1 tests/test_a.py::test_one\n1 tests/test_a.py::test_two\n",
+            "tests/test_a.py": MARKED,
+        },
+        "tests/faults/rows.txt: tests/test_a.py::test_two: no such test",
     ),
     "fault-rows": (
-        {fault_table.PAGE: LISTS, "tests/test_a.py": MARKED, "tests/gpu/test_a.py": MARKED},
-        "docs/faults.md: 2: `make test` runs none",
+        {fault_table.PAGE: ROWS, fault_table.LIST: LIST, "tests/test_a.py": MARKED, "tests/gpu/test_a.py": MARKED},
+        "tests/faults/rows.txt: 2: `make test` runs none",
     ),
     "fault-stories": (
-        {fault_table.PAGE: "1 tests/faults/test_fault_a.py::test_one\n", "tests/faults/test_fault_a.py": MARKED},
-        "test_many: docs/faults.md does not list it",
+        {fault_table.LIST: "1 tests/faults/test_fault_a.py::test_one\n", "tests/faults/test_fault_a.py": MARKED},
+        "test_many: tests/faults/rows.txt does not list it",
     ),
     "figures": ({"a.md": "saved", "b.md": "of last week"}, "b.md: its figures are not the saved ones: run `write`"),
     "saved-tables": (
-        {"docs/scale.md": TABLE.format("events"), "docs/redis.md": TABLE.format("redis") * 2},
+        {"docs/scale.md": TABLE.format("events"), "docs/storage.md": TABLE.format("redis") * 2},
         "'redis' stands there 2 times",
     ),
     "stories": (
-        {"docs/redis.md": PRINTED.format(ANSWERS), "docs/cluster.md": PRINTED.format("typed by hand\n" * 6)},
-        "docs/cluster.md: what its script printed is not as printed",
+        {"docs/storage.md": PRINTED.format(ANSWERS), "docs/operate.md": PRINTED.format("typed by hand\n" * 6)},
+        "docs/operate.md: what its script printed is not as printed",
     ),
     "policy-costs": (
         {
@@ -143,7 +152,7 @@ PLANTED: Final[dict[str, tuple[Mapping[str, str], str]]] = {
         },
         "takes 0.25 µs a block",
     ),
-    "block-files": ({"docs/life_of_a_block.md": "`tiers/a.py` `tiers/c.py`", "tiers/a.py": ""}, "tiers/c.py"),
+    "block-files": ({"docs/architecture.md": "`tiers/a.py` `tiers/c.py`", "tiers/a.py": ""}, "tiers/c.py"),
     "goals": (
         {"docs/performance.md": "## What was missed, and why\n", "benchmarks/results/disk.json": DISK},
         "read: 0.5: name its cause",

@@ -98,9 +98,9 @@ def test_two_nodes_and_a_cluster_run_as_printed(home: Path, programs: Path) -> N
     if shutil.which("redis-server") is None:
         pytest.skip("no redis-server here: install Debian's redis-server")
     if taken := [port for port in (7001, 7002, 7003, 9401, 9402) if is_taken(port)]:
-        pytest.skip(f"ports {taken}, which docs/redis.md names, are somebody's")
+        pytest.skip(f"ports {taken}, which docs/storage.md names, are somebody's")
     try:
-        lines = typed(script("redis.md"), home, environment(), 500, programs.parent)
+        lines = typed(script("storage.md"), home, environment(), 500, programs.parent)
     finally:
         for port in (7001, 7002, 7003):  # where it ended early
             subprocess.run(["redis-cli", "-p", str(port), "shutdown", "nosave"], capture_output=True, check=False)
@@ -121,9 +121,9 @@ def test_a_cluster_whose_engines_die_runs_as_printed(home: Path, programs: Path)
     if shutil.which("redis-server") is None:
         pytest.skip("no redis-server here: install Debian's redis-server")
     if taken := [port for port in range(7400, 7500) if is_taken(port)]:
-        pytest.skip(f"ports {taken}, of those docs/cluster.md names, are somebody's")
+        pytest.skip(f"ports {taken}, of those docs/operate.md names, are somebody's")
     try:
-        lines = typed(script("cluster.md"), home, environment(), 500, programs.parent)
+        lines = typed(script("operate.md"), home, environment(), 500, programs.parent)
     finally:
         if (home / "kvtier-cluster").exists():  # where it ended early
             subprocess.run([programs / "kvtier", "cluster", "down", "--purge"], cwd=home, check=False)

@@ -1,4 +1,4 @@
-"""Rules of docs/faults.md: every test it lists exists, every row of its tables has one, and `make test` proves it."""
+"""Rules of docs/faults.md: every row has tests in tests/faults/rows.txt, they exist, and `make test` runs one."""
 
 import ast
 import re
@@ -10,10 +10,11 @@ from typing import Final
 from lint.tree import Tree
 
 PAGE: Final = "docs/faults.md"
+LIST: Final = "tests/faults/rows.txt"
 FAULTS: Final = 42  # by number; none of them may go
 _TEST: Final = re.compile(r"\b(tests/[\w/]+\.py)::(\w+)")
 _ROW: Final = re.compile(r"^\| ([A-Z]?\d+) \|", re.MULTILINE)  # of a table: a fault by its number, or with a letter
-_LISTED: Final = re.compile(r"^([A-Z]?\d+) +(tests/[\w/]+\.py)::(\w+)$", re.MULTILINE)  # of a list below it
+_LISTED: Final = re.compile(r"^([A-Z]?\d+) +(tests/[\w/]+\.py)::(\w+)$", re.MULTILINE)  # of the list
 _MARK: Final = "pytest.mark.exhaustive"  # only `make test-all` runs it
 _ELSEWHERE: Final = ("tests/interop/", "tests/gpu/")  # stories of an engine or a GPU that most machines lack
 
@@ -50,10 +51,11 @@ def _is_mark(decorator: ast.expr) -> bool:
 
 
 def fault_tests(tree: Tree) -> Iterator[str]:
-    """Every test that docs/faults.md names exists."""
-    for path, name in tree.each(_TEST.findall(tree.text(PAGE))):
-        if name not in defined(tree.root / path):
-            yield f"{PAGE}: {path}::{name}: no such test"
+    """Every test that docs/faults.md and tests/faults/rows.txt name exists."""
+    for where in (PAGE, LIST):
+        for path, name in tree.each(_TEST.findall(tree.text(where))):
+            if name not in defined(tree.root / path):
+                yield f"{where}: {path}::{name}: no such test"
 
 
 def fault_rows(tree: Tree) -> Iterator[str]:
@@ -68,21 +70,21 @@ def fault_rows(tree: Tree) -> Iterator[str]:
     if len(rows) != len({*rows}):
         yield f"{PAGE}: a row's number stands twice"
     listed: dict[str, list[tuple[str, str]]] = {}
-    for row, path, name in _LISTED.findall(page):
+    for row, path, name in _LISTED.findall(tree.text(LIST)):
         listed.setdefault(row, []).append((path, name))
     for row in sorted({*rows} ^ listed.keys()):
-        yield f"{PAGE}: {row}: a row without a test, or a test without a row"
+        yield f"{LIST}: {row}: a row of {PAGE} without a test, or a test without a row"
     for row, tests in listed.items():
         here = [(path, name) for path, name in tests if not path.startswith(_ELSEWHERE)]
         if here and all(defined(tree.root / path).get(name, False) for path, name in here):
-            yield f"{PAGE}: {row}: `make test` runs none of its tests: take `exhaustive` off one, or list another"
+            yield f"{LIST}: {row}: `make test` runs none of its tests: take `exhaustive` off one, or list another"
 
 
 def fault_stories(tree: Tree) -> Iterator[str]:
-    """Every story of tests/faults/test_fault_*.py stands in a list of docs/faults.md."""
-    named = {name for _, name in _TEST.findall(tree.text(PAGE))}
+    """Every test of tests/faults/test_fault_*.py stands in tests/faults/rows.txt."""
+    named = {name for _, name in _TEST.findall(tree.text(LIST))}
     for path in tree.paths("tests/faults/test_fault_*.py"):
         stories = [name for name in defined(tree.root / path) if name.startswith("test_")]
         for name in tree.each(stories):
             if name not in named:
-                yield f"{path}: {name}: {PAGE} does not list it"
+                yield f"{path}: {name}: {LIST} does not list it"

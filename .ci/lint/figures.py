@@ -59,10 +59,10 @@ WRITTEN: Final[Mapping[str, tuple[str, Callable[[Path], str]]]] = {
     "README.md": (PAGES, lambda page: _with(program("_readme").six(), page)),
     "docs/models.md": (PAGES, lambda page: _with(program("_models_page").models_table(), page)),
     "docs/scale.md": (PAGES, lambda page: str(program("_scale_page").filled(page))),
-    "docs/redis.md": (PAGES, lambda page: str(program("_scale_page").filled(page))),
+    "docs/storage.md": (PAGES, lambda page: str(program("_scale_page").filled(page))),
     "docs/faults.md": ("python tests/endurance/figures.py", lambda page: str(program("figures").written(page))),
-    "docs/life_of_a_block.md": (WAY, _with_way),
-    "docs/life_of_a_block.svg": (WAY, _drawn),
+    "docs/architecture.md": (WAY, _with_way),
+    "docs/architecture.svg": (WAY, _drawn),
 }
 
 
@@ -77,11 +77,11 @@ def figures(tree: Tree) -> Iterator[str]:
 def saved_tables(tree: Tree) -> Iterator[str]:
     """Each table that benchmarks/_scale_page.py makes stands in one page, once."""
     tables = program("_scale_page")
-    text = "".join(tree.text(page) for page in ("docs/scale.md", "docs/redis.md"))
+    text = "".join(tree.text(page) for page in ("docs/scale.md", "docs/storage.md"))
     shown = Counter(name for _, name, _ in tables.MARK.findall(text))
     for name in tree.each(tables.tables()):
         if shown[name] != 1:
-            yield f"docs/scale.md, docs/redis.md: the table {name!r} stands there {shown[name]} times"
+            yield f"docs/scale.md, docs/storage.md: the table {name!r} stands there {shown[name]} times"
 
 
 def stories(tree: Tree) -> Iterator[str]:
@@ -108,10 +108,10 @@ def policy_costs(tree: Tree) -> Iterator[str]:
 
 
 def block_files(tree: Tree) -> Iterator[str]:
-    """Every file that docs/life_of_a_block.md and its drawing name is in the tree."""
-    for path in tree.each(sorted(set(re.findall(r"`([\w/]+\.py)`", tree.text("docs/life_of_a_block.md"))))):
+    """Every file that docs/architecture.md and its drawing name is in the tree."""
+    for path in tree.each(sorted(set(re.findall(r"`([\w/]+\.py)`", tree.text("docs/architecture.md"))))):
         if not (tree.root / path).is_file():
-            yield f"docs/life_of_a_block.md: {path}: no such file"
+            yield f"docs/architecture.md: {path}: no such file"
     for path in tree.each(name for place in program("_block_drawing")._PLACES for name in place.text.split()):
         if not tree.paths(f"[tces]*/**/{path}"):
             yield f"benchmarks/_block_drawing.py: {path}: no such file"

@@ -20,7 +20,7 @@ ENGINES: Final = ("vllm", "sglang", "cupy", "ray")  # not installed where this r
 FILES: Final = (".toml", ".sock", ".md", ".py", ".json", ".yml", ".html", ".log", ".svg", ".png")
 # Words after "kvtier" in what it prints, and in labels of keys.
 NO_COMMANDS: Final = ("router,", "closed:", "redis", "for ", "out ", "with ", "does ")
-# What configurations of engines, packages and services name. docs/api.md lists them, so `imports` looks at them, too.
+# What configurations of engines, packages and services name. `imports` looks at them, since docs/architecture.md does.
 CONFIGURED: Final = (
     "kvtier.connector.vllm:KVTierConnector",
     "kvtier.connector.vllm_tier:KVTierSecondaryTier",
@@ -138,8 +138,8 @@ def _verb(name: str) -> Any:
 
 
 def api(tree: Tree) -> Iterator[str]:
-    """docs/api.md lists every public name, every path of configurations, and every verb, the verbs in their order."""
-    page = tree.text("docs/api.md")
+    """docs/architecture.md lists every public name, every path of configurations, and every verb in its order."""
+    page = tree.text("docs/architecture.md")
     for what, start, wanted in (
         ("names", r"(\w+)`", sorted(kvtier.__all__)),
         ("paths", r"(kvtier[\w.:]+)`", sorted(CONFIGURED)),
@@ -148,7 +148,7 @@ def api(tree: Tree) -> Iterator[str]:
         listed = list(tree.each(re.findall(rf"^\| `{start}", page, re.MULTILINE)))
         if (listed if what == "verbs" else sorted(listed)) != wanted:
             stray = sorted({*listed} ^ {*wanted})
-            yield f"docs/api.md: its table of {what} is not kvtier's: {', '.join(stray) or 'the order'}"
+            yield f"docs/architecture.md: its table of {what} is not kvtier's: {', '.join(stray) or 'the order'}"
 
 
 def configuration(tree: Tree) -> Iterator[str]:

@@ -75,6 +75,7 @@ class RemoteTiers:
         self._claims = RemoteClaims(self._attachment, self.metrics, patience, deadline, clock, self._numbers)
         self._dropped: deque[Callable[[], None]] = deque()  # left by `__del__`, which may run anywhere
         self._closed = False
+        self.is_late = False
         self._pid = os.getpid()
         self._attachment.start()
 
@@ -145,8 +146,8 @@ class RemoteTiers:
 
     # storing
 
-    def reserve(self, wanted: Sequence[Wanted]) -> list[Reservation | None]:
-        """One round trip, with all that was left unsent; all are dropped where it takes too long.
+    def reserve(self, wanted: Sequence[Wanted], *, may_retry: bool = False) -> list[Reservation | None]:
+        """One round trip, with all that was left unsent. If it takes too long, nothing gets a slot (`is_late`).
 
         While such an answer is still due the next steps store nothing, and wait for nothing.
         """
@@ -156,16 +157,19 @@ class RemoteTiers:
         with self._lock:
             first, *_ = [next(self._numbers) for _ in heads]
             link = self._pump()
-            if link is not None and (link.late_since is not None or link.is_silent(self._clock(), self._deadline)):
-                return self._dropped_all(wanted, Outcome.TIMEOUT)
+            now = self._clock()
+            self.is_late = link is not None and (link.late_since is not None or link.is_silent(now, self._deadline))
+            if self.is_late:
+                return self._refused(wanted, None if may_retry else Outcome.TIMEOUT)
         link, answers = self._call(Reserve(first, heads), self._deadline)
         with self._lock:
             if answers is None and link is not None:  # it may answer yet: nobody fills what it grants then
                 self._attachment.later(link, Abandon(Outcome.TIMEOUT, list(range(first, first + len(heads)))))
             grants = self._grants(link, heads, answers)
             if grants is None or link is None:
+                self.is_late = answers is None and link is not None and not self._closed
                 reason = Outcome.CLOSED if self._closed else Outcome.BREAKER_OPEN if link is None else Outcome.TIMEOUT
-                return self._dropped_all(wanted, reason)
+                return self._refused(wanted, None if self.is_late and may_retry else reason)
             reservations = reserved(link, first, heads, grants, self._ended)
         looked_at = sum([len(head.hashes) for head, each in zip(heads, reservations, strict=True) if each is not None])
         if missing := sum([len(each.hashes) for each in wanted]) - looked_at:
@@ -315,8 +319,10 @@ class RemoteTiers:
                 self._claims.take_in(news)
         return self._attachment.link
 
-    def _dropped_all(self, wanted: Sequence[Wanted], reason: Outcome) -> list[Reservation | None]:
-        self.metrics.dropped(L2, reason, sum(len(each.hashes) for each in wanted))
+    def _refused(self, wanted: Sequence[Wanted], reason: Outcome | None) -> list[Reservation | None]:
+        """Nothing gets a slot. With a `reason` all of it counts as dropped."""
+        if reason is not None:
+            self.metrics.dropped(L2, reason, sum(len(each.hashes) for each in wanted))
         return [None] * len(wanted)
 
     def _grants(

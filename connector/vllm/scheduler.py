@@ -68,7 +68,7 @@ class SchedulerHalf:
         `adapters`: what vLLM has loaded, if it serves any.
         """
         # with several KV groups vLLM's own hits end with a block in every group, and so do ours
-        self.side = SchedulerSide(tiers, partial_blocks=cache.partial_blocks and plan.has_one_table)
+        self.side = SchedulerSide(tiers, partial_blocks=cache.partial_blocks and plan.has_one_table, keeps_blocks=False)
         of_states = StateSide(self.side, plan, num_blocks, keeps_answers=bool(cache.store_generated))
         self._states = of_states if plan.states else None
         self._plan = plan
@@ -91,6 +91,7 @@ class SchedulerHalf:
         self._arriving: dict[str, set[ChainHash]] = {}  # request → blocks on their way to L1 for it
         self._next = NextStep()
         self._tails: dict[int, Tables] = {}  # stores not planned yet of blocks that may be reused, and their tables
+        self._late: dict[int, Tables] = {}  # likewise, offered again: the daemon was too late to give them slots
         self._reported_at = 0.0
         self.names = RequestNames(plan, cache, root, adapters)
         self._handovers = Handovers(tiers, plan, root, cache.prefetch_deadline)
@@ -200,7 +201,9 @@ class SchedulerHalf:
         tails, plan = self._planned()
         self._expect(tails)
         step, self._next = self._next, NextStep()
-        written = handed_out(output, self._plan.group_sizes) | step.targets if self._ops.reads else set()
+        is_read = self._ops.reads or self._late
+        written = handed_out(output, self._plan.group_sizes) | step.targets if is_read else set()
+        self._keep_late(written)
         fences = self._ops.readers(written)
         self._expect(plan)
         return StepMessage(
@@ -272,7 +275,7 @@ class SchedulerHalf:
         events = self._events
         if events is not None and events.source.waiting:
             return True
-        coming = bool(self._ops or self._tails) or (events is not None and events.source.coming)
+        coming = bool(self._ops or self._tails or self._late) or (events is not None and events.source.coming)
         return coming and time.monotonic() - self._reported_at < _PATIENCE
 
     def reset(self, *, drops: bool = True) -> None:
@@ -305,6 +308,7 @@ class SchedulerHalf:
         adapters = self.names.adapters
         rows = [(row, row.request.lora_request) for row in self._rows.values() if row.adapter is not None]
         if adapters.look():
+            self._late.clear()
             wrong = [row for row, lora in rows if row.adapter != adapters.current(lora.lora_int_id)]
             self._ops.spoil(self._rows.keys() - {row.request_id for row in wrong})
             for row in wrong:
@@ -403,17 +407,32 @@ class SchedulerHalf:
 
         In the scheduler side's plan, block ids are positions in the request's tables.
         """
-        plan = self.side.build_plan()
+        if self._late:
+            self.side.offer_again(self._late)
+            self._tails |= self._late
+        plan, late = self.side.build_plan(), self.side.late
         for request_id, first in self.side.refused:
             if (row := self._rows.get(owner(request_id))) is not None:
                 row.refused = first if row.refused is None else min(first, row.refused)
         tails, self._tails = self._tails, {}
-        late = [self._translate(op, tails[op.op_id]) for op in plan.stores if op.op_id in tails]
+        self._late = {op_id: tables for op_id, tables in tails.items() if tables and op_id in late}
+        for op_id in [each for each, store in late.items() if each not in tails and store.request_id in self._rows]:
+            del late[op_id]  # its request offers these blocks again
+        of_ended = [self._translate(op, tails[op.op_id]) for op in plan.stores if op.op_id in tails]
         loads, stores = (
             tuple(self._translate(op, self._rows[owner(op.request_id)].tables) for op in ops if op.op_id not in tails)
             for ops in (plan.loads, plan.stores)
         )
-        return StepPlan(plan.step, plan.region, (), tuple(late)), StepPlan(plan.step, plan.region, loads, stores)
+        return StepPlan(plan.step, plan.region, (), tuple(of_ended)), StepPlan(plan.step, plan.region, loads, stores)
+
+    def _keep_late(self, written: set[int]) -> None:
+        """Drop the late stores whose blocks this step writes: vLLM keeps a free block until it hands it out again."""
+        for op_id, tables in list(self._late.items()):
+            blocks, _ = self._worker_blocks(tables, self.side.late[op_id].blocks)
+            if not written.isdisjoint(self._ops.physical(blocks)):
+                del self._late[op_id]
+        if self._late:
+            self._awaits, self._reported_at = True, time.monotonic()
 
     def _translate(self, op: CopyOp, tables: Tables) -> CopyOp:
         return with_blocks(replace(op, request_id=owner(op.request_id)), *self._worker_blocks(tables, op.device_blocks))

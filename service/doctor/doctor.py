@@ -102,7 +102,7 @@ def check_compiled() -> Finding:
     said = "; ".join((f"{loaded} of {len(found)} extension modules in use", *reasons))
     if all(each.state in ("loaded", "off") for each in found):
         return ok("compiled", said)
-    return warning("compiled", f"degraded: {said}", "install a C compiler, then kvtier anew (docs/tools.md)")
+    return warning("compiled", f"degraded: {said}", "install a C compiler, then kvtier anew (docs/commands.md)")
 
 
 def check_lossy(config: Config) -> Finding:

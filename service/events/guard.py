@@ -17,7 +17,7 @@ from kvtier.tiers import ConfigError
 ZAP: Final = "inproc://zeromq.zap.01"
 """Where libzmq asks whether a key may connect (ZeroMQ RFC 27)."""
 
-_MAKE: Final = "make one by zmq.auth.create_certificates (docs/events.md)"
+_MAKE: Final = "make one by zmq.auth.create_certificates (docs/routing.md)"
 _KEY_LENGTH: Final = 32  # bytes; 40 characters in Z85
 _OTHERS: Final = stat.S_IRWXG | stat.S_IRWXO
 

@@ -1,4 +1,4 @@
-"""Publisher: sends KV events over ZMQ in vLLM's frames, and sends again what a subscriber missed (docs/events.md)."""
+"""Publisher: sends KV events over ZMQ in vLLM's frames, and sends again what a subscriber missed (docs/routing.md)."""
 
 import contextlib
 import logging

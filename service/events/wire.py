@@ -1,4 +1,4 @@
-"""KV events on the wire, in vLLM's words (docs/events.md): batches of stored, removed and cleared blocks. No I/O."""
+"""KV events on the wire, in vLLM's words (docs/routing.md): batches of stored, removed and cleared blocks. No I/O."""
 
 import hashlib
 from array import array

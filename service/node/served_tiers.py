@@ -87,7 +87,7 @@ class ServedTiers:
         self.quotas.promoted(lease.hashes, claim.hashes[claim.num_l1 - 1] if claim.num_l1 else claim.parent)
         return lease
 
-    def reserve(self, wanted: Sequence[Wanted]) -> list[Reservation | None]:
+    def reserve(self, wanted: Sequence[Wanted], *, may_retry: bool = False) -> list[Reservation | None]:
         """As `Hierarchy.reserve`, within the tenants' quotas."""
         tenants = {each.tenant for each in wanted}  # mostly one
         if self.feed is not None:

@@ -58,7 +58,7 @@ def explained(
     words = {**cause, "tier": _shown(cause["tier"]), "size": size, "tokens": answer.get("tokens", 0)}
     why = _CAUSES.get(cause["name"], "it could not be stored in {tier} {seconds} s ago: " + cause["name"])
     yield f"block {cause['block']} is missing: {why.format(**words)}"
-    advice = _ADVICE.get(cause["name"], "See docs/faults.md for that reason.").format(**words)
+    advice = _ADVICE.get(cause["name"], "See docs/troubleshooting.md for that reason.").format(**words)
     away = [_shown(each) for each in answer.get("unreachable", ()) if cause["name"] != "short"]
     if away:
         yield f"{', '.join(away)}: not reachable now, and may hold it"

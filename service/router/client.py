@@ -1,7 +1,7 @@
 """The router's HTTP client: HTTP/1.1 by h11 on an asyncio protocol, kept connections, a deadline on every wait.
 
-A request costs about a quarter of what it costs through a general client (docs/router.md has the figures). The client
-notices at once when a replica closes an idle connection. So a killed replica is known before the next probe.
+A request costs about a quarter of what it costs through a general client (`benchmarks/router_overhead.py` measures it).
+The client notices at once when a replica closes an idle connection. So a killed replica is known before the next probe.
 """
 
 import asyncio

@@ -1,16 +1,19 @@
 """Stories of the two connector sides together: promised, loaded, stored, aborted, failed; the test ends the copies."""
 
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
 
 import pytest
 from connector_rig import NUM_LAYERS, Bench, Request, request_of
 from doubles import BLOCK_SIZE, FakeClock, MemoryTier, chain_of, payload_of, store, wait_until
-from service_rig import wanted
+from service_rig import drops, wanted
 
 from kvtier.connector.plan import CopyOp, WorkerReport
 from kvtier.connector.scheduler import ConnectorUpdate
 from kvtier.tiers.copies.transfer import BlockCopies, CopyEvent
-from kvtier.tiers.hierarchy.cache_tiers import PENDING
+from kvtier.tiers.hierarchy.cache_tiers import PENDING, Wanted
+from kvtier.tiers.pool import Reservation
 from kvtier.tiers.tier import Outcome
 
 
@@ -270,6 +273,41 @@ def test_blocks_already_held_are_released_without_a_copy(bench: Bench) -> None:
     bench.stream.complete_all()
     assert bench.update().released == (2, 3)
     bench.scheduler.finished("a")
+
+
+@pytest.mark.parametrize("ends", ["in time", "too late", "its step failed"])
+def test_a_store_that_got_no_slot_in_time_is_offered_again(ends: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, is_late = Bench(), True
+    reserve, tiers = bench.hierarchy.reserve, bench.hierarchy
+
+    def late(wanted: Sequence[Wanted], *, may_retry: bool = False) -> list[Reservation | None]:
+        tiers.is_late = is_late
+        return [None] * len(wanted) if is_late else reserve(wanted)
+
+    monkeypatch.setattr(tiers, "reserve", late)
+    request = request_of(3)
+    bench.scheduler.admit(request)
+    bench.compute(request, 0, [0, 1, 2])
+    bench.scheduler.store("a", 0, [0, 1, 2])
+    bench.scheduler.finished("a")
+    assert not bench.step().stores
+    assert not bench.scheduler.idle  # and L1 keeps the blocks
+    assert bench.update().released == ()
+    if ends == "its step failed":
+        bench.scheduler.drop_late()
+    if ends == "too late":
+        monkeypatch.setattr(time, "monotonic", partial(sum, (time.monotonic(), 60.0)))
+        assert not bench.step().stores
+    is_late = False
+    assert bool(bench.step().stores) is (ends == "in time")
+    bench.stream.complete_all()
+    assert bench.update().released == (0, 1, 2)
+    assert bench.hierarchy.drain(60)
+    is_kept = ends == "in time"
+    assert bench.hierarchy.lookup(request.chain.hashes).blocks == 3
+    assert bench.hierarchy.lookup(request.chain.hashes).miss == (0 if is_kept else 3)
+    assert drops(bench.hierarchy, Outcome.TIMEOUT) == (0 if is_kept else 3)
+    bench.close()
 
 
 def test_a_request_from_before_a_reset_never_stores_again(bench: Bench) -> None:

@@ -1,6 +1,6 @@
 """docker-compose.yml without a container engine: careful, and the same cluster as its `x-kvtier` beside it.
 
-`make lint` asks whether it is valid. That containers made of it run, nothing here can show; docs/cluster.md says so.
+`make lint` asks whether it is valid. That containers made of it run, nothing here can show; docs/operate.md says so.
 """
 
 import re

@@ -310,7 +310,7 @@ def test_images_of_the_next_version_are_rolled_out_while_clients_ask(
     cluster.tell("a", talks[0][0], "of the old version")
     wait_for(lambda: cluster.stored("node-a", "file") > 0)
     with clients(cluster, talks) as asking:
-        for name in (*NODES, *ENGINES, "router"):  # the order of docs/upgrade.md
+        for name in (*NODES, *ENGINES, "router"):  # the order of docs/operate.md
             cluster.up(name, version=NEXT)
             wait_for(cluster.is_well)
             asking.everybody()

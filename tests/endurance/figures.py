@@ -32,10 +32,7 @@ def figures(results: Mapping[str, Any]) -> str:
         lines.append(f"| `make {name}` | {' | '.join(map(str, cells))} | {_sum(result, *_LOST)} |")
     parts = ["\n".join(lines)]
     if "soak" in known:
-        parts += [_tiers(known["soak"]), _growth(known["soak"])]
-    if "fuzz" in known:
-        counts = ", ".join(f"`{name}` {count:,}" for name, count in known["fuzz"]["targets"].items())
-        parts.append(f"Executions of each parser: {counts}.")
+        parts.append(_growth(known["soak"]))
     origins: dict[str, list[str]] = {}
     for name, result in known.items():
         origins.setdefault(_origin(result), []).append(f"`{name}` (seed {result['seed']})")
@@ -66,17 +63,6 @@ def _checked(result: Mapping[str, Any]) -> str:
 
 def _sum(result: Mapping[str, Any], *names: str) -> int:
     return sum(len(result.get(name, ())) for name in names)
-
-
-def _tiers(soak: Mapping[str, Any]) -> str:
-    """What each tier had, of the engines' lookups and of the KV client's."""
-    engines = ", ".join(f"{_tier(name)} {soak['hits'][name]:,}" for name in ("l1", "l2", "file", "redis"))
-    client = ", ".join(f"{_tier(name)} {soak['blocks_found'][name]:,}" for name in ("l2", "file", "redis"))
-    return f"Blocks that the engines of the soak found in each tier: {engines}; its KV client: {client}."
-
-
-def _tier(name: str) -> str:
-    return name.upper() if name.startswith("l") else {"file": "file", "redis": "Redis"}[name]
 
 
 def _growth(soak: Mapping[str, Any]) -> str:

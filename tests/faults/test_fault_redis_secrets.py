@@ -78,7 +78,7 @@ def test_a_record_forged_with_all_its_checksums_is_served_only_where_there_is_no
         server.cli("SET", key, stdin=forged(server.value_of(key), payload))
         buffers = np.zeros((8, SLOT_BYTES), np.uint8)
         results = tier.read(CHAIN.hashes, [memoryview(buffer) for buffer in buffers])
-        if form == "clear":  # checksums tell accidents; docs/redis.md says so
+        if form == "clear":  # checksums tell accidents; docs/storage.md says so
             assert isinstance(results[2], BlockRecord)
             assert buffers[2].tobytes() == payload
             return

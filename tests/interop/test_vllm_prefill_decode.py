@@ -161,7 +161,7 @@ def test_what_found_no_slot_is_offered_again_when_its_request_ends(
         tiers, reserve = node.half.side.tiers, node.half.side.tiers.reserve
         refused: list[int] = []
 
-        def full_at_first(wanted: Sequence[Any]) -> list[Any]:
+        def full_at_first(wanted: Sequence[Any], *, may_retry: bool) -> list[Any]:
             if not refused:
                 refused.append(len(wanted))
                 return [None] * len(wanted)
@@ -173,6 +173,34 @@ def test_what_found_no_slot_is_offered_again_when_its_request_ends(
         assert refused == [1]
         node.llm.reset_prefix_cache()
         assert cached(ask(node, PROMPTS[:1], [None], 1)) == [BLOCKS[0] * BLOCK]
+
+
+@pytest.mark.parametrize("is_reused", [False, True], ids=["free blocks", "blocks that vLLM hands out meanwhile"])
+def test_what_a_late_daemon_gave_no_slot_for_is_stored_behind_its_request(
+    model: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch, is_reused: bool
+) -> None:
+    config = of_role("kv_producer", {"host": {"size": "32MiB"}})
+    with engine(model, transfer=config, num_gpu_blocks_override=16 if is_reused else 64, max_model_len=480) as node:
+        tiers, reserve = node.half.side.tiers, node.half.side.tiers.reserve
+        num_late = 40 if is_reused else 5
+
+        def late_at_first(wanted: Sequence[Any], *, may_retry: bool) -> list[Any]:
+            nonlocal num_late
+            assert may_retry
+            tiers.is_late = num_late > 0
+            num_late -= 1
+            return [None] * len(wanted) if tiers.is_late else list(reserve(wanted))
+
+        monkeypatch.setattr(tiers, "reserve", late_at_first)
+        ask(node, PROMPTS[:1], [PREFILL], 1)
+        if is_reused:
+            assert texts(ask(node, PROMPTS[1:], [None, None])) == expected[1:]
+            num_late = 0
+        node.settle()
+        node.llm.reset_prefix_cache()
+        [again] = ask(node, PROMPTS[:1], [None])
+        assert texts([again]) == expected[:1]
+        assert cached([again]) == [0 if is_reused else BLOCKS[0] * BLOCK]
 
 
 def test_kv_both_keeps_what_it_decodes_and_the_next_turn_finds_it(

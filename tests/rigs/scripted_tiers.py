@@ -105,7 +105,9 @@ class ScriptedTiers:
     def count(self, found: Attribution, missing: Outcome | None = Outcome.ABSENT, causes: Causes | None = None) -> None:
         self.metrics.looked_up(found.by_tier, found.miss, missing)
 
-    def reserve(self, wanted: Sequence[Wanted]) -> list[None]:
+    is_late = False
+
+    def reserve(self, wanted: Sequence[Wanted], *, may_retry: bool = False) -> list[None]:
         return [None] * len(wanted)
 
     @property

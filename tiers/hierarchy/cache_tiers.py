@@ -182,10 +182,14 @@ class BlockStores(Protocol):
     Only `reserve` may wait for an answer, once for a whole step and up to a deadline of its own.
     """
 
-    def reserve(self, wanted: Sequence[Wanted]) -> list[Reservation | None]:
+    is_late: bool
+    """Whether the last `reserve` got no slots because no answer came in time."""
+
+    def reserve(self, wanted: Sequence[Wanted], *, may_retry: bool = False) -> list[Reservation | None]:
         """L2 slots for all that a step stores: of each chain as many leading blocks as fit, None if not one does.
 
         Blocks already held need no slot and are left out of the reservation; so is a tail where none are kept.
+        `may_retry`: if no answer comes in time, the caller tries again, or counts what it drops.
         """
 
     def seal(self, reservation: Reservation, records: Sequence[BlockRecord], epoch: int) -> None:

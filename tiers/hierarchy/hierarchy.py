@@ -35,6 +35,8 @@ class Hierarchy:
     `_lock` → the pool's, a port's, a queue's or a tier's index lock; never held across I/O.
     """
 
+    is_late = False
+
     def __init__(
         self,
         host: HostTier,

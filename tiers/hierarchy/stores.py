@@ -61,7 +61,7 @@ class StoreQueue:
         self._sightings: OrderedDict[ChainHash, int] = OrderedDict()
         self._cleaning: set[ChainHash] = set()  # write-back: dirty blocks being written
 
-    def reserve(self, wanted: Sequence[Wanted]) -> list[Reservation | None]:
+    def reserve(self, wanted: Sequence[Wanted], *, may_retry: bool = False) -> list[Reservation | None]:
         """All that a step stores, in one pass if there is room for all; else chain by chain, what fits of its head."""
         tails = [i for i, each in enumerate(wanted) if each.is_tail]
         if tails and not self._host.keeps_tails:

@@ -1,4 +1,4 @@
-"""What the daemons of two nodes say to each other over TCP, and how each proves that it has the key (docs/peers.md).
+"""What the daemons of two nodes say to each other over TCP, and how each proves that it has the key (docs/storage.md).
 
 One connection is for the blocks of one model. Whoever lends speaks first. All integers are little-endian:
 

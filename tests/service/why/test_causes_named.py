@@ -315,7 +315,11 @@ def test_an_engine_says_what_its_fingerprint_is_made_from(monkeypatch: pytest.Mo
     [
         (Outcome.NOT_ADMITTED, "it was not admitted to host memory 0 s ago", "Lower [cache] admit_after"),
         (Outcome.QUOTA, "its tenant's quota was used up 0 s ago", "Give this tenant a larger quota"),
-        (Outcome.QUEUE_FULL, "it could not be stored in host memory 0 s ago: queue_full", "See docs/faults.md"),
+        (
+            Outcome.QUEUE_FULL,
+            "it could not be stored in host memory 0 s ago: queue_full",
+            "See docs/troubleshooting.md",
+        ),
     ],
 )
 def test_a_block_that_was_not_stored(reason: Outcome, line: str, advice: str) -> None:
