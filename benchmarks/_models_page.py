@@ -1,4 +1,4 @@
-"""The table of docs/models.md: what benchmarks/models.py saved, a row for each architecture, and every message."""
+"""The table of docs/models.md: what benchmarks/models.py saved. Architectures that hit everywhere share a line."""
 
 import json
 import re
@@ -9,7 +9,8 @@ ROOT: Final = Path(__file__).resolve().parent.parent
 MODELS: Final = ROOT / "docs" / "models.md"
 SAVED: Final = ROOT / "benchmarks" / "results" / "models.json"
 ENGINES: Final = {"kvtier": "kvtier's engine", "transformers": "`KVTier`", "vllm": "vLLM, CPU", "sglang": "SGLang"}
-SHOWN: Final = {"hits": "**hits**", "absent": "not in transformers", "not run": "not run here"}
+SHOWN: Final = {"absent": "not in transformers", "not run": "not run here"}
+LONGEST: Final = 72  # characters of an engine's own message; ours are printed whole
 
 
 def saved() -> dict[str, Any]:
@@ -24,6 +25,12 @@ def general(message: str) -> str:
     return re.sub(r"layer \S+ ", "layer … ", message)
 
 
+def shortened(message: str) -> str:
+    """The beginning of an engine's own message, without the model's class, up to a word's end."""
+    message = re.sub(r"Value error, (Model architectures?) \S+", r"\1 …", message)
+    return message if len(message) <= LONGEST else f"{message[:LONGEST].rpartition(' ')[0]} …"
+
+
 def models_table() -> str:
     """The table, its messages by number, and what it was measured with."""
     from _architectures import ARCHITECTURES  # takes torch along, which no other page needs
@@ -32,16 +39,20 @@ def models_table() -> str:
     rows = {(row["architecture"], row["engine"]): row for row in document["results"]}
     notes: dict[tuple[str, str], list[str]] = {}  # engine and message → labels
     lines = [f"| architecture | {' | '.join(ENGINES.values())} |", f"|{'---|' * (1 + len(ENGINES))}"]
+    everywhere: list[str] = []
     for one in ARCHITECTURES:
+        found = [rows.get((one.name, engine)) for engine in ENGINES]
+        if all(row is not None and row["status"] == "hits" for row in found):
+            everywhere.append(one.label)
+            continue
         cells = []
-        for engine in ENGINES:
-            row = rows.get((one.name, engine))
+        for engine, row in zip(ENGINES, found, strict=True):
             if row is None:
                 cells.append("not tried")
                 continue
             shown = SHOWN.get(row["status"], row["status"])
-            if row["message"]:
-                key = (engine, general(row["message"]))
+            if message := general(row["message"]):
+                key = (engine, shortened(message) if row["status"] == "not run" else message)
                 notes.setdefault(key, []).append(one.label)
                 shown = f"{shown} ({list(notes).index(key) + 1})"
             cells.append(shown)
@@ -60,8 +71,9 @@ def models_table() -> str:
         "\n\n".join(
             [
                 f"Works and hits, of {len(ARCHITECTURES)}: {', '.join(counts)}.",
+                f"Hits in all of them: {'; '.join(everywhere)}. The others:",
                 "\n".join(lines),
-                "What was said:",
+                "Messages:",
                 "\n".join(told),
                 f"Versions, at commit `{document['commit']}`:",
                 "\n".join(setup),

@@ -1,4 +1,4 @@
-"""What the README and docs have one type, run as printed."""
+"""What the pages print to be typed, run as printed."""
 
 import os
 import re
@@ -9,14 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from _readme import README
 from _stories import script, typed
 from service_rig import patient_options
-from tiny_models import config_of, plain, prompt
+from tiny_models import config_of
 from transformers import AutoModelForCausalLM
-
-from kvtier import Config
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -57,8 +53,8 @@ def is_taken(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
-def test_the_api_example_runs_as_printed(tmp_path: Path, programs: Path) -> None:
-    example = examples(README)[0]
+def test_the_quickstarts_example_runs_as_printed(tmp_path: Path, programs: Path) -> None:
+    [example] = examples(ROOT / "docs" / "quickstart.md")
     auto: Any = AutoModelForCausalLM
     auto.from_config(config_of("llama")).save_pretrained(tmp_path / "path" / "to" / "checkpoint")
     (tmp_path / "example.py").write_text(WAITS + example.replace('"4GiB"', '"64MiB"').replace('"1GiB"', '"64MiB"'))
@@ -75,19 +71,6 @@ def test_the_api_example_runs_as_printed(tmp_path: Path, programs: Path) -> None
     assert answers[1].endswith(" 0 399")  # of 400 tokens the last is computed
     tokens = [run.stdout.splitlines()[0].split("]")[0] for run in (first, second)]
     assert tokens[0] == tokens[1]  # and the greedy text is the same
-
-
-def test_the_transformers_example_runs_as_printed(disk_dir: Path) -> None:
-    model: Any = plain("llama")
-    file = {"path": str(disk_dir), "size": "64MiB"}
-    config = Config.load(host={"size": "8MiB"}, file=file, cache={"load_or_recompute": "load"})
-    for num_cached in (0, 64):
-        names = {"model": model, "config": config, "input_ids": torch.tensor([prompt(1, 90)])}
-        exec(examples(README)[1], names)
-        kv: Any = names["kv"]
-        kv.drain()
-        kv.close()
-        assert kv.num_cached_tokens == num_cached
 
 
 def test_the_transformers_page_runs_as_printed(tmp_path: Path, programs: Path) -> None:

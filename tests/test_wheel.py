@@ -1,4 +1,4 @@
-"""What README says of installing is done: wheel and sdist are built, installed, and asked for pages and cluster."""
+"""The quickstart's way to install: wheel and sdist are built, installed, and have pages and cluster."""
 
 import os
 import re
@@ -101,8 +101,8 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
 
 
 def typed_to_install() -> list[str]:
-    """The commands of README's section, in order."""
-    section = (ROOT / "README.md").read_text().partition("\n## Install\n")[2].partition("\n## ")[0]
+    """The commands of the quickstart's section, in order."""
+    section = (ROOT / "docs" / "quickstart.md").read_text().partition("\n## Install\n")[2].partition("\n## ")[0]
     return [line for block in re.findall(r"```\n(.*?)```", section, re.DOTALL) for line in block.splitlines()]
 
 
@@ -120,7 +120,7 @@ def all_of_it_is_there(asked: list[str], environment: dict[str, str], tmp_path: 
         assert Path(file).exists(), file
 
 
-def test_make_dist_prints_the_files_and_the_commands_of_readme(checkout: Checkout) -> None:
+def test_make_dist_prints_the_files_and_the_commands_of_the_quickstart(checkout: Checkout) -> None:
     assert checkout.printed[:2] == [WHEEL, SDIST]
     plain, extras = (line.partition(":")[2].strip() for line in checkout.printed[2:])
     assert [line for line in typed_to_install() if fnmatch(plain, line)]
@@ -164,7 +164,7 @@ def test_an_sdist_is_whole_and_holds_nothing_else(checkout: Checkout) -> None:
     assert names == checkout.files | beside
 
 
-def test_readmes_commands_install_into_a_fresh_environment(checkout: Checkout, tmp_path: Path) -> None:
+def test_the_printed_commands_install_into_a_fresh_environment(checkout: Checkout, tmp_path: Path) -> None:
     """Offline: there this environment's packages are seen, but not its kvtier. The wheel is made of the sdist."""
     home = tmp_path / "fresh"
     venv.create(home)
@@ -191,7 +191,7 @@ def test_readmes_commands_install_into_a_fresh_environment(checkout: Checkout, t
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(1200)
-def test_readmes_commands_run_word_for_word(checkout: Checkout, tmp_path: Path) -> None:
+def test_the_printed_commands_run_word_for_word(checkout: Checkout, tmp_path: Path) -> None:
     """In an empty environment, with the packages of an index. It has no hatchling either: `make dist` gets its own."""
     shutil.copytree(checkout.root, tmp_path / "checkout", symlinks=True)
     shutil.rmtree(tmp_path / "checkout" / "dist")
@@ -202,7 +202,7 @@ def test_readmes_commands_run_word_for_word(checkout: Checkout, tmp_path: Path) 
     torch = re.search(r"^TORCH \?= (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert torch is not None
     assert f"pip install {torch[1]}" in typed_to_install()
-    (tmp_path / "constraints").write_text(torch[1])  # whatever README says, no other torch comes
+    (tmp_path / "constraints").write_text(torch[1])  # whatever the page says, no other torch comes
     environment["PIP_CONSTRAINT"] = str(tmp_path / "constraints")
     first, *others = typed_to_install()
     lines = [
@@ -221,8 +221,8 @@ def test_readmes_commands_run_word_for_word(checkout: Checkout, tmp_path: Path) 
     assert Path(done.stdout.splitlines()[-1]).is_relative_to(tmp_path / "checkout" / ".venv-kvtier")
 
 
-def test_readme_names_every_extra() -> None:
-    rows = re.findall(r"^\| (`[^|]+`) \| \S", (ROOT / "README.md").read_text(), re.MULTILINE)
+def test_the_quickstart_names_every_extra() -> None:
+    rows = re.findall(r"^\| (`[^|]+`) \| \S", (ROOT / "docs" / "quickstart.md").read_text(), re.MULTILINE)
     named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
     ours = {"dev", "docs"}  # for working on kvtier
     same = {"compiled", "cuda", "service"}  # names that stay: cuda13, and nothing
@@ -238,7 +238,7 @@ def test_a_fix_names_what_the_extra_brings() -> None:
 
 
 def test_nothing_says_to_install_kvtier_from_an_index() -> None:
-    """Until it is on one: then this test goes, and README's section begins with that command again."""
+    """Until it is on one: then this test goes, and the section begins with that command again."""
     wrong = ("pip install KV", "pip install 'KV[engine]'", "pip3 install -U KV", "pip install numpy KV==1", "uv add KV")
     right = ("pip install .", "/opt/KV/bin/pip install .", "pip install dist/KV-0.2.0.whl", "pip install .\nKV config")
     assert all(FROM_AN_INDEX.search(line.replace("KV", "kvtier")) for line in wrong)

@@ -34,7 +34,7 @@ def engine_config(spec: "OffloadingSpec") -> VllmConfig:
             transfer = value.kv_transfer_config if isinstance(value, VllmConfig) else None
             if transfer is not None and transfer.kv_connector_extra_config is spec.extra_config:
                 return value
-    fix = "use a version that docs/vllm_tier.md names"
+    fix = "use a version that docs/vllm.md names"
     raise ConfigError(f"vLLM {vllm_version}: a tier cannot find the engine's configuration there; {fix}")
 
 

@@ -293,7 +293,7 @@ class StepCounts(StatusPart):
 
 
 class SegmentCounts(StatusPart):
-    """What came of reused segments (docs/beyond_prefixes.md)."""
+    """What came of reused segments (docs/reuse.md)."""
 
     tokens: Counts  # "reused"; of these "repaired"
     blends: Counts  # requests: repaired "in_part", or computed "in_full"
