@@ -52,13 +52,16 @@ class Breaker:
         with self._lock:
             self._open()
 
-    def take_probe(self) -> bool:
-        """Whether the caller should probe now: true once per waiting time, while the breaker is open."""
+    def take_probe(self, *, at_once: bool = False) -> bool:
+        """Whether the caller should probe now: true once per waiting time, while the breaker is open.
+
+        `at_once`: the waiting time counts as over. There is one probe at a time all the same.
+        """
         if self.closed:
             return False
         with self._lock:
             due = self._clock() - self._opened_at >= self._retry_after * self._backoff
-            if self.state is not BreakerState.OPEN or not due:
+            if self.state is not BreakerState.OPEN or not (due or at_once):
                 return False
             self.state = BreakerState.HALF_OPEN
             return True

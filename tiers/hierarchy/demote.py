@@ -31,6 +31,10 @@ _LOST: Final = (
     "%s: %d blocks left host memory before they were written: they come faster than it stores. A larger [host] size "
     'keeps more until it has caught up; [cache] admit_after = "auto" writes less meanwhile'
 )
+_NOT_WRITTEN: Final = "%s: %d blocks of host memory were not written before the end: %s"
+_TOO_LATE: Final = "a longer time to close writes more"
+_AWAY: Final = "it does not answer; a longer time to close waits longer for it"
+_REFUSED: Final = "it fails to take them; kvtier_store_dropped_total tells why"
 _LOST_WHILE_OFF: Final = "%s is off for now: %d blocks left host memory unwritten. A larger [host] size keeps more"
 
 BlocksEnded = Callable[[Sequence[ChainHash], Sequence[Outcome]], None]
@@ -97,8 +101,15 @@ class Demoter:
 
     @property
     def due_in(self) -> float:
-        """Seconds until what failed is to be tried again; inf: there is nothing, or the tier takes nothing for now."""
-        return self._again_at - self.clock() if len(self._again) and self.port.writable else math.inf
+        """Seconds until somebody has to look at what stands in line; inf: nothing does, or ends of writes will."""
+        if self.is_awaiting:
+            return self.port.settings.retry_after
+        return self._again_at - self.clock() if len(self._again) else math.inf
+
+    @property
+    def is_awaiting(self) -> bool:
+        """Whether something stands in line, and the tier is away: only a probe brings it on."""
+        return self.num_in_line > 0 and not self.port.writable
 
     def pass_down(self, hashes: Sequence[ChainHash]) -> Sequence[ChainHash]:
         """Have consecutive blocks written that were just sealed; returns those for which L2 is to hold on.
@@ -205,10 +216,13 @@ class Demoter:
         """
         if at_once:
             self._again_at = -math.inf
+        if self.is_awaiting:
+            self._look_again(self.due_in)
+            return
         if not (len(self._line) or (len(self._again) and self.clock() >= self._again_at)):
             return
         with self._lock:
-            if self._is_sweeping or self._num_waiting > self._max_blocks // 2 or not self.port.writable:
+            if self._is_sweeping or self._num_waiting > self._max_blocks // 2:
                 return
             self._is_sweeping = True
         if not self.port.queue.submit(_SweepJob(self)):
@@ -232,15 +246,13 @@ class Demoter:
 
     def close(self, num_dirty: int) -> None:
         """The tier was closed: what still stands in line is counted, and what is dirty; one line tells of it."""
+        is_away = not self.port.breakers["write"].closed
         self._note_lost(look=True)
         if num_left := len(self._line) + num_dirty:
             self._metrics.dropped(self.port.name, Outcome.CLOSED, num_left)
         if num_left + len(self._again):
-            _log.warning(
-                "%s: %d blocks of host memory were not written before the end; a longer time to close writes more",
-                self.port.name,
-                num_left + len(self._again),
-            )
+            why = _TOO_LATE if not (is_away or len(self._again)) else _AWAY if is_away else _REFUSED
+            _log.warning(_NOT_WRITTEN, self.port.name, num_left + len(self._again), why)
 
     def _sweep(self, names: list[ChainHash], slots: list[int], epoch: int, *, is_repeated: bool) -> int:
         """Queue these blocks, chain by chain; returns how many were."""
@@ -289,8 +301,13 @@ class Demoter:
             self._pause, self._again_at = SOONEST, -math.inf
             self._num_again = min(2 * self._num_again, self._max_blocks)
 
-    def _recovered(self) -> None:
-        """The tier's probe was answered."""
+    def _recovered(self, *, is_fresh: bool) -> None:
+        """The tier's probe was answered. One opened anew may lack what it had: it gets what L2 has of that."""
+        if is_fresh and self._is_through and self._admission is None:
+            pool, records = self.host.pool, self.host.records
+            whole = sorted(set(pool.ready_slots().tolist()) - set(pool.tails))
+            names = [record.chain_hash for slot in whole if (record := records[slot]) is not None]
+            self._line.add([name for name, is_held in zip(names, self.port.holds(names), strict=True) if not is_held])
         if self._pause <= self.port.settings.retry_after:  # else the blocks themselves fail
             self._again_at = -math.inf
         self.sweep_soon()

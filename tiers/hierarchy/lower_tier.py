@@ -94,7 +94,9 @@ class TierPort:
         self._attaching = Lock()  # held while `open` runs, by the constructor and by probes only
         self._lock = Lock()  # guards what follows; innermost, never held across I/O
         self._closed = False
-        self.recovered: Callable[[], None] | None = None  # told, on an I/O thread, when writes are tried again
+        # Told, on an I/O thread, when writes are tried again, and whether the tier was opened anew.
+        self.recovered: Callable[..., None] | None = None
+        self._is_fresh = False  # opened anew since `recovered` was told
         self.epoch = 0  # counts resets: a write offered before one never lands after it
         self.is_shared = False  # the tier `Locates`
         self.tells_children: TellsChildren | None = None  # the tier, if it does
@@ -246,14 +248,17 @@ class TierPort:
         self.breakers[direction].failure()
         self._show_breakers()
 
-    def tick(self) -> None:
-        """Expire what is late and send the probe that is due. Cheap; called from every engine-facing call."""
+    def tick(self, *, at_once: bool = False) -> None:
+        """Expire what is late and send the probe that is due. Cheap; called from every engine-facing call.
+
+        `at_once`: somebody waits for the tier, so its probe is due.
+        """
         queue = self.queue
         if queue.running or queue.urgent or queue.normal:
             queue.expire()
         for direction in _DIRECTIONS:
             breaker = self.breakers[direction]
-            if not breaker.closed and breaker.take_probe():
+            if not breaker.closed and breaker.take_probe(at_once=at_once):
                 probe = _Probe(self, direction, self._clock() + self.settings.deadline)
                 if not self.queue.submit(probe, urgent=True):
                     probe.end(Outcome.QUEUE_FULL, late=False)
@@ -299,6 +304,7 @@ class TierPort:
                 return False
             self._detach(tier)
         fresh = self._attach((KVTierError, OSError))
+        self._is_fresh = True
         return fresh is not None and fresh.probe(direction)
 
     def probed(self, direction: Direction, answered: bool) -> None:
@@ -308,7 +314,8 @@ class TierPort:
         if answered:
             _log.info("%s tier is back (%s)", self.name, direction)
             if direction == "write" and self.recovered is not None:
-                self.recovered()
+                is_fresh, self._is_fresh = self._is_fresh, False
+                self.recovered(is_fresh=is_fresh)
 
     def _readable(self) -> Tier | None:
         return self.tier if self.breakers["read"].closed and not self._num_stale else None

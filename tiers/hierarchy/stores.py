@@ -25,6 +25,7 @@ _log = logging.getLogger(__name__)
 _SIGHTINGS_PER_SLOT: Final = 4  # how many blocks not yet admitted are remembered, per L2 slot
 _MAX_SEALING: Final = 1 << 16  # stores waiting to be sealed
 _DIRTY_SHARE: Final = 2  # write-through: half of L2 at most waits, unleased, with a right to stay
+_IDLE_ROUNDS: Final = 8  # a drain tries what fails so often, more than opens a breaker; then it waits for the probe
 _SEALED_NOW: Final = 256 << 10  # bytes up to which hashing them takes less than waking a thread for it
 
 
@@ -132,15 +133,24 @@ class StoreQueue:
             return self.sealing_queue.drain(timeout)
         deadline = time.monotonic() + timeout
         drained = self._drain_queues(deadline)
-        before = -1
-        while drained and self._num_unwritten and (written := sum(d.num_written for d in self._demoters)) > before:
-            before = written  # while it helps
-            if self._settings.write_policy == "write_back":
-                self._demote_dirty(self._host.pool.counts().dirty)
+        num_idle = 0
+        while drained and not self.closed and (left := self._num_unwritten) and num_idle < _IDLE_ROUNDS:
+            before = left, sum(each.num_written for each in self._demoters)
+            away = [each for each in self._demoters if not each.port.writable]
+            for demoter in away:
+                demoter.port.tick(at_once=True)
+            if len(away) < len(self._demoters) and (num_dirty := self._num_dirty):
+                self._demote_dirty(num_dirty)
             for demoter in self._demoters:
                 demoter.sweep_soon(at_once=True)
             drained = self._drain_queues(deadline)
-        return drained
+            if drained and before == (self._num_unwritten, sum(each.num_written for each in self._demoters)):
+                num_idle += not away
+                time.sleep(max(0.0, min(SOONEST, deadline - time.monotonic())))
+                drained = time.monotonic() < deadline
+            else:
+                num_idle = 0
+        return drained and (self.closed or not self._num_unwritten)
 
     def tick(self) -> None:
         """Have what waits for room in a lower tier, or failed there, offered again if it is time. Cheap."""
@@ -157,6 +167,9 @@ class StoreQueue:
                 self._timer.start()
 
     def _look(self) -> None:
+        for demoter in self._demoters:
+            if demoter.is_awaiting:
+                demoter.port.tick()
         self.tick()
         self._timer = None
         due = min(demoter.due_in for demoter in self._demoters)
@@ -167,7 +180,7 @@ class StoreQueue:
         """The lower tiers were closed: count what they did not get."""
         if self._timer is not None:
             self._timer.cancel()
-        num_dirty = self._host.pool.counts().dirty if self._settings.write_policy == "write_back" else 0
+        num_dirty = self._num_dirty
         for demoter in self._demoters:
             demoter.close(num_dirty)
 
@@ -375,7 +388,12 @@ class StoreQueue:
     @property
     def _num_unwritten(self) -> int:
         """Blocks that are to be written below and that nobody writes now."""
-        return self._host.pool.counts().dirty + sum(demoter.num_in_line for demoter in self._demoters)
+        return self._num_dirty + sum(demoter.num_in_line for demoter in self._demoters)
+
+    @property
+    def _num_dirty(self) -> int:
+        """Blocks that are in no line: with write-through all stand in one."""
+        return self._host.pool.counts().dirty if self._settings.write_policy == "write_back" else 0
 
     def _drain_queues(self, deadline: float) -> bool:
         queues = (self.sealing_queue, *(port.queue for port in self._ports))

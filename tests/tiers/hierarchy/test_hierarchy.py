@@ -352,7 +352,8 @@ def test_a_dead_lower_tier_costs_misses_and_nothing_else(stories: Stories) -> No
         hierarchy.cancel(prefetch)
     assert hierarchy.lookup(chain.hashes) == Attribution(3, miss=3)
     store(hierarchy, chain_of(2, first_token=77))  # stores go on, in L2
-    assert hierarchy.drain(60)
+    assert hierarchy.drain(60, below=False)
+    assert not hierarchy.drain(0.1)
     assert hierarchy.stats()['kvtier_breaker_open{tier="file",direction="read"}'] == 1
     tier.broken = False
     clock.advance(2)

@@ -1,6 +1,7 @@
 """Stories of blocks that a lower tier had no room for, or failed to take: they reach it in the end, or are counted."""
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
@@ -315,7 +316,7 @@ def test_with_write_back_what_one_tier_took_reaches_the_other_as_well(node: Open
     [chain] = conversations(20)
     story.tiers["redis"].broken = True
     story.store(chain)
-    assert story.hierarchy.drain(60)
+    assert not story.hierarchy.drain(2.0)
     assert not story.missing(chain, tier="file")
     story.tiers["redis"].broken = False
     story.pass_time(1.0)
@@ -411,3 +412,68 @@ def test_the_step_that_stores_into_a_line_waits_for_no_disk(node: Open) -> None:
     assert story.pool.lookup(chains[-1].hashes) == 4
     story.rest()
     assert not story.missing(*chains)
+
+
+def outage(story: Node, chain: TokenChain) -> MemoryTier:
+    """The tier went away, and its breaker opened, before it had any of the chain."""
+    tier = story.tiers["file"]
+    tier.broken = True
+    story.store(chain)
+    while story.hierarchy.ports[0].writable:
+        story.pass_time(0.2)
+    return tier
+
+
+def test_a_tier_that_was_away_is_looked_for_while_nobody_asks(node: Open) -> None:
+    story, [chain] = node(), conversations(20)
+    outage(story, chain).broken = False
+    story.clock.advance(1.0)
+    wait_until(lambda: not story.missing(chain))  # no tick, no call
+
+
+def test_a_drain_waits_for_a_tier_that_is_away_and_says_what_is_left(node: Open) -> None:
+    story, [chain] = node(), conversations(20)
+    tier = outage(story, chain)
+    assert not story.hierarchy.drain(0.3)
+    back = threading.Timer(0.2, lambda: setattr(tier, "broken", False))
+    back.start()
+    assert story.hierarchy.drain(60)  # its probe is not due yet by the clock
+    assert not story.missing(chain)
+    back.join()
+
+
+def test_a_close_tries_a_tier_that_was_away(node: Open, caplog: pytest.LogCaptureFixture) -> None:
+    story, [chain] = node(), conversations(20)
+    outage(story, chain).broken = False
+    story.hierarchy.close()
+    assert story.tiers["file"].blocks.keys() == set(chain.hashes)
+    assert "not written" not in caplog.text
+
+
+def test_the_line_about_what_was_not_written_says_what_would_help(
+    node: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    away, failing, [chain] = node(), node(), conversations(20)
+    outage(away, chain)
+    away.hierarchy.close(0.2)
+    assert "file: 20 blocks of host memory were not written before the end: it does not answer" in caplog.text
+    caplog.clear()
+    tier = failing.tiers["file"]
+    tier.write_fails = dict.fromkeys(chain.hashes, Outcome.FULL)
+    failing.store(chain)
+    assert not failing.hierarchy.drain(60)  # in less: trying again does not help
+    failing.hierarchy.close()
+    assert "it fails to take them" in caplog.text
+
+
+def test_a_tier_that_comes_back_empty_gets_all_that_l2_has(node: Open) -> None:
+    story, [old, new] = node(), conversations(6, 9)
+    story.store(old)
+    story.rest()
+    assert not story.missing(old)
+    tier = outage(story, new)
+    story.pass_time(1.0)  # a probe that fails: the tier is opened anew
+    tier.blocks.clear()
+    tier.broken = False
+    assert story.hierarchy.drain(60)
+    assert not story.missing(old, new)
