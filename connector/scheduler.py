@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Final
 
@@ -12,6 +12,7 @@ from kvtier.connector.plan import CopyOp, StepPlan, WorkerReport
 from kvtier.connector.request import Answered, ConnectedRequest, LoadingOp, Request, StoringOp
 from kvtier.tiers import L2, ChainHash, Outcome
 from kvtier.tiers.hierarchy import PENDING, Attribution, CacheTiers, Claim, Ends, Filled, Pending
+from kvtier.tiers.pool import Reservation
 from kvtier.tiers.returns import RequestEnd
 
 _LOOK_AGAIN: Final = 0.05  # seconds: a request that waits is looked up at every step
@@ -196,11 +197,14 @@ class SchedulerSide:
         """Have the next plan store these `late` ones: their blocks still have their content."""
         self._wanted = {op_id: self.late.pop(op_id) for op_id in op_ids} | self._wanted
 
-    def drop_late(self) -> None:
-        """Offer no late store again: the blocks have other content by now, or never had theirs."""
-        for store in self.late.values():
-            self._drop(store, Outcome.TIMEOUT)
-        self.late = {}
+    def drop_late(self, *, short_only: bool = False) -> None:
+        """Offer no late store again: the blocks have other content by now, or never had theirs.
+
+        `short_only`: those alone that wait for slots; L1 is needed.
+        """
+        for op_id, store in list(self.late.items()):
+            if store.is_rest or not short_only:
+                self._drop(self.late.pop(op_id), Outcome.NO_SLOT if store.is_rest else Outcome.TIMEOUT)
 
     def build_plan(self) -> StepPlan:
         """This step's copies; everything said since the last plan."""
@@ -434,8 +438,12 @@ class SchedulerSide:
             stores = list(wanted.values())
         reservations = self.tiers.reserve(stores, may_retry=True) if stores else []
         ops = []
+        is_short = bool(stores) and self.tiers.is_short
         for op_id, store, reservation in zip(wanted, stores, reservations, strict=True):
-            if reservation is None and self.tiers.is_late:
+            if is_short and self._offer_rest(op_id, store, reservation):
+                if reservation is None:
+                    continue
+            elif reservation is None and self.tiers.is_late:
                 self.refused.append((store.request_id, store.first_block))
                 now = time.monotonic()
                 store.until = store.until or now + _OFFERED
@@ -458,6 +466,25 @@ class SchedulerSide:
             slots, generations = tuple(reservation.slots), tuple(reservation.generations)
             ops.append(CopyOp(op_id, store.request_id, tuple(store.blocks), slots, generations))
         return ops
+
+    def _offer_rest(self, op_id: int, store: StoringOp, reservation: Reservation | None) -> bool:
+        """What found no slot is offered again, while L1 keeps it and the tiers below make room; or it is counted."""
+        indices = [] if reservation is None else reservation.indices
+        num_taken = 0 if reservation is None else indices[-1] + 1 if indices else len(store.blocks)
+        if not (rest := store.blocks[num_taken:]):
+            return False
+        now, until = time.monotonic(), 0.0 if num_taken else store.until
+        until = until or now + _OFFERED
+        if not self._keeps_blocks or not self.tiers.has_lower or store.is_tail or now >= until:
+            self.tiers.metrics.dropped(L2, Outcome.NO_SLOT, len(rest))
+            return False
+        parent = store.hashes[num_taken - 1] if num_taken else store.parent
+        first, hashes = store.first_block + num_taken, store.hashes[num_taken:]
+        store.blocks = store.blocks[:num_taken]
+        self.late[next(self._op_ids) if num_taken else op_id] = replace(
+            store, hashes=hashes, parent=parent, first_block=first, blocks=rest, until=until, is_rest=True
+        )
+        return True
 
     def _drop(self, store: StoringOp, reason: Outcome, *, is_lost: bool = False) -> None:
         self._released += store.blocks

@@ -107,7 +107,7 @@ class NoOffload:
     def build_plan(self) -> StepPlan:
         return _NO_PLAN
 
-    def drop_late(self) -> None:
+    def drop_late(self, *, short_only: bool = False) -> None:
         pass
 
     def update(self, report: WorkerReport) -> ConnectorUpdate:

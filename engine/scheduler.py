@@ -216,6 +216,7 @@ class Scheduler:
             return True
         scheduled = {chunk.sequence.request_id for chunk in chunks}
         while (blocks := self._pool.allocate(num_missing)) is None:
+            self._connector.drop_late(short_only=True)
             if self._held.are_draining:  # their copies end soon, and then there is room
                 return False
             victim = next(other for other in reversed(self.running) if other.request_id not in scheduled)
@@ -254,6 +255,7 @@ class Scheduler:
             room_to_grow = len(self.running) + len(self.loading)  # a block for each, lest they preempt it at once
             seated = self._admission.seat(candidate, room_to_grow) if num_seats > 0 else None
             if seated is None:
+                self._connector.drop_late(short_only=True)
                 if budget == self._token_budget and not self.has_copies:
                     self._make_way()
                 break  # nobody overtakes a request because it is large

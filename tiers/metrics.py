@@ -1,5 +1,7 @@
 """Every counter kvtier keeps, on a registry of its own: what was found, missed, moved, dropped, and why."""
 
+import logging
+import math
 import time
 from collections import Counter as Tally
 from collections import deque
@@ -15,6 +17,8 @@ from prometheus_client.registry import Collector
 from kvtier.tiers.kinds import L2, MISS, lookup_results
 from kvtier.tiers.room import StoragePlace
 from kvtier.tiers.tier import Outcome
+
+_log = logging.getLogger(__name__)
 
 _LOADS: Final = ("read", "load")  # the directions towards the engine; their time is what a request waits
 _SECONDS: Final = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
@@ -142,7 +146,10 @@ class Metrics:
         self._missed: dict[str, Counter] = {}  # by reason
 
     def looked_up(
-        self, found: "Found", missing: Outcome | None = Outcome.ABSENT, causes: Mapping[tuple[str, str], int] | None = None
+        self,
+        found: "Found",
+        missing: Outcome | None = Outcome.ABSENT,
+        causes: Mapping[tuple[str, str], int] | None = None,
     ) -> None:
         """One lookup's blocks, by the tier that had each when it began, and those that none had.
 
@@ -194,6 +201,10 @@ class Metrics:
         """Blocks that were offered to a tier and not stored."""
         self._drop.labels(tier, reason).inc(num_blocks)
         self.losses.dropped(tier, reason, num_blocks)
+        if reason == Outcome.NO_SLOT and tier == L2 and (num_lost := self.losses.to_tell(num_blocks)):
+            _log.warning(
+                "%d blocks found no slot in host memory and are not kept. A larger [host] size keeps them", num_lost
+            )
 
     def evicted(self, tier: str, total: int) -> None:
         """How many blocks made room for others since the start, as the tier itself counts them."""
@@ -354,6 +365,7 @@ class Losses:
         self._clock = clock
         self._lock = Lock()
         self._minutes: deque[tuple[int, Tally[tuple[str, str]]]] = deque(maxlen=_MINUTES + 1)
+        self._num_untold, self._told_at = 0, -math.inf
 
     def looked_up(self, num_blocks: int) -> None:
         """As `_count`, for the verb that is called at every lookup."""
@@ -373,6 +385,15 @@ class Losses:
     def dropped(self, tier: str, reason: str, num_blocks: int) -> None:
         if _fix_of(tier, reason) is not None:
             self._count(tier, reason, num_blocks)
+
+    def to_tell(self, num_blocks: int) -> int:
+        """So many more found no slot: how many the log is to tell of now, once a minute."""
+        with self._lock:
+            self._num_untold += num_blocks
+            if self._clock() - self._told_at < 60.0:
+                return 0
+            told, self._num_untold, self._told_at = self._num_untold, 0, self._clock()
+        return told
 
     @property
     def wanting(self) -> dict[str, str]:

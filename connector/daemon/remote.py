@@ -75,7 +75,7 @@ class RemoteTiers:
         self._claims = RemoteClaims(self._attachment, self.metrics, patience, deadline, clock, self._numbers)
         self._dropped: deque[Callable[[], None]] = deque()  # left by `__del__`, which may run anywhere
         self._closed = False
-        self.is_late, self.sends_later = False, True
+        self.is_late, self.is_short, self.sends_later = False, False, True
         self._pid = os.getpid()
         self._attachment.start()
 

@@ -156,19 +156,36 @@ class TierBlocks:
         self.store_chain(row.chain, run, blocks, row.epoch)
 
     def store_chain(self, chain: BlockChain, run: range, blocks: Blocks, epoch: int) -> None:
-        """`store` for any chain, of what was computed in the tiers' epoch `epoch`."""
+        """`store` for any chain, of what was computed in the tiers' epoch `epoch`.
+
+        What is larger than L2 goes in pieces, each once those before it are below, as long as a prompt may wait.
+        """
+        tiers, size, deadline = self.tiers, len(run), self.deadline
+        if 0 < tiers.num_slots < len(run) and tiers.has_lower:
+            size = max(1, tiers.num_slots // 2)
+        for at in range(0, len(run), size):
+            if at and not (self._seal(left := max(0.0, deadline - time.monotonic())) and tiers.drain(left)):
+                tiers.metrics.dropped(L2, Outcome.NO_SLOT, len(run) - at)
+                return
+            self._store_piece(chain, run, range(at, min(at + size, len(run))), blocks, epoch)
+
+    def _store_piece(self, chain: BlockChain, run: range, piece: range, blocks: Blocks, epoch: int) -> None:
+        """Those of a run's blocks: `piece` counts from where it begins."""
         tiers = self.tiers
         region = tiers.region  # before asking, as in `bring`
-        wanted = Wanted(chain.hashes[run.start : run.stop], chain.parent(run.start), chain.tenant)
+        own = run[piece.start : piece.stop]
+        wanted = Wanted(chain.hashes[own.start : own.stop], chain.parent(own.start), chain.tenant)
         [reservation] = tiers.reserve([wanted])
         if reservation is None or not reservation.hashes:
             return
         if region is None or region is not tiers.region:
             tiers.abandon(reservation, Outcome.COPY_FAILED)
             return
-        positions = [run[index] for index in reservation.indices]
-        records = [BlockRecord(chain.hashes[i], chain.parent(i), chain.block_tokens(i), 0) for i in positions]
-        sent = self._sent(region, reservation, blocks)
+        at = [piece[index] for index in reservation.indices]
+        records = [
+            BlockRecord(chain.hashes[i], chain.parent(i), chain.block_tokens(i), 0) for i in (run[j] for j in at)
+        ]
+        sent = self._sent(region, reservation, blocks, at)
         self._stores.append(_Store(reservation, records, epoch, sent))
         self._seal(0.0)
 
@@ -203,14 +220,14 @@ class TierBlocks:
             return None
         return Blocks.of(slots, self.form, num_blocks)
 
-    def _sent(self, region: HostRegion, reservation: Reservation, blocks: Blocks) -> Sent:
-        """Copy the blocks to their slots, or have the device do it. States come from host memory, and go at once."""
+    def _sent(self, region: HostRegion, reservation: Reservation, blocks: Blocks, at: list[int]) -> Sent:
+        """Copy the blocks `at` to their slots, or have the device do it. States come from host memory, and go at once."""
         if self._device is not None and not len(blocks.states):
-            sent = self._device.store(region, np.array(reservation.slots), blocks, reservation.indices)
+            sent = self._device.store(region, np.array(reservation.slots), blocks, at)
             if sent is not None:
                 return sent
         slots = self._slots(len(reservation))
-        blocks.read(slots, self.form, reservation.indices)
+        blocks.read(slots, self.form, at)
         pairs = BlockCopies(np.arange(len(reservation)), np.array(reservation.slots, np.int64))
         return Sent(error=BlockCopier(slots.unsqueeze(1), region).copy("store", pairs))
 

@@ -1,5 +1,6 @@
 """Stories of host memory smaller than what is asked of it: prompts wait for room in it, and pass through in pieces."""
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,49 @@ def test_a_prompt_larger_than_l2_comes_in_pieces(disk: tuple[Path, list[list[int
     end(small)
 
 
+def test_a_prompt_larger_than_l2_is_stored_in_pieces(tmp_path: Path, disk: tuple[Path, list[list[int]]]) -> None:
+    _, expected = disk
+    small = engine(tmp_path, 8)
+    small.generate(PROMPTS[:1], GREEDY)
+    settled(small)
+    end(small)
+    again = engine(tmp_path, 8)
+    [answer] = again.generate(PROMPTS[:1], GREEDY)
+    assert (answer.token_ids, answer.num_external_tokens) == (expected[0], WHOLE)
+    end(again)
+
+
+def test_pieces_that_wait_give_way_where_l1_is_needed(tmp_path: Path, disk: tuple[Path, list[list[int]]]) -> None:
+    _, expected = disk
+    small = engine(tmp_path, 8, num_blocks=24)
+    gate = small.connector.hierarchy.ports[0]
+    gate.breakers["write"].trip()  # nothing goes down: what has no slot could wait for long
+    began = time.monotonic()
+    answers = small.generate(PROMPTS, GREEDY)
+    assert [answer.token_ids for answer in answers] == expected
+    assert time.monotonic() - began < 1.0 * len(PROMPTS)  # two seconds each, if they were kept
+    stats = small.connector.hierarchy.stats()
+    assert stats['kvtier_store_dropped_total{tier="l2",reason="no_slot"}'] >= 12 * len(PROMPTS)
+    gate.breakers["write"].probed(True)
+    end(small)
+
+
+def test_blocks_that_find_no_slot_are_told_of_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    alone = Engine.from_config(
+        config_of("llama"),
+        EngineConfig(block_size=BLOCK, num_blocks=256, max_num_seqs=8, partial_blocks=False),
+        LocalConnector.connect(Config(host={"size": 8 * BLOCK_BYTES}, cache={"block_size": BLOCK})),
+        dtype="float32",
+    )
+    for each in PROMPTS[:2]:
+        alone.generate([each], GREEDY)
+    settled(alone)
+    end(alone)
+    told = [record.getMessage() for record in caplog.records if "no slot" in record.getMessage()]
+    assert len(told) == 1
+    assert "[host] size" in told[0]
+
+
 def test_a_request_that_is_aborted_between_its_pieces_leaves_nothing(disk: tuple[Path, list[list[int]]]) -> None:
     path, _ = disk
     for num_steps in range(1, brief(8, 24)):
@@ -89,7 +133,7 @@ def test_kvtier_takes_a_prompt_larger_than_l2(disk: tuple[Path, list[list[int]]]
     model: Any = plain("llama")
     tokens = torch.tensor(PROMPTS[:1])
     own = path / "transformers"
-    with KVTier(model, tiers(own, 64)) as kv:
+    with KVTier(model, tiers(own, 8)) as kv:
         expected = kv.generate(tokens, **options)
         assert kv.drain()
     with KVTier(model, tiers(own, 8)) as kv:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from doubles import chain_of, store, wait_until
 from extent import brief
-from fault_rig import drops, fetch, forget_l2, misses, num_descriptors, num_threads, settle
+from fault_rig import drops, fetch, forget_l2, misses, num_descriptors, num_threads, rest, settle
 from redis_rig import NO_REDIS, RedisServer
 from redis_stories import (
     CHAIN,
@@ -72,7 +72,7 @@ def over() -> Iterator[Open]:
 def stored(hierarchy: Hierarchy) -> Hierarchy:
     """CHAIN lies in Redis, and only there."""
     assert store(hierarchy, CHAIN) == 8
-    assert hierarchy.drain(60)
+    rest(hierarchy)
     forget_l2(hierarchy)
     assert hierarchy.lookup(CHAIN.hashes)["redis"] == 8
     return hierarchy
@@ -84,7 +84,7 @@ def stores_and_loads(hierarchy: Hierarchy, first_token: int) -> None:
 
     def stored_and_found() -> bool:  # a server that lost all it had costs the first batch too: its epoch is a new one
         store(hierarchy, chain)
-        assert hierarchy.drain(60)
+        rest(hierarchy)
         forget_l2(hierarchy)
         return located(hierarchy, chain) == 4
 
@@ -109,7 +109,7 @@ def test_a_server_down_at_start_costs_one_warning_and_attaches_when_it_comes(
     server.kill()
     hierarchy = over(server.port)
     assert store(hierarchy, CHAIN) == 8  # the engine runs on with L2 …
-    assert hierarchy.drain(60)
+    rest(hierarchy)
     assert fetch(hierarchy, CHAIN) == 8
     assert drops(hierarchy, "redis", Outcome.BREAKER_OPEN) == 8
     for _ in range(20):
@@ -159,7 +159,7 @@ def test_an_open_breaker_leaves_the_server_alone(over: Open, proxy: ToxicProxy) 
     proxy.mute()
     with within(hierarchy.ports[0].tier, 0.5):
         miss_until_open(hierarchy)
-        assert hierarchy.drain(60)
+        rest(hierarchy)
     before = (proxy.num_asked, proxy.num_connections)
     port = hierarchy.ports[0]
     for _ in range(1000):
@@ -218,7 +218,7 @@ def test_a_server_that_never_answers_is_a_miss_at_the_deadline_and_is_used_again
         assert misses(hierarchy, Outcome.TIMEOUT) > 0
         store(hierarchy, OTHER)  # L2 goes on, and nobody waits for Redis
         assert fetch(hierarchy, OTHER) == 6
-        assert hierarchy.drain(60)
+        rest(hierarchy)
     until(hierarchy, lambda: not is_open(hierarchy, "read"))
     forget_l2(hierarchy)
     assert located(hierarchy, CHAIN) == 8  # its memory is as it was
@@ -358,7 +358,7 @@ def test_faults_of_the_network_leak_no_thread_no_connection_and_no_descriptor(ov
             until(hierarchy, lambda: not is_open(hierarchy, "read") and not is_open(hierarchy, "write"))
             forget_l2(hierarchy)
             store(hierarchy, CHAIN)
-            assert hierarchy.drain(60)
+            rest(hierarchy)
 
     for _ in range(3):
         round_of_faults()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from doubles import chain_of, store, wait_until
 from extent import brief
-from fault_rig import drops, fetch, forget_l2, misses, settle
+from fault_rig import drops, fetch, forget_l2, misses, rest, settle
 from redis_rig import NO_REDIS, Certificate, Cluster, RedisServer, cluster, replicated, standalone, watched
 from redis_stories import (
     CHAIN,
@@ -64,7 +64,7 @@ def homes(nodes: Cluster, hashes: list[ChainHash]) -> dict[ChainHash, tuple[int,
 def stored(hierarchy: Hierarchy) -> Hierarchy:
     """LONG lies in Redis, and only there."""
     assert store(hierarchy, LONG) == 24
-    assert hierarchy.drain(60)
+    rest(hierarchy)
     forget_l2(hierarchy)
     assert hierarchy.lookup(LONG.hashes)["redis"] == 24
     return hierarchy
@@ -91,13 +91,13 @@ def test_a_master_killed_is_misses_until_its_replica_takes_over() -> None:
             replicated(master, replica)
         nodes.masters[1].kill()
         assert fetch(hierarchy, LONG) < 24  # what came is checked, the rest is computed
-        assert hierarchy.drain(60)
+        rest(hierarchy)
         nodes.replicas[1].cli("CLUSTER", "FAILOVER", "TAKEOVER")
         fetches_all_again(hierarchy)
         until(hierarchy, lambda: not is_open(hierarchy, "write"))
         late = chain_of(12, first_token=50_000)
         assert store(hierarchy, late) == 12
-        assert hierarchy.drain(60)
+        rest(hierarchy)
         forget_l2(hierarchy)
         assert fetch(hierarchy, late) == 12
         settle(hierarchy)
@@ -165,13 +165,13 @@ def test_a_server_that_turns_read_only_drops_stores_serves_on_and_takes_them_aga
     redis_server.cli("REPLICAOF", "127.0.0.1", "1")  # of nobody: it serves what it has
     while not is_open(hierarchy, "write"):
         store(hierarchy, OTHER)
-        assert hierarchy.drain(60)
+        rest(hierarchy)
         forget_l2(hierarchy)
     assert drops(hierarchy, "redis", Outcome.IO_ERROR) > 0
     redis_server.cli("REPLICAOF", "NO", "ONE")
     until(hierarchy, lambda: not is_open(hierarchy, "write") and not is_open(hierarchy, "read"))
     assert store(hierarchy, OTHER) == 6
-    assert hierarchy.drain(60)
+    rest(hierarchy)
     fetches_all_again(hierarchy)
     assert fetch(hierarchy, OTHER) == 6
     settle(hierarchy)

@@ -158,9 +158,16 @@ def forget_l2(hierarchy: Hierarchy) -> None:
     hierarchy.host.pool.reset()
 
 
+def rest(hierarchy: Hierarchy) -> None:
+    """Nothing is queued any more. What a tier that fails, or is away, did not take stays in line."""
+    if not hierarchy.drain(0.5):
+        assert hierarchy.drain(60, below=False)
+        assert all(port.queue.drain(60) for port in hierarchy.ports)
+
+
 def settle(hierarchy: Hierarchy) -> None:
     """Idle, by the laws: nothing leased, filling or quarantined, nobody forgot a lease (I3). Then closed."""
-    assert hierarchy.drain(60)
+    rest(hierarchy)
     deadline = time.monotonic() + 60
     while not hierarchy.promoter.idle and time.monotonic() < deadline:
         hierarchy.wait_news(0.01)

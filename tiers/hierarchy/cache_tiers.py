@@ -136,6 +136,7 @@ class Wanted:
     parent: ChainHash  # of hashes[0]
     tenant: ChainHash  # whose blocks they are: the root of chains with their cache_salt
     is_tail: bool = False  # `hashes` is one name, with fewer tokens than a block has; of no use to who wants blocks
+    is_rest: bool = False  # offered again, as there was no room: it waits until a lower tier has what comes before it
 
 
 Filled = tuple[Reservation, Sequence[bytes], int]
@@ -187,11 +188,15 @@ class BlockStores(Protocol):
     is_late: bool
     """Whether the last `reserve` got no slots because no answer came in time."""
 
+    @property
+    def is_short(self) -> bool:
+        """Whether the last `reserve` had no room for some blocks now, and left it to the caller to count them."""
+
     def reserve(self, wanted: Sequence[Wanted], *, may_retry: bool = False) -> list[Reservation | None]:
         """L2 slots for all that a step stores: of each chain as many leading blocks as fit, None if not one does.
 
         Blocks already held need no slot and are left out of the reservation; so is a tail where none are kept.
-        `may_retry`: if no answer comes in time, the caller tries again, or counts what it drops.
+        `may_retry`: if it `is_late` or `is_short`, the caller tries again, or counts what it drops.
         """
 
     def seal(self, reservation: Reservation, records: Sequence[BlockRecord], epoch: int) -> None:

@@ -187,6 +187,10 @@ class Hierarchy:
 
     # upkeep
 
+    @property
+    def is_short(self) -> bool:
+        return self.stores.is_short
+
     def computed(self, num_tokens: int, seconds: float, position: float = 0.0) -> None:
         """Into the rates that decide whether loading is worth it."""
         self.rates.computed(num_tokens, seconds, position)

@@ -46,6 +46,7 @@ class StoreQueue:
     ) -> None:
         self.epoch = 0  # counts resets: a store admitted before one never seals after it
         self.closed = False
+        self.is_short = self._may_retry = False
         self.sealing_queue = IoQueue("seal", 1, _MAX_SEALING, clock)
         self._host = host
         self._ports = ports
@@ -64,9 +65,16 @@ class StoreQueue:
 
     def reserve(self, wanted: Sequence[Wanted], *, may_retry: bool = False) -> list[Reservation | None]:
         """All that a step stores, in one pass if there is room for all; else chain by chain, what fits of its head."""
+        self.is_short, self._may_retry = False, may_retry and self._admit_after == 1  # each time is a sighting
         tails = [i for i, each in enumerate(wanted) if each.is_tail]
         if tails and not self._host.keeps_tails:
             wanted, tails = [replace(each, hashes=()) if each.is_tail else each for each in wanted], []
+        early = [i for i, each in enumerate(wanted) if each.is_rest and not self._is_below(each.parent)]
+        if early:  # what it would push out of L2 is what it goes on from
+            self.is_short, wanted = (
+                True,
+                [replace(each, hashes=()) if i in early else each for i, each in enumerate(wanted)],
+            )
         if self._admit_after > 1:
             made: list[Reservation | None] = [None] * len(wanted)
             heads = self._admitted(wanted)
@@ -76,6 +84,8 @@ class StoreQueue:
                 made[i] = reservation
         else:
             made = self._reserve_each([(each.hashes, each.parent) for each in wanted])
+        for i in early:
+            made[i] = None
         for i in tails:
             if (reservation := made[i]) is not None:
                 reservation.is_tail = True
@@ -295,6 +305,9 @@ class StoreQueue:
             for reservation, (hashes, parent) in zip(taken, chains, strict=True)
         ]
 
+    def _is_below(self, name: ChainHash) -> bool:
+        return any(port.holds([name])[0] for port in self._ports)
+
     def _hashed(self, places: list[int]) -> list[int]:
         """The checksums of what lies in these slots; none where they cannot be told."""
         try:
@@ -347,20 +360,29 @@ class StoreQueue:
         return heads
 
     def _reserve_less(self, hashes: Sequence[ChainHash], parent: ChainHash) -> Reservation | None:
-        """There is no room for so many blocks: as many leading ones as fit; what is left out is counted."""
-        want = len(hashes) // 2
-        while want and not self.closed:
-            if (reservation := self._host.pool.reserve(hashes[:want], parent)) is not None:
-                self._dropped(hashes[want:], Outcome.NO_SLOT)
-                return reservation
-            want //= 2
-        self._dropped(hashes, Outcome.CLOSED if self.closed else Outcome.NO_SLOT)
-        return None
+        """There is no room for so many blocks: as many leading ones as fit; what is left out is counted.
 
-    def _dropped(self, hashes: Sequence[ChainHash], reason: Outcome) -> None:
-        """These blocks are not stored: count them, and remember why."""
+        Where a lower tier has the block before them, that may leave L2 for them, too.
+        """
+        pool, want = self._host.pool, len(hashes)
+        is_below = self._is_below(parent)
+        reservation = None
+        while want and reservation is None and not self.closed:
+            reservation = pool.reserve(hashes[:want], parent) if want < len(hashes) else None
+            if reservation is None and is_below and (reservation := pool.reserve(hashes[:want])) is not None:
+                reservation.parents = [parent if index == 0 else hashes[index - 1] for index in reservation.indices]
+            want = want if reservation is not None else want // 2
+        reason = Outcome.CLOSED if self.closed else Outcome.NO_SLOT
+        is_told = self._may_retry and reason is Outcome.NO_SLOT and want < len(hashes)
+        self.is_short |= is_told
+        self._dropped(hashes[want:], reason, is_counted=not is_told)
+        return reservation
+
+    def _dropped(self, hashes: Sequence[ChainHash], reason: Outcome, *, is_counted: bool = True) -> None:
+        """These blocks are not stored: count them, unless who offered them does, and remember why."""
         if hashes:
-            self._metrics.dropped(L2, reason, len(hashes))
+            if is_counted:
+                self._metrics.dropped(L2, reason, len(hashes))
             self._host.pool.not_stored(hashes, reason)
 
     def _seen_enough(self, wanted: Sequence[Wanted]) -> list[int]:

@@ -450,9 +450,7 @@ def test_a_close_tries_a_tier_that_was_away(node: Open, caplog: pytest.LogCaptur
     assert "not written" not in caplog.text
 
 
-def test_the_line_about_what_was_not_written_says_what_would_help(
-    node: Open, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_line_about_what_was_not_written_says_what_would_help(node: Open, caplog: pytest.LogCaptureFixture) -> None:
     away, failing, [chain] = node(), node(), conversations(20)
     outage(away, chain)
     away.hierarchy.close(0.2)
