@@ -17,6 +17,7 @@ from kvtier.tiers.host import HostTier
 from kvtier.tiers.pool import Lease, Places
 
 _FIRST_LEASE: Final = 256  # blocks looked for at once; twice as many while they are all there
+_BETWEEN_PIECES: Final = 0.5  # seconds in which who has copied one piece asks for the next
 _MAX_CHECKS: Final = 1 << 16  # batches waiting to be looked at
 
 
@@ -25,6 +26,8 @@ class Promoter:
 
     Lock: `lock` (the hierarchy's) is held around this bookkeeping; inside it the pool's, a port's, a queue's or a
     tier's index lock may be taken, never the other way round; never held across I/O.
+    A request that is larger than all room comes in pieces. Between two of them nobody else gets what the next one
+    needs: it may keep L1 from all others meanwhile, so that who waited for L1 with that room would wait for ever.
     Law (`check`): every read under way is in the index, every waiter of a read knows it, at idle there is neither. Who
     stands in line holds nothing.
     """
@@ -52,6 +55,7 @@ class Promoter:
         self.active: set[LocalClaim] = set()  # not yet taken or cancelled
         self._line: dict[LocalClaim, None] = {}  # of these: who waits until others let go of L2, in order of arrival
         self._short: dict[LocalClaim, None] = {}  # of these: whose next blocks found no slot when it was last tried
+        self._goes_on: tuple[ChainHash, int, float] | None = None  # who took a piece: its next block, room, until when
         self._held = WaitedBlocks(host.pool.num_slots)  # by active requests
         self._checking = IoQueue("verify", 1, _MAX_CHECKS, clock) if host.verify else None
 
@@ -65,7 +69,7 @@ class Promoter:
         if self._checking is not None:
             return None
         with self._lock:
-            if self._line or self._held.at_most + len(run) > self._max_waiting:
+            if (self._line and not self._is_next(run)) or self._held.at_most + len(run) > self._most(run):
                 return None
             lease = self.host.pool.lease_whole(run)
             if isinstance(lease, Places):
@@ -95,9 +99,11 @@ class Promoter:
             claim.run, claim.run_parent, claim.end = run, parent, len(run)
             claim.patience, claim.polled_at, claim.room_until = deadline, now, now + patience
             self.active.add(claim)
-            room = self._held.room(run, places.slots, self._max_waiting)
-            if patience > 0 and (self._line or room < min(claim.end, self._max_waiting)):
-                self._line[claim] = None
+            room, is_next = self._held.room(run, places.slots, self._most(run)), self._is_next(run)
+            if is_next:
+                self._goes_on = None
+            if patience > 0 and ((self._line and not is_next) or room < min(claim.end, self._max_waiting)):
+                self._line = {claim: None, **self._line} if is_next else {**self._line, claim: None}
                 self._call_up()
             else:
                 self._begin(claim, places, room)
@@ -127,6 +133,10 @@ class Promoter:
             if claim.run and not claim.done:
                 self._settle_late(claim)
             if claim in self.active:
+                if claim.leases and len(claim.leases[0]) == self._max_waiting < len(claim.run):
+                    rest = len(claim.run) - self._max_waiting
+                    until = self.clock() + min(claim.patience, _BETWEEN_PIECES)
+                    self._goes_on = claim.run[self._max_waiting], min(rest, self._max_waiting), until
                 if (
                     claim.promised is not None and claim.held is not None and not self._line
                 ):  # it is in no line and not short of slots
@@ -149,6 +159,8 @@ class Promoter:
         now = self.clock()
         with self._lock:
             short, self._short = self._short, {}
+            if self._line:
+                self._call_up()
             for claim in short:
                 self._advance(claim)
                 if claim.done:
@@ -249,7 +261,7 @@ class Promoter:
         """Begin with those that stand in line, the first first, until one does not find what it needs."""
         while claim := next(iter(self._line), None):
             places = self.host.pool.places(claim.run)
-            room = self._held.room(claim.run, places.slots, self._max_waiting)
+            room = self._held.room(claim.run, places.slots, self._most(claim.run))
             if room < min(claim.end, self._max_waiting):  # more than all room is not waited for
                 return
             del self._line[claim]
@@ -260,7 +272,20 @@ class Promoter:
         """It stands in line no longer, and takes what room there is."""
         del self._line[claim]
         places = self.host.pool.places(claim.run)
-        self._begin(claim, places, self._held.room(claim.run, places.slots, self._max_waiting))
+        self._begin(claim, places, self._held.room(claim.run, places.slots, self._most(claim.run)))
+
+    def _is_next(self, run: Sequence[ChainHash]) -> bool:
+        """Whether it is what a request goes on with that took a piece."""
+        return self._goes_on is not None and run[0] == self._goes_on[0]
+
+    def _most(self, run: Sequence[ChainHash]) -> int:
+        """How many blocks waiting requests may hold together, this one among them."""
+        if self._goes_on is None or self._is_next(run):
+            return self._max_waiting
+        _, room, until = self._goes_on
+        if self.clock() >= until:  # it was aborted, or has lost its blocks
+            self._goes_on, room = None, 0
+        return self._max_waiting - room
 
     def _begin(self, claim: LocalClaim, places: Places, room: int) -> None:
         """Hold what there is `room` for, lease what L2 has of it, and have the rest brought."""
