@@ -153,8 +153,8 @@ class Metrics:
     ) -> None:
         """One lookup's blocks, by the tier that had each when it began, and those that none had.
 
-        With `missing`, a reason, the latter are counted under that as well, and what became of them, if they are absent. KeyError
-        if a name is not in the table of tiers.
+        With `missing`, a reason, the latter are counted under that as well, and what became of them, if they are
+        absent. KeyError if a name is not in the table of tiers.
         """
         counters, num_missing = self._looked_up, found.miss
         for tier, num_blocks in found.by_tier.items():

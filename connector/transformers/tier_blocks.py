@@ -221,7 +221,7 @@ class TierBlocks:
         return Blocks.of(slots, self.form, num_blocks)
 
     def _sent(self, region: HostRegion, reservation: Reservation, blocks: Blocks, at: list[int]) -> Sent:
-        """Copy the blocks `at` to their slots, or have the device do it. States come from host memory, and go at once."""
+        """Copy the blocks `at` to their slots, or have the device do it. States, in host memory, go at once."""
         if self._device is not None and not len(blocks.states):
             sent = self._device.store(region, np.array(reservation.slots), blocks, at)
             if sent is not None:

@@ -22,13 +22,13 @@ PROMPTS = [prompt(seed, 20 * BLOCK + 9) for seed in range(6)]
 WHOLE = 20 * BLOCK
 
 
-def tiers(disk: Path, slots: int) -> Config:
-    cache = {"block_size": BLOCK, "load_or_recompute": "load", "prefetch_deadline": "60s"}
+def tiers(disk: Path, slots: int, policy: str = "load") -> Config:
+    cache = {"block_size": BLOCK, "load_or_recompute": policy, "prefetch_deadline": "60s"}
     disk_section = {"path": str(disk), "size": "64MiB", "deadline": "60s"}
     return Config(host={"size": slots * BLOCK_BYTES}, file=disk_section, cache=cache)
 
 
-def engine(disk: Path, slots: int, **options: Any) -> Engine:
+def engine(disk: Path, slots: int, policy: str = "load", **options: Any) -> Engine:
     chosen: dict[str, Any] = {
         "block_size": BLOCK,
         "num_blocks": 256,
@@ -37,7 +37,7 @@ def engine(disk: Path, slots: int, **options: Any) -> Engine:
         **options,
     }
     return Engine.from_config(
-        config_of("llama"), EngineConfig(**chosen), LocalConnector.connect(tiers(disk, slots)), dtype="float32"
+        config_of("llama"), EngineConfig(**chosen), LocalConnector.connect(tiers(disk, slots, policy)), dtype="float32"
     )
 
 
@@ -81,6 +81,22 @@ def test_a_prompt_larger_than_l2_is_stored_in_pieces(tmp_path: Path, disk: tuple
     [answer] = again.generate(PROMPTS[:1], GREEDY)
     assert (answer.token_ids, answer.num_external_tokens) == (expected[0], WHOLE)
     end(again)
+
+
+@pytest.mark.parametrize("policy", ["load", "auto"])
+def test_held_prompts_larger_than_l2_hit_where_l1_cannot_hold_all(
+    disk: tuple[Path, list[list[int]]], policy: str
+) -> None:
+    path, expected = disk
+    small = engine(path, 24, num_blocks=48, policy=policy)
+    began = time.monotonic()
+    answers = small.generate(PROMPTS, GREEDY)
+    assert time.monotonic() - began < 20.0  # the deadline is a minute
+    assert [answer.token_ids for answer in answers] == expected
+    assert sum(answer.num_external_tokens for answer in answers) >= (0.95 if policy == "load" else 0.5) * WHOLE * len(
+        PROMPTS
+    )
+    end(small)
 
 
 def test_pieces_that_wait_give_way_where_l1_is_needed(tmp_path: Path, disk: tuple[Path, list[list[int]]]) -> None:

@@ -158,9 +158,9 @@ def forget_l2(hierarchy: Hierarchy) -> None:
     hierarchy.host.pool.reset()
 
 
-def rest(hierarchy: Hierarchy) -> None:
+def rest(hierarchy: Hierarchy, timeout: float = 0.5) -> None:
     """Nothing is queued any more. What a tier that fails, or is away, did not take stays in line."""
-    if not hierarchy.drain(0.5):
+    if not hierarchy.drain(timeout):
         assert hierarchy.drain(60, below=False)
         assert all(port.queue.drain(60) for port in hierarchy.ports)
 

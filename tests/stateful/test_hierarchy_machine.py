@@ -5,6 +5,7 @@ leased or half filled (I3), and no answer comes later than its deadline or excee
 """
 
 from dataclasses import dataclass
+from random import Random
 
 from doubles import (
     SLOT_BYTES,
@@ -19,7 +20,8 @@ from doubles import (
     wait_until,
 )
 from extent import brief
-from hypothesis import HealthCheck, settings
+from fault_rig import rest
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     Bundle,
@@ -237,6 +239,18 @@ class HierarchyMachine(RuleBasedStateMachine):
         assert len(self.hierarchy.take(ask.prefetch)) == 0  # a lease is handed over once
         return loan
 
+    @rule(target=asks, loan=loans)
+    def go_on(self, loan: Loan) -> object:
+        """With what follows a piece."""
+        if loan not in self.open_loans or not loan.lease.hashes:
+            return multiple()
+        chain, last = CHAIN_OF[loan.lease.hashes[-1]]
+        if not (rest := chain.hashes[last + 1 :]):
+            return multiple()
+        ask = Ask(self.hierarchy.ask(rest, chain.hashes[last]), rest, self.clock())  # type: ignore[arg-type]
+        self.open_asks.add(ask)
+        return ask
+
     @rule(loan=consumes(loans))
     def release(self, loan: Loan) -> None:
         if loan in self.open_loans:
@@ -316,7 +330,7 @@ class HierarchyMachine(RuleBasedStateMachine):
     @rule()
     def drain(self) -> None:
         self.tier.gate.set()
-        assert self.hierarchy.drain(60)
+        rest(self.hierarchy, 0.05)
         if not (self.open_stores or self.open_loans):  # those are the worker's copies: not idle
             self.hierarchy.check()
 
@@ -349,7 +363,8 @@ class HierarchyMachine(RuleBasedStateMachine):
             assert old.ports[0].queue.close(10)  # … and ends now, harmlessly
         else:
             self.tier.gate.set()
-            old.close(timeout=10)
+            rest(old, 0.05)
+            old.close(timeout=0.2)
         self.open()
 
     # what always holds
@@ -412,13 +427,13 @@ class HierarchyMachine(RuleBasedStateMachine):
             loan.lease.release()
         for store in self.open_stores:
             self.hierarchy.abandon(store.reservation, Outcome.ABORTED)
-        assert self.hierarchy.drain(60)
+        rest(self.hierarchy, 0.05)
         counts = self.hierarchy.host.pool.check()
         self.hierarchy.promoter.check()
         assert self.hierarchy.promoter.idle
         assert (counts.leased, counts.filling, counts.quarantined) == (0, 0, 0)
         assert self.hierarchy.host.pool.num_leaked == 0
-        self.hierarchy.close(10)
+        self.hierarchy.close(0.2)
 
 
 TestHierarchyMachine = HierarchyMachine.TestCase
@@ -427,3 +442,42 @@ TestHierarchyMachine.settings = settings(
     stateful_step_count=40,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
+
+
+@given(
+    sizes=st.lists(st.integers(1, 20), min_size=2, max_size=6),
+    num_seats=st.integers(1, 3),
+    dice=st.randoms(use_true_random=False),
+)
+@settings(max_examples=brief(25, 200), deadline=None)
+def test_no_order_of_arrivals_and_seats_makes_requests_wait_for_ever(
+    sizes: list[int], num_seats: int, dice: Random
+) -> None:
+    """Requests ask while they wait for a seat in L1, keep it until they have all, and no deadline ends a wait."""
+    tier, clock = MemoryTier(), FakeClock()
+    hierarchy = hierarchy_of(SLOTS, tier, clock=clock, settings=HierarchySettings(prefetch_deadline=PREFETCH_DEADLINE))
+    left = {number: chain_of(size, first_token=1000 * number) for number, size in enumerate(sizes)}
+    for chain in left.values():
+        tier.fill(chain)
+    had, claims, seated = dict.fromkeys(left, 0), dict[int, LocalClaim](), set[int]()
+    for number in [number for _ in range(8 * len(sizes)) for number in dice.sample(range(len(sizes)), len(sizes))]:
+        if number not in left:
+            continue
+        chain = left[number]
+        if number not in claims:
+            names = chain.hashes[had[number] :]
+            claims[number] = hierarchy.ask(names, chain.parent(had[number]))  # type: ignore[assignment]
+        hierarchy.promoter.tick()  # who found no slot tries again
+        assert hierarchy.ports[0].queue.drain(60)
+        if hierarchy.poll(claims[number]) is PENDING or (number not in seated and len(seated) == num_seats):
+            continue
+        seated.add(number)
+        with hierarchy.take(claims.pop(number)) as lease:
+            assert len(lease) > 0
+            had[number] += len(lease)
+        if had[number] == len(chain.hashes):
+            seated.remove(number)
+            del left[number]
+    assert not left
+    hierarchy.check()
+    hierarchy.close()

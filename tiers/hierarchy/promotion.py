@@ -74,6 +74,8 @@ class Promoter:
             lease = self.host.pool.lease_whole(run)
             if isinstance(lease, Places):
                 return lease
+            if self._is_next(run):
+                self._goes_on = None
             claim.run, claim.end, claim.next, claim.leases = run, len(run), len(run), [lease]
             claim.done = True
             claim.held, claim.promised, claim.polled_at = self._held.hold(run, lease.slots), len(run), self.clock()

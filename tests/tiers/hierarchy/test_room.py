@@ -134,3 +134,33 @@ def test_a_prompt_larger_than_all_waits_until_it_is_alone_and_gets_all_there_is(
     assert hierarchy.poll(huge) is PENDING
     hierarchy.cancel(first)
     assert promised(hierarchy, huge) == 4
+
+
+def test_who_took_a_piece_goes_on_before_who_came_meanwhile(hierarchy: Hierarchy) -> None:
+    huge, other, small = chains(hierarchy, 10, 6, 1)
+    first = ask(hierarchy, huge)
+    assert promised(hierarchy, first) == 4
+    waiting = [ask(hierarchy, other), ask(hierarchy, small)]
+    with hierarchy.take(first) as lease:
+        assert len(lease) == 4
+        assert [hierarchy.poll(claim) for claim in waiting] == [PENDING, PENDING]  # else they hold what it needs next
+    second = hierarchy.ask(huge.hashes[4:], huge.hashes[3])
+    assert promised(hierarchy, second) == 4
+    hierarchy.take(second).release()
+    last = hierarchy.ask(huge.hashes[8:], huge.hashes[7])
+    assert promised(hierarchy, last) == 2
+    assert hierarchy.poll(waiting[0]) is PENDING  # it wants all there is
+    hierarchy.take(last).release()
+    assert promised(hierarchy, waiting[0]) == 4
+    assert misses(hierarchy, Outcome.NO_SLOT) == 6 + 2 + 2  # what was cut off, not what was lost
+
+
+def test_who_takes_a_piece_and_does_not_come_back_holds_nobody_up(hierarchy: Hierarchy, clock: FakeClock) -> None:
+    huge, other = chains(hierarchy, 10, 4)
+    first = ask(hierarchy, huge)
+    assert promised(hierarchy, first) == 4
+    hierarchy.take(first).release()
+    second = ask(hierarchy, other)
+    assert hierarchy.poll(second) is PENDING
+    clock.advance(0.5)
+    assert promised(hierarchy, second) == 4
