@@ -102,6 +102,7 @@ def test_held_prompts_larger_than_l2_hit_where_l1_cannot_hold_all(
 def test_pieces_that_wait_give_way_where_l1_is_needed(tmp_path: Path, disk: tuple[Path, list[list[int]]]) -> None:
     _, expected = disk
     small = engine(tmp_path, 8, num_blocks=24)
+    assert isinstance(small.connector, LocalConnector)
     gate = small.connector.hierarchy.ports[0]
     gate.breakers["write"].trip()  # nothing goes down: what has no slot could wait for long
     began = time.monotonic()
