@@ -125,7 +125,8 @@ class KVTier:
             _log.warning("nothing is kept of this model: %s", error)
             return
         named = with_lossy(self._form.named(identity), cache.lossy, self._form.block_bytes)
-        self._opened, named = open_apart(self._config, named, self._form, self._probe(variant))
+        self._probed = self._probe() if variant is None and self._live.refusal is None else None
+        self._opened, named = open_apart(self._config, named, self._form, self._probed)
         self._fingerprint = named.fingerprint()
         self._blocks = TierBlocks(self._opened, self._root(), self._form, self._config, model.device)
         self._blocks.follow = self._follow
@@ -320,10 +321,8 @@ class KVTier:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _probe(self, variant: str | None) -> KVProbe | None:
-        """What the model's own weights make of a few tokens; None if other code might show in that."""
-        if variant is not None or self._live.refusal is not None:
-            return None
+    def _probe(self) -> KVProbe:
+        """What the model's own weights make of a few tokens."""
         with without_adapters(self.model):
             return probe_of(self.model, self._form)
 
@@ -335,8 +334,21 @@ class KVTier:
         """Have new rows named after what the model computes now. False if that has no name."""
         if not self._live.holds():
             self._live.look()
+            self._require_same_kv()
             self._blocks.root = self._root()
         return self._live.refusal is None
+
+    def _require_same_kv(self) -> None:
+        """What changed in a model whose name did not is none of what names tell: look at what it computes."""
+        if self._live.refusal is not None or self._live.variant is not None or self._probed is None:
+            return
+        try:
+            apart = self._probe().distance(self._probed)
+        except ConfigError as error:
+            return self._live.refuse(str(error))
+        if apart > self._probed.tolerance:
+            why = f"the model computes other KV than when it was named (by {apart:.2g}), and nothing in it shows why"
+            self._live.refuse(f"{why}; make another KVTier")
 
     def _require_named(self) -> None:
         """The same; UnheldCallError if it has no name."""

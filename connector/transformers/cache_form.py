@@ -280,7 +280,7 @@ def _probe(model: PreTrainedModel) -> DynamicCache:
     before = _beside(model)
     try:
         cache = empty_cache(model)
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast(model.device.type, enabled=False):
             module(input_ids=ids, use_cache=True, **cache_option(model, cache))
     except (RuntimeError, TypeError, ValueError, AttributeError, LookupError) as error:
         reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
