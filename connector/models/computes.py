@@ -18,6 +18,7 @@ from kvtier.connector.models.model_watch import (
     PASSES,
     TORCH,
     ModelWatch,
+    cast_to,
     code_files,
     configs_of,
     interfaces,
@@ -171,12 +172,12 @@ def without_adapters(model: torch.nn.Module) -> Iterator[None]:
 
     What its modules note down meanwhile is undone.
     """
-    modules = list(model.modules())
+    modules: list[Any] = list(model.modules())
     were = [dict(vars(each)) for each in modules]
     try:
-        for now, was in zip(map(vars, modules), were, strict=True):
-            if "_active_adapter" in was and not was["merged_adapters"]:
-                now["_disable_adapters"] = True
+        for each in modules:
+            if "_active_adapter" in vars(each) and not each.merged_adapters:
+                vars(each)["_disable_adapters"] = True
         yield
     finally:
         for now, was in zip(map(vars, modules), were, strict=True):
@@ -349,8 +350,8 @@ def _require_known_tuner(part: ModelPart) -> None:
 
 def _require_alike(device: torch.device, parts: Iterable[ModelPart]) -> None:
     """UnnamedModelError where two passes over one text differ: in another dtype, or by dropout."""
-    if torch.is_autocast_enabled(device.type):
-        said = f"torch.autocast computes in {torch.get_autocast_dtype(device.type)} what the model has in another dtype"
+    if (cast := cast_to(device.type)) is not None:
+        said = f"torch.autocast computes in {cast} what the model has in another dtype"
         raise UnnamedModelError(f"{said}; leave it off, or load the model in the dtype that you want")
     for part in parts:
         if part.module.training and (why := _varies(part.module)) is not None:
@@ -416,11 +417,12 @@ def _require_known_functions(model: torch.nn.Module, kinds: Iterable[type]) -> N
     for label, value in zip(TORCH, OF_TORCH(torch), strict=True):
         if not is_known(value):
             raise _unnamed("torch", f"a {label} that was put there", value)
-    ways = {getattr(each, "_attn_implementation", None) for each in configs_of(model)} - {None}
+    kinds_of_way = ("_attn_implementation", "_experts_implementation")
+    ways = {getattr(each, kind, None) for each in configs_of(model) for kind in kinds_of_way} - {None}
     for table in interfaces(names):
         for way in ways & set(table):
             if not is_known(table[way]):
-                raise _unnamed("every layer", f"an attention {way!r}", table[way])
+                raise _unnamed("every layer", f"a way {way!r} to compute", table[way])
 
 
 def is_known(value: Any) -> bool:

@@ -4,12 +4,14 @@ import ctypes
 import gc
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import chain, repeat
+from itertools import repeat
 from operator import attrgetter
 from typing import Any, Final
 
 import torch
 from torch.nn.modules import module as _torch_modules
+
+from kvtier.connector.models.ordinary import is_by_length
 
 PASSES: Final = ("forward", "__call__", "_call_impl")  # what a module's class is run by
 TORCH: Final = ("addmm", "baddbmm", "bmm", "cat", "einsum", "matmul", "mm", "rsqrt", "softmax", "where")
@@ -27,12 +29,12 @@ class TensorWatch:
     """Whether tensors may have other values than when this was made. It keeps the tensors, not memory they gave up.
 
     Version counters count every change in place. What goes past them through `.data` is looked for in each tensor:
-    whether its memory is another, and whether its first element or the one in its middle has another value. On other
-    devices than the CPU that is the middle one alone, and waits for the device.
+    whether its memory is another, and whether the element in its middle has another value. On other devices than the
+    CPU that waits for the device.
     """
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """`tensors` by their names."""
+    def __init__(self, tensors: Mapping[str, torch.Tensor], *, with_first: bool = False) -> None:
+        """`tensors` by their names. `with_first`: look at their first elements, too, on the CPU."""
         self.tensors = dict(tensors)
         each_once = list({id(each): each for each in tensors.values()}.values())
         self._counted = [each for each in each_once if not each.is_inference()]  # inference tensors count nothing
@@ -40,7 +42,7 @@ class TensorWatch:
         self._placed = [each for each in each_once if _has_memory(each)]
         self._places = list(map(_PLACE, self._placed))
         near = [each for each in self._placed if each.device.type == "cpu"]
-        self._values = [_element(each, at) for each in near for at in {0, _middle(each)}]
+        self._values = [_element(each, at) for each in near for at in {_middle(each)} | ({0} if with_first else set())]
         self._found = list(map(_VALUE, self._values))
         self._far = list(_alike(each for each in self._placed if each.device.type != "cpu"))
         self._far_found = self._far_values()
@@ -62,12 +64,7 @@ class TensorWatch:
 
     def _far_values(self) -> list[list[int]]:
         with torch.no_grad():
-            return [
-                torch.cat(list(map(torch.Tensor.as_strided, group, repeat((1,)), repeat((1,)), places)))
-                .view(torch.uint8)
-                .tolist()
-                for group, places in self._far
-            ]
+            return [torch.cat(_single(group, places)).view(torch.uint8).tolist() for group, places in self._far]
 
 
 class ModelWatch:
@@ -93,7 +90,8 @@ class ModelWatch:
         self.base = TensorWatch(base)
         own = {id(each) for each in base.values()}
         kept = [each for each in self._entries if torch.is_tensor(each) and id(each) not in own]  # settings of adapters
-        self.others = TensorWatch({str(number): each for number, each in enumerate(kept)})
+        # an adapter may be put into larger tensors, which have zeros in the middle
+        self.others = TensorWatch({str(number): each for number, each in enumerate(kept)}, with_first=True)
 
     def holds(self) -> bool:
         """Whether nothing shows a change. Values of tensors are hardly looked at: see `TensorWatch`."""
@@ -117,8 +115,7 @@ class ModelWatch:
             return False
 
     def _look_around(self) -> tuple[Any, ...]:
-        is_cast = torch.is_autocast_enabled(self._device)
-        return is_cast and torch.get_autocast_dtype(self._device), OF_TORCH(torch), *map(_OF_CLASS, self._kinds)
+        return cast_to(self._device), OF_TORCH(torch), *map(_OF_CLASS, self._kinds)
 
     def _same_attributes(self) -> bool:
         """Whether they are. Tensors in them that no table has count for nothing: some hold what a text left there."""
@@ -139,7 +136,8 @@ def _tables(modules: Iterable[torch.nn.Module], kinds: list[type]) -> Iterator[M
     for module in modules:
         yield module._forward_hooks
         yield module._forward_pre_hooks
-        yield from filter(None, (module._parameters, module._buffers, module._modules))
+        buffers = None if is_by_length(module) else module._buffers
+        yield from filter(None, (module._parameters, buffers, module._modules))
         if "_active_adapter" in (held := vars(module)):
             yield from _containers(held)
     yield _torch_modules._global_forward_hooks
@@ -155,9 +153,9 @@ def _tables(modules: Iterable[torch.nn.Module], kinds: list[type]) -> Iterator[M
 
 def _attributes(model: Any, modules: Iterable[torch.nn.Module]) -> Iterator[Any]:
     """The attributes of modules and of configurations, and what they hold in lists and dicts."""
-    for held in map(vars, chain(modules, configs_of(model))):
-        yield held
-        yield from _containers(held)
+    for each in (*modules, *configs_of(model)):
+        yield vars(each)
+        yield from _containers(vars(each))
 
 
 def _containers(held: Mapping[str, Any]) -> Iterator[Any]:
@@ -166,6 +164,12 @@ def _containers(held: Mapping[str, Any]) -> Iterator[Any]:
 
 def _counts(value: object) -> bool:
     return value is not None and not isinstance(value, torch.Tensor)
+
+
+def cast_to(device_type: str) -> torch.dtype | None:
+    """The dtype in which torch.autocast has this thread compute; None without it."""
+    kind = device_type if torch.amp.is_autocast_available(device_type) else "cpu"
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
 def code_files(kinds: Iterable[type]) -> list[str]:
@@ -178,9 +182,8 @@ def code_files(kinds: Iterable[type]) -> list[str]:
 def interfaces(files: Iterable[str]) -> list[Any]:
     """transformers' tables of ways to compute attention, masks and the like that these files use, by name."""
     found = [each for name in (*files, *_INTERFACES) for each in vars(sys.modules.get(name, sys)).values()]
-    return list(
-        {id(each): each for each in found if hasattr(each, "_global_mapping") and isinstance(each, Mapping)}.values()
-    )
+    tables = {id(each): each for each in found if isinstance(each, Mapping) and hasattr(each, "_global_mapping")}
+    return list(tables.values())
 
 
 def configs_of(model: Any) -> list[Any]:
@@ -208,6 +211,12 @@ def _alike(tensors: Iterable[torch.Tensor]) -> Iterator[tuple[list[torch.Tensor]
         groups.setdefault((each.device, each.dtype), []).append(each)
     for group in groups.values():
         yield group, [each.storage_offset() + _middle(each) for each in group]
+
+
+def _single(tensors: list[torch.Tensor], places: list[int]) -> list[torch.Tensor]:
+    """Of each tensor the element at this place of its memory."""
+    taken = list(map(torch.Tensor.as_strided, tensors, repeat((1,)), repeat((1,)), places))
+    return [each.view(torch.uint8) for each in taken] if tensors[0].element_size() == 1 else taken
 
 
 def _element(tensor: torch.Tensor, at: int) -> Any:

@@ -85,7 +85,8 @@ class _Configs:
 
     def digest(self, config: Any) -> str:
         if id(config) not in self._digests:
-            self._digests[id(config)] = config, config_digest(config.to_dict())
+            told = {**config.to_dict(), "architectures": None}  # which is first set when the model is saved
+            self._digests[id(config)] = config, config_digest(told)
         return self._digests[id(config)][1]
 
 
@@ -99,22 +100,26 @@ def _made_anew(model: Any) -> torch.nn.Module:
     with torch.device("meta"):
         made: Any = type(model)._from_config(deepcopy(model.config), dtype=model.dtype)
     for module in made.modules():
-        unsaved = [name for name in module._non_persistent_buffers_set if module._buffers.get(name) is not None]
-        for name in unsaved:
-            module._buffers[name] = torch.empty_like(module._buffers[name], device="cpu")
-        module._is_hf_initialized = not unsaved
+        for name in module._non_persistent_buffers_set:
+            if (buffer := module._buffers.get(name)) is not None:
+                module._buffers[name] = torch.empty_like(buffer, device="cpu")
+        module._is_hf_initialized = False
     made.initialize_weights()
     return made
 
 
-def _hidden(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The buffers that no checkpoint has, but those that the model itself sets anew for each text, by its length."""
+def is_by_length(module: torch.nn.Module) -> bool:
+    """Whether it computes RoPE whose buffers the model sets anew for a text, by its length."""
     kinds = vars(module).get("rope_type")
-    is_set_anew = not _BY_LENGTH.isdisjoint(kinds.values() if isinstance(kinds, Mapping) else [kinds])
-    held = {name: module._buffers.get(name) for name in sorted(module._non_persistent_buffers_set)}
-    return {
-        name: each for name, each in held.items() if each is not None and not (is_set_anew and "original" not in name)
-    }
+    return not _BY_LENGTH.isdisjoint(kinds.values() if isinstance(kinds, Mapping) else [kinds])
+
+
+def _hidden(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers that no checkpoint has, but those that the model itself sets anew."""
+    names = sorted(module._non_persistent_buffers_set)
+    if is_by_length(module):
+        names = [name for name in names if "original" in name]
+    return {name: each for name in names if (each := module._buffers.get(name)) is not None}
 
 
 def _same(buffer: torch.Tensor, made: torch.Tensor) -> bool:
