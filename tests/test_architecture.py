@@ -70,6 +70,7 @@ TORCH_FILES: Final = (
     "connector/models/computes.py",
     "connector/models/hf_model.py",
     "connector/models/model_watch.py",
+    "connector/models/ordinary.py",
     "service/engine/process.py",
 )
 # Who imports torch and transformers when they are imported: what the extras `engine` and `transformers` are for.
@@ -85,6 +86,7 @@ FOR_ENGINES: Final = {
 # Past the budget, with the reason. The keys are the places that `test_style_budget` prints.
 EXPLAINED: Final = {
     "connector/models/hf_model.py:weights_of:except": "a quantiser's state_dict raises what it likes; one line",
+    "connector/models/ordinary.py:__init__:except": "a model's class, anybody's, raises what it likes when made anew",
     "connector/vllm/scheduler.py:__init__": "what vLLM's scheduler has, and each of it once",
     "tiers/file/store.py:open": "the tier's whole configuration; every caller names each",
     "tiers/file/store.py:FileStore": "a tier's verbs, and what it tells: children, lineage, ends, room",

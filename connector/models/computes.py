@@ -173,14 +173,15 @@ def without_adapters(model: torch.nn.Module) -> Iterator[None]:
     What its modules note down meanwhile is undone.
     """
     modules: list[Any] = list(model.modules())
-    were = [dict(vars(each)) for each in modules]
+    held: list[Any] = list(map(vars, modules))
+    were = list(map(dict, held))
     try:
         for each in modules:
             if "_active_adapter" in vars(each) and not each.merged_adapters:
-                vars(each)["_disable_adapters"] = True
+                each._disable_adapters = True
         yield
     finally:
-        for now, was in zip(map(vars, modules), were, strict=True):
+        for now, was in zip(held, were, strict=True):
             now.update(was)
 
 

@@ -210,7 +210,7 @@ def _alike(tensors: Iterable[torch.Tensor]) -> Iterator[tuple[list[torch.Tensor]
     for each in tensors:
         groups.setdefault((each.device, each.dtype), []).append(each)
     for group in groups.values():
-        yield group, [each.storage_offset() + _middle(each) for each in group]
+        yield group, [int(each.storage_offset()) + _middle(each) for each in group]
 
 
 def _single(tensors: list[torch.Tensor], places: list[int]) -> list[torch.Tensor]:

@@ -105,7 +105,8 @@ def _made_anew(model: Any) -> torch.nn.Module:
                 module._buffers[name] = torch.empty_like(buffer, device="cpu")
         module._is_hf_initialized = False
     made.initialize_weights()
-    return made
+    anew: torch.nn.Module = made
+    return anew
 
 
 def is_by_length(module: torch.nn.Module) -> bool:
