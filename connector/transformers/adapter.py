@@ -333,14 +333,16 @@ class KVTier:
     def _follow(self) -> bool:
         """Have new rows named after what the model computes now. False if that has no name."""
         if not self._live.holds():
+            was = self._live.variant
             self._live.look()
-            self._require_same_kv()
+            if self._live.variant is was is None:  # what changed is none of what names tell
+                self._require_same_kv()
             self._blocks.root = self._root()
         return self._live.refusal is None
 
     def _require_same_kv(self) -> None:
-        """What changed in a model whose name did not is none of what names tell: look at what it computes."""
-        if self._live.refusal is not None or self._live.variant is not None or self._probed is None:
+        """Have the model refused if its own weights make other KV now than when it was named."""
+        if self._live.refusal is not None or self._probed is None:
             return
         try:
             apart = self._probe().distance(self._probed)
