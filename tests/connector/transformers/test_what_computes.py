@@ -15,14 +15,16 @@ from adapter_library import LoraLinear, Router, each, installed, with_adapters
 from extent import brief
 from kv_tier_rig import GREEDY, Open, tiers_over
 from state_models import CONFIGS, config_of
-from tiny_models import plain, prompt
+from tiny_models import SIZES, plain, prompt
 from torch.nn.modules.module import register_module_forward_hook
-from transformers import AttentionInterface, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AttentionInterface, AutoModelForCausalLM, AutoModelForImageTextToText, LlamaConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from kvtier.connector.models import cache_option, live_model
+from kvtier.connector.models.computes import base_tensors, parts_of
 from kvtier.connector.models.hf_model import weights_name
+from kvtier.connector.models.model_watch import ModelWatch
 from kvtier.connector.transformers.adapter import KVTier
 
 TOKENS = torch.tensor([prompt(1, 70)])
@@ -226,10 +228,6 @@ def its_scaling(model: Any) -> None:
     model.model.layers[1].self_attn.scaling = 0.1
 
 
-def its_middle_layer(model: Any) -> None:
-    model.model.layers[1].self_attn.q_proj.weight.data.mul_(-1.0)
-
-
 def its_activation(model: Any) -> None:
     model.model.layers[1].mlp.act_fn = torch.nn.ReLU()
 
@@ -244,7 +242,7 @@ def its_configuration(model: Any) -> None:
 
 # What a version counter tells, what none does, another module, a buffer; and more of the same kinds.
 CHANGES: list[Callable[[Any], Any]] = [
-    stepped, past_the_counters, put_in_its_place, its_rope, its_scaling, its_middle_layer,
+    stepped, past_the_counters, put_in_its_place, its_rope, its_scaling,
     *brief([], [
         copied, its_activation, its_configuration, without_a_layer_of_weights, given_other_memory, one_value,
         lambda model: model.load_state_dict(other_weights(model)),
@@ -267,6 +265,19 @@ def test_weights_changed_in_place_find_and_leave_nothing_under_the_old_name(
     again = open_tier(bare())  # who starts with the old weights finds what these computed alone
     assert answered(again) == HELD
     assert answered(again, torch.tensor([prompt(2, 70)])) == 0
+
+
+def test_each_matrix_of_each_layer_changed_past_the_counters_shows() -> None:
+    auto: Any = AutoModelForCausalLM
+    model = auto.from_config(LlamaConfig(**{**SIZES, "num_hidden_layers": 12}))
+    base = base_tensors(parts_of(model))
+    watch = ModelWatch(model, base)
+    for number, weight in enumerate(base.values()):
+        with torch.no_grad() if number % 2 else torch.inference_mode():
+            weight.data.mul_(-1.0)
+            assert not watch.holds()
+            weight.data.mul_(-1.0)
+            assert watch.holds()
 
 
 def halved(model: Any) -> Any:
