@@ -98,7 +98,7 @@ def test_behind_a_thread_that_hangs_nobody_waits_for_ever(monkeypatch: pytest.Mo
     for other in others:
         other.join(30)
     assert told == ["refused"] * 3
-    with pytest.raises(RequestError, match=r"another thread has been in this KVTier for 0 s; make another"), turn:
+    with pytest.raises(RequestError, match=r"another thread has been in this KVTier for 0 s; end that call"), turn:
         pass
     go_on.set()
     holder.join(30)

@@ -48,6 +48,11 @@ class KVProbe:
             numbers[row] = [np.linalg.norm(plane), *(_signs(len(plane), column) @ plane for column in range(each - 1))]
         return cls(dtype, numbers)
 
+    @property
+    def is_finite(self) -> bool:
+        """Whether it can be compared: NaN equals nothing, not even what the same model computes."""
+        return bool(np.isfinite(self.numbers).all())
+
     def packed(self) -> bytes:
         """Its bytes, `PROBE_BYTES` at most (docs/format.md)."""
         head = _HEAD.pack(_MAGIC, self.dtype.encode(), *self.numbers.shape)
