@@ -101,10 +101,12 @@ class ChatPrefix:
                 kept, own = self._split(part["text"])
                 made[number], last = {**part, "text": "\n".join(kept)}, number
                 moved += own
-        if moved and last == len(parts) - 1:
+        if last is None or not moved:
+            return made
+        if last == len(parts) - 1:
             before = [made[last]["text"]] if made[last]["text"] else []
             made[last] = {**made[last], "text": "\n".join([*before, *moved])}
-        elif moved:
+        else:
             made.append({"type": parts[last].get("type", "text"), "text": "\n".join(moved)})
         return made
 

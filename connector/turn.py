@@ -82,9 +82,8 @@ class Turn:
             if lock.acquire(timeout=_PATIENCE):
                 return
             if self._num_ended == num_ended:
-                raise RequestError(
-                    f"another thread has been in this {self._what} for {_PATIENCE:.0f} s; end that call, or start the process again"
-                )
+                hung = f"another thread has been in this {self._what} for {_PATIENCE:.0f} s"
+                raise RequestError(f"{hung}; end that call, or start the process again")
 
 
 class Turns:

@@ -34,7 +34,7 @@ def feed(model: Any, cache: DynamicCache, tokens: torch.Tensor, start: int, at_o
 
 
 class PassHook:
-    """A model's hook for the one `generate()` that is followed. It stays: a model that changes in a call is not kept."""
+    """A model's hook for the `generate()` that is followed. It stays: in a call the model is not to change."""
 
     def __init__(self, model: Any) -> None:
         self.current: FollowedPasses | None = None
