@@ -134,6 +134,7 @@ class KVTier:
         self._opened, named = open_apart(self._config, named, self._form, self._probe(variant))
         self._fingerprint = named.fingerprint()
         self._blocks = TierBlocks(self._opened, self._root(), self._form, self._config, model.device)
+        self._carried = Carried(model)  # what the tokens of the start left is no other call's
         self._blocks.follow, self._blocks.passing = self._follow, self._passing
         if going_on is not None:
             keeps_answers = bool(cache.store_generated)
@@ -280,9 +281,9 @@ class KVTier:
     def _keep(self, input_ids: torch.Tensor, cache: DynamicCache, said: Hint | None) -> None:
         if self._can_hold(input_ids):
             rows = self._rows(input_ids)
-            if (kept := self._carried.shows()) is not None:
+            if (shown := self._carried.shown) is not None:
                 way = "call load() for this text before its passes"
-                return self._refuse(input_ids, UnheldCallError(f"the model has {kept} of another call; {way}"))
+                return self._refuse(input_ids, UnheldCallError(f"the model has {shown} of another call; {way}"))
             if self._states is not None:
                 if not self._states.store(rows, input_ids, cache):
                     why = "nothing is kept of a cache with other tokens than these, or without K and V"
@@ -352,13 +353,15 @@ class KVTier:
         if self._turn.is_mine:
             return self._blocks.root if self._follow() else None
         # a caller's own pass, with other threads about: the next call looks closer
-        is_plain = self._live.holds() and self._live.refusal is None and self._carried.shows() is None
+        is_plain = self._live.holds() and self._live.refusal is None and self._carried.shown is None
         return self._blocks.root if is_plain else None
 
     def _require_named(self) -> None:
-        """The same; UnheldCallError if it has no name."""
+        """The same; UnheldCallError if it has no name, or keeps something of another call that no name tells."""
         if not self._follow():
             raise UnheldCallError(self._live.refusal)
+        if (unknown := self._carried.unknown) is not None:
+            raise UnheldCallError(f"the model has {unknown} of another call; set it to None, as it was at the start")
 
     def _my_turn(self) -> AbstractContextManager[object]:
         """While it is open, no other thread is in here, or makes a `KVTier` over this model."""

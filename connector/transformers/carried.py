@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Final
 
 import torch
 
@@ -13,39 +13,47 @@ _OF_TORCH: Final = frozenset(vars(torch.nn.Module()))
 
 
 class Carried:
-    """Attributes that a model sets to a tensor while it computes: those that were None, and M-RoPE's positions.
+    """M-RoPE's positions, and other attributes that a model may set to a tensor while it computes: they were None.
 
-    A model that was just loaded has none of it, and one that went through a text alone has zeros.
+    A model that was just loaded has none of it, and of the positions one that went through a text alone has zeros.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self._places: list[tuple[dict[str, Any], str]] = [
+        owners = list(map(vars, model.modules()))
+        self._positions = [own for own in owners if _POSITIONS in own]
+        self._others = [
             (own, name)
-            for own in map(vars, model.modules())
+            for own in owners
             for name, value in own.items()
-            if name == _POSITIONS or (value is None and name not in _OF_TORCH)
+            if value is None and name != _POSITIONS and name not in _OF_TORCH
         ]
 
-    @property
-    def _held(self) -> list[tuple[dict[str, Any], str]]:
-        return [(own, name) for own, name in self._places if isinstance(own.get(name), torch.Tensor)]
-
     def forget(self) -> None:
-        """The next pass finds the model as if it was just loaded."""
-        for own, name in self._held:
-            own[name] = None
+        """The next pass counts positions as if the model was just loaded."""
+        for own in self._positions:
+            own[_POSITIONS] = None
 
     @contextmanager
     def put_aside(self) -> Iterator[None]:
         """The same while it is open."""
-        held = [(own, name, own[name]) for own, name in self._held]
+        held = [own[_POSITIONS] for own in self._positions]
         self.forget()
         try:
             yield
         finally:
-            for own, name, value in held:
-                own[name] = value
+            for own, value in zip(self._positions, held, strict=True):
+                own[_POSITIONS] = value
 
-    def shows(self) -> str | None:
+    @property
+    def shown(self) -> str | None:
         """The name of what changes the next pass over a text; None: nothing does."""
-        return next((name for own, name in self._held if bool(own[name].any())), None)
+        return self.unknown or next((_POSITIONS for own in self._positions if _counts(own[_POSITIONS])), None)
+
+    @property
+    def unknown(self) -> str | None:
+        """The same of attributes of which nothing is known, so that nobody here may change them."""
+        return next((name for own, name in self._others if _counts(own.get(name))), None)
+
+
+def _counts(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and bool(value.any())

@@ -209,10 +209,11 @@ def test_a_step_under_other_weights_is_refused_and_nothing_of_it_is_kept(
 ) -> None:
     engine = over_slab(tmp_path)
     model: Any = engine.model.module
-    weight, told = model.model.layers[1].mlp.up_proj.weight, list[int | None]()
+    weight, told = model.model.layers[1].mlp.up_proj.weight, list[int]()
 
     def read() -> None:
         for output in engine.stream(PROMPTS[0], SamplingParams(max_tokens=40, ignore_eos=True)):
+            assert output.token_id is not None
             told.append(output.token_id)
             if len(told) == 20:
                 weight.mul_(-1.0)

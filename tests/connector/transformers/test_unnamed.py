@@ -230,6 +230,21 @@ def test_what_an_image_left_in_the_model_does_not_reach_a_text(
     assert "the model has rope_deltas of another call; call load() for this text before its passes" in caplog.text
 
 
+def test_a_model_that_keeps_anything_else_of_a_call_is_left_alone(
+    open_tier: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    model: Any = plain("llama")
+    model.model.layers[1].seen = None
+    kv, tokens = open_tier(model), torch.tensor([prompt(1, 60)])
+    kv.generate(tokens, **GREEDY)
+    for value, found in ((torch.ones(3), 0), (torch.zeros(3), 48), (None, 48)):
+        model.model.layers[1].seen = value
+        kv.generate(tokens, **GREEDY)
+        assert kv.num_cached_tokens == found
+        assert model.model.layers[1].seen is value
+    assert "the model has seen of another call; set it to None, as it was at the start" in caplog.text
+
+
 def test_tokens_that_stand_for_images_sound_and_video_are_known_by_their_configuration(seeing: Any) -> None:
     assert set(other_tokens(seeing.config) or {}) == {IMAGE}
     assert other_tokens(plain("llama").config) == {}

@@ -328,7 +328,8 @@ def passed(kv: KVTier, between: Any, step: int, **decoding: Any) -> torch.Tensor
             stack.close()
         return scores
 
-    made: torch.Tensor = kv.generate(TOKENS, **{**GREEDY, "max_new_tokens": 40, **decoding}, logits_processor=[look])
+    options: dict[str, Any] = {**GREEDY, "max_new_tokens": 40, **decoding}
+    made: torch.Tensor = kv.generate(TOKENS, **options, logits_processor=[look])
     assert steps[0] > step
     return made[:1]
 
