@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import count
 from typing import Final
 
@@ -10,7 +9,7 @@ from kvtier.connector.back import Back, GroupCopy
 from kvtier.connector.partial import PartialView, best_child, is_named_by_tokens, pays, tier_of_last
 from kvtier.connector.plan import CopyOp, StepPlan, WorkerReport
 from kvtier.connector.request import Answered, ConnectedRequest, LoadingOp, Request, StoringOp
-from kvtier.tiers import L2, ChainHash, Outcome
+from kvtier.tiers import L2, ChainHash, Outcome, value
 from kvtier.tiers.hierarchy import PENDING, Attribution, CacheTiers, Claim, Ends, Filled, Pending
 from kvtier.tiers.returns import RequestEnd
 
@@ -18,7 +17,7 @@ _LOOK_AGAIN: Final = 0.05  # seconds: a request that waits is looked up at every
 _OFFERED: Final = 2.0  # seconds a store is offered again to a daemon that answers late
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class ConnectorUpdate:
     """What a worker's report means for the engine."""
 
