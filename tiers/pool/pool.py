@@ -11,13 +11,11 @@ from numpy.typing import NDArray
 
 from kvtier.tiers import BlockRecord, ChainHash, Changes, Outcome
 from kvtier.tiers.pool.backlog import Backlog
-from kvtier.tiers.pool.changes import ChangeLog
+from kvtier.tiers.pool.changes import ChangeLog, Slots
 from kvtier.tiers.pool.core import Lease
 from kvtier.tiers.pool.departures import EVICTED_CODE, REMOVED, RESET, Departures
-from kvtier.tiers.pool.lease import Places, PoolCounts, Reservation
-from kvtier.tiers.pool.names import Slots
+from kvtier.tiers.pool.lease import FILLING, QUARANTINED, Places, PoolCounts, Reservation, picked
 from kvtier.tiers.pool.policy import ended, form, learned, make_core
-from kvtier.tiers.pool.states import FILLING, QUARANTINED, picked
 from kvtier.tiers.returns import RequestEnd, ToldEnd
 
 if TYPE_CHECKING:
