@@ -143,7 +143,8 @@ class SchedulerSide:
                 if view is not None and known.asked + len(slots) > view.num_own:
                     known.found_in_part = tier_of_last(claim.found, known.found)
                 self._region_id = region.region_id
-                blocks = tuple(map(int, block_ids[known.asked : known.asked + len(slots)]))
+                ids = block_ids[known.asked : known.asked + len(slots)]
+                blocks = tuple(ids) if type(ids[0]) is int else tuple(map(int, ids))  # as msgpack takes them
                 generations = tuple(lease.generations[first : first + num_blocks])
                 op = CopyOp(next(self._op_ids), request_id, blocks, slots, generations, layerwise)
                 self._loads[op.op_id] = LoadingOp(op, known.asked, lease, region.slot_bytes, time.monotonic())
