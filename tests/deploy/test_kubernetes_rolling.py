@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import pytest
 from node_rig import ROOT
@@ -25,10 +25,10 @@ CLIENTS: Final = 4
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Two models that answer differently, under one name."""
-    other = LlamaConfig(**{**SIZES, "rope_theta": 500.0})
+    sizes: dict[str, Any] = {**SIZES, "rope_theta": 500.0}
     return [
         save_checkpoint(tmp_path_factory.mktemp("first")),
-        save_checkpoint(tmp_path_factory.mktemp("second"), config=other),
+        save_checkpoint(tmp_path_factory.mktemp("second"), config=LlamaConfig(**sizes)),
     ]
 
 
