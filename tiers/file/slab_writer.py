@@ -176,7 +176,9 @@ class SlabWriter:
 
         None: every extent is being written. OSError: an extent could not be emptied.
         """
-        if self.growth.ask_again():  # once: below, each extent without space is withheld
+        if (
+            self.growth.retry_at is not None and self.growth.ask_again()
+        ):  # once: below, what lacks space is withheld
             with self.lock:
                 self.blocks.offer()
         while True:
@@ -238,7 +240,7 @@ class SlabWriter:
         records = [record for part in parts for record in part.records]
         payloads = [payload for part in parts for payload in part.payloads]
         are_new = [part.is_new for part in parts for _ in part.records]
-        done: list[SlotRun] = []
+        done: list[list[SlotRun]] = []  # runs that lie side by side, together
         stamps: list[bytes] = []
         failure: Outcome | None = None
         try:
@@ -246,7 +248,7 @@ class SlabWriter:
                 part = slice(len(stamps), len(stamps) + sum(run.size for run in group))
                 hidden, part_stamps = self.codec.hide(records[part], payloads[part])
                 self.payload.write(self.file.superblock.payload_offset(group[0].first), hidden)
-                done, stamps = [*done, *group], [*stamps, *part_stamps]
+                done, stamps = [*done, group], [*stamps, *part_stamps]
         except OSError as error:
             _log.debug("[file] %s: %s while writing payloads", self.file.path, error)
             failure = _outcome_of(error)
@@ -258,11 +260,12 @@ class SlabWriter:
             return [], _outcome_of(error)
 
     def _commit(
-        self, runs: Sequence[SlotRun], records: Sequence[BlockRecord], stamps: Sequence[bytes]
+        self, groups: Sequence[list[SlotRun]], records: Sequence[BlockRecord], stamps: Sequence[bytes]
     ) -> list[Outcome]:
         """Write the entries of stored payloads and make them findable."""
-        if not runs:
+        if not groups:
             return []
+        runs = [run for group in groups for run in group]
         if self.sync:
             self.sync()
         slots = [slot for run in runs for slot in run.slots]
@@ -276,8 +279,8 @@ class SlabWriter:
         on_disk = self.codec.seal_rows(rows)
         done = 0
         try:
-            for group in self._adjacent(runs):
-                size = sum(run.size for run in group)
+            for group in groups:
+                size = sum([run.size for run in group])
                 rows_at = self.file.superblock.row_offset(group[0].first)
                 write_all(self.io, self.file.fd, [slab.byte_view(on_disk[done : done + size])], rows_at)
                 done += size
