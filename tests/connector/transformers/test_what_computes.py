@@ -382,7 +382,8 @@ def test_a_pass_of_ones_own_under_something_else_leaves_nothing_of_its_cache(ope
             model(TOKENS, **cache_option(model, other))
         model(TOKENS, **cache_option(model, cache))
         kv.store(TOKENS, cache)  # what became of its copy is no matter of its own
-        assert kv.load(TOKENS)[1] == HELD
+        # … but weights that counted a change are read by the next call alone
+        assert kv.load(TOKENS)[1] == (0 if between == "copied_over" else HELD)
         assert pickle.loads(pickle.dumps(cache)).get_seq_length() == 70
 
 
