@@ -174,10 +174,13 @@ class Model:
             identity = replace(identity, revision=f"sha256:{told.hexdigest()}")
         return with_lossy(form.named(identity), config.lossy, form.block_bytes)
 
-    def require_same(self) -> None:
-        """RequestError unless the model computes what it did when `identity` was asked last."""
+    def require_same(self, *, in_pass: bool = False) -> None:
+        """RequestError unless the model computes what it did when `identity` was asked last.
+
+        `in_pass`: wait for no device.
+        """
         live = self._live
-        if not live.holds():
+        if not live.holds(in_pass=in_pass):
             live.look()
         if live.refusal is not None:
             raise RequestError(f"the engine's model was changed: {live.refusal}")

@@ -104,12 +104,12 @@ class LiveModel:
         self.variant: bytes | None = None
         self._look(parts)
 
-    def holds(self) -> bool:
+    def holds(self, *, in_pass: bool = False) -> bool:
         """Whether nothing shows that the model computes anything else than when it was last looked at.
 
-        Looks at structure alone, in microseconds; see `ModelWatch`.
+        Looks at structure alone, in microseconds; see `ModelWatch`. `in_pass`: waits for no device.
         """
-        return self._watch.holds()
+        return self._watch.holds(in_pass=in_pass)
 
     def look(self) -> None:
         """Find out what the model computes now. Reads its weights if they may have changed."""

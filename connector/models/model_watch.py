@@ -47,13 +47,16 @@ class TensorWatch:
         self._far = list(_alike(each for each in self._placed if each.device.type != "cpu"))
         self._far_found = self._far_values()
 
-    def holds(self) -> bool:
-        """Whether nothing shows a change. RuntimeError if a tensor has lost its memory."""
+    def holds(self, *, in_pass: bool = False) -> bool:
+        """Whether nothing shows a change. RuntimeError if a tensor has lost its memory.
+
+        `in_pass`: wait for no device.
+        """
         return (
             sum(map(_VERSION, self._counted)) == self._num_changes
             and list(map(_PLACE, self._placed)) == self._places  # so the elements are where they were
             and list(map(_VALUE, self._values)) == self._found
-            and (not self._far or self._far_values() == self._far_found)
+            and (in_pass or not self._far or self._far_values() == self._far_found)
         )
 
     def same_tensors(self, tensors: Mapping[str, torch.Tensor]) -> bool:
@@ -93,7 +96,7 @@ class ModelWatch:
         # an adapter may be put into larger tensors, which have zeros in the middle
         self.others = TensorWatch({str(number): each for number, each in enumerate(kept)}, with_first=True)
 
-    def holds(self) -> bool:
+    def holds(self, *, in_pass: bool = False) -> bool:
         """Whether nothing shows a change. Values of tensors are hardly looked at: see `TensorWatch`."""
         try:
             entries = gc.get_referents(*self._tables)
@@ -103,8 +106,8 @@ class ModelWatch:
                 and all(entries[i] is self._entries[i] for i in self._single)
                 and self._look_around() == self._around
                 and self._same_attributes()
-                and self.base.holds()
-                and self.others.holds()
+                and self.base.holds(in_pass=in_pass)
+                and self.others.holds(in_pass=in_pass)
             )
         except (
             RuntimeError,
