@@ -270,7 +270,8 @@ def test_weights_changed_in_place_find_and_leave_nothing_under_the_old_name(
 
 def test_each_matrix_of_each_layer_changed_past_the_counters_shows() -> None:
     auto: Any = AutoModelForCausalLM
-    model = auto.from_config(LlamaConfig(**{**SIZES, "num_hidden_layers": 12}))
+    sizes: dict[str, Any] = {**SIZES, "num_hidden_layers": 12}
+    model = auto.from_config(LlamaConfig(**sizes))
     base = base_tensors(parts_of(model))
     watch = ModelWatch(model, base)
     for number, weight in enumerate(base.values()):
