@@ -230,6 +230,31 @@ def test_a_tier_that_is_absent_at_start_attaches_later(story: Story, caplog: pyt
     assert port.lookup(HASHES) == 2
 
 
+@pytest.mark.parametrize("refusal", [None, ConfigError("[file] size: too small")])
+def test_a_tier_that_hangs_as_it_opens_attaches_once_it_answers(
+    story: Story, caplog: pytest.LogCaptureFixture, refusal: ConfigError | None
+) -> None:
+    gate, tier = Event(), full_tier()
+
+    def hung() -> Tier:
+        assert gate.wait(60)
+        if refusal is not None:
+            raise refusal
+        return tier
+
+    port = story.port(hung, deadline=0.01)  # nobody waits for it any longer than some of these
+    assert "has not opened within 0.05 s" in (port.wanting or "")
+    assert (port.lookup(HASHES), write(port, 0)) == (0, [Outcome.BREAKER_OPEN])
+    gate.set()
+    if refusal is not None:
+        wait_until(lambda: "file tier stays off: [file] size: too small" in caplog.text)
+        return
+    wait_until(lambda: port.tier is tier)
+    story.probe(port)
+    assert port.lookup(HASHES) == 4
+    assert port.wanting is None
+
+
 def test_what_the_user_must_mend_is_raised_at_start_and_never_later(story: Story) -> None:
     def misconfigured() -> MemoryTier:
         raise ConfigError("too small")
