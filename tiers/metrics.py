@@ -142,7 +142,10 @@ class Metrics:
         self._missed: dict[str, Counter] = {}  # by reason
 
     def looked_up(
-        self, found: "Found", missing: Outcome | None = Outcome.ABSENT, causes: Mapping[tuple[str, str], int] | None = None
+        self,
+        found: "Found",
+        missing: Outcome | None = Outcome.ABSENT,
+        causes: Mapping[tuple[str, str], int] | None = None,
     ) -> None:
         """One lookup's blocks, by the tier that had each when it began, and those that none had.
 

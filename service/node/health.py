@@ -58,7 +58,6 @@ class Health:
             self._asked_at = self._clock()
         return [each for each in self.wanting if each.part not in before]
 
-
     def _ask(self) -> Iterator[Wanting]:
         """A disk may hang for ever: then nothing else waits for it, and it is not asked again before it answers."""
         for name, module in lower_modules():
