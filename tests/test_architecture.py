@@ -144,6 +144,7 @@ EXPLAINED: Final = {
     "tiers/pool/core.py": "one extension module: its classes call one another in C",
     "tiers/pool/core.py:SlotCore": "all that happens to a slot, over one set of arrays; pools are verbs over it",
     "tiers/returns/returns.py:heard": "what is known of one end, by what was looked up before",
+    "tiers/hierarchy/io_queue.py:run:except": "what work on a thread of its own raises is whose future it is",
     "tiers/hierarchy/io_queue.py:_work:except": "top of the worker loop: a failed end is logged, the thread lives on",
     "tiers/hierarchy/io_queue.py:_result:except": "a job that raises is counted, the thread lives on",
     "service/router/replicas.py:look:except": "whatever a replica says, it is looked at again",

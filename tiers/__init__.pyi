@@ -79,6 +79,7 @@ __all__ = [
     "KVMismatch",
     "KVTierError",
     "KeepsKVProbe",
+    "LastRoom",
     "Lineage",
     "Locates",
     "Metrics",

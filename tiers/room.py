@@ -43,7 +43,7 @@ class LastRoom:
             return self._told
 
     def _look_again(self) -> None:
-        found: Sequence[StoragePlace] = ()
+        found: tuple[StoragePlace, ...] = ()
         try:
             found = tuple(self._look())
         finally:

@@ -145,7 +145,7 @@ def test_every_command_has_the_options_of_a_program_that_imports_all_at_once(
 
 
 def test_what_is_no_model_is_told_before_torch_is_imported() -> None:
-    program = f"""
+    program = """
 import atexit, sys
 sys.argv = ["kvtier", "generate", "--model", "/nope", "--prompt", "a"]
 atexit.register(lambda: print("torch" in sys.modules))

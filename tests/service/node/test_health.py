@@ -16,7 +16,9 @@ from service_rig import FINGERPRINT, attach, fill, load, records, store, wanted
 from kvtier.service.command_line import Exit
 from kvtier.service.node import daemon as daemons
 from kvtier.service.node import health as healths
+from kvtier.tiers.config.config import Config
 from kvtier.tiers.file.store import FileStore
+from kvtier.tiers.finding import Finding
 
 
 @pytest.fixture(autouse=True)
@@ -93,8 +95,13 @@ def test_a_directory_that_hangs_is_named_and_the_rest_is_looked_at(
     home: Path, disk_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = Event()
+
+    def answers(config: Config) -> list[Finding]:
+        assert gate.wait(60)
+        return []
+
     monkeypatch.setattr(healths, "_PATIENCE", 0.1)
-    monkeypatch.setattr("kvtier.tiers.file.opening.answers", lambda config: [] if gate.wait(60) else [])
+    monkeypatch.setattr("kvtier.tiers.file.opening.answers", answers)
     with standalone() as redis:
         served = ServedDaemon(home / "s", file={"path": disk_dir}, redis={"url": redis.url})
         try:

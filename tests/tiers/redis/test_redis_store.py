@@ -581,7 +581,7 @@ def test_a_server_of_http_is_no_redis() -> None:
 
     with ThreadingTCPServer(("127.0.0.1", 0), Refuses) as web:
         Thread(target=web.serve_forever, daemon=True).start()
-        address = "127.0.0.1:{}".format(web.server_address[1])
+        address = f"127.0.0.1:{web.server_address[1]}"
         with pytest.raises(TierUnavailable, match=f"no Redis answers at {address}; name a Redis server's port"):
             open_store(f"redis://{address}")
         (found,) = check_redis(Config(redis={"url": f"redis://{address}"}).redis)
