@@ -10,7 +10,7 @@ from kvtier.tiers import ChainHash
 from kvtier.tiers.compiled import extension
 from kvtier.tiers.config import compiled_setting
 from kvtier.tiers.pool import core as interpreted
-from kvtier.tiers.pool.names import NAME_MIX, to_words
+from kvtier.tiers.pool.changes import NAME_MIX, to_words
 from kvtier.tiers.returns import TAIL_NAMES, UNTOLD, LruRival, RequestEnd, Returns, ToldEnd
 
 if TYPE_CHECKING:
