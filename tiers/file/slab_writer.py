@@ -176,9 +176,7 @@ class SlabWriter:
 
         None: every extent is being written. OSError: an extent could not be emptied.
         """
-        if (
-            self.growth.retry_at is not None and self.growth.ask_again()
-        ):  # once: below, what lacks space is withheld
+        if self.growth.retry_at is not None and self.growth.ask_again():  # once: below, what lacks space is withheld
             with self.lock:
                 self.blocks.offer()
         while True:

@@ -14,7 +14,7 @@ from .departures import (
     why_gone,
 )
 from .lease import FILLING, READY, Places, Reservation
-from .policy import MAX_CHILDREN, make_child_index, make_core, make_index
+from .policy import MAX_CHILDREN, lease_type, make_child_index, make_core, make_index
 from .pool import SlotPool
 
 __all__ = [
@@ -39,6 +39,7 @@ __all__ = [
     "Slots",
     "Words",
     "causes_of",
+    "lease_type",
     "make_child_index",
     "make_core",
     "make_index",

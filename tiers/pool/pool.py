@@ -15,7 +15,7 @@ from kvtier.tiers.pool.changes import ChangeLog, Slots
 from kvtier.tiers.pool.core import Lease
 from kvtier.tiers.pool.departures import EVICTED_CODE, REMOVED, RESET, Departures
 from kvtier.tiers.pool.lease import FILLING, QUARANTINED, Places, PoolCounts, Reservation, picked
-from kvtier.tiers.pool.policy import ended, form, learned, make_core
+from kvtier.tiers.pool.policy import ended, form, learned, lease_type, make_core
 from kvtier.tiers.returns import RequestEnd, ToldEnd
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class SlotPool:
         self._dropped: deque[Lease | Reservation] = deque()
         self.num_leaked = 0  # leases that were dropped, not released; counted by the verb after
         module = form()
-        self._lease: type[Lease] = module.Lease
+        self._lease = lease_type()
         self._on_release: Callable[[Lease, bool], None] = module.Releaser(self._lock, self._core, self._dropped)
 
     @property
