@@ -39,6 +39,7 @@ _FAILURES: Final = frozenset({Outcome.IO_ERROR, Outcome.TIMEOUT})  # what a brea
 _CORRUPTION: Final = frozenset({Outcome.CHECKSUM, Outcome.KEY_MISMATCH})
 _MAX_QUEUED: Final = 4096  # jobs per tier
 _OPENING: Final = 5  # deadlines that it may take: all names of a slab are read
+_LEAST: Final = 2.0  # seconds for it, however short these are
 _SENT: Final = 1 << 17  # blocks stored in a tier that tells nobody what it drops: so many are remembered
 
 
@@ -112,7 +113,7 @@ class TierPort:
             direction: Breaker(settings.failures, settings.retry_after, clock) for direction in _DIRECTIONS
         }
         self.tier: Tier | None = None
-        self._attach_in_time(_OPENING * settings.deadline)
+        self._attach_in_time(max(_LEAST, _OPENING * settings.deadline))
         self.queue = IoQueue(name, settings.num_threads, _MAX_QUEUED, clock, settings.joined)
 
     def lookup(self, hashes: Sequence[ChainHash]) -> int:
@@ -254,8 +255,9 @@ class TierPort:
         """Expire what is late and send the probe that is due. Cheap; called from every engine-facing call."""
         queue = self.queue
         if (queue.running or queue.urgent or queue.normal) and queue.expire():
-            patience, count = self.settings.deadline, self.settings.num_threads
-            self._trip(TierUnavailable(f"all its {count} threads hang, in calls of over {patience:g} s"))
+            if any(breaker.closed for breaker in self.breakers.values()):
+                patience, count = self.settings.deadline, self.settings.num_threads
+                self._trip(TierUnavailable(f"all its {count} threads hang, in calls of over {patience:g} s"))
             return  # a probe would find no thread: as soon as a call ends, one is sent
         for direction in _DIRECTIONS:
             breaker = self.breakers[direction]

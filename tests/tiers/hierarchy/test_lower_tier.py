@@ -9,6 +9,7 @@ import pytest
 from doubles import SLOT_BYTES, FakeClock, MemoryTier, chain_of, payload_of, record_of, wait_until
 
 from kvtier.tiers.errors import ConfigError, TierUnavailable
+from kvtier.tiers.hierarchy import lower_tier
 from kvtier.tiers.hierarchy.lower_tier import PortSettings, TierPort
 from kvtier.tiers.hierarchy.rates import Rates
 from kvtier.tiers.metrics import Metrics
@@ -232,8 +233,12 @@ def test_a_tier_that_is_absent_at_start_attaches_later(story: Story, caplog: pyt
 
 @pytest.mark.parametrize("refusal", [None, ConfigError("[file] size: too small")])
 def test_a_tier_that_hangs_as_it_opens_attaches_once_it_answers(
-    story: Story, caplog: pytest.LogCaptureFixture, refusal: ConfigError | None
+    story: Story,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    refusal: ConfigError | None,
 ) -> None:
+    monkeypatch.setattr(lower_tier, "_LEAST", 0.0)
     gate, tier = Event(), full_tier()
 
     def hung() -> Tier:
