@@ -1,7 +1,9 @@
 """A name follows what computes the KV: adapters, weights changed in place, hooks and foreign code, at every call."""
 
+import copy
 import functools
 import logging
+import pickle
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -15,7 +17,7 @@ from kv_tier_rig import GREEDY, Open, tiers_over
 from tiny_models import plain, prompt
 from torch.nn.modules.module import register_module_forward_hook
 
-from kvtier.connector.models import cache_option
+from kvtier.connector.models import cache_option, without_adapters
 from kvtier.connector.transformers.adapter import KVTier
 
 TOKENS = torch.tensor([prompt(1, 70)])
@@ -280,6 +282,111 @@ def test_weights_that_change_while_a_call_runs_leave_nothing(open_tier: Open) ->
     assert answered(open_tier(bare())) == 0
 
 
+# there and back
+
+
+@contextmanager
+def switched(model: Any) -> Iterator[None]:
+    layers = [each for each in model.modules() if isinstance(each, LoraLinear)]
+    each(layers, active=["b"])
+    yield
+    each(layers, active=["a"])
+
+
+@contextmanager
+def disabled(model: Any) -> Iterator[None]:
+    with without_adapters(model):
+        yield
+
+
+@contextmanager
+def copied_over(model: Any) -> Iterator[None]:
+    first = {name: weight.clone() for name, weight in model.named_parameters()}
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(1.3)
+        yield
+        for name, weight in model.named_parameters():
+            weight.copy_(first[name])
+
+
+def adapted() -> Any:
+    model = bare()
+    with_adapters(model, a=1, b=2)
+    return model
+
+
+def passed(kv: KVTier, between: Any, step: int, **decoding: Any) -> torch.Tensor:
+    """A call of `generate` in whose middle, for some passes from that step on, something is and then is not."""
+    steps, stack = [0], ExitStack()
+
+    def look(_: Any, scores: torch.Tensor) -> torch.Tensor:
+        steps[0] += 1
+        if steps[0] == step:
+            stack.enter_context(between(kv.model))
+        if steps[0] == step + (6 if "prompt_lookup_num_tokens" in decoding else 1):  # guesses are looked at together
+            stack.close()
+        return scores
+
+    options: dict[str, Any] = {**GREEDY, "max_new_tokens": 40, **decoding}
+    made: torch.Tensor = kv.generate(TOKENS, **options, logits_processor=[look])
+    assert steps[0] > step
+    return made[:1]
+
+
+DECODING: list[dict[str, Any]] = [{"num_beams": 2}, {"do_sample": True, "num_return_sequences": 2}]
+
+
+@pytest.mark.parametrize(
+    ("between", "decoding"),
+    [
+        *[(each, {}) for each in ("switched", "disabled", "copied_over", "hooked")],
+        ("disabled", {"prompt_lookup_num_tokens": 3}),
+        *brief([], [(each, decoding) for each in ("switched", "hooked") for decoding in DECODING]),
+    ],
+)
+def test_what_changes_in_a_call_and_is_put_back_leaves_nothing_of_it(
+    open_tier: Open, caplog: pytest.LogCaptureFixture, between: str, decoding: dict[str, Any]
+) -> None:
+    kv = open_tier(adapted())
+    for _ in range(2):  # the second one goes on behind what is kept
+        torch.manual_seed(0)
+        made = passed(kv, globals()[between], 7, **decoding)
+        again = torch.cat([made, TOKENS[:, :9]], dim=1)
+        found = kv.num_cached_tokens
+        assert kv.load(again)[1] == found
+        dropped = [value for name, value in kv.stats().items() if "store_dropped" in name and "unsupported" in name]
+        assert sum(dropped) > 0
+        kv.generate(TOKENS, **GREEDY)
+    assert kv.load(TOKENS)[1] == HELD  # what came behind it is kept as ever
+    assert "in whose middle the model's weights, adapters or code changed" in caplog.text
+
+
+@pytest.mark.parametrize("between", brief(["disabled"], ["switched", "disabled", "copied_over", "hooked"]))
+def test_a_pass_of_ones_own_under_something_else_leaves_nothing_of_its_cache(open_tier: Open, between: str) -> None:
+    kv = open_tier(adapted())
+    model = kv.model
+    with torch.inference_mode():
+        for copied_cache in (False, True):
+            cache, _ = kv.load(TOKENS)
+            cache = copy.deepcopy(cache) if copied_cache else cache
+            model(TOKENS[:, :30], **cache_option(model, cache))
+            with globals()[between](model):
+                model(TOKENS[:, 30:50], **cache_option(model, cache))
+            model(TOKENS[:, 50:], **cache_option(model, cache))
+            kv.store(TOKENS, cache)
+            assert kv.load(TOKENS)[1] == 0
+        cache, _ = kv.load(TOKENS)
+        other = copy.deepcopy(cache)
+        with globals()[between](model):
+            model(TOKENS, **cache_option(model, other))
+        model(TOKENS, **cache_option(model, cache))
+        kv.store(TOKENS, cache)  # what became of its copy is no matter of its own
+        # … but weights that counted a change are read by the next call alone
+        assert kv.load(TOKENS)[1] == (0 if between == "copied_over" else HELD)
+        assert pickle.loads(pickle.dumps(cache)).get_seq_length() == 70
+
+
 # hooks and foreign code
 
 
@@ -446,6 +553,19 @@ def test_a_model_that_computes_something_else_is_kept_apart_with_one_warning(
     warnings = [record.message for record in caplog.records if record.name == "kvtier.connector.opening"]
     assert len(warnings) == 2  # one for each start of the odd one
     assert all("the KV kept under this model's name was computed otherwise" in each for each in warnings)
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_a_model_that_computes_nan_starts_and_is_kept_apart(
+    open_tier: Open, caplog: pytest.LogCaptureFixture, number: float
+) -> None:
+    model = bare()
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight[0, 0] = number
+    assert [answered(open_tier(model)) for _ in range(2)] == [0, HELD]
+    warnings = [record.message for record in caplog.records if record.name == "kvtier.connector.opening"]
+    assert len(warnings) == 2
+    assert all("this model computes NaN or infinity of a few plain tokens" in each for each in warnings)
 
 
 def test_a_merged_layer_is_itself_again(open_tier: Open) -> None:
