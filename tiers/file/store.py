@@ -18,6 +18,7 @@ from kvtier.tiers import (
     ConfigError,
     Direction,
     Encryption,
+    LastRoom,
     Lineage,
     Outcome,
     StoragePlace,
@@ -94,6 +95,7 @@ class FileStore:
         )
         self._tail = TailGiver(io, file, self._blocks, self._lock, self._calls)
         self._recover()
+        self.room = LastRoom(self._room, self._room()).told
 
     @classmethod
     def open(
@@ -275,8 +277,8 @@ class FileStore:
         counts |= {"recovered": self.num_recovered, "queue_refused": self._payload.num_refused}
         return {**counts, "slots": self.superblock.num_slots}
 
-    def room(self) -> list[StoragePlace]:
-        """As `TellsRoom`: the slab's file system, as `df` counts it, and what the slab takes of it."""
+    def _room(self) -> list[StoragePlace]:
+        """The slab's file system, as `df` counts it, and what the slab takes of it. Waits for the disk."""
         with suppress(OSError):
             disk, taken = os.statvfs(self.path.parent), os.stat(self.path).st_blocks * _SECTOR
             used = (disk.f_blocks - disk.f_bfree) * disk.f_frsize
