@@ -14,8 +14,10 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Final
+from unittest.mock import patch
 
 import _report
 import numpy as np
@@ -36,6 +38,8 @@ PATTERNS: Final = ("slots", "both")  # what is scattered: L2 slots alone, or L1 
 RATIO: Final = 0.9
 RATIO_FROM: Final = 128 * KIB
 BUSY_GBPS: Final = 0.8
+
+GIL_SIZES: Final = [size * KIB for size in (4, 16, 64, 256, 1024, 4096)]
 
 WAYS: Final = {"compiled": "", "Python alone": "off"}  # → KVTIER_COMPILED
 
@@ -61,7 +65,10 @@ class Pools:
             self.l1 = BlockPool(shape, self.num_blocks).tensor
         self.region = HostRegion.allocate(self.num_blocks, self.block_bytes)
         self.region.wait_prefaulted()
-        self.stream = HostCopyStream(self.l1, self.region)
+        self.streams = {}
+        for way in ways():
+            with patch.dict(os.environ, {"KVTIER_COMPILED": WAYS[way]}):
+                self.streams[way] = HostCopyStream(self.l1, self.region)
 
     def batch(self, pattern: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Random distinct L2 slots, and L1 blocks that are as random, or a run such as an idle pool hands out."""
@@ -72,8 +79,9 @@ class Pools:
         return self.rng.permutation(self.num_blocks)[:count], slots
 
     def close(self) -> None:
-        """Stop the stream and give the memory back."""
-        self.stream.close(10)
+        """Stop the streams and give the memory back."""
+        for stream in self.streams.values():
+            stream.close(10)
         self.region.close()
 
 
@@ -86,16 +94,6 @@ def stream_copy(stream: CopyStream, direction: str) -> Copy:
             raise RuntimeError(event.error or "the copy hangs")
 
     return copy
-
-
-def by_way(copy: Copy, setting: str) -> Copy:
-    """The copy with extension modules, or without."""
-
-    def set_and_copy(blocks: NDArray[np.int64], slots: NDArray[np.int64]) -> None:
-        os.environ["KVTIER_COMPILED"] = setting
-        copy(blocks, slots)
-
-    return set_and_copy
 
 
 def cpu_limits(pools: Pools, direction: str) -> dict[str, Copy]:
@@ -152,8 +150,7 @@ def measure(block_bytes: int, rounds: int, *, is_ordinary: bool = False) -> Iter
             limits = cpu_limits(pools, direction)
             if is_ordinary:
                 del limits["np.take"]  # its target is one run: no copy of scattered blocks
-            ours = stream_copy(pools.stream, direction)
-            copies = {way: by_way(ours, WAYS[way]) for way in ways()}
+            copies = {way: stream_copy(stream, direction) for way, stream in pools.streams.items()}
             seconds = timings(pools, {**copies, **limits}, rounds, pattern)
             best = min(limits, key=lambda name: float(np.median(seconds[name][0])))
             for way in copies:
@@ -171,7 +168,6 @@ def measure(block_bytes: int, rounds: int, *, is_ordinary: bool = False) -> Iter
 
 def ways() -> list[str]:
     """Those there are here."""
-    os.environ["KVTIER_COMPILED"] = WAYS["compiled"]
     return [way for way in WAYS if way != "compiled" or memory.is_compiled()]
 
 
@@ -180,10 +176,40 @@ def measure_busy(rounds: int, way: str) -> float:
     pools = Pools(128 * KIB)
     try:
         with busy_thread():
-            copies = {"kvtier": by_way(stream_copy(pools.stream, "load"), WAYS[way])}
+            copies = {"kvtier": stream_copy(pools.streams[way], "load")}
             return gbps(pools, timings(pools, copies, rounds, "both")["kvtier"])
     finally:
         pools.close()
+
+
+def measure_gil(rounds: int) -> Iterator[dict[str, object]]:
+    """Wall time of one compiled copy of one to many blocks of 4 KiB, with the GIL kept and given up, µs.
+
+    The median with no other thread, and the mean beside a busy one: some copies then wait for 5 ms.
+    """
+    copy_blocks, blocks = memory.compiled_blocks_copy(), np.ones((2, 4096, 4 * KIB), np.uint8)
+    if copy_blocks is None:
+        return
+    for num_bytes in GIL_SIZES:
+        places = np.arange(num_bytes // (4 * KIB), dtype=np.int64)[::-1].copy()
+        row: dict[str, object] = {
+            "device": "cpu",
+            "block_kib": num_bytes // KIB,
+            "direction": "load",
+            "way": "compiled",
+        }
+        for beside in ("idle", "busy"):
+            took: dict[str, list[float]] = {"kept": [], "given up": []}
+            with busy_thread() if beside == "busy" else nullcontext():
+                for _ in range(20 * rounds):
+                    for gil, times in took.items():
+                        begun = time.perf_counter()
+                        kept = num_bytes if gil == "kept" else 0
+                        copy_blocks(blocks[0], places, blocks[1], places, 0, 4 * KIB, True, gil_bytes=kept)
+                        times.append(1e6 * (time.perf_counter() - begun))
+            middle = np.median if beside == "idle" else np.mean
+            row |= {f"{beside}, GIL {gil}, us": round(float(middle(times)), 1) for gil, times in took.items()}
+        yield row
 
 
 def target_of(row: dict[str, object]) -> str:
@@ -214,6 +240,7 @@ def main() -> int:
         busy_row: dict[str, object] = {"device": "cpu", "block_kib": 128, "direction": "load"}
         rows.append(busy_row | {"scattered": "both, busy thread", "way": way, "kvtier_gbps": busy})
         targets.append(_report.Target(f"{way}: GB/s beside a busy Python thread", BUSY_GBPS, busy, False))
+    rows += measure_gil(rounds)
     return _report.report("copy_bandwidth", rows, targets, options.json, options.save)
 
 

@@ -9,7 +9,7 @@ from .plan import CopyOp, StepPlan, WorkerReport
 from .request import Answered, BlockChain, ConnectedRequest, Request
 from .scheduler import ConnectorUpdate, SchedulerSide
 from .states import ClosedChain, StatePieces
-from .turn import Turn
+from .turn import Turn, Turns
 from .worker import WorkerSide
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "StatePieces",
     "StepPlan",
     "Turn",
+    "Turns",
     "WorkerReport",
     "WorkerSide",
     "best_child",

@@ -13,11 +13,23 @@ if TYPE_CHECKING:
 _CUSTOMARY: Final = ("type", "function", "name", "description", "parameters", "properties", "required")
 _KNOWN: Final = frozenset(_CUSTOMARY)
 _ROLES: Final = ("system", "developer")
+_SYSTEM: Final = ("system", "instructions")  # outside of the messages: of Anthropic's bodies, and the Responses API's
+_DAY: Final = r"(?:mon|tues|wednes|thurs|fri|satur|sun)day|(?:mon|tue|wed|thu|fri|sat|sun)"
+_MONTH: Final = (
+    r"(?:jan(?:uary)?|feb(?:ruary)?|mar(?:ch)?|apr(?:il)?|may|june?|july?|aug(?:ust)?|sept?(?:ember)?|oct(?:ober)?"
+    r"|nov(?:ember)?|dec(?:ember)?)"
+)
 _NAMED: Final = {  # lines that are no two requests' the same, by the names that the options know
     "billing": re.compile(r"x-anthropic-billing-header:"),
+    # what says "now", then a date, a time of day or a day of the week alone: a bare number is none of them
     "date": re.compile(
-        r"(?i:(?:today|now)(?: is|:)|today(?:'s|’s)? date|(?:the )?current (?:date|time|day)|date(?: and time)?:|time:)"
-        r"(?=.{0,80}\d)"
+        rf"""(?ix:[-*•\#>_\ \t]{{0,9}}
+        (?:<(?:current[_-]?)?(?:date|time)>|(?:it|today|now)\ is|(?:today|now|date|time|date\ and\ time)[*_\ ]{{0,3}}:
+          |(?:today(?:'s|’s)?|(?:the\ )?current)\ (?:date|time|day)(?:\W{{0,3}}(?:and\W)?time)?(?:\ \(\w{{1,5}}\))?)
+        (?:[^\w\n]{{0,6}}(?:is|now|the|{_DAY})\b){{0,4}}[^\w\n]{{0,6}}
+        (?:(?:19|20)\d\d\b|\d{{4}}年|\d{{1,4}}[-/.]\d{{1,2}}[-/.]\d|\d{{1,2}}:\d\d|\d{{1,2}}\ ?[ap]\.?m\b
+          |\d{{8}}(?:\d\d)?\b|\d{{1,2}}\.?\ \w+\ (?:19|20)\d\d\b
+          |\d{{1,2}}(?:st|nd|rd|th|\.)?(?:\ of)?[-\ ]{_MONTH}\b|{_MONTH}\b[.\ ]{{0,2}}\d|(?:{_DAY})\W{{0,3}}$))"""
     ),
 }
 
@@ -35,10 +47,14 @@ class ChatPrefix:
         return cls(config.sort_tools, config.drop_lines, config.move_lines)
 
     def body(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A request's JSON with its messages and tools in that form; itself if nothing changes. Idempotent."""
-        sent = {name: body.get(name) for name in ("messages", "tools")}
-        made = {"messages": self.messages(sent["messages"]), "tools": self.tools(sent["tools"])}
-        changed = {name: value for name, value in made.items() if value is not sent[name]}
+        """A request's JSON with messages, system text and tools in that form; itself if nothing changes. Idempotent."""
+        made = {
+            "messages": self.messages(body.get("messages")),
+            "tools": self.tools(body.get("tools")),
+            "input": self.messages(body.get("input")),  # of the Responses API
+            **{name: self._content(body.get(name)) for name in _SYSTEM},
+        }
+        changed = {name: value for name, value in made.items() if value is not body.get(name)}
         return {**body, **changed} if changed else body
 
     def tools(self, tools: Any) -> Any:
@@ -61,8 +77,15 @@ class ChatPrefix:
         if not isinstance(message, Mapping) or message.get("role") not in _ROLES:
             return message
         content = message.get("content")
+        made = self._content(content)
+        return message if made is content else {**message, "content": made}
+
+    def _content(self, content: Any) -> Any:
+        """A system message's text or parts; itself if nothing changes."""
+        if not (self.drop_lines or self.move_lines):
+            return content
         made = self._parts(content) if isinstance(content, list) else self._text(content)
-        return message if made == content else {**message, "content": made}
+        return content if made == content else made
 
     def _text(self, text: Any) -> Any:
         if not isinstance(text, str):
@@ -78,11 +101,13 @@ class ChatPrefix:
                 kept, own = self._split(part["text"])
                 made[number], last = {**part, "text": "\n".join(kept)}, number
                 moved += own
-        if moved and last == len(parts) - 1:
+        if last is None or not moved:
+            return made
+        if last == len(parts) - 1:
             before = [made[last]["text"]] if made[last]["text"] else []
             made[last] = {**made[last], "text": "\n".join([*before, *moved])}
-        elif moved:
-            made.append({"type": "text", "text": "\n".join(moved)})
+        else:
+            made.append({"type": parts[last].get("type", "text"), "text": "\n".join(moved)})
         return made
 
     def _split(self, text: str) -> tuple[list[str], list[str]]:

@@ -21,9 +21,15 @@ def open_apart(
 ) -> tuple[CacheTiers, ModelIdentity]:
     """The tiers of this identity, or of the first one beside it where what is kept is what the model computes.
 
-    Returns which identity that is; its fingerprint names the blocks. Without a probe nothing is compared. Raises as
-    `open_tiers`; KVMismatch if so many namespaces are all of models that compute something else.
+    Returns which identity that is; its fingerprint names the blocks. Without a probe nothing is compared. One with NaN
+    compares with none: such models have one namespace more. Raises as `open_tiers`; KVMismatch if so many namespaces
+    are all of models that compute something else.
     """
+    if probe is not None and not probe.is_finite:
+        said = "this model computes NaN or infinity of a few plain tokens"
+        _log.warning("%s: look at its weights and dtype; its blocks are kept apart, and compared with none", said)
+        named = replace(identity, apart=_NAMESPACES)
+        return open_tiers(config, named.fingerprint(), shape, named), named
     for apart in (None, *range(1, _NAMESPACES)):
         named = replace(identity, apart=apart)
         try:

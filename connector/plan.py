@@ -1,7 +1,5 @@
 """The only thing that crosses from the scheduler side to the worker side: which blocks to copy in this step."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 import msgpack
@@ -31,7 +29,7 @@ class CopyOp:
         return len(self.device_blocks)
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class StepPlan:
     """One scheduling step's copies. `region` names the L2 region the slots belong to.
 
@@ -63,7 +61,7 @@ class StepPlan:
             raise FormatError(f"not a step plan: {error}") from error
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class WorkerReport:
     """Which ops have ended since the last report, well or badly.
 
@@ -73,12 +71,6 @@ class WorkerReport:
     finished: tuple[int, ...] = ()
     failed: tuple[int, ...] = ()
     lost: tuple[int, ...] = ()
-
-
-def plain(numbers: Sequence[int]) -> tuple[int, ...]:
-    """An engine's numbers, all of one type, as msgpack takes them."""
-    is_plain = len(numbers) > 0 and type(numbers[0]) is int
-    return tuple(numbers if is_plain else map(int, numbers))
 
 
 def _pack_ops(ops: tuple[CopyOp, ...]) -> list[list[Any]]:

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count
 from typing import Final
 
@@ -10,7 +10,7 @@ from kvtier.connector.back import Back, GroupCopy
 from kvtier.connector.partial import PartialView, best_child, is_named_by_tokens, pays, tier_of_last
 from kvtier.connector.plan import CopyOp, StepPlan, WorkerReport
 from kvtier.connector.request import Answered, ConnectedRequest, LoadingOp, Request, StoringOp
-from kvtier.tiers import L2, ChainHash, Outcome
+from kvtier.tiers import L2, ChainHash, Outcome, value
 from kvtier.tiers.hierarchy import PENDING, Attribution, CacheTiers, Claim, Ends, Filled, Pending
 from kvtier.tiers.pool import Reservation
 from kvtier.tiers.returns import RequestEnd
@@ -19,7 +19,7 @@ _LOOK_AGAIN: Final = 0.05  # seconds: a request that waits is looked up at every
 _OFFERED: Final = 2.0  # seconds a store is offered again to a daemon that answers late
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class ConnectorUpdate:
     """What a worker's report means for the engine."""
 
@@ -145,7 +145,8 @@ class SchedulerSide:
                 if view is not None and known.asked + len(slots) > view.num_own:
                     known.found_in_part = tier_of_last(claim.found, known.found)
                 self._region_id = region.region_id
-                blocks = tuple(map(int, block_ids[known.asked : known.asked + len(slots)]))
+                ids = block_ids[known.asked : known.asked + len(slots)]
+                blocks = tuple(ids) if type(ids[0]) is int else tuple(map(int, ids))  # as msgpack takes them
                 generations = tuple(lease.generations[first : first + num_blocks])
                 op = CopyOp(next(self._op_ids), request_id, blocks, slots, generations, layerwise)
                 self._loads[op.op_id] = LoadingOp(op, known.asked, lease, region.slot_bytes, time.monotonic())

@@ -3,6 +3,7 @@
 import os
 import threading
 from typing import Final, Self
+from weakref import WeakKeyDictionary
 
 from kvtier.tiers import RequestError
 
@@ -32,6 +33,11 @@ class Turn:
         return self._pid != os.getpid()
 
     @property
+    def is_mine(self) -> bool:
+        """Whether this thread has the turn."""
+        return self._holder == threading.get_ident()
+
+    @property
     def refusal(self) -> str:
         """What a fork is told."""
         why = f"this {self._what} is process {self._pid}'s, and a fork has neither its threads nor its memory"
@@ -44,7 +50,7 @@ class Turn:
 
     def __enter__(self) -> Self:
         self.require_here()
-        if self._holder == threading.get_ident():
+        if self.is_mine:
             raise RequestError(f"this {self._what} was called from inside one of its own calls; call it afterwards")
         self._wait_for(self._queue)
         try:
@@ -76,4 +82,22 @@ class Turn:
             if lock.acquire(timeout=_PATIENCE):
                 return
             if self._num_ended == num_ended:
-                raise RequestError(f"another thread has been in this {self._what} for {_PATIENCE:.0f} s; make another")
+                hung = f"another thread has been in this {self._what} for {_PATIENCE:.0f} s"
+                raise RequestError(f"{hung}; end that call, or start the process again")
+
+
+class Turns:
+    """One turn for all that change the same thing for a while, as long as it lives; in a fork another one."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._lock = threading.Lock()
+        self._turns = WeakKeyDictionary[object, Turn]()
+
+    def of(self, thing: object) -> Turn:
+        """The turn of this very thing."""
+        with self._lock:
+            turn = self._turns.get(thing)
+            if turn is None or turn.is_inherited:
+                turn = self._turns[thing] = Turn(self._what)
+            return turn

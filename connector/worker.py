@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Final
 
 import numpy as np
@@ -72,8 +73,8 @@ class WorkerSide:
             for ops, groups in zip(kinds, events, strict=True):
                 stream = self._stream if plan.region == self._region else None
                 stream = stream or self.connect(plan.region)
-                pairs = [pair for op in ops for pair in zip(op.device_blocks, op.host_slots, strict=True)]
-                blocks, slots = np.array(pairs, np.int64).T.copy()
+                columns = zip(*[(op.device_blocks, op.host_slots) for op in ops], strict=True)
+                blocks, slots = [np.array([*chain.from_iterable(column)], np.int64) for column in columns]
                 cut, after = ops is awaited and self._by_layers, None if ops is awaited else self._begun
                 for start, end in self._groups(len(blocks)) if cut else [(0, self._num_layers)]:
                     groups.append((end, stream.load(BlockCopies(blocks, slots, (start, end)), after)))
@@ -122,8 +123,9 @@ class WorkerSide:
             op_ids = [op.op_id for op in plan.stores]
             try:
                 stream = self._stream if plan.region == self._region else None
-                pairs = [pair for op in plan.stores for pair in zip(op.device_blocks, op.host_slots, strict=True)]
-                event = (stream or self.connect(plan.region)).store(BlockCopies(*np.array(pairs, np.int64).T.copy()))
+                columns = zip(*[(op.device_blocks, op.host_slots) for op in plan.stores], strict=True)
+                blocks, slots = [np.array([*chain.from_iterable(column)], np.int64) for column in columns]
+                event = (stream or self.connect(plan.region)).store(BlockCopies(blocks, slots))
             finally:
                 if event is COPIED:
                     self._finished += op_ids

@@ -323,6 +323,8 @@ class Engine:
             elif not batch.has_blended:
                 self._wait()
             samples = [] if logits is None else self.runner.sample(batch, logits)
+            if self.config.enable_prefix_caching and (batch.chunks or batch.has_blended):
+                self.model.require_same(in_pass=True)  # else what this step computed has other names than its blocks
             if batch.plan.stores:  # behind all that can fail: of a failed step nothing is kept
                 self.worker.start_store(batch.plan)  # d2h after compute, on the store stream
             if any(op.layerwise for op in batch.plan.loads):

@@ -41,6 +41,7 @@ _NOT_EXACT: Final = {
     **dict.fromkeys(_ONE_BY_ONE, "transformers' own attention of this kind has no tiles"),
 }
 _OWN_CACHE: Final = "transformers computes it over a cache of its own, token by token or in chunks"
+_TEMPERATURE: Final = "attn_temperature_tuning"
 _ENDLESS: Final = 1 << 20  # tokens of a model without K and V: nothing of it grows with the text
 
 
@@ -72,7 +73,7 @@ class Model:
         self.going_on: GoingOn | None = how_it_goes_on(module, self._form) if self.has_own_cache else None
         if not self._form.layers:
             self.max_model_len = max(self.max_model_len, _ENDLESS)
-        if getattr(self.config, "attn_temperature_tuning", False):
+        if getattr(self.config, _TEMPERATURE, False):
             self.max_model_len = min(self.max_model_len, _without_temperature(module))
 
     @classmethod
@@ -156,7 +157,7 @@ class Model:
         if config.exact and reason is not None:
             raise ConfigError(f"exact, model kind {self.kind!r}: {reason}; leave exact off")
         form = self.form(config.block_size)
-        self._live = live_model(self.module)
+        self._live = live_model(self.module, settled=[_TEMPERATURE])
         if self._live.refusal is not None:
             raise ConfigError(f"model {self.name!r}: {self._live.refusal}")
         identity = identity_of(
@@ -173,10 +174,13 @@ class Model:
             identity = replace(identity, revision=f"sha256:{told.hexdigest()}")
         return with_lossy(form.named(identity), config.lossy, form.block_bytes)
 
-    def require_same(self) -> None:
-        """RequestError unless the model computes what it did when `identity` was asked last."""
+    def require_same(self, *, in_pass: bool = False) -> None:
+        """RequestError unless the model computes what it did when `identity` was asked last.
+
+        `in_pass`: wait for no device.
+        """
         live = self._live
-        if not live.holds():
+        if not live.holds(in_pass=in_pass):
             live.look()
         if live.refusal is not None:
             raise RequestError(f"the engine's model was changed: {live.refusal}")
@@ -205,8 +209,8 @@ def _without_temperature(module: PreTrainedModel) -> int:
     """
     parts: Any = module.modules()
     for part in parts:
-        if hasattr(part, "attn_temperature_tuning"):
-            part.attn_temperature_tuning = False
+        if hasattr(part, _TEMPERATURE):
+            setattr(part, _TEMPERATURE, False)
     floor: int = module.config.floor_scale
     return floor - 1
 

@@ -70,6 +70,7 @@ TORCH_FILES: Final = (
     "connector/models/computes.py",
     "connector/models/hf_model.py",
     "connector/models/model_watch.py",
+    "connector/models/ordinary.py",
     "service/engine/process.py",
 )
 # Who imports torch and transformers when they are imported: what the extras `engine` and `transformers` are for.
@@ -85,6 +86,7 @@ FOR_ENGINES: Final = {
 # Past the budget, with the reason. The keys are the places that `test_style_budget` prints.
 EXPLAINED: Final = {
     "connector/models/hf_model.py:weights_of:except": "a quantiser's state_dict raises what it likes; one line",
+    "connector/models/ordinary.py:__init__:except": "a model's class, anybody's, raises what it likes when made anew",
     "connector/vllm/scheduler.py:__init__": "what vLLM's scheduler has, and each of it once",
     "tiers/file/store.py:open": "the tier's whole configuration; every caller names each",
     "tiers/file/store.py:FileStore": "a tier's verbs, and what it tells: children, lineage, ends, room",
@@ -99,6 +101,7 @@ EXPLAINED: Final = {
     "kvtier/cli/servers_cli.py:kvtier.service.events.publisher": "pyzmq, likewise",
     "kvtier/cli/servers_cli.py:kvtier.tiers.hierarchy.opening": "numpy and redis, which other verbs do not need",
     "kvtier/cli/servers_cli.py:kvtier.connector.models.checkpoint": "safetensors, which other verbs do not need",
+    "kvtier/cli/demo_cli.py:kvtier.connector.models.checkpoint": "the same",
     "kvtier/cli/config_cli.py:kvtier.tiers.hierarchy.opening": "numpy and redis, which other verbs do not need",
     "kvtier/cli/servers_cli.py:kvtier.service.node.daemon": "numpy and redis, which other verbs do not need",
     "service/events/publisher.py:_run:except": "top of the loop: a batch that fails is counted, the thread lives on",
@@ -144,6 +147,8 @@ EXPLAINED: Final = {
     "tiers/pool/core.py": "one extension module: its classes call one another in C",
     "tiers/pool/core.py:SlotCore": "all that happens to a slot, over one set of arrays; pools are verbs over it",
     "tiers/returns/returns.py:heard": "what is known of one end, by what was looked up before",
+    "tiers/hierarchy/io_queue.py:begun:except": "what work raises is for whoever has its future",
+    "tiers/hierarchy/io_queue.py:run:except": "the same",
     "tiers/hierarchy/io_queue.py:_work:except": "top of the worker loop: a failed end is logged, the thread lives on",
     "tiers/hierarchy/io_queue.py:_result:except": "a job that raises is counted, the thread lives on",
     "service/router/replicas.py:look:except": "whatever a replica says, it is looked at again",

@@ -13,6 +13,8 @@ sys.path.append(str(ROOT / "benchmarks"))
 
 import block_way  # noqa: E402
 
+from kvtier.tiers.compiled import extension  # noqa: E402
+
 PAGE = ROOT / "docs" / "architecture.md"
 GROWTH = 1.5  # of the saved figures: a thread that wakes up once more adds calls, another Python some
 
@@ -43,6 +45,15 @@ def test_the_three_ways_differ_as_they_should(ways: dict[str, block_way.Way]) ->
         # Memory alone: of the slab at most its mirror is asked what follows the block.
         assert {file for file in l2 if file.startswith("tiers/file/")} <= MIRROR
     assert not any(file.startswith("service/") for name, way in ways.items() if "process" in name for file in way.files)
+
+
+def test_an_l2_hit_takes_25_calls_in_ten_files(ways: dict[str, block_way.Way]) -> None:
+    """As this commit counts them; a twentieth more may come of another Python."""
+    if extension("kvtier.tiers.pool.core_compiled") is None:
+        pytest.skip("not built: `make compiled`")
+    way = ways["connector, in process: L2 hit"]
+    assert len(way.files) <= 10
+    assert way.num_calls <= 25 * 1.05, way.calls
 
 
 def test_no_way_has_grown_by_half(ways: dict[str, block_way.Way]) -> None:

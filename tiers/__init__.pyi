@@ -21,7 +21,7 @@ from .fp8 import LEAST_GROUP, MOST_GROUP, Fp8Codec, Fp8Loops, fp8_form
 from .kinds import L1, L2, MISS, TIERS, TierKind, lookup_results, lower_tiers, tier_captions
 from .lineage import Lineage, TellsLineage
 from .metrics import Metrics, Series
-from .room import StoragePlace, TellsRoom
+from .room import LastRoom, StoragePlace, TellsRoom
 from .tier import (
     BATCH_BYTES,
     Announcer,
@@ -79,6 +79,7 @@ __all__ = [
     "KVMismatch",
     "KVTierError",
     "KeepsKVProbe",
+    "LastRoom",
     "Lineage",
     "Locates",
     "Metrics",

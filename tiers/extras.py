@@ -24,6 +24,7 @@ EXTRAS: Final = {
     "ray": {"ray": "ray[serve]>=2.60"},
     "transformers": {"safetensors": "safetensors>=0.5", "torch": "torch>=2.6", "transformers": "transformers>=5.0"},
 }
+_NO_CUDA: Final = "https://download.pytorch.org/whl/cpu"
 
 
 def install_command(extra: str, *packages: str) -> str:
@@ -39,4 +40,7 @@ def require_extra(what: str, extra: str) -> None:
     """MissingPackages, if anything is that an extra brings: `what` needs it, and how to install it. Imports nothing."""
     missing = [package for package in EXTRAS[extra] if find_spec(package) is None]
     if missing:
-        raise MissingPackages(f"{what} needs {', '.join(missing)}: {install_command(extra, *missing)}") from None
+        fix = install_command(extra, *missing)
+        if "torch" in missing:  # PyPI's brings CUDA
+            fix += f"; without a GPU, first {install_command(extra, 'torch')} --index-url {_NO_CUDA}"
+        raise MissingPackages(f"{what} needs {', '.join(missing)}: {fix}") from None

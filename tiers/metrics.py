@@ -144,6 +144,7 @@ class Metrics:
         # All of them at once: Prometheus computes no rate of a series that does not exist yet.
         self._looked_up = {tier: self._lookup.labels(tier) for tier in lookup_results()}
         self._missed: dict[str, Counter] = {}  # by reason
+        self._moved: dict[tuple[str, str], tuple[Counter, Histogram | None]] = {}  # by tier and direction
 
     def looked_up(
         self,
@@ -153,8 +154,8 @@ class Metrics:
     ) -> None:
         """One lookup's blocks, by the tier that had each when it began, and those that none had.
 
-        With `missing`, a reason, the latter are counted under that as well, and what became of them, if they are
-        absent. KeyError if a name is not in the table of tiers.
+        With `missing`, a reason, the latter are counted under that, too, and if they are absent, what became of them.
+        KeyError if a name is not in the table of tiers.
         """
         counters, num_missing = self._looked_up, found.miss
         for tier, num_blocks in found.by_tier.items():
@@ -228,9 +229,12 @@ class Metrics:
 
     def moved(self, tier: str, direction: str, num_bytes: int, seconds: float) -> None:
         """One batch of payload moved between `tier` and the one above; `seconds` is its wall time."""
-        self._bytes.labels(tier, direction).inc(num_bytes)
-        if direction in _LOADS:
-            self._load_seconds.labels(tier).observe(seconds)
+        if (counters := self._moved.get((tier, direction))) is None:
+            times = self._load_seconds.labels(tier) if direction in _LOADS else None
+            counters = self._moved[tier, direction] = self._bytes.labels(tier, direction), times
+        counters[0].inc(num_bytes)
+        if counters[1] is not None:
+            counters[1].observe(seconds)
 
     def breaker(self, tier: str, direction: str, is_open: bool) -> None:
         """Whether one direction of a tier is detached now."""

@@ -63,7 +63,8 @@ class Link:
 
     def is_silent(self, now: float, seconds: float) -> bool:
         """Whether the daemon has owed an answer for so long. It owes one to a question at once, also without news."""
-        return any(since is not None and now - since >= seconds for since in (self.late_since, self.unheard_since))
+        late, unheard = next(iter(self.overdue.values()), None), self.unheard_since
+        return (late is not None and now - late >= seconds) or (unheard is not None and now - unheard >= seconds)
 
     def put(self, operation: Operation) -> None:
         """Have it sent with the next message."""

@@ -10,7 +10,7 @@ from kvtier.connector.daemon.fields import MAX_HASHES
 from kvtier.connector.daemon.messages import Ask, Cancel, News, Release, Renew, Take
 from kvtier.tiers import ChildBlock, FormatError, Metrics, Outcome
 from kvtier.tiers.hierarchy import PENDING, Attribution, Claim, Pending
-from kvtier.tiers.pool import Lease
+from kvtier.tiers.pool import Lease, lease_type
 
 ASK_AGAIN: Final = 0.05  # seconds an answer that nothing is held is good for: asking costs a message
 _ALONE_FROM: Final = 256  # blocks: so long a question is worth a message of its own
@@ -58,6 +58,7 @@ class RemoteClaims:
         self._deadline = deadline
         self._clock = clock
         self._numbers = numbers
+        self._lease = lease_type()
 
     def ask(self, claim: RemoteClaim, link: Link | None) -> bool:
         """Leave the question to the next message, which others may share. False while the welcome is due.
@@ -139,7 +140,7 @@ class RemoteClaims:
             self._given_up(claim, Outcome.TIMEOUT)
             return _empty()
         names = claim.hashes[claim.num_l1 : claim.num_l1 + len(claim.slots)]
-        lease = Lease(names, claim.slots, claim.generations, partial(released, link, claim.number))
+        lease = self._lease(names, claim.slots, claim.generations, partial(released, link, claim.number))
         link.held.add(claim.number)
         self._settle(claim)
         return lease

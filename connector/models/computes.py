@@ -4,17 +4,26 @@ import functools
 import hashlib
 import secrets
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-import xxhash
 from torch.nn.modules import module as _torch_modules
 
-from kvtier.connector.models.model_watch import ModelWatch
+from kvtier.connector.models.model_watch import (
+    OF_TORCH,
+    PASSES,
+    TORCH,
+    ModelWatch,
+    cast_to,
+    code_files,
+    configs_of,
+    interfaces,
+)
+from kvtier.connector.models.ordinary import OrdinaryModel, bytes_of
 from kvtier.tiers import ConfigError
 
 if TYPE_CHECKING:
@@ -38,8 +47,9 @@ _TUNERS: Final = frozenset(
 )
 _THROUGH: Final = ("base_layer", "original_module", "token_adapter")  # where an adapter has what it was put before
 _INTO: Final = ("base_model", "model")  # … and where PEFT's models have theirs
-_BY_LENGTH: Final = frozenset({"dynamic", "longrope"})  # kinds of RoPE
 _NOT_SETTINGS: Final = frozenset({*vars(torch.nn.Module()), "kwargs", "merged_adapters"})
+_DROPOUT: Final = torch.nn.modules.dropout._DropoutNd
+_BATCH_NORM: Final = torch.nn.modules.batchnorm._BatchNorm
 _Plain = bool | int | float | str | None
 
 
@@ -64,32 +74,42 @@ class LiveModel:
     """
 
     def __init__(
-        self, model: "PreTrainedModel", named: Callable[[], tuple[str, str]], label: str | None = None
+        self,
+        model: "PreTrainedModel",
+        named: Callable[[], tuple[str, str]],
+        label: str | None = None,
+        settled: Collection[str] = (),
     ) -> None:
         """`named` reads the model's own weights and names them. It is called now, and whenever they may have changed.
 
         `label`: the caller's name for what foreign code in the model computes. Without one such a model is refused.
+        `settled`: settings of modules that the caller changed, in a way that changes no KV.
         """
         self.model: Any = model
         self._named = named
         self._label = label
         self._kind = (model.dtype, model.device)
         parts = list(parts_of(model))
-        self.weights_name = self._weights = named()
-        """`revision` and `config_digest` of its own weights when this was made."""
-        self._hidden = digest_of_hidden(parts)
+        self._ordinary = OrdinaryModel(_own_modules(parts), settled)
+        self._weights, self._modules = named(), self._ordinary.difference(_own_modules(parts))
+        self._named_as = self._weights, self._modules
+        revision, digest = self._weights
+        if self._modules is not None:
+            revision = f"sha256:{hashlib.sha256(f'{revision} {self._modules}'.encode()).hexdigest()}"
+        self.weights_name = revision, digest
+        """`revision` and `config_digest` of its own weights when this was made, and of what is odd in its modules."""
         self._merged = _merged(parts)
         self._own: bytes | None = None  # a name that stands for these weights, until they change
         self.refusal: str | None = None
         self.variant: bytes | None = None
         self._look(parts)
 
-    def holds(self) -> bool:
+    def holds(self, *, in_pass: bool = False) -> bool:
         """Whether nothing shows that the model computes anything else than when it was last looked at.
 
-        Looks at structure alone, in microseconds; see `ModelWatch`.
+        Looks at structure alone, in microseconds; see `ModelWatch`. `in_pass`: waits for no device.
         """
-        return self._watch.holds()
+        return self._watch.holds(in_pass=in_pass)
 
     def look(self) -> None:
         """Find out what the model computes now. Reads its weights if they may have changed."""
@@ -110,6 +130,10 @@ class LiveModel:
         self._look(parts)
         self.refusal = self.refusal or unreadable
 
+    def refuse(self, why: str) -> None:
+        """What it computes has no name, until it is looked at anew."""
+        self.refusal = why
+
     def renew(self) -> None:
         """The weights may be others now, whether that shows or not: have them a name that nothing had. Reads none."""
         self._own = secrets.token_bytes(32)
@@ -124,34 +148,41 @@ class LiveModel:
             if self._label is None:
                 require_known_code(self.model, parts)
             adapters = adapters_of(parts)
+            _require_alike(self.model.device, parts)
             if self._kind != (kind := (self.model.dtype, self.model.device)):
                 was, now = (f"{dtype} on {device}" for dtype, device in (self._kind, kind))
                 raise UnnamedModelError(f"the model was {was}, and is {now} now; make another KVTier")
         except UnnamedModelError as error:
             self.refusal = str(error)
             return
-        weights = None if self._weights == self.weights_name else repr(self._weights).encode()
-        hidden = None if (digest := digest_of_hidden(parts)) == self._hidden else digest.encode()
+        self._modules = self._ordinary.difference(_own_modules(parts))
+        weights, modules = (
+            None if now == was else repr(now).encode()
+            for now, was in zip((self._weights, self._modules), self._named_as, strict=True)
+        )
         label = None if self._label is None else self._label.encode()
-        told = (self._own or weights, hidden, adapters, label)
+        told = (self._own or weights, modules, adapters, label)
         if any(each is not None for each in told):
             self.variant = hashlib.sha256(b"kvtier-variant-v1" + repr(told).encode()).digest()
 
 
 @contextmanager
 def without_adapters(model: torch.nn.Module) -> Iterator[None]:
-    """While it is open, the model computes what its own weights do. What is merged into them stays."""
-    layers: list[Any] = [
-        each for each in model.modules() if "_active_adapter" in vars(each) and not each.merged_adapters
-    ]
-    were = [layer._disable_adapters for layer in layers]
+    """While it is open, the model computes what its own weights do. What is merged into them stays.
+
+    What its modules note down meanwhile is undone.
+    """
+    modules: list[Any] = list(model.modules())
+    held: list[Any] = list(map(vars, modules))
+    were = list(map(dict, held))
     try:
-        for layer in layers:
-            layer._disable_adapters = True
+        for each in modules:
+            if "_active_adapter" in vars(each) and not each.merged_adapters:
+                each._disable_adapters = True
         yield
     finally:
-        for layer, was in zip(layers, were, strict=True):
-            layer._disable_adapters = was
+        for now, was in zip(held, were, strict=True):
+            now.update(was)
 
 
 def parts_of(model: torch.nn.Module) -> Iterator[ModelPart]:
@@ -173,6 +204,11 @@ def _parts(module: torch.nn.Module, path: str, adapter: torch.nn.Module | None) 
             yield from _parts(child, path if name == "_orig_mod" else f"{path}{name}.", owner)
 
 
+def _own_modules(parts: Iterable[ModelPart]) -> dict[str, torch.nn.Module]:
+    """The model's own modules by path, without adapters'."""
+    return {part.path[:-1]: part.module for part in parts if part.adapter is None}
+
+
 def base_tensors(parts: Iterable[ModelPart]) -> dict[str, torch.Tensor]:
     """The model's own parameters and saved buffers, without adapters', by their names in the checkpoint."""
     tensors: dict[str, torch.Tensor] = {}
@@ -192,26 +228,6 @@ def base_state(model: torch.nn.Module) -> dict[str, Any]:
         if part.adapter is None:
             part.module._save_to_state_dict(state, part.path, True)
     return state
-
-
-def digest_of_hidden(parts: Iterable[ModelPart]) -> str:
-    """xxh3-128 (hex) over the buffers that no checkpoint has: what RoPE computes with, for one.
-
-    Without those that the model itself sets anew for each text, by its length.
-    """
-    digest = xxhash.xxh3_128()
-    for part in parts:
-        kinds = vars(part.module).get("rope_type")
-        is_set_anew = not _BY_LENGTH.isdisjoint(kinds.values() if isinstance(kinds, Mapping) else [kinds])
-        if part.adapter is None and not is_set_anew:
-            for name in sorted(part.module._non_persistent_buffers_set):
-                if (buffer := part.module._buffers.get(name)) is not None:
-                    digest.update(f"{part.path}{name}".encode() + _bytes_of(buffer))
-    return digest.hexdigest()
-
-
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    return memoryview(tensor.detach().contiguous().cpu().flatten().view(torch.uint8).numpy())
 
 
 # adapters
@@ -291,7 +307,7 @@ def _digest_layer(digest: Any, own: list[ModelPart], active: list[str], names: s
         for name, tensor in [*part.module._parameters.items(), *part.module._buffers.items()]:
             if tensor is not None and (label := told(name)) is not None:
                 digest.update(f"{label} {tensor.dtype} {tuple(tensor.shape)}".encode())
-                digest.update(_bytes_of(tensor))
+                digest.update(bytes_of(tensor))
         if settings:
             for name, value in sorted(vars(part.module).items()):
                 if name not in _NOT_SETTINGS and not name.startswith("_"):
@@ -308,6 +324,8 @@ def _setting(value: Any, names: set[str], numbers: Mapping[str, str]) -> str:
         return repr(sorted(told) if isinstance(value, set | frozenset) else told)
     if isinstance(value, _Plain):
         return repr(value)
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype} {tuple(value.shape)} {bytes(bytes_of(value)).hex()}"
     return f"<{type(value).__module__}.{type(value).__qualname__}>"
 
 
@@ -331,6 +349,28 @@ def _require_known_tuner(part: ModelPart) -> None:
 # code
 
 
+def _require_alike(device: torch.device, parts: Iterable[ModelPart]) -> None:
+    """UnnamedModelError where two passes over one text differ: in another dtype, or by dropout."""
+    if (cast := cast_to(device.type)) is not None:
+        said = f"torch.autocast computes in {cast} what the model has in another dtype"
+        raise UnnamedModelError(f"{said}; leave it off, or load the model in the dtype that you want")
+    for part in parts:
+        if part.module.training and (why := _varies(part.module)) is not None:
+            place = part.path[:-1] or type(part.module).__name__
+            raise UnnamedModelError(f"{place} is in training mode with {why}, so no two passes agree; call eval()")
+
+
+def _varies(module: torch.nn.Module) -> str | None:
+    """What of a module in training mode is another one at each pass, or by what else is in the batch."""
+    if isinstance(module, _BATCH_NORM):
+        return "batch norm"
+    for name, value in vars(module).items():
+        is_share = name == "p" and isinstance(module, _DROPOUT)
+        if (is_share or "drop" in name or "jitter" in name) and isinstance(value, float) and value > 0.0:
+            return f"{name}={value}"
+    return None
+
+
 def require_known_code(model: torch.nn.Module, parts: Iterable[ModelPart]) -> None:
     """UnnamedModelError if anything but known packages' own code computes in the model: it names the first such place.
 
@@ -351,9 +391,10 @@ def require_known_code(model: torch.nn.Module, parts: Iterable[ModelPart]) -> No
     for kind, place in kinds.items():
         if _package(kind) not in _KNOWN:
             raise _unnamed(place, "a class", kind)
-        for name in ("forward", "__call__", "_call_impl"):
-            if not is_known(getattr(kind, name)):
-                raise _unnamed(place, f"another {name} in class {kind.__name__}", getattr(kind, name))
+        own = {name: value for name, value in vars(kind).items() if name != "generate"}
+        for name, value in {**own, **{name: getattr(kind, name) for name in PASSES}}.items():
+            if callable(value) and not is_known(value):
+                raise _unnamed(place, f"another {name} in class {kind.__name__}", value)
     _require_known_functions(model, kinds)
 
 
@@ -368,18 +409,21 @@ def _require_own_methods(place: str, module: torch.nn.Module) -> None:
 
 
 def _require_known_functions(model: torch.nn.Module, kinds: Iterable[type]) -> None:
-    """Of functions that the modules' code finds by name: in its file, and among transformers' ways of attention."""
-    for name in dict.fromkeys(kind.__module__ for kind in kinds):
-        if not name.startswith("transformers.models."):
-            continue
+    """Of functions that the modules' code finds by name: in its file, in torch, among transformers' interfaces."""
+    names = code_files(kinds)
+    for name in names:
         for label, value in vars(sys.modules[name]).items():
-            if isinstance(value, FunctionType | type) and not is_known(value):
+            if callable(value) and not is_known(value):
                 raise _unnamed(name, f"a {label} that was put there", value)
-    way = getattr(getattr(model, "config", None), "_attn_implementation", None)
-    from_name: Any = sys.modules.get("transformers.modeling_utils")
-    attention = None if way is None else from_name.ALL_ATTENTION_FUNCTIONS.get(way)
-    if attention is not None and not is_known(attention):
-        raise _unnamed("every layer", f"an attention {way!r}", attention)
+    for label, value in zip(TORCH, OF_TORCH(torch), strict=True):
+        if not is_known(value):
+            raise _unnamed("torch", f"a {label} that was put there", value)
+    kinds_of_way = ("_attn_implementation", "_experts_implementation")
+    ways = {getattr(each, kind, None) for each in configs_of(model) for kind in kinds_of_way} - {None}
+    for table in interfaces(names):
+        for way in ways & set(table):
+            if not is_known(table[way]):
+                raise _unnamed("every layer", f"a way {way!r} to compute", table[way])
 
 
 def is_known(value: Any) -> bool:

@@ -1,6 +1,6 @@
 """Reads from a transformers model what its KV depends on: its identity."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from kvtier.connector.models.checkpoint import config_digest_of, file_stamps, revision_of, weight_files
 from kvtier.connector.models.computes import LiveModel, base_state
 from kvtier.connector.models.length_rope import SHORT_ROPE, rope_limit
+from kvtier.connector.models.ordinary import bytes_of
 from kvtier.tiers import ConfigError
 from kvtier.tiers.naming import KVShape, ModelIdentity, config_digest
 
@@ -56,9 +57,9 @@ def identity_of(
     )
 
 
-def live_model(model: "PreTrainedModel", label: str | None = None) -> LiveModel:
-    """The model as it computes now. Reads all weights. `label`: the caller's name for what foreign code in it does."""
-    return LiveModel(model, lambda: weights_name(model), label)
+def live_model(model: "PreTrainedModel", label: str | None = None, settled: Collection[str] = ()) -> LiveModel:
+    """The model as it computes now, by its weights' name. Reads all weights. The rest as in `LiveModel`."""
+    return LiveModel(model, lambda: weights_name(model), label, settled)
 
 
 def weights_name(model: "PreTrainedModel") -> tuple[str, str]:
@@ -158,5 +159,5 @@ def weights_digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         if (place := _place(tensor)) not in seen:
             seen.add(place)
-            digest.update(memoryview(tensor.detach().contiguous().cpu().flatten().view(torch.uint8).numpy()))
+            digest.update(bytes_of(tensor))
     return digest.hexdigest()

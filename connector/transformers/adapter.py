@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Final, Self
-from weakref import WeakKeyDictionary
 
 from kvtier.tiers import (
     L2,
@@ -28,7 +27,7 @@ except ModuleNotFoundError:
     require_extra("KVTier", "transformers")
     raise
 
-from kvtier.connector import ChatPrefix, Turn, open_apart
+from kvtier.connector import ChatPrefix, Turns, open_apart
 from kvtier.connector.models import identity_of, live_model, name_of, rope_limit, weights_of, without_adapters
 from kvtier.connector.segments import Repair, WantedReuse
 from kvtier.connector.transformers.assisted import going_on_from
@@ -43,6 +42,7 @@ from kvtier.connector.transformers.calls import (
     require_rows,
     require_text,
 )
+from kvtier.connector.transformers.carried import Carried
 from kvtier.connector.transformers.endings import tell_ends
 from kvtier.connector.transformers.kv_cache import BlendedCache, blocks_of, fill, is_whole
 from kvtier.connector.transformers.padding import move_behind_padding, why_padding_shows
@@ -64,6 +64,7 @@ if int(_version.partition(".")[0]) < 5:
 
 _log = logging.getLogger(__package__)
 
+_TURNS: Final = Turns("KVTier")  # one for a model, also where an adapter library's is around it
 _CHANGED: Final = (
     "nothing is kept of a call in whose middle the model's weights, adapters or code changed; change them after it"
 )
@@ -73,9 +74,9 @@ class KVTier:
     """Keeps the KV of one transformers model: `kv.generate(...)` for `model.generate(...)`.
 
     A call whose KV blocks cannot hold (images) is generated as ever, and nothing of it is kept; so is a model's whose
-    cache they cannot hold, and all in a forked child. Calls of several threads take turns; RequestError refuses one
-    from inside another. Blocks are those of kvtier's own engine: for one checkpoint directory, dtype and block
-    size each finds what the other stored.
+    cache they cannot hold, and all in a forked child. Threads take turns with a model, also to make a `KVTier` over
+    it; RequestError refuses a call from inside another. Blocks are those of kvtier's own engine: for one checkpoint
+    directory, dtype and block size each finds what the other stored.
     """
 
     def __init__(
@@ -103,11 +104,17 @@ class KVTier:
         self.segments: SegmentCalls | None = None  # None: `[cache] segments` are off
         self._config = Config.of(config)
         self._said: set[str] = set()
-        self._roots: WeakKeyDictionary[DynamicCache, ChainHash] = WeakKeyDictionary()  # of caches that `load` made
-        self._turn = Turn("KVTier")
+        self._is_sure = True  # that the name holds what changed in the model since it was named
+        self._turn = _TURNS.of(next((each for each in model.modules() if isinstance(each, PreTrainedModel)), model))
         self._opened: CacheTiers | None = None
         self._inherited: CacheTiers | None = None  # in a forked child: its parent's, which nobody may even collect
         self._states: StateCalls | None = None  # None: the model keeps no recurrent states
+        self._carried = Carried(model)
+        with self._turn:
+            self._open(model, name, variant)
+
+    def _open(self, model: PreTrainedModel, name: str | None, variant: str | None) -> None:
+        """Measure the model, name its KV and open the tiers; none if its KV cannot be kept."""
         cache = self._config.cache
         try:
             weights_of(model)  # refused by name before anything computes with them
@@ -125,10 +132,12 @@ class KVTier:
             _log.warning("nothing is kept of this model: %s", error)
             return
         named = with_lossy(self._form.named(identity), cache.lossy, self._form.block_bytes)
-        self._opened, named = open_apart(self._config, named, self._form, self._probe(variant))
+        self._probed = self._probe() if variant is None and self._live.refusal is None else None
+        self._opened, named = open_apart(self._config, named, self._form, self._probed)
         self._fingerprint = named.fingerprint()
         self._blocks = TierBlocks(self._opened, self._root(), self._form, self._config, model.device)
-        self._blocks.follow = self._follow
+        self._carried = Carried(model)  # what the tokens of the start left is no other call's
+        self._blocks.follow, self._blocks.passing = self._follow, self._passing
         if going_on is not None:
             keeps_answers = bool(cache.store_generated)
             self._states = StateCalls(model, self._blocks, going_on, self._limit, keeps_answers=keeps_answers)
@@ -143,7 +152,8 @@ class KVTier:
         if self._config.cache.segments == "on":
             fix = "a state depends on all text before it; leave segments off"
             raise ConfigError(f'segments "on": model kind {model.config.model_type!r} keeps recurrent states; {fix}')
-        going_on = how_it_goes_on(model, self._form)
+        with self._carried.put_aside():
+            going_on = how_it_goes_on(model, self._form)
         way = "several tokens at once" if going_on.in_pieces else "one token at a time"
         _log.info("recurrent states: %s at each border; %s behind one", format_size(states.num_bytes), way)
         return going_on
@@ -206,6 +216,7 @@ class KVTier:
             self._tell_ends(call, rows, result, input_ids, said, began)
             return result
         cache = self._load(rows, wanted) if call.loads else empty_cache(self.model)
+        self._blocks.watch(cache)
         if call.num_copies > 1:
             cache.batch_repeat_interleave(call.num_copies)
         given = quantized_cache(self.model, cache, call.quantization) if call.is_quantized else cache
@@ -237,14 +248,14 @@ class KVTier:
             self._forget_last_call()
             if not self._can_hold(input_ids):
                 return empty_cache(self.model), 0
+            self._carried.forget()
             if self._states is not None:
                 rows = self._rows(input_ids)
                 loaded = self._states.load(rows, input_ids)
-                self._roots[loaded[0]] = self._blocks.root
                 self._note_cached(self._states.num_cached_tokens, len(rows))
                 return loaded
             cache = self._load(self._rows(input_ids), wanted)
-            self._roots[cache] = self._blocks.root
+            self._blocks.watch(cache)
             return cache, cache.get_seq_length()
 
     def precompute(self, texts: Sequence[Any]) -> None:
@@ -272,8 +283,9 @@ class KVTier:
     def _keep(self, input_ids: torch.Tensor, cache: DynamicCache, said: Hint | None) -> None:
         if self._can_hold(input_ids):
             rows = self._rows(input_ids)
-            if self._roots.get(cache, self._blocks.root) != self._blocks.root:
-                return self._say_once(_CHANGED)
+            if (shown := self._carried.shown) is not None:
+                way = "call load() for this text before its passes"
+                return self._refuse(input_ids, UnheldCallError(f"the model has {shown} of another call; {way}"))
             if self._states is not None:
                 if not self._states.store(rows, input_ids, cache):
                     why = "nothing is kept of a cache with other tokens than these, or without K and V"
@@ -320,10 +332,8 @@ class KVTier:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _probe(self, variant: str | None) -> KVProbe | None:
-        """What the model's own weights make of a few tokens; None if other code might show in that."""
-        if variant is not None or self._live.refusal is not None:
-            return None
+    def _probe(self) -> KVProbe:
+        """What the model's own weights make of a few tokens."""
         with without_adapters(self.model):
             return probe_of(self.model, self._form)
 
@@ -331,24 +341,58 @@ class KVTier:
         """Where the names of blocks begin that the model computes as it is now."""
         return root_hash(self._fingerprint, cache_salt=self._config.cache.cache_salt, lora_digest=self._live.variant)
 
-    def _follow(self) -> bool:
-        """Have new rows named after what the model computes now. False if that has no name."""
-        if not self._live.holds():
+    def _notice(self, *, in_pass: bool) -> None:
+        """Have new rows named after what the model computes now."""
+        if not self._live.holds(in_pass=in_pass):
+            was = self._live.variant
             self._live.look()
+            self._is_sure = not self._live.variant is was is None  # else what changed is none of what names tell
             self._blocks.root = self._root()
+
+    def _follow(self) -> bool:
+        """The same. False if that has no name."""
+        self._notice(in_pass=False)
+        if not self._is_sure:
+            self._require_same_kv()
+            self._is_sure = True
         return self._live.refusal is None
 
+    def _require_same_kv(self) -> None:
+        """Have the model refused if its own weights make other KV now than when it was named."""
+        if self._live.refusal is not None or self._probed is None:
+            return
+        try:
+            apart = self._probe().distance(self._probed)
+        except ConfigError as error:
+            return self._live.refuse(str(error))
+        if apart > self._probed.tolerance:
+            why = f"the model computes other KV than when it was named (by {apart:.2g}), and nothing in it shows why"
+            self._live.refuse(f"{why}; make another KVTier")
+
+    def _passing(self) -> ChainHash | None:
+        """Asked inside a pass: where the names begin of what it computes; None if nothing tells."""
+        if self._turn.is_mine:
+            self._notice(in_pass=True)
+            return self._blocks.root if self._is_sure and self._live.refusal is None else None
+        # a caller's own pass, with other threads about: the next call looks closer
+        is_plain = self._live.holds(in_pass=True) and self._live.refusal is None and self._carried.shown is None
+        return self._blocks.root if is_plain else None
+
     def _require_named(self) -> None:
-        """The same; UnheldCallError if it has no name."""
+        """The same; UnheldCallError if it has no name, or keeps something of another call that no name tells."""
         if not self._follow():
             raise UnheldCallError(self._live.refusal)
+        if (unknown := self._carried.unknown) is not None:
+            raise UnheldCallError(f"the model has {unknown} of another call; set it to None, as it was at the start")
 
     def _my_turn(self) -> AbstractContextManager[object]:
-        """While it is open, no other thread is in here. Without tiers there is nothing to wait for."""
-        if self._opened is not None and self._turn.is_inherited:
+        """While it is open, no other thread is in here, or makes a `KVTier` over this model."""
+        if not self._turn.is_inherited:
+            return self._turn
+        if self._opened is not None:
             self._inherited, self._opened = self._opened, None
             self._say_once(f"nothing is loaded or kept: {self._turn.refusal}")
-        return nullcontext() if self._opened is None else self._turn
+        return nullcontext()
 
     def _tell_ends(
         self, call: Call, rows: list[PromptRow], result: Any, input_ids: torch.Tensor, hint: Hint | None, began: float
@@ -382,6 +426,7 @@ class KVTier:
         except UnheldCallError as error:
             self._refuse(input_ids, error)
             return None
+        self._carried.forget()
         return call
 
     @cached_property
@@ -476,7 +521,7 @@ class KVTier:
         """Keep what is new and exact of every row. Each has `num_copies` rows in the cache, and ends before `ends`."""
         if self._limit is not None and cache.get_seq_length() > self._limit:
             return  # RoPE changed on the way
-        if not self._blocks.are_current(rows):
+        if not self._blocks.are_current(rows, cache):
             return self._say_once(_CHANGED)
         num_columns = min(cache.get_seq_length(), sequences.shape[1])
         if not is_whole(cache, len(rows) * num_copies, self._form, self.model):

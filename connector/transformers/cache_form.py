@@ -12,6 +12,7 @@ from transformers import cache_utils as _cache_utils
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from kvtier.connector.models import cache_option
+from kvtier.connector.transformers.pass_watch import WatchedCache, watched
 from kvtier.connector.transformers.state_form import STATES, StateForm, require_known
 from kvtier.tiers import ConfigError
 from kvtier.tiers.naming import DTYPE_BYTES, FlatShape, KVProbe, KVShape, ModelIdentity
@@ -172,9 +173,8 @@ def empty_cache(model: PreTrainedModel) -> DynamicCache:
     """A cache for the model in which every layer keeps every token, sliding ones too: only their masks slide."""
     own = getattr(sys.modules[type(model).__module__], _OWN_CACHE, None)
     if own is not None:
-        made: DynamicCache = own()
-        return made
-    cache = DynamicCache(config=model.config)
+        return watched(own)()
+    cache = WatchedCache(config=model.config)
     for number, layer in enumerate(cache.layers):
         if type(layer) is DynamicSlidingWindowLayer:
             cache.layers[number] = DynamicLayer()  # type: ignore[no-untyped-call]
@@ -280,7 +280,7 @@ def _probe(model: PreTrainedModel) -> DynamicCache:
     before = _beside(model)
     try:
         cache = empty_cache(model)
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast(model.device.type, enabled=False):
             module(input_ids=ids, use_cache=True, **cache_option(model, cache))
     except (RuntimeError, TypeError, ValueError, AttributeError, LookupError) as error:
         reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"

@@ -9,9 +9,10 @@ from transformers import DynamicCache, PreTrainedModel
 from kvtier.connector.transformers.blocks import Blocks
 from kvtier.connector.transformers.cache_form import CacheForm, layers_of, per_token
 from kvtier.connector.transformers.padding import with_room
+from kvtier.connector.transformers.pass_watch import WatchedCache
 
 
-class BlendedCache(DynamicCache):
+class BlendedCache(WatchedCache):
     """A cache with reused segments: behind the first `num_exact` tokens of every row nothing may be stored."""
 
     num_exact: int = 0

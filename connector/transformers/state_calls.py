@@ -15,7 +15,7 @@ from kvtier.connector.transformers.kv_cache import blocks_of, fill
 from kvtier.connector.transformers.positions import PassPositions
 from kvtier.connector.transformers.state_form import StateForm
 from kvtier.connector.transformers.state_gate import GoingOn
-from kvtier.connector.transformers.state_passes import FollowedPasses, feed
+from kvtier.connector.transformers.state_passes import FollowedPasses, PassHook, feed
 from kvtier.connector.transformers.states import FoundBorder, StateRecords
 from kvtier.connector.transformers.tier_blocks import PromptRow, TierBlocks
 from kvtier.tiers import L2, Outcome
@@ -49,6 +49,7 @@ class StateCalls:
         self._states: StateForm = blocks.form.states
         self._records = StateRecords(blocks, self._states)
         self._going_on = going_on
+        PassHook.of(model)  # from the first call on its structure is one
         self._positions = PassPositions.of(model, blocks.form) if going_on.from_zero else None
         self._limit = limit
         self._keeps_answers = keeps_answers and going_on.by_steps
@@ -127,6 +128,7 @@ class StateCalls:
             self._states.put(cache, found.states, self._model.device)
         for row in rows:
             row.num_loaded = found.border
+        self._blocks.watch(cache)
         return cache, found
 
     def _least(self, num_tokens: int) -> int:
@@ -191,7 +193,7 @@ class StateCalls:
         taken: TakenStates,
     ) -> None:
         """Keep what is new of every row up to its end."""
-        if not self._blocks.are_current(rows):
+        if not self._blocks.are_current(rows, cache):
             return
         if self._form.layers and not self._is_whole(cache, len(rows), None):
             self._blocks.tiers.metrics.dropped(L2, Outcome.UNSUPPORTED, sum(ends) // self._size)

@@ -10,6 +10,7 @@ from transformers import DynamicCache
 
 from kvtier.connector.models import cache_option
 from kvtier.connector.transformers.cache_form import per_token
+from kvtier.connector.transformers.pass_watch import is_torn
 from kvtier.connector.transformers.state_form import StateForm
 
 
@@ -32,6 +33,23 @@ def feed(model: Any, cache: DynamicCache, tokens: torch.Tensor, start: int, at_o
     return output
 
 
+class PassHook:
+    """A model's hook for the `generate()` that is followed. It stays: in a call the model is not to change."""
+
+    def __init__(self, model: Any) -> None:
+        self.current: FollowedPasses | None = None
+        model.register_forward_pre_hook(self._before, with_kwargs=True)
+
+    @classmethod
+    def of(cls, model: Any) -> "PassHook":
+        """The model's, which it gets if it has none."""
+        owners = (getattr(hook, "__self__", None) for hook in model._forward_pre_hooks.values())
+        return next((owner for owner in owners if isinstance(owner, cls)), None) or cls(model)
+
+    def _before(self, _: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+        return None if self.current is None else self.current.before(args, kwargs)
+
+
 class FollowedPasses:
     """Watches the forward passes of one `generate()`: what goes into the cache, and its states at the last border.
 
@@ -52,11 +70,12 @@ class FollowedPasses:
     @contextmanager
     def following(self, model: Any) -> Iterator[None]:
         """Watch until the block ends; then `latest` is the last border's."""
-        handle = model.register_forward_pre_hook(self._before, with_kwargs=True)
+        hook = PassHook.of(model)
+        hook.current = self
         try:
             yield
         finally:
-            handle.remove()
+            hook.current = None
         self._look()
 
     def was_fed(self, sequences: torch.Tensor) -> bool:
@@ -73,7 +92,9 @@ class FollowedPasses:
         if self.num_fed > self._num_tokens and not self.num_fed % self._size:
             self.latest = self.num_fed, self._states.take(self._cache)
 
-    def _before(self, _: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def before(self, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """What a pass that begins is given."""
+        is_torn(self._cache)  # a cache without K and V sees no pass by itself
         self._look()
         tokens = kwargs["input_ids"]
         rest = self._num_tokens - self._num_cached

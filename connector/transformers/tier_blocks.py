@@ -7,11 +7,13 @@ from typing import Final
 
 import numpy as np
 import torch
+from transformers import DynamicCache
 
 from kvtier.connector import BlockChain
 from kvtier.connector.transformers.blocks import Blocks
 from kvtier.connector.transformers.cache_form import CacheForm
 from kvtier.connector.transformers.device_copies import DEADLINE, Sent, copies_of
+from kvtier.connector.transformers.pass_watch import PassWatch, WatchedCache, is_torn
 from kvtier.tiers import L2, BlockRecord, ChainHash, Outcome
 from kvtier.tiers.config import Config
 from kvtier.tiers.copies import BlockCopier, BlockCopies
@@ -66,6 +68,7 @@ class TierBlocks:
         self.form = form
         self.root = root  # where chains of new rows begin
         self.follow: Callable[[], bool] = lambda: True  # sets `root` to the model's as it is now; False: it has no name
+        self.passing: Callable[[], ChainHash | None] = lambda: self.root  # inside a pass: the root of what it computes
         self._config = config.cache
         self._device = copies_of(form, device, config.host, tiers.metrics)  # None: the CPU copies
         self._kept = HashCache()
@@ -84,9 +87,17 @@ class TierBlocks:
         chain.extend(token_ids)
         return PromptRow(token_ids, chain, self.tiers.epoch, num_pads)
 
-    def are_current(self, rows: Sequence[PromptRow]) -> bool:
-        """Whether what the model computes still has these rows' names. If not, what would be stored is counted."""
-        if self.follow() and all(row.chain.root == self.root for row in rows):
+    def watch(self, cache: DynamicCache) -> None:
+        """Have all passes into the cache looked at: whether the model computes what rows are named after now."""
+        if isinstance(cache, WatchedCache):
+            cache.watch = PassWatch(self.root, self.passing, self.form.kept[0] if self.form.layers else 0)
+
+    def are_current(self, rows: Sequence[PromptRow], cache: DynamicCache) -> bool:
+        """Whether the model computes, and did in all passes seen, what these rows are named after.
+
+        If not, what would be stored is counted.
+        """
+        if self.follow() and all(row.chain.root == self.root for row in rows) and not is_torn(cache):
             return True
         num_blocks = sum(len(row.chain.hashes) - row.num_loaded for row in rows)
         self.tiers.metrics.dropped(L2, Outcome.UNSUPPORTED, num_blocks)

@@ -88,12 +88,15 @@ def _connected(
     ] = None,
     config: ConfigOption = None,
     as_json: JsonOption = False,
+    socket: Annotated[str | None, typer.Option(metavar="PATH", hidden=True)] = None,
 ) -> Iterator[CommandContext]:
     """The daemon that the options name. The options are those of every command."""
     from pydantic import SecretStr
 
     from kvtier.service.web import HttpClient, token_at
 
+    if socket is not None:
+        raise ConfigError(f'--socket "{socket}": engines attach there; give --http HOST:PORT, where the pages are')
     settings = configuration.Config.load(config).service
     if http is not None:
         host, _, port = http.rpartition(":")

@@ -1,6 +1,7 @@
 """`kvtier config`: the configuration in force, as a table or JSON. It refuses what `serve` and `route` would refuse."""
 
 import json
+from contextlib import suppress
 
 import typer
 
@@ -20,8 +21,13 @@ def show_config(config: ConfigOption = None, as_json: JsonOption = False) -> Non
 
     loaded, defaults = configuration.Config.load(config), configuration.Config().model_dump(mode="json")
     path = loaded.file.path
-    has_directory = path is None or path.exists()  # the others would make it, and this verb makes nothing
-    check_tiers(loaded if has_directory else loaded.model_copy(update={"file": configuration.FileConfig()}))
+    made = () if path is None else [each for each in (path, *path.parents) if not each.exists()]
+    try:
+        check_tiers(loaded)
+    finally:
+        for each in made:  # on the way, as the others make it: this verb leaves nothing
+            with suppress(OSError):
+                each.rmdir()
     if loaded.router.replicas:
         router.parse_replicas(loaded.router.replicas)
     values = loaded.model_dump(mode="json")

@@ -79,6 +79,9 @@ def run_generate(
     settings = configuration.Config.load(config)
     text = _prompt(prompt, prompt_file)
     require_extra("kvtier generate", "engine")
+    from kvtier.connector.models import require_checkpoint
+
+    require_checkpoint(model)
     from kvtier.engine.demo import GenerateOptions, generate
 
     generate(GenerateOptions(model, text, max_tokens, exact, as_json), settings)

@@ -88,7 +88,7 @@ class Daemon:
         self._namespaces = Namespaces(config, self.request_log)
         self._sessions: dict[bytes, Session] = {}
         self._waiting: dict[bytes, list[tuple[Session, Hello]]] = {}  # fingerprint being opened → who wants it
-        self._openings: list[Opening] = []  # planned, one at a time is carried out
+        self._openings: list[Opening] = []  # planned: room is made for one at a time
         self.has_waiting = False
         self._progressed = False  # some namespace has: set by any thread, read by the loop
         self._ticked = self._log_from = self._looked_at = self._looked_around_at = 0.0
@@ -324,8 +324,19 @@ class Daemon:
                 return
 
     def _open_next(self) -> None:
+        """Room is made for one model after the other: what is closed may be wanted again. None waits as one opens."""
         opening = self._openings[0]
-        self.aside(opening.run, lambda result: self._opened(opening, result))
+
+        def opens(result: Exception | None) -> None:
+            if isinstance(result, Exception):
+                self._opened(opening, result)
+            else:
+                self.aside(opening.run, lambda result: self._opened(opening, result))
+            self._openings.pop(0)
+            if self._openings:
+                self._open_next()
+
+        self.aside(opening.make_room, opens)
 
     def _opened(self, opening: Opening, result: Namespace | Exception) -> None:
         fingerprint = opening.hello.fingerprint
@@ -348,9 +359,6 @@ class Daemon:
                 self.admit(session, hello)
             else:
                 session.refuse(result)
-        self._openings.pop(0)
-        if self._openings:
-            self._open_next()
 
     def _reset(self, session: Session, namespace: Namespace, result: Exception | None) -> None:
         if result is None:

@@ -88,7 +88,12 @@ def _elsewhere(
 
 
 def _closed(own: Namespace, others: Sequence[Namespace], slabs: Path | None) -> list[Json]:
-    """Closed slabs of the same weights, or of a model with the same name. Nobody reads whether they hold the prompt."""
+    """Closed slabs of the same weights, or of a model with the same name. Nobody reads whether they hold the prompt.
+
+    None while the own slab is off: its disk may hang.
+    """
+    if "file" in own.hierarchy.wanting:
+        return []
     closed = closed_models(slabs, {own.fingerprint, *(other.fingerprint for other in others)})
     return [
         {"model": name_of(each.fingerprint), "bytes": each.num_bytes, "fields": _differing(own.about, each.about)}

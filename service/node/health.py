@@ -1,17 +1,19 @@
 """What of the configuration is not there: /readyz, /status and the metrics say it before an engine comes."""
 
 import time
-from collections.abc import Callable
-from itertools import chain
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
+from functools import partial
 from typing import Final, NamedTuple
 
 from kvtier.tiers import L2, Finding, Status
 from kvtier.tiers.config import Config, format_size, show_size
-from kvtier.tiers.hierarchy import lower_modules
+from kvtier.tiers.hierarchy import begun, lower_modules
 from kvtier.tiers.host import limits
 
 SOCKET: Final = "socket"
 _ASK: Final = 15.0  # seconds between two questions to servers
+_PATIENCE: Final = 10.0  # seconds for their answers, which have deadlines of their own
 
 
 class Wanting(NamedTuple):
@@ -31,6 +33,7 @@ class Health:
         self._asked_at: float | None = None
         self._socket: tuple[Wanting, ...] = ()
         self._memory: tuple[Wanting, ...] = ()
+        self._answers: dict[str, Future[list[Finding]]] = {}
         self._servers: tuple[Wanting, ...] = ()
 
     @property
@@ -51,10 +54,21 @@ class Health:
         before = {each.part for each in self.wanting}
         self._memory = tuple(_memory(self._config.host.size, given))
         if self._asked_at is None or self._clock() - self._asked_at >= _ASK:
-            found = [(name, module.answers(self._config)) for name, module in lower_modules()]
-            self._servers = tuple(chain.from_iterable(_errors(name, findings) for name, findings in found))
+            self._servers = tuple(self._ask())
             self._asked_at = self._clock()
         return [each for each in self.wanting if each.part not in before]
+
+    def _ask(self) -> Iterator[Wanting]:
+        """A disk may hang for ever: then nothing else waits for it, and it is not asked again before it answers."""
+        for name, module in lower_modules():
+            if name not in self._answers or self._answers[name].done():
+                self._answers[name] = begun(f"kvtier-{name}-health", partial(module.answers, self._config))
+        wait(self._answers.values(), _PATIENCE)
+        for name, answer in self._answers.items():
+            if answer.done():
+                yield from _errors(name, answer.result())
+            else:
+                yield Wanting(name, f"[{name}] hangs: no answer within {_PATIENCE:g} s; look at its storage", False)
 
 
 def _memory(size: int, given: int) -> list[Wanting]:

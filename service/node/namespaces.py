@@ -4,6 +4,7 @@ import math
 import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from threading import Thread
 from typing import Final, NamedTuple, Protocol
 
 from kvtier.connector.daemon import ID_BYTES, Hello
@@ -115,10 +116,12 @@ class Opening(NamedTuple):
     config: Config
     log: RequestLog | None
 
-    def run(self) -> Namespace:
-        """Close what makes room, then open. Raises what `open_hierarchy` does."""
+    def make_room(self) -> None:
         for namespace in self.close_first:
             namespace.close()
+
+    def run(self) -> Namespace:
+        """Raises what `open_hierarchy` does."""
         blocks = BlockDimensions(self.hello.block_size, self.hello.block_bytes)
         host = self.config.host.model_copy(update={"size": self.size, "shared": True, "pin": False})
         config = self.config.model_copy(update={"host": host})
@@ -137,7 +140,8 @@ class Opening(NamedTuple):
             log=self.log,
         )
         if config.file.path is not None and self.hello.about:
-            note_model(config.file.path, self.hello.fingerprint, dict(self.hello.about))
+            told = config.file.path, self.hello.fingerprint, dict(self.hello.about)
+            Thread(target=note_model, args=told, name="kvtier-note", daemon=True).start()  # its disk may hang
         source = EventSource(hierarchy) if config.events.publish is not None else None
         about = dict(self.hello.about)
         return Namespace(

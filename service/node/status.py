@@ -79,7 +79,11 @@ def degraded_tiers(namespaces: Iterable[Namespace]) -> list[statuses.DegradedTie
     """The directions of lower tiers that are left alone for now."""
     return [
         statuses.DegradedTier(
-            model=name_of(namespace.fingerprint), tier=port.name, direction=direction, breaker=str(state)
+            model=name_of(namespace.fingerprint),
+            tier=port.name,
+            direction=direction,
+            breaker=str(state),
+            **({} if port.why is None else {"why": port.why}),
         )
         for namespace in namespaces
         for port in namespace.hierarchy.ports

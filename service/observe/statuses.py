@@ -67,6 +67,7 @@ class DegradedTier(StatusPart):
     tier: str
     direction: str
     breaker: str
+    why: str | None = None  # if it is no count of failures
 
 
 class MemoryBudget(StatusPart):

@@ -29,7 +29,8 @@ def _lines(status: DaemonStatus) -> Iterable[str]:
         f"{status.status}; engines connect to {status.socket}"
     )
     for each in status.degraded:
-        yield f"  degraded: {each.tier} of {each.model}, {each.direction} breaker {each.breaker}"
+        why = "" if each.why is None else f": {each.why}"
+        yield f"  degraded: {each.tier} of {each.model}, {each.direction} breaker {each.breaker}{why}"
     yield from wanting(status.wanting)
     models = _many(len(status.models), "model")
     yield row("host memory", f"{show_size(budget.given)} of {show_size(budget.bytes)} given to {models}")

@@ -1,6 +1,10 @@
 """An HTTP server on its own thread, which drops clients that send or read too slowly."""
 
 import asyncio
+import errno
+import logging
+import math
+import resource
 import socket
 import threading
 import time
@@ -17,6 +21,7 @@ from kvtier.service import REQUEST_ID, Crowd, begin_request
 from kvtier.service.web.http_hosts import HostNames, name_in
 from kvtier.tiers import ConfigError
 
+_log = logging.getLogger(__name__)
 _BACKLOG: Final = 1024  # connections that the kernel queues; those past the limit below get an answer that says so
 _MAX_REQUESTS: Final = 64  # requests answered at once; as many connections may wait for their next request
 _RESERVED: Final = 16  # health checks answered beside them
@@ -27,6 +32,8 @@ _IDLE: Final = 10.0  # seconds from one request to the end of the next one's hea
 _GRACE: Final = 2  # seconds that requests may take to end at a stop
 _STOPPED: Final = 3.0  # seconds that the thread may take beyond that
 _LOOK: Final = 0.02  # seconds between two looks whether they have ended
+_PAUSE: Final = 60.0  # seconds between two lines that no connection can be taken
+_NO_FILES: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _MANY: Final = "too many requests at once; try again later"
 _TWO_LENGTHS: Final = "content-length, transfer-encoding: a body has only one of them; send one"
 _NO_HTTP: Final = "request: not HTTP/1.1; see what the client sends before the body"
@@ -37,6 +44,14 @@ RefusalForm = Callable[[int, str], Response]
 
 def _plain(status: int, message: str) -> Response:
     return JSONResponse({"error": message}, status)
+
+
+class _Listening(socket.socket):
+    """One backlog, whatever asyncio asks for: it takes as many connections in a row, and logs each that it cannot."""
+
+    def listen(self, backlog: int = _BACKLOG, /) -> None:
+        del backlog
+        super().listen(_BACKLOG)
 
 
 class HttpSocket:
@@ -54,11 +69,11 @@ class HttpSocket:
             info = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
             # asyncio disables Nagle only if the socket says it is TCP; else kept connections answer 40 ms later
             family, kind, protocol, _, where = info[0]
-            self.socket = socket.socket(family, kind | socket.SOCK_CLOEXEC, protocol)
+            self.socket = _Listening(family, kind | socket.SOCK_CLOEXEC, protocol)
             try:
                 self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 self.socket.bind(where)
-                self.socket.listen(_BACKLOG)
+                self.socket.listen()
             except OSError:
                 self.socket.close()
                 raise
@@ -80,7 +95,8 @@ class HttpServer:
 
     A request past `max_requests` at once is refused; health checks have room of their own. `refusal` makes refusals in
     the form of the application's errors. Connections without a whole request head do not count. If there are more than
-    `max_requests` of them, one is closed: of the address that has most, the one that waits longest. `stopping` is set
+    `max_requests` of them, one is closed: of the address that has most, the one that waits longest. Either bound is at
+    most a quarter of the files that the process may have open. `stopping` is set
     at a stop, for streams that would go on and for the application. That is asked for `drain` seconds more, or until no
     request is under way. Then those left have `grace` seconds.
     """
@@ -99,7 +115,9 @@ class HttpServer:
         """The server owns the socket from now on."""
         self.address = listening.address
         self._app, self._listening, self._grace, self._drain = app, listening, grace, drain
-        self._max_requests, self._refuse = max_requests, refusal
+        max_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        max_requests = min(max_requests, max_files // 4)  # the rest is for what requests open, and for engines
+        self._max_requests, self._refuse, self._told_at = max_requests, refusal, -math.inf
         self._num_requests = self._num_health = 0
         self._stopping = stopping or threading.Event()
         config = uvicorn.Config(
@@ -111,6 +129,7 @@ class HttpServer:
             ),
             ws="none",
             lifespan="on",
+            backlog=1,
             log_config=None,
             log_level="critical",
             access_log=False,
@@ -140,6 +159,7 @@ class HttpServer:
 
     async def _admit(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
+            asyncio.get_running_loop().set_exception_handler(self._not_accepted)
             await self._app(scope, receive, send)
         elif (refusal := self._refusal(scope)) is not None:
             await refusal(scope, receive, send)
@@ -151,6 +171,15 @@ class HttpServer:
                 await self._app(*_named(scope, receive, send))
             finally:
                 self._num_requests -= 1
+
+    def _not_accepted(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """What asyncio tells: that no connection can be taken, each second, and what is nobody's."""
+        error = context.get("exception")
+        if not isinstance(error, OSError) or error.errno not in _NO_FILES:
+            loop.default_exception_handler(context)
+        elif loop.time() - self._told_at >= _PAUSE:
+            self._told_at = loop.time()
+            _log.warning("http %s: takes no connection: %s; raise the limit of open files", self.address, error)
 
     async def _answer_health(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a health check. It takes room only until the answer is made: a client that never reads keeps none."""

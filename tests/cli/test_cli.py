@@ -74,6 +74,13 @@ def test_config_refuses_what_serve_and_route_would_and_names_what_does_nothing(
     (tmp_path / "slabs").write_text("in its place")
     assert run(monkeypatch, "config") == Exit.USAGE
     assert "a file is in its place" in capsys.readouterr().err
+    for path, why in (("/dev/null/x", "a file is in its place"), ("/proc/nope", "it cannot be made")):
+        monkeypatch.setenv("KVTIER_FILE__PATH", path)
+        assert run(monkeypatch, "config") == Exit.USAGE
+        assert f'[file] path "{path}": {why}' in capsys.readouterr().err
+    monkeypatch.setenv("KVTIER_FILE__PATH", str(tmp_path / "not" / "there" / "yet"))
+    assert run(monkeypatch, "config") == Exit.OK
+    assert not (tmp_path / "not").exists()
     monkeypatch.delenv("KVTIER_FILE__PATH")
     monkeypatch.setenv("KVTIER_ROUTER__REPLICAS", "http://a:1,http://b:2")
     errors = [(run(monkeypatch, verb), capsys.readouterr().err) for verb in ("config", "route")]

@@ -106,9 +106,12 @@ except kvtier.KVTierError as error:
     )
     with start(*asked, program=BARE + api) as bare:
         out, told = told_by(bare)
-    packages = "'safetensors>=0.5' 'torch>=2.6' 'transformers>=5.0'"
-    engine = f"needs llguidance, safetensors, torch, transformers: pip install 'llguidance>=1.7' {packages}"
-    transformers = f"needs safetensors, torch, transformers: pip install {packages}"
+    packages, no_gpu = (
+        "'safetensors>=0.5' 'torch>=2.6' 'transformers>=5.0'",
+        ("; without a GPU, first pip install 'torch>=2.6' --index-url https://download.pytorch.org/whl/cpu"),
+    )
+    engine = f"needs llguidance, safetensors, torch, transformers: pip install 'llguidance>=1.7' {packages}{no_gpu}"
+    transformers = f"needs safetensors, torch, transformers: pip install {packages}{no_gpu}"
     verbs = ("engine", "demo", "demo rag", "cluster up", "model", "generate", "worth")
     assert told.splitlines() == [
         *(f"kvtier: kvtier {verb} {engine}" for verb in verbs),

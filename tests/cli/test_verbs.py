@@ -41,6 +41,11 @@ def commands(group: Any, path: str = "") -> Iterator[tuple[str, Any]]:
             yield from commands(command, f"{path}{name} ")
 
 
+def shown(command: Any) -> list[Any]:
+    """Its options and arguments, but for what is there to be refused."""
+    return [each for each in command.params if not getattr(each, "hidden", False)]
+
+
 def helped(*arguments: str) -> tuple[str, set[str]]:
     """What `kvtier ARGUMENTS` prints in a process of its own, and which heavy packages it has loaded by then."""
     program = f"""
@@ -124,7 +129,7 @@ def test_every_command_has_the_options_of_a_program_that_imports_all_at_once(
             main()
         assert ended.value.code == 0
         printed = capsys.readouterr().out
-        options = {name for each in command.params for name in each.opts if name.startswith("--")}
+        options = {name for each in shown(command) for name in each.opts if name.startswith("--")}
         assert set(re.findall(r"^  (?:-h, )?(--[\w-]+)", printed, re.MULTILINE)) == options | {"--help"}, path
         # One style of what stands for a value: CAPITALS, or the words there are; [file] is no markup of anybody's.
         values = [each for each in command.params if each.metavar or not getattr(each, "is_flag", False)]
@@ -137,6 +142,19 @@ def test_every_command_has_the_options_of_a_program_that_imports_all_at_once(
         usage = printed.partition("\n")[0]
         assert [name in usage for name in arguments] == [True] * len(arguments), path
         assert " ".join(printed.split()).count("...") == usage.count("..."), path  # no help is cut off
+
+
+def test_what_is_no_model_is_told_before_torch_is_imported() -> None:
+    program = """
+import atexit, sys
+sys.argv = ["kvtier", "generate", "--model", "/nope", "--prompt", "a"]
+atexit.register(lambda: print("torch" in sys.modules))
+from kvtier.cli import main
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout) == (2, "False\n")
+    assert done.stderr.startswith('kvtier: --model "/nope": no config.json there; ')
 
 
 def test_a_verb_misspelt_is_told_the_right_one(

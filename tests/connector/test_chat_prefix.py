@@ -76,6 +76,24 @@ def test_parts_keep_their_number_and_a_segment_its_text() -> None:
     assert made["content"] == [{"type": "text", "text": "a"}, segment, {"type": "text", "text": DATE}]
 
 
+def test_system_text_outside_of_the_messages_is_read_alike() -> None:
+    parts = [{"type": "text", "text": BILLING}, {"type": "text", "text": f"{DATE}\nBe brief.", "cache_control": {}}]
+    anthropic = {"model": "m", "system": parts, "messages": [{"role": "user", "content": DATE}]}
+    made = OWN.body(anthropic)
+    assert made == {**anthropic, "system": [{"type": "text", "text": ""}, {**parts[1], "text": f"Be brief.\n{DATE}"}]}
+    assert OWN.body(made) is made
+    said = [{"type": "input_text", "text": f"{DATE}\na"}, {"type": "input_image"}]
+    responses = {"instructions": f"{DATE}\nBe brief.", "input": [{"role": "developer", "content": said}]}
+    made = OWN.body(responses)
+    assert made["instructions"] == f"Be brief.\n{DATE}"
+    assert made["input"][0]["content"] == [
+        {"type": "input_text", "text": "a"}, {"type": "input_image"}, {"type": "input_text", "text": DATE},
+    ]  # fmt: skip
+    assert OWN.body(made) is made
+    for body in ({"system": "Be brief.", "instructions": 7}, {"input": "Today is 2026-01-02"}):
+        assert OWN.body(body) is body
+
+
 @pytest.mark.parametrize(
     "body",
     [
@@ -97,6 +115,27 @@ def test_without_options_nothing_is_another() -> None:
     made = OWN.body(body)
     assert (made["model"], made["messages"][0]["content"]) == ("m", DATE)
     assert body["messages"][0]["content"].startswith("x-anthropic")  # the caller's is as it was
+
+
+@pytest.mark.parametrize(
+    ("line", "is_date"),
+    [
+        *[(line, True) for line in (
+            DATE, "Current date: 28 Nov 2026", "- Today's date: 2026-01-02", "**Date:** 2026-01-02",
+            "## Current Date & Time: 02.01.2026", "<date>2026-01-02</date>", "It is now Friday, May 5th", "Time: 3 pm",
+            "The current time (UTC) is 12:03", "Today is the 5th of May", "Today is Friday.", "Now: 1735689600",
+        )],
+        *[(line, False) for line in (
+            "Time: 5 minutes per answer at most", "Date: see section 3 of rules and 4", "Today is a good day for 3",
+            "Current time limit: 5", "Date: Monday to Friday from 9", "Now and then 12:00", "Date: " + "a" * 5000 + "7",
+            "today" + ":" * 50000 + "7", "Date:" + " is" * 50000,
+        )],
+    ],
+)  # fmt: skip
+def test_a_date_is_a_line_that_says_when_it_is_now(line: str, is_date: bool) -> None:
+    assert (named_line(line) == "date") is is_date
+    (made,) = OWN.messages([{"role": "system", "content": f"{line}\nBe brief."}])
+    assert made["content"] == (f"Be brief.\n{line}" if is_date else f"{line}\nBe brief.")
 
 
 def test_a_line_is_known_by_name_or_not() -> None:

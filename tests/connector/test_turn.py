@@ -9,7 +9,7 @@ import pytest
 from doubles import wait_until
 
 from kvtier.connector import turn as turn_module
-from kvtier.connector.turn import Turn
+from kvtier.connector.turn import Turn, Turns
 from kvtier.tiers import RequestError
 
 
@@ -98,7 +98,7 @@ def test_behind_a_thread_that_hangs_nobody_waits_for_ever(monkeypatch: pytest.Mo
     for other in others:
         other.join(30)
     assert told == ["refused"] * 3
-    with pytest.raises(RequestError, match=r"another thread has been in this KVTier for 0 s; make another"), turn:
+    with pytest.raises(RequestError, match=r"another thread has been in this KVTier for 0 s; end that call"), turn:
         pass
     go_on.set()
     holder.join(30)
@@ -129,3 +129,18 @@ def test_a_fork_has_no_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not turn.taken_at_once()
     with pytest.raises(RequestError, match="a fork has neither its threads nor its memory"), turn:
         pass
+
+
+def test_one_thing_has_one_turn_as_long_as_it_lives_and_in_a_fork_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Model:
+        pass
+
+    turns, one, other = Turns("KVTier"), Model(), Model()
+    first = turns.of(one)
+    assert turns.of(one) is first is not turns.of(other)
+    monkeypatch.setattr(turn_module.os, "getpid", lambda: -1)
+    assert turns.of(one) is not first
+    with turns.of(one):
+        assert turns.of(one).is_mine
+    del one, other
+    assert not turns._turns

@@ -1,6 +1,6 @@
 """deploy/kubernetes without a cluster: careful, and the same services as docker-compose.yml. `make lint` validates it.
 
-What nothing here can show is that pods made of it run; docs/kubernetes.md says so.
+Its processes run in test_kubernetes_rolling.py. That pods made of it run, nothing shows; docs/kubernetes.md says so.
 """
 
 import re

@@ -202,3 +202,35 @@ def test_behind_close_threads_are_told(texts: list[list[int]]) -> None:
     engine.close()
     with pytest.raises(RequestError, match="the engine is closed"):
         list(outputs)
+
+
+def test_a_step_under_other_weights_is_refused_and_nothing_of_it_is_kept(
+    tmp_path: Path, texts: list[list[int]]
+) -> None:
+    engine = over_slab(tmp_path)
+    model: Any = engine.model.module
+    weight, told = model.model.layers[1].mlp.up_proj.weight, list[int]()
+
+    def read() -> None:
+        for output in engine.stream(PROMPTS[0], SamplingParams(max_tokens=40, ignore_eos=True)):
+            assert output.token_id is not None
+            told.append(output.token_id)
+            if len(told) == 20:
+                weight.mul_(-1.0)
+
+    with pytest.raises(RequestError, match=r"weights or adapters are others now; call reset_cache\(\) first"):
+        read()
+    assert len(told) == 20
+    weight.mul_(-1.0)  # back as it was
+    [answer] = engine.generate([PROMPTS[0]], GREEDY)
+    assert answer.token_ids == texts[0]
+    engine.drain(30)
+    end(engine)
+    engine = over_slab(tmp_path)
+    asked = [*PROMPTS[0], *told, *PROMPTS[1]]
+    [answer] = engine.generate([asked], GREEDY)
+    assert answer.num_external_tokens == (len(PROMPTS[0]) + 19) // 16 * 16
+    end(engine)
+    bare = small_engine()
+    assert bare.generate([asked], GREEDY)[0].token_ids == answer.token_ids
+    end(bare)

@@ -8,6 +8,7 @@ import resource
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -36,6 +37,8 @@ from kvtier.tiers.errors import FormatError
 from kvtier.tiers.file.file_io import FileIO
 from kvtier.tiers.file.payload_io import Mode
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy
+from kvtier.tiers.hierarchy.lower_tier import PortSettings
+from kvtier.tiers.hierarchy.settings import HierarchySettings
 from kvtier.tiers.tier import Outcome
 
 MODES: list[Mode] = ["direct", "buffered", "mmap"]
@@ -333,6 +336,32 @@ def test_a_hung_disk_blocks_nobody_exhausts_nothing_and_is_taken_back(opened: Op
         assert fetch(hierarchy, chain) == 8  # no late read wrote into slots that others had taken
     forget_l2(hierarchy)
     assert fetch(hierarchy, CHAIN) == 8
+
+
+def test_a_disk_that_hangs_altogether_is_left_alone_with_the_defaults_until_its_calls_end(
+    opened: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    io, defaults = FaultyIO(), PortSettings()
+    hierarchy = stored(opened(io, patience=defaults, settings=HierarchySettings()))
+    io.gate.clear()
+    began = time.monotonic()
+    assert fetch(hierarchy, CHAIN) == 0  # one thread hangs in its read …
+    assert store(hierarchy, OTHER) == 6  # … the other in its write
+    wait_until(lambda: ticked(hierarchy) and is_open(hierarchy, "read"))
+    assert is_open(hierarchy, "write")
+    assert time.monotonic() - began < 30  # busy machines: it takes two deadlines
+    assert [line for line in warnings_of(caplog) if "all its 2 threads hang" in line] == warnings_of(caplog)
+    assert "all its 2 threads hang" in hierarchy.wanting["file"]
+    for _ in range(2):
+        claim = hierarchy.ask(CHAIN.hashes, CHAIN.root)
+        assert hierarchy.poll(claim) == 0  # at once
+        hierarchy.take(claim).release()
+    assert hierarchy.ports[0].queue.idle is False
+    io.gate.set()
+    wait_until(lambda: is_back(hierarchy))
+    wait_until(lambda: ticked(hierarchy) and not hierarchy.wanting)
+    assert fetch(hierarchy, CHAIN) == 8
+    assert len(warnings_of(caplog)) == 1
 
 
 # 12: the directory cannot be used.

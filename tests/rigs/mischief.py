@@ -30,7 +30,7 @@ from kvtier.tiers.copies.transfer import HostCopyStream
 from kvtier.tiers.hierarchy.opening import open_hierarchy
 from kvtier.tiers.hierarchy.rates import Rates
 from kvtier.tiers.naming.identity import ModelIdentity
-from kvtier.tiers.pool.states import READY
+from kvtier.tiers.pool.lease import READY
 from kvtier.tiers.tier import BlockRecord, ChainHash, Outcome
 
 SALTS = (None, "a", "b")

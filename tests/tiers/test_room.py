@@ -2,6 +2,8 @@
 
 import os
 from pathlib import Path
+from threading import Event, Thread
+from threading import enumerate as enumerate_threads
 
 import pytest
 from doubles import wait_until
@@ -9,9 +11,9 @@ from redis_rig import RedisServer
 from redis_stories import opened
 from slab_rig import SLOT
 
+from kvtier.tiers import room
 from kvtier.tiers.file.store import FileStore
 from kvtier.tiers.metrics import Metrics
-from kvtier.tiers.redis import room
 from kvtier.tiers.room import StoragePlace, TellsRoom
 
 
@@ -28,6 +30,32 @@ def test_a_slab_tells_how_full_its_disk_is(disk_dir: Path) -> None:
     assert tuple(slab) == (str(store.path), os.stat(store.path).st_blocks * 512, store.superblock.file_bytes, True)
     assert 0 < slab.used
     store.close()
+
+
+def test_a_file_system_that_hangs_has_nobody_wait_for_it(disk_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "_EVERY", 0.0)
+    store = FileStore.open(disk_dir, bytes(32), slot_bytes=SLOT, block_size=4, size=60 * 4400, mode="buffered")
+    known, gate, looked, statvfs = store.room(), Event(), Event(), os.statvfs
+
+    def hung(path: Path) -> os.statvfs_result:
+        looked.set()
+        assert gate.wait(60)
+        return statvfs(path)
+
+    wait_until(lambda: not threads_named("kvtier-room"))
+    monkeypatch.setattr(os, "statvfs", hung)
+    assert store.room() == known
+    assert looked.wait(60)
+    for _ in range(3):
+        assert store.room() == known  # what it was; one thread waits, no more
+    assert len(threads_named("kvtier-room")) == 1
+    gate.set()
+    wait_until(lambda: not threads_named("kvtier-room"))
+    store.close()
+
+
+def threads_named(name: str) -> list[Thread]:
+    return [each for each in enumerate_threads() if each.name == name]
 
 
 def test_a_server_tells_its_memory_in_the_background(

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -21,6 +21,8 @@ from pydantic import (
 from pydantic_settings import NoDecode
 
 from kvtier.tiers.config.quantities import format_size, format_time, parse_duration, parse_room, parse_size, parse_time
+
+_ADDRESS: Final = re.compile(r"(?:[^\[\]]+|\[[^\[\]]+\]):(\d+)", re.ASCII)
 
 
 def _not_a_bool(value: object) -> object:
@@ -81,8 +83,12 @@ def _text(fits: Callable[[str], object], why: str) -> BeforeValidator:
 
 
 def _is_address(text: str) -> bool:
-    host, _, port = text.rpartition(":")
-    return bool(host) and port.isascii() and port.isdecimal() and int(port) <= 65535
+    found = _ADDRESS.fullmatch(text)
+    return found is not None and _is_port(found[1])
+
+
+def _is_port(digits: str) -> bool:
+    return len(digits.lstrip("0")) <= 5 and int(digits) <= 65535
 
 
 def _is_node(text: str) -> bool:
@@ -209,7 +215,11 @@ AccessKeyId = Annotated[
         "not 1 to 256 printable characters of ASCII; write the id alone",
     ),
 ]
-Address = Annotated[str, _text(_is_address, "not HOST:PORT; write it as in 127.0.0.1:9400")]
+Address = Annotated[
+    str,
+    _text(_is_address, "its port is out of range; write one up to 65535"),
+    _text(_ADDRESS.fullmatch, "not HOST:PORT; write it as in 127.0.0.1:9400"),  # asked first
+]
 ZmqEndpoint = Annotated[
     str, _text(is_endpoint, "not an address of ZMQ's; write it as in ipc:///run/kvtier/events or tcp://127.0.0.1:5557")
 ]

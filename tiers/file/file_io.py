@@ -185,6 +185,13 @@ def read_all(io: "FileIO | Mapping", fd: int, buffers: Sequence[memoryview], off
 
 def write_all(io: FileIO, fd: int, buffers: Sequence[memoryview], offset: int, align: int = 1) -> None:
     """Write every buffer from `offset` on, or raise OSError (part of it may then be written)."""
+    if len(buffers) <= IOV_MAX:  # mostly one call is all
+        with suppress(InterruptedError):
+            moved = io.pwritev(fd, buffers, offset)
+            if moved == sum([buffer.nbytes for buffer in buffers]):
+                return
+            kept = max(moved, 0) // align * align  # see `_transfer`
+            buffers, offset = _rest(list(buffers), kept), offset + kept
     _transfer(io.pwritev, fd, buffers, offset, align)
 
 

@@ -132,7 +132,7 @@ class Superblock:
         last = self.segments[-1]
         return last.payload_offset + last.num_slots * self.stride
 
-    @property
+    @cached_property
     def seed(self) -> int:
         """Seeds the rows' checksums, so that a row of another slab is no row of this one."""
         return int.from_bytes(self.fingerprint[:8], "little")
@@ -345,7 +345,7 @@ def require_key(superblock: Superblock, key_id: bytes | None, name: str) -> None
 
 def seal_rows(rows: Rows, superblock: Superblock) -> None:
     """Give every row its checksum."""
-    rows["checksum"] = _row_checksums(rows, superblock)
+    rows["checksum"] = row_checksums(rows, superblock)
 
 
 def is_plausible(
@@ -383,11 +383,12 @@ def find_valid(rows: Rows, slots: NDArray[np.int64], superblock: Superblock) -> 
         if len(used):
             # If all are used, a slice costs no copy.
             found = rows[chunk] if len(used) == len(rows[chunk]) else rows[used]
-            valid[used] = found["checksum"] == np.array(_row_checksums(found, superblock), np.uint64)
+            valid[used] = found["checksum"] == np.array(row_checksums(found, superblock), np.uint64)
     return valid
 
 
-def _row_checksums(rows: Rows, superblock: Superblock) -> list[int]:
+def row_checksums(rows: Rows, superblock: Superblock) -> list[int]:
+    """The checksum that each row has to have."""
     size, digest = superblock.entry_bytes, xxhash.xxh3_64_intdigest
     bodies = np.ndarray(rows.shape, f"V{size - 8}", rows.view(np.uint8), 8, (size,))
     return list(map(digest, bodies.tolist(), repeat(superblock.seed)))

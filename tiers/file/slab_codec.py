@@ -39,12 +39,13 @@ class Codec:
         """Rows for records stored at slots; `seal_rows` makes them valid once seq and generation are set."""
         rows = _named_rows(self._superblock, slots, records)
         rows["payload_checksum"] = [record.checksum for record in records]
-        rows["tokens"] = _voids([record.tokens for record in records], 4 * self._superblock.block_size)
+        width = 4 * self._superblock.block_size
+        rows["tokens"] = np.frombuffer(b"".join([each.tokens.ljust(width, b"\0") for each in records]), f"V{width}")
         return rows
 
     def seal_rows(self, rows: Rows) -> Rows:
         """Give every row its checksum; returns them as they go to the disk."""
-        slab.seal_rows(rows, self._superblock)
+        rows["checksum"] = slab.row_checksums(rows, self._superblock)
         return rows
 
     def show_names(self, rows: Rows, which: Slots) -> None:
@@ -226,8 +227,8 @@ def _named_rows(superblock: Superblock, slots: Sequence[int], records: Sequence[
     rows = np.zeros(len(slots), superblock.row_dtype)
     rows["state"] = slab.READY
     rows["slot"] = slots
-    rows["chain_hash"] = _voids([record.chain_hash for record in records], 32)
-    rows["parent"] = _voids([record.parent for record in records], 32)
+    rows["chain_hash"] = np.frombuffer(b"".join([record.chain_hash for record in records]), "V32")
+    rows["parent"] = np.frombuffer(b"".join([record.parent for record in records]), "V32")
     rows["payload_bytes"] = superblock.slot_bytes
     rows["num_tokens"] = [len(record.tokens) // 4 for record in records]
     return rows
@@ -243,8 +244,3 @@ def _names(rows: Rows) -> Rows:
 def _entry_name(chain_hash: ChainHash, parent: ChainHash, num_tokens: int) -> bytes:
     """The associated data of an entry: what stands in its row in the clear, or hidden by itself."""
     return chain_hash + parent + num_tokens.to_bytes(4, "little")
-
-
-def _voids(values: Sequence[bytes], width: int) -> Rows:
-    """Byte strings as an array of void `width`, right-padded with NULs."""
-    return np.frombuffer(b"".join(value.ljust(width, b"\0") for value in values), f"V{width}")

@@ -28,7 +28,7 @@ class SlabGrowth:
         self._clock = clock
         self._has_space = bytearray(file.superblock.num_extents)
         self._lock = threading.Lock()
-        self._retry_at: float | None = None  # while the disk is full
+        self.retry_at: float | None = None  # on the clock, while the disk is full: it is asked again then
         self._warned = False
 
     def found(self, extents: Iterable[int]) -> None:
@@ -42,9 +42,9 @@ class SlabGrowth:
 
     def ask_again(self) -> bool:
         """Whether a disk that was full is to be asked again now: True once, until it is full again."""
-        if self._retry_at is None or self._clock() < self._retry_at:
+        if self.retry_at is None or self._clock() < self.retry_at:
             return False
-        self._retry_at = None
+        self.retry_at = None
         return True
 
     def make_room(self, extent: int) -> bool:
@@ -73,7 +73,7 @@ class SlabGrowth:
                     show_size(self._has_space.count(1) * size),
                     show_size(self._file.superblock.file_bytes),
                 )
-            self._retry_at = self._clock() + _RETRY
+            self.retry_at = self._clock() + _RETRY
             return False
 
     def _step(self, extent: int) -> int:

@@ -38,7 +38,7 @@ class Calls:
         return Visit(self)
 
     def begin(self) -> int | None:
-        """For `Visit`: the round it is counted in, which `end` must be told; None: the store is closed."""
+        """A call comes in: the round it is counted in, which `end` takes; None: the store is closed."""
         with self._lock:
             if self._closed:
                 return None
@@ -46,7 +46,7 @@ class Calls:
             return self._round
 
     def end(self, number: int) -> None:
-        """For `Visit`: it has left."""
+        """The call has left."""
         with self._lock:
             left = self._inside[number] - 1
             if left:
@@ -82,7 +82,7 @@ class Calls:
 
 
 class Visit:
-    """One call inside an open store, for `with`. A generator in its place would cost a tenth of a read."""
+    """One call inside an open store, for `with`: `begin` and `end` where four calls more do not count."""
 
     __slots__ = ("_calls", "_number")
 

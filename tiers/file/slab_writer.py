@@ -3,7 +3,7 @@
 import logging
 import mmap
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -38,7 +38,8 @@ class _FilledRun:
 class SlabWriter:
     """Stores and forgets blocks of one open slab. Thread-safe: several threads write at once, each its own slots.
 
-    `blocks` and `rows` change only under `lock`, which is never held across I/O.
+    `blocks` and `rows` change only under `lock`, which is never held across I/O. `file.superblock` is replaced when the
+    slab's end goes: a call that began before never meets the shorter one.
     """
 
     io: FileIO
@@ -78,13 +79,13 @@ class SlabWriter:
             dropped = (self.blocks.drop(chain_hash, cause) for chain_hash in hashes)
             slots = [slot for slot in dropped if slot is not None]
         try:
-            blank_slots(self.io, self.file.fd, self._superblock, slots)
+            blank_slots(self.io, self.file.fd, self.file.superblock, slots)
         except OSError as error:
             _log.warning("[file] %s: %s while forgetting %d blocks", self.file.path, error, len(slots))
         finally:
             with self.lock:
                 for slot in slots:
-                    self.blocks.leave(slot // self._superblock.slots_per_extent)
+                    self.blocks.leave(slot // self.file.superblock.slots_per_extent)
 
     def reset(self) -> None:
         """Forget every block, on disk too; writes under way end as EPOCH.
@@ -98,16 +99,11 @@ class SlabWriter:
                 old = self.file.superblock
                 self.file.superblock = replace(old, min_seq=self.next_seq, update=old.update + 1)
             try:
-                write_superblock(self.io, self.file.fd, self._superblock)
+                write_superblock(self.io, self.file.fd, self.file.superblock)
             except OSError as error:
                 _log.warning("[file] %s: %s while forgetting every block; it was removed", self.file.path, error)
                 with suppress(OSError):
                     self.file.path.unlink()
-
-    @property
-    def _superblock(self) -> slab.Superblock:
-        """As it is now. A call that began before the slab's end went never meets the shorter one."""
-        return self.file.superblock
 
     def _skip_held(self, records: Sequence[BlockRecord]) -> tuple[list[Outcome], set[int]]:
         """OK for a block whose stored entry says the same, ABORTED for a twin within the batch, else ABSENT.
@@ -117,7 +113,7 @@ class SlabWriter:
         its batch; the caller leaves them.
         """
         outcomes = [Outcome.ABSENT] * len(records)
-        per_extent = self._superblock.slots_per_extent
+        per_extent = self.file.superblock.slots_per_extent
         with self.lock:
             slots = self.blocks.index.find_each([record.chain_hash for record in records])
             held = [position for position, slot in enumerate(slots) if slot >= 0]
@@ -180,7 +176,7 @@ class SlabWriter:
 
         None: every extent is being written. OSError: an extent could not be emptied.
         """
-        if self.growth.ask_again():  # once: below, each extent without space is withheld
+        if self.growth.retry_at is not None and self.growth.ask_again():  # once: below, what lacks space is withheld
             with self.lock:
                 self.blocks.offer()
         while True:
@@ -211,7 +207,7 @@ class SlabWriter:
                 return None
             kept = self._read_kept(claim) if claim.keep else ()
             if claim.dirty:
-                blank_rows(self.io, self.file.fd, self._superblock, [claim.extent])
+                blank_rows(self.io, self.file.fd, self.file.superblock, [claim.extent])
         except OSError:
             with self.lock:
                 self.blocks.unclaim(claim)
@@ -219,10 +215,10 @@ class SlabWriter:
         return kept
 
     def _read_kept(self, claim: ClaimedExtent) -> tuple[list[BlockRecord], list[memoryview]] | tuple[()]:
-        stride = self._superblock.stride
+        stride = self.file.superblock.stride
         memory = memoryview(mmap.mmap(-1, len(claim.keep) * stride))
-        buffers = [memory[i * stride : i * stride + self._superblock.slot_bytes] for i in range(len(claim.keep))]
-        offsets = [self._superblock.payload_offset(slot) for slot in claim.keep]
+        buffers = [memory[i * stride : i * stride + self.file.superblock.slot_bytes] for i in range(len(claim.keep))]
+        offsets = [self.file.superblock.payload_offset(slot) for slot in claim.keep]
         try:
             for run in self.payload.runs(offsets):
                 self.payload.read(offsets[run.start], buffers[run])
@@ -242,15 +238,15 @@ class SlabWriter:
         records = [record for part in parts for record in part.records]
         payloads = [payload for part in parts for payload in part.payloads]
         are_new = [part.is_new for part in parts for _ in part.records]
-        done: list[SlotRun] = []
+        done: list[list[SlotRun]] = []  # runs that lie side by side, together
         stamps: list[bytes] = []
         failure: Outcome | None = None
         try:
             for group in self._adjacent(runs):
                 part = slice(len(stamps), len(stamps) + sum(run.size for run in group))
                 hidden, part_stamps = self.codec.hide(records[part], payloads[part])
-                self.payload.write(self._superblock.payload_offset(group[0].first), hidden)
-                done, stamps = [*done, *group], [*stamps, *part_stamps]
+                self.payload.write(self.file.superblock.payload_offset(group[0].first), hidden)
+                done, stamps = [*done, group], [*stamps, *part_stamps]
         except OSError as error:
             _log.debug("[file] %s: %s while writing payloads", self.file.path, error)
             failure = _outcome_of(error)
@@ -262,11 +258,12 @@ class SlabWriter:
             return [], _outcome_of(error)
 
     def _commit(
-        self, runs: Sequence[SlotRun], records: Sequence[BlockRecord], stamps: Sequence[bytes]
+        self, groups: Sequence[list[SlotRun]], records: Sequence[BlockRecord], stamps: Sequence[bytes]
     ) -> list[Outcome]:
         """Write the entries of stored payloads and make them findable."""
-        if not runs:
+        if not groups:
             return []
+        runs = [run for group in groups for run in group]
         if self.sync:
             self.sync()
         slots = [slot for run in runs for slot in run.slots]
@@ -280,15 +277,16 @@ class SlabWriter:
         on_disk = self.codec.seal_rows(rows)
         done = 0
         try:
-            for group in self._adjacent(runs):
-                size = sum(run.size for run in group)
-                self._write_rows(group[0].first, on_disk[done : done + size])
+            for group in groups:
+                size = sum([run.size for run in group])
+                rows_at = self.file.superblock.row_offset(group[0].first)
+                write_all(self.io, self.file.fd, [slab.byte_view(on_disk[done : done + size])], rows_at)
                 done += size
             if self.sync:
                 self.sync()
         except OSError:
             with suppress(OSError):  # what is answered as not stored must not be found at the next start
-                blank_slots(self.io, self.file.fd, self._superblock, slots)
+                blank_slots(self.io, self.file.fd, self.file.superblock, slots)
             raise
         return self._publish(runs, records, rows)
 
@@ -314,30 +312,22 @@ class SlabWriter:
                 outcomes += [Outcome.OK] * run.size
             self.children.stored(np.array(stored, np.int64))
         if twins:
-            blank_slots(self.io, self.file.fd, self._superblock, twins)
+            blank_slots(self.io, self.file.fd, self.file.superblock, twins)
         return outcomes
 
-    def _adjacent(self, runs: Sequence[SlotRun]) -> Iterator[list[SlotRun]]:
+    def _adjacent(self, runs: Sequence[SlotRun]) -> list[list[SlotRun]]:
         """Runs that lie next to each other in the file, together at most CALL_BYTES."""
-        superblock = self._superblock
-        group: list[SlotRun] = []
-        for run in runs:
-            last = group[-1] if group else None
-            size = sum(member.size for member in group) + run.size
-            if last and (
-                superblock.payload_offset(last.first) + last.size * superblock.stride
-                != superblock.payload_offset(run.first)
-                or last.first + last.size != run.first
-                or size * superblock.stride > CALL_BYTES
-            ):
-                yield group
-                group = []
-            group.append(run)
-        if group:
-            yield group
-
-    def _write_rows(self, first: int, rows: slab.Rows) -> None:
-        write_all(self.io, self.file.fd, [slab.byte_view(rows)], self._superblock.row_offset(first))
+        superblock, groups = self.file.superblock, [[run] for run in runs[:1]]
+        for run in runs[1:]:
+            last, size = groups[-1][-1], sum(member.size for member in groups[-1]) + run.size
+            is_next = (
+                last.first + last.size == run.first
+                and superblock.payload_offset(last.first) + last.size * superblock.stride
+                == superblock.payload_offset(run.first)
+                and size * superblock.stride <= CALL_BYTES
+            )
+            groups[-1].append(run) if is_next else groups.append([run])
+        return groups
 
 
 def _outcome_of(error: OSError) -> Outcome:

@@ -18,6 +18,7 @@ from kvtier.tiers import (
     ConfigError,
     Direction,
     Encryption,
+    LastRoom,
     Lineage,
     Outcome,
     StoragePlace,
@@ -94,6 +95,7 @@ class FileStore:
         )
         self._tail = TailGiver(io, file, self._blocks, self._lock, self._calls)
         self._recover()
+        self.room = LastRoom(self._room, self._room()).told
 
     @classmethod
     def open(
@@ -194,11 +196,13 @@ class FileStore:
     # Reading.
 
     def read(self, hashes: Sequence[ChainHash], into: Sequence[memoryview]) -> list[BlockRecord | Outcome]:
-        require_buffers(len(hashes), into, self.superblock.slot_bytes)
-        with self._inside() as is_open:
-            if not is_open:
-                return [Outcome.CLOSED] * len(hashes)
+        require_buffers(len(hashes), into, self._file.superblock.slot_bytes)
+        if (visit := self._calls.begin()) is None:
+            return [Outcome.CLOSED] * len(hashes)
+        try:
             return self._reader.read(hashes, into)
+        finally:
+            self._calls.end(visit)
 
     # Writing and forgetting.
 
@@ -207,15 +211,18 @@ class FileStore:
 
         After a failure the rest of the chain is PARENT_FAILED or FULL, unwritten: nobody could reach it.
         """
-        require_buffers(len(records), payloads, self.superblock.slot_bytes)
-        require_records(records, self.superblock.block_size)
-        with self._inside() as is_open:
-            if not is_open:
-                return [Outcome.CLOSED] * len(records)
+        superblock = self._file.superblock
+        require_buffers(len(records), payloads, superblock.slot_bytes)
+        require_records(records, superblock.block_size)
+        if (visit := self._calls.begin()) is None:
+            return [Outcome.CLOSED] * len(records)
+        try:
             is_gone = self._is_gone()
             outcomes = [Outcome.IO_ERROR] * len(records) if is_gone else self._writer.write(records, payloads)
             with self._lock:
                 self._counts.update(f"write_{outcome}" for outcome in outcomes)
+        finally:
+            self._calls.end(visit)
         return outcomes
 
     def _is_gone(self) -> bool:
@@ -270,8 +277,8 @@ class FileStore:
         counts |= {"recovered": self.num_recovered, "queue_refused": self._payload.num_refused}
         return {**counts, "slots": self.superblock.num_slots}
 
-    def room(self) -> list[StoragePlace]:
-        """As `TellsRoom`: the slab's file system, as `df` counts it, and what the slab takes of it."""
+    def _room(self) -> list[StoragePlace]:
+        """The slab's file system, as `df` counts it, and what the slab takes of it. Waits for the disk."""
         with suppress(OSError):
             disk, taken = os.statvfs(self.path.parent), os.stat(self.path).st_blocks * _SECTOR
             used = (disk.f_blocks - disk.f_bfree) * disk.f_frsize

@@ -3,7 +3,7 @@ from .events import Event, EventSource, Removed, Stored, TierEvents, events_of
 from .evict import evict_everywhere
 from .hierarchy import Hierarchy
 from .inventory import HeldRun, held_runs, in_runs, lineages
-from .io_queue import IoQueue, JoinedJob
+from .io_queue import IoQueue, JoinedJob, begun
 from .lower_tier import TierPort
 from .opening import check_tiers, lower_modules, open_hierarchy, open_ports
 from .probed_opening import ProbedOpening, require_alike
@@ -32,6 +32,7 @@ __all__ = [
     "TierEvents",
     "TierPort",
     "Wanted",
+    "begun",
     "bring",
     "check_tiers",
     "events_of",

@@ -32,7 +32,7 @@ class Pending:
 PENDING: Final = Pending()
 
 
-@dataclass(frozen=True, slots=True, init=False)
+@dataclass(slots=True, unsafe_hash=True)  # nobody changes it: see `value`
 class Attribution:
     """Where the blocks of one lookup were when first asked: `found["l2"]`, or any other tier of the table by its name.
 
@@ -45,10 +45,9 @@ class Attribution:
     loadable: int = field(compare=False, repr=False)  # blocks found below L1
 
     def __init__(self, blocks: int, *, miss: int = 0, **by_tier: int) -> None:
-        object.__setattr__(self, "blocks", blocks)
-        object.__setattr__(self, "miss", miss)
-        object.__setattr__(self, "by_tier", {TIERS[name].name: count for name, count in by_tier.items() if count})
-        object.__setattr__(self, "loadable", blocks - miss - by_tier.get(L1, 0))
+        self.blocks, self.miss = blocks, miss
+        self.by_tier = {TIERS[name].name: count for name, count in by_tier.items() if count}
+        self.loadable = blocks - miss - by_tier.get(L1, 0)
         if sum(by_tier.values()) + miss != blocks:
             raise AssertionError(f"attribution does not sum: {self}")
 

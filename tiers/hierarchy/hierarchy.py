@@ -397,11 +397,12 @@ class Hierarchy:
         counts = pool.counts()
         for state in ("free", "filling", "ready", "leased", "quarantined", "dirty", "tails"):
             self.metrics.pool(L2, state, getattr(counts, state))
+        rooms = [port.room() for port in self.ports]
         with self._lock:
             self.metrics.evicted(L2, pool.num_evicted)
             dropped, self._num_dirty_dropped = pool.num_dirty_dropped - self._num_dirty_dropped, pool.num_dirty_dropped
             is_ours = dropped and self.settings.write_policy == "write_back"  # else the tiers' lines count them
-            for port in self.ports:
+            for port, room in zip(self.ports, rooms, strict=True):
                 if is_ours and port.settings.takes_stores:
                     self.metrics.dropped(port.name, Outcome.EVICTED, dropped)
                 tier = port.tier  # a probe may detach it meanwhile
@@ -412,4 +413,4 @@ class Hierarchy:
                         self.metrics.pool(port.name, key.removeprefix("slots_"), count)
                     elif key.startswith(("requests_", "bytes_", "saved_")):
                         self.metrics.paid(port.name, key, count)
-                self.metrics.room(port.name, port.room())
+                self.metrics.room(port.name, room)

@@ -5,13 +5,31 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from threading import Condition, Lock, Thread
-from typing import Any, Protocol
+from typing import Any, Final, Protocol, TypeVar
 
 from kvtier.tiers import Outcome
 
+T = TypeVar("T")
+
 _log = logging.getLogger(__name__)
+_MOMENT: Final = 0.25  # seconds
+
+
+def begun(name: str, work: Callable[[], T]) -> "Future[T]":
+    """What comes of `work`, done on a thread of its own: should it never end, it keeps no process from ending."""
+    came: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            came.set_result(work())
+        except BaseException as error:
+            came.set_exception(error)
+
+    Thread(target=run, name=name, daemon=True).start()
+    return came
 
 
 class Job(Protocol):
@@ -58,6 +76,10 @@ class _RunningJob:
     lock: Lock = field(default_factory=Lock)
     is_late: bool = False
     is_over: bool = False
+
+    def hangs(self, now: float) -> bool:
+        """Whether it does not end by itself: most storage has deadlines of its own, which come a moment later."""
+        return now >= self.job.deadline + _MOMENT
 
     def tell_overdue(self) -> None:
         """Once, unless it has ended meanwhile."""
@@ -120,8 +142,11 @@ class IoQueue:
         with self._lock:
             return not (self.urgent or self.normal or self.running)
 
-    def expire(self) -> None:
-        """End what waited past its deadline; tell what runs past its own. Needed only where something waits or runs."""
+    def expire(self) -> bool:
+        """End what waited past its deadline; tell what runs past its own. Needed only where something waits or runs.
+
+        True if every thread hangs: nothing that waits will run.
+        """
         now = self._clock()
         with self._lock:
             late = [job for queue in (self.urgent, self.normal) for job in queue if now >= job.deadline]
@@ -130,10 +155,12 @@ class IoQueue:
                 self.normal = deque(job for job in self.normal if now < job.deadline)
                 self._work_ended.notify_all()
             hung = [each for each in self.running.values() if not each.is_late and now >= each.job.deadline]
+            hanging = {key % self._num_threads for key, each in self.running.items() if each.hangs(now)}
         for job in late:
             job.end(Outcome.TIMEOUT, late=False)
         for running in hung:
             running.tell_overdue()
+        return len(hanging) == self._num_threads
 
     def drain(self, timeout: float) -> bool:
         """Wait until idle; False when `timeout` seconds (real time) pass first."""

@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from threading import Lock
 from typing import Final, Protocol, runtime_checkable
@@ -26,7 +27,7 @@ from kvtier.tiers import (
     TierUnavailable,
 )
 from kvtier.tiers.hierarchy.busy_time import BusyTime
-from kvtier.tiers.hierarchy.io_queue import IoQueue
+from kvtier.tiers.hierarchy.io_queue import IoQueue, begun
 from kvtier.tiers.hierarchy.packed import read_packed, write_packed
 from kvtier.tiers.hierarchy.rates import Rates
 from kvtier.tiers.pool import LOST, Departures
@@ -37,6 +38,8 @@ _log = logging.getLogger(__name__)
 _FAILURES: Final = frozenset({Outcome.IO_ERROR, Outcome.TIMEOUT})  # what a breaker counts
 _CORRUPTION: Final = frozenset({Outcome.CHECKSUM, Outcome.KEY_MISMATCH})
 _MAX_QUEUED: Final = 4096  # jobs per tier
+_OPENING: Final = 5  # deadlines that it may take: all names of a slab are read
+_LEAST: Final = 2.0  # seconds for it, however short these are
 _SENT: Final = 1 << 17  # blocks stored in a tier that tells nobody what it drops: so many are remembered
 
 
@@ -94,6 +97,7 @@ class TierPort:
         self._attaching = Lock()  # held while `open` runs, by the constructor and by probes only
         self._lock = Lock()  # guards what follows; innermost, never held across I/O
         self._closed = False
+        self.why: str | None = None  # it is off, if that is no count of failures
         # Told, on an I/O thread, when writes are tried again, and whether the tier was opened anew.
         self.recovered: Callable[..., None] | None = None
         self._is_fresh = False  # opened anew since `recovered` was told
@@ -111,7 +115,7 @@ class TierPort:
             direction: Breaker(settings.failures, settings.retry_after, clock) for direction in _DIRECTIONS
         }
         self.tier: Tier | None = None
-        self._attach((TierUnavailable, OSError))
+        self._attach_in_time(max(_LEAST, _OPENING * settings.deadline))
         self.queue = IoQueue(name, settings.num_threads, _MAX_QUEUED, clock, settings.joined)
 
     def lookup(self, hashes: Sequence[ChainHash]) -> int:
@@ -170,7 +174,8 @@ class TierPort:
     def wanting(self) -> str | None:
         """Which directions are left alone for now; None: none."""
         left = [f"{name} breaker {each.state}" for name, each in self.breakers.items() if not each.closed]
-        return f"{self.name}: {', '.join(left)}" if left else None
+        why = f" ({self.why})" if self.why is not None else ""
+        return f"{self.name}: {', '.join(left)}{why}" if left else None
 
     @property
     def writable(self) -> bool:
@@ -254,8 +259,11 @@ class TierPort:
         `at_once`: somebody waits for the tier, so its probe is due.
         """
         queue = self.queue
-        if queue.running or queue.urgent or queue.normal:
-            queue.expire()
+        if (queue.running or queue.urgent or queue.normal) and queue.expire():
+            if any(breaker.closed for breaker in self.breakers.values()):
+                patience, count = self.settings.deadline, self.settings.num_threads
+                self._trip(TierUnavailable(f"all its {count} threads hang, in calls of over {patience:g} s"))
+            return  # a probe would find no thread: as soon as a call ends, one is sent
         for direction in _DIRECTIONS:
             breaker = self.breakers[direction]
             if not breaker.closed and breaker.take_probe(at_once=at_once):
@@ -310,6 +318,8 @@ class TierPort:
     def probed(self, direction: Direction, answered: bool) -> None:
         """What became of the probe `tick` sent."""
         self.breakers[direction].probed(answered)
+        if all(breaker.closed for breaker in self.breakers.values()):
+            self.why = None
         self._show_breakers()
         if answered:
             _log.info("%s tier is back (%s)", self.name, direction)
@@ -327,6 +337,19 @@ class TierPort:
             self._show_breakers()
         elif breaker.failures and outcomes and self._clock() - began < self.settings.deadline:
             breaker.success()  # a late answer is none: `failed` has counted it
+
+    def _attach_in_time(self, timeout: float) -> None:
+        """At start. Storage that hangs is not waited for any longer: it attaches once it answers."""
+        came = begun(f"kvtier-{self.name}-open", lambda: self._attach((TierUnavailable, OSError)))
+        if wait((came,), timeout).done:
+            came.result()
+            return
+        self._trip(TierUnavailable(f"it has not opened within {timeout:g} s, and attaches once it has"))
+        came.add_done_callback(self._opened_late)
+
+    def _opened_late(self, came: "Future[Tier | None]") -> None:
+        if (error := came.exception()) is not None:  # what is raised at start
+            _log.warning("%s tier stays off: %s", self.name, error)
 
     def _attach(self, expected: tuple[type[Exception], ...]) -> Tier | None:
         """The tier, opened if it is not open. None, with one warning, where that fails."""
@@ -379,6 +402,7 @@ class TierPort:
             tier.close()
 
     def _trip(self, error: Exception) -> None:
+        self.why = str(error)
         if any(breaker.closed for breaker in self.breakers.values()):
             _log.warning("%s tier is off for now, the engine runs on without it: %s", self.name, error)
         for breaker in self.breakers.values():

@@ -2,6 +2,8 @@
 
 import logging
 from collections.abc import Iterator
+from concurrent.futures import wait
+from functools import partial
 from importlib import import_module
 from typing import Final, Protocol, cast
 
@@ -19,6 +21,7 @@ from kvtier.tiers import (
 from kvtier.tiers.compiled import extension
 from kvtier.tiers.config import Config
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy
+from kvtier.tiers.hierarchy.io_queue import begun
 from kvtier.tiers.hierarchy.lower_tier import PortSettings, TierPort
 from kvtier.tiers.hierarchy.packed import PackedShape
 from kvtier.tiers.hierarchy.probed_opening import ProbedOpening
@@ -29,6 +32,7 @@ from kvtier.tiers.naming import KVProbe
 
 _log = logging.getLogger(__name__)
 
+_PATIENCE: Final = 10.0  # seconds that a disk may take to be looked at
 _LOOPS: Final = "kvtier.tiers.fp8_compiled"
 
 
@@ -71,7 +75,14 @@ def check_tiers(config: Config) -> list[str]:
     """
     for idle in config.idle_options():
         _log.warning("%s", idle)
-    return [line for _, module in lower_modules() if (line := module.checked(config)) is not None]
+    lines = []
+    for name, module in lower_modules():
+        looked = begun(f"kvtier-{name}-check", partial(module.checked, config))
+        if not wait((looked,), _PATIENCE).done:
+            _log.warning("[%s] hangs: no answer within %g s; look at its storage", name, _PATIENCE)
+        elif (line := looked.result()) is not None:
+            lines.append(line)
+    return lines
 
 
 def open_hierarchy(

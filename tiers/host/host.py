@@ -220,8 +220,10 @@ class HostTier:
 
     def describe(self, places: list[int], records: Sequence[BlockRecord]) -> None:
         """Say what lies in filled slots, just before they are sealed. ValueError as `BlockRecords.put`."""
-        self.records.put(places, records)
-        self._index_children(places, [record.parent for record in records])
+        names, parents = [each.chain_hash for each in records], [each.parent for each in records]
+        self.describe_each(
+            places, names, parents, [each.tokens for each in records], [each.checksum for each in records]
+        )
 
     def describe_each(
         self,

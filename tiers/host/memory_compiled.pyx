@@ -24,42 +24,60 @@ def copy_pieces(const int64_t[:] targets, const int64_t[:] sources, const int64_
             memcpy(<void *> targets[i], <const void *> sources[i], <size_t> lengths[i])
 
 
+_GIL_BYTES = 256 << 10  # chosen by benchmarks/copy_bandwidth.py: a thread beside it may keep the GIL for 5 ms
+
+
 def copy_blocks(
     uint8_t[:, :] device, const int64_t[:] blocks, uint8_t[:, :] host, const int64_t[:] slots,
     Py_ssize_t offset, Py_ssize_t length, bint is_load,
+    Py_ssize_t gil_bytes=_GIL_BYTES,
 ):
     """Copy bytes `offset … offset + length` of row `blocks[i]` of L1 and row `slots[i]` of L2, for each i.
 
-    To L1 if `is_load`, else to L2. IndexError, and nothing is copied, for a row that there is not; ValueError for bytes
+    To L1 if `is_load`, else to L2. Up to `gil_bytes` altogether the GIL is kept. IndexError, and nothing is copied, for a row that there is not; ValueError for bytes
     outside a row, rows that are not whole, or another number of slots than of blocks.
     """
-    cdef Py_ssize_t count = blocks.shape[0], i, run
+    cdef Py_ssize_t count = blocks.shape[0], i, columns = min(device.shape[1], host.shape[1])
     cdef Py_ssize_t device_stride = device.strides[0], host_stride = host.strides[0]
     cdef bint is_whole = length == device_stride and length == host_stride  # then neighbours are one piece
-    cdef uint8_t *here
-    cdef uint8_t *there
     if slots.shape[0] != count:
         raise ValueError(f"{count} blocks for {slots.shape[0]} slots")
-    if offset < 0 or length < 1 or offset + length > min(device.shape[1], host.shape[1]):
+    if not 1 <= length <= columns or not 0 <= offset <= columns - length:
         raise ValueError(f"bytes {offset}..{offset + length} of rows of {device.shape[1]} and {host.shape[1]}")
     if device.strides[1] != 1 or host.strides[1] != 1:
         raise ValueError("rows that are not whole")
     for i in range(count):
         if not 0 <= blocks[i] < device.shape[0] or not 0 <= slots[i] < host.shape[0]:
             raise IndexError(f"block {blocks[i]} of {device.shape[0]}, slot {slots[i]} of {host.shape[0]}")
-    i = 0
-    with nogil:
-        while i < count:
-            run = 1
-            while is_whole and i + run < count and blocks[i + run] == blocks[i] + run and slots[i + run] == slots[i] + run:
-                run += 1
-            here = &device[blocks[i], offset]
-            there = &host[slots[i], offset]
-            if is_load:
-                memcpy(here, there, <size_t> (run * length))
-            else:
-                memcpy(there, here, <size_t> (run * length))
-            i += run
+    if not count:
+        return
+    if count * length <= gil_bytes:
+        _copy(&device[0, offset], &host[0, offset], device_stride, host_stride, blocks, slots, length, is_whole, is_load)
+    else:
+        with nogil:
+            _copy(
+                &device[0, offset], &host[0, offset], device_stride, host_stride, blocks, slots, length, is_whole, is_load
+            )
+
+
+cdef void _copy(
+    uint8_t *device, uint8_t *host, Py_ssize_t device_stride, Py_ssize_t host_stride,
+    const int64_t[:] blocks, const int64_t[:] slots, Py_ssize_t length, bint is_whole, bint is_load,
+) noexcept nogil:
+    cdef Py_ssize_t i = 0, run
+    cdef uint8_t *here
+    cdef uint8_t *there
+    while i < blocks.shape[0]:
+        run = 1
+        while (
+            is_whole and i + run < blocks.shape[0]
+            and blocks[i + run] == blocks[i] + run and slots[i + run] == slots[i] + run
+        ):
+            run += 1
+        here = device + blocks[i] * device_stride
+        there = host + slots[i] * host_stride
+        memcpy(here if is_load else there, there if is_load else here, <size_t> (run * length))
+        i += run
 
 
 cdef extern from "digests.h" nogil:

@@ -43,10 +43,17 @@ class KVProbe:
         chosen = np.unique(np.linspace(0, len(planes) - 1, min(len(planes), _MOST_NUMBERS // 2)).astype(int)).tolist()
         each = min(_MOST_EACH, _MOST_NUMBERS // max(1, len(chosen)))
         numbers = np.empty((len(chosen), each), np.float32)
-        for row, number in enumerate(chosen):
-            plane = np.asarray(planes[number], np.float64).ravel()
-            numbers[row] = [np.linalg.norm(plane), *(_signs(len(plane), column) @ plane for column in range(each - 1))]
+        with np.errstate(invalid="ignore", over="ignore"):  # a model may compute NaN
+            for row, number in enumerate(chosen):
+                plane = np.asarray(planes[number], np.float64).ravel()
+                sums = (_signs(len(plane), column) @ plane for column in range(each - 1))
+                numbers[row] = [np.linalg.norm(plane), *sums]
         return cls(dtype, numbers)
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether it can be compared: NaN equals nothing, not even what the same model computes."""
+        return bool(np.isfinite(self.numbers).all())
 
     def packed(self) -> bytes:
         """Its bytes, `PROBE_BYTES` at most (docs/format.md)."""
@@ -71,15 +78,16 @@ class KVProbe:
         return cls(dtype.rstrip(b"\0").decode(errors="replace"), numbers)
 
     def distance(self, other: "KVProbe") -> float:
-        """How far the KV is apart, relative, in the plane where it is most; infinite if they are of other layers."""
+        """How far the KV is apart, relative, in the plane where it is most; infinite if that cannot be told."""
         if self.numbers.shape != other.numbers.shape or self.dtype != other.dtype:
+            return float("inf")
+        if not (self.is_finite and other.is_finite):
             return float("inf")
         ours, theirs = self.numbers.astype(np.float64), other.numbers.astype(np.float64)
         norms = np.maximum(np.maximum(ours[:, 0], theirs[:, 0]), np.finfo(np.float32).tiny)
         apart = np.abs(ours - theirs) / norms[:, None]
         sums = np.sqrt((apart[:, 1:] ** 2).mean(axis=1)) if apart.shape[1] > 1 else apart[:, 0]
-        worst = np.maximum(sums, apart[:, 0]).max(initial=0.0)
-        return float(worst) if np.isfinite(worst) else float("inf")
+        return float(np.maximum(sums, apart[:, 0]).max(initial=0.0))
 
     @property
     def tolerance(self) -> float:

@@ -23,6 +23,7 @@ _Brought = TypeVar("_Brought")
 EXISTS: Final = "PreconditionFailed"  # the code of a refusal to create what is there
 CERTIFICATE: Final = "certificate"  # the code if the server's is not accepted
 BROKE_OFF: Final = "broke off"  # the code if the client itself failed: its credentials, or the URL, fit no request
+NO_S3: Final = "no S3"  # the code if who answers speaks another language
 _CODE: Final = re.compile(r"<Code>(\w+)</Code>")
 _CAUSE: Final = re.compile(r"\b(?:message|error): (\"[^\"]+\")")
 _CERTIFICATE: Final = re.compile(r"\berror: InvalidCertificate\(\s*(?:\w+\(\s*)*(\w+)")
@@ -41,7 +42,7 @@ class BucketError(Exception):
     def __init__(self, outcome: Outcome, why: str, code: str = "") -> None:
         super().__init__(why)
         self.outcome = outcome
-        self.code = code  # S3's word for it, `credentials`, CERTIFICATE or BROKE_OFF; empty if nobody answered
+        self.code = code  # S3's word for it, `credentials`, CERTIFICATE, BROKE_OFF or NO_S3; empty if nobody answered
 
 
 TakeBytes = Callable[[memoryview], object]
@@ -311,6 +312,8 @@ def error_of(error: BaseException) -> BucketError:
     if type(error).__name__ == "AlreadyExistsError":
         return BucketError(Outcome.IO_ERROR, "it is there", EXISTS)
     if isinstance(error, FileNotFoundError) and code != "NoSuchBucket":
+        if not code:  # any web server says so of anything
+            return BucketError(Outcome.IO_ERROR, "404 without a word of S3's", NO_S3)
         return BucketError(Outcome.ABSENT, "not there", code)
     if _ANOTHER_REGION in text:
         return BucketError(Outcome.IO_ERROR, "it is in another region", "PermanentRedirect")

@@ -6,7 +6,7 @@ from typing import Final
 
 from kvtier.tiers import ConfigError, KVTierError, TierUnavailable
 from kvtier.tiers.config import ObjectsConfig
-from kvtier.tiers.objects.bucket import BROKE_OFF, CERTIFICATE, BucketError
+from kvtier.tiers.objects.bucket import BROKE_OFF, CERTIFICATE, NO_S3, BucketError
 
 _log = logging.getLogger(__name__)
 
@@ -52,6 +52,8 @@ def explanation(config: ObjectsConfig, error: BucketError) -> KVTierError:
         return TierUnavailable(
             f"[objects] {where}: {error}; see whether AWS's variables, or what the role gives, hold a line's end"
         )
+    if error.code == NO_S3:
+        return TierUnavailable(f"[objects] {where}: no S3 ({error}); set endpoint to the address of one")
     if error.code:
         return TierUnavailable(f"[objects] {where}: it answers {error.code}; see what that means there")
     return TierUnavailable(f"[objects] {where}: {error}; see whether it runs, and is reached from here")

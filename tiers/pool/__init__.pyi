@@ -1,4 +1,4 @@
-from .changes import ChangeLog
+from .changes import ChangeLog, Slots, Words, to_words
 from .core import ChildIndex, Lease
 from .departures import (
     EVICTED,
@@ -13,11 +13,9 @@ from .departures import (
     causes_of,
     why_gone,
 )
-from .lease import Places, Reservation
-from .names import Slots, Words, to_words
-from .policy import MAX_CHILDREN, make_child_index, make_core, make_index
+from .lease import FILLING, READY, Places, Reservation
+from .policy import MAX_CHILDREN, lease_type, make_child_index, make_core, make_index
 from .pool import SlotPool
-from .states import FILLING, READY
 
 __all__ = [
     "EVICTED",
@@ -41,6 +39,7 @@ __all__ = [
     "Slots",
     "Words",
     "causes_of",
+    "lease_type",
     "make_child_index",
     "make_core",
     "make_index",

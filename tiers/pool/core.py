@@ -20,7 +20,7 @@ READY = cython.declare(cython.int, 2)
 QUARANTINED = cython.declare(cython.int, 3)  # an operation that hangs may still write here
 
 NAME_BYTES = cython.declare(cython.int, 32)
-MIX_FIRST = cython.declare(cython.ulonglong, 0x9E3779B97F4A7C15)  # of `tiers.pool.names`: tags of names
+MIX_FIRST = cython.declare(cython.ulonglong, 0x9E3779B97F4A7C15)  # of `changes.py`: tags of names
 MIX_LAST = cython.declare(cython.ulonglong, 0x27D4EB2F165667C5)
 AT_ONCE = cython.declare(cython.int, 64)  # names looked up together
 SLOTS_PER_BUCKET = cython.declare(

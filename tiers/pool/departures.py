@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier.tiers import ChainHash, Outcome
-from kvtier.tiers.pool.names import NAME_MIX, Slots, Words, to_words
+from kvtier.tiers.pool.changes import NAME_MIX, Slots, Words, to_words
 
 EVICTED: Final = str(Outcome.EVICTED)  # made room for other blocks
 REMOVED: Final = "removed"  # an operator had it dropped by name or tenant

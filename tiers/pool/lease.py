@@ -1,11 +1,19 @@
-"""What a pool hands out besides leases (core.py): `Places` of blocks, a `Reservation` to fill, and counts of slots."""
+"""What a pool hands out besides leases (core.py): `Places`, a `Reservation` to fill, states and counts of slots."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
+from typing import Final, TypeVar
 
 from kvtier.tiers import ChainHash
+
+FREE: Final = 0  # states of a slot, as `core.py` has them
+FILLING: Final = 1  # taken, and invisible to every lookup
+READY: Final = 2
+QUARANTINED: Final = 3  # an operation that hangs may still write here
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,3 +81,8 @@ class Reservation:
     def __del__(self) -> None:
         if self.num_open and not sys.is_finalizing():
             self.on_end(self, True)
+
+
+def picked(items: Sequence[T], at: Sequence[int]) -> list[T]:
+    """The items at these positions, which are distinct and in order."""
+    return list(items) if len(at) == len(items) else [items[i] for i in at]

@@ -10,11 +10,11 @@ from kvtier.tiers import ChainHash
 from kvtier.tiers.compiled import extension
 from kvtier.tiers.config import compiled_setting
 from kvtier.tiers.pool import core as interpreted
-from kvtier.tiers.pool.names import NAME_MIX, to_words
+from kvtier.tiers.pool.changes import NAME_MIX, to_words
 from kvtier.tiers.returns import TAIL_NAMES, UNTOLD, LruRival, RequestEnd, Returns, ToldEnd
 
 if TYPE_CHECKING:
-    from kvtier.tiers.pool.core import LRU, ChildIndex, Index, Learned, SlotCore, SlotLists
+    from kvtier.tiers.pool.core import LRU, ChildIndex, Index, Learned, Lease, SlotCore, SlotLists
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +37,12 @@ def _say_interpreted() -> None:
             "the pool runs interpreted: batches of 1 to 2,048 blocks cost two to ten times the CPU time; "
             "install a C compiler, then kvtier anew"
         )
+
+
+def lease_type() -> "type[Lease]":
+    """What leases are made of: the core's own, in its form."""
+    made: type[Lease] = form().Lease
+    return made
 
 
 def make_index(num_slots: int) -> "Index":

@@ -11,13 +11,11 @@ from numpy.typing import NDArray
 
 from kvtier.tiers import BlockRecord, ChainHash, Changes, Outcome
 from kvtier.tiers.pool.backlog import Backlog
-from kvtier.tiers.pool.changes import ChangeLog
+from kvtier.tiers.pool.changes import ChangeLog, Slots
 from kvtier.tiers.pool.core import Lease
 from kvtier.tiers.pool.departures import EVICTED_CODE, REMOVED, RESET, Departures
-from kvtier.tiers.pool.lease import Places, PoolCounts, Reservation
-from kvtier.tiers.pool.names import Slots
-from kvtier.tiers.pool.policy import ended, form, learned, make_core
-from kvtier.tiers.pool.states import FILLING, QUARANTINED, picked
+from kvtier.tiers.pool.lease import FILLING, QUARANTINED, Places, PoolCounts, Reservation, picked
+from kvtier.tiers.pool.policy import ended, form, learned, lease_type, make_core
 from kvtier.tiers.returns import RequestEnd, ToldEnd
 
 if TYPE_CHECKING:
@@ -50,7 +48,7 @@ class SlotPool:
         self._dropped: deque[Lease | Reservation] = deque()
         self.num_leaked = 0  # leases that were dropped, not released; counted by the verb after
         module = form()
-        self._lease: type[Lease] = module.Lease
+        self._lease = lease_type()
         self._on_release: Callable[[Lease, bool], None] = module.Releaser(self._lock, self._core, self._dropped)
 
     @property
@@ -83,12 +81,12 @@ class SlotPool:
     def lookup(self, hashes: Sequence[ChainHash]) -> int:
         """How many leading blocks are ready."""
         with self._lock:
-            return self._core.lookup(_names(hashes))
+            return self._core.lookup(hashes if type(hashes) is list else list(hashes))
 
     def places(self, hashes: Sequence[ChainHash]) -> Places:
         """Where the leading ready blocks are, for a `lease` that need not look their names up again."""
         with self._lock:
-            slots = self._core.find_run(_names(hashes))
+            slots = self._core.find_run(hashes if type(hashes) is list else list(hashes))
             return Places(slots, self._core.generations(slots))
 
     def return_gaps(self) -> NDArray[np.float64] | None:
@@ -104,7 +102,7 @@ class SlotPool:
     def holds(self, hashes: Sequence[ChainHash]) -> list[bool]:
         """Which of the blocks are ready, each by itself."""
         with self._lock:
-            return [slot >= 0 for slot in self._core.find(_names(hashes))]
+            return [slot >= 0 for slot in self._core.find(hashes if type(hashes) is list else list(hashes))]
 
     def generation(self, slot: int) -> int:
         """How often the slot was taken: a copy planned for an older generation must not be made."""
@@ -219,7 +217,7 @@ class SlotPool:
             if self._dropped:
                 self._settle_dropped()
             if places is None:
-                slots, times = self._core.lease(_names(hashes))
+                slots, times = self._core.lease(hashes if type(hashes) is list else list(hashes))
             elif len(hashes) < len(places.slots):
                 raise ValueError(f"lease: {len(hashes)} names, {len(places.slots)} places")
             else:
@@ -242,7 +240,7 @@ class SlotPool:
         """Count a use of each ready block; the last of the chain stays the first to go."""
         with self._lock:
             self._settle_dropped()
-            self._core.use(_names(hashes))
+            self._core.use(hashes if type(hashes) is list else list(hashes))
 
     def ended(self, end: RequestEnd) -> ToldEnd | None:
         """A request has ended: a policy that learns how requests return hears of it. Returns what tiers below hear."""
@@ -272,7 +270,7 @@ class SlotPool:
         """
         with self._lock:
             self._settle_dropped()
-            gone = self._core.drop_idle(_names(hashes))
+            gone = self._core.drop_idle(hashes if type(hashes) is list else list(hashes))
             if self._core.departures is not None:
                 names = [name for name, is_gone in zip(hashes, gone, strict=True) if is_gone]
                 self._core.departures.left(names, Outcome.QUOTA)
@@ -382,22 +380,25 @@ class SlotPool:
         )  # fmt: skip
 
     def _ready(self, hashes: Sequence[ChainHash]) -> list[int]:
-        return [slot for slot in self._core.find(_names(hashes)) if slot >= 0]
+        return [slot for slot in self._core.find(hashes if type(hashes) is list else list(hashes)) if slot >= 0]
 
     def _reserved(self, hashes: Sequence[ChainHash], parent: ChainHash | None) -> Reservation | None:
-        names = _names(hashes)
+        names = hashes if type(hashes) is list else list(hashes)
         if (taken := self._core.reserve(names, parent)) is None:
             return None
         at, slots, times = taken
-        parents = picked([parent, *names[:-1]], at)
-        return Reservation(picked(names, at), at, slots, times, parents, self._epoch, len(at), self._on_end)
+        parents: list[ChainHash | None] = [parent, *names[:-1]]
+        if len(at) < len(names):
+            names, parents = picked(names, at), picked(parents, at)
+        return Reservation(names, at, slots, times, parents, self._epoch, len(at), self._on_end)
 
     def _seal(
         self, reservation: Reservation, positions: Sequence[int] | None
     ) -> tuple[list[ChainHash], list[int], list[int]]:
         """Names, slots and generations of what was published, with one reference each."""
         names, slots, times = reservation.hashes, reservation.slots, reservation.generations
-        if positions is not None or not reservation.is_whole:
+        is_whole = reservation.num_open == len(names)
+        if not is_whole or (positions is not None and [*positions] != [*range(len(names))]):
             at = self._filling(reservation, positions)
             if positions is not None and len(at) != len(positions):
                 gone = sorted(set(positions) - set(at))
@@ -439,7 +440,3 @@ class SlotPool:
                 dropped.on_release = None
                 self.num_leaked += 1
                 self._core.unref(dropped.slots)
-
-
-def _names(hashes: Sequence[ChainHash]) -> list[ChainHash]:
-    return hashes if isinstance(hashes, list) else list(hashes)

@@ -146,5 +146,7 @@ def _answers(name: str, findings: list[Finding]) -> Iterator[None]:
         findings.append(error(name, "no answer in time", "see whether it hangs; raise [redis] connect_timeout"))
     except redis.ConnectionError as refused:
         findings.append(error(name, f"not reachable: {refused}", "start it, or fix [redis] url"))
+    except redis.exceptions.InvalidResponse as refused:
+        findings.append(error(name, f"no Redis answers there: {refused}", "name a Redis server's port in [redis] url"))
     except (redis.RedisError, OSError) as refused:
         findings.append(error(name, f"{type(refused).__name__}: {refused}", "see the server's log"))

@@ -173,6 +173,8 @@ def _explanation(config: RedisConfig, servers: Servers, error: Exception) -> KVT
         return TierUnavailable(f"[redis] url: {where} does not speak TLS there; write redis://, or its TLS port")
     if "cluster mode is not enabled" in text.lower():
         return _bad("mode", "cluster", f'{where} is no cluster; set mode to "standalone"')
+    if any(isinstance(cause, redis.exceptions.InvalidResponse) for cause in causes):
+        return TierUnavailable(f"[redis] url: no Redis answers at {where}; name a Redis server's port")
     if "DB index" in text or "Invalid Database" in text:
         return _bad("url", where, "no database of that number; write a lower one")
     hint = ""

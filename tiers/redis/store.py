@@ -14,6 +14,7 @@ from kvtier.tiers import (
     ChainHash,
     ConfigError,
     Direction,
+    LastRoom,
     Outcome,
     StoragePlace,
     TierUnavailable,
@@ -31,7 +32,7 @@ from kvtier.tiers.redis.lanes import Lane, command
 from kvtier.tiers.redis.names import Names
 from kvtier.tiers.redis.nodes import Nodes, nodes_of
 from kvtier.tiers.redis.options import MAX_VALUE, RedisClient, connect, judge, no_epoch, parse, survey
-from kvtier.tiers.redis.room import ServersRoom
+from kvtier.tiers.redis.room import servers_room
 from kvtier.tiers.redis.stream import WireError
 from kvtier.tiers.redis.wire import RedisReply, Refusal
 from kvtier.tiers.returns import ToldEnd
@@ -69,7 +70,7 @@ class RedisStore:
         self.announcer = SharedChanges(config.ttl)
         self._expiries = LearnedExpiries(config.ttl) if config.expiry == "learned" else None
         self._epoch = Epoch(self._batches, self._forget_all)
-        self._room = ServersRoom(nodes.clients)
+        self._room = LastRoom(lambda: servers_room(nodes.clients()))
         self._counts = OutcomeCounts()
         self._life = TierLife("kvtier-redis-reset")
 

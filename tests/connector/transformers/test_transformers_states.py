@@ -3,6 +3,7 @@
 import mmap
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -251,6 +252,29 @@ def test_a_reset_while_text_is_generated_keeps_nothing_of_it(open_tier: Open) ->
     kv.generate(tokens, **GREEDY, stopping_criteria=transformers.StoppingCriteriaList([Resetting()]))
     kv.generate(tokens, **GREEDY)
     assert kv.num_cached_tokens == 0
+
+
+@pytest.mark.parametrize("kind", ["mamba2", *brief([], ["qwen3.5", "lfm2", "mamba", "minimax"])])
+def test_a_model_that_is_another_one_in_some_pass_leaves_no_state_of_that_text(open_tier: Open, kind: str) -> None:
+    model = model_of(kind)
+    tokens = ids(prompt(1, 391))
+    kv, looks, hooks = open_tier(model), list[None](), list[Any]()
+
+    class Changing(transformers.StoppingCriteria):
+        def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+            if input_ids.shape[1] == 395:
+                hooks.append(model.base_model.register_forward_hook(lambda *_: None))
+            elif hooks:
+                hooks.pop().remove()
+            return torch.zeros(len(input_ids), dtype=torch.bool)
+
+    kv.generate(tokens, **GREEDY, stopping_criteria=transformers.StoppingCriteriaList([Changing()]))
+    look = kv._live.look
+    with patch.object(kv._live, "look", lambda: looks.append(look())):
+        for found in (0, 384):
+            kv.generate(tokens, **GREEDY)
+            assert kv.num_cached_tokens == found
+    assert not looks  # a call by itself changes nothing of the model
 
 
 @pytest.mark.parametrize("kind", [*brief([], ["mamba2"]), "qwen3.5"])

@@ -11,13 +11,24 @@ import torch
 from kv_tier_rig import Open
 from tiny_models import SIZES, plain, prompt
 from torch.utils._pytree import tree_map
-from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration, Qwen2VLConfig
+from transformers import (
+    CLIPVisionConfig,
+    DynamicCache,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2VLConfig,
+)
 
 from kvtier.connector.models import cache_option
 from kvtier.connector.models.hf_model import weights_of
+from kvtier.connector.transformers.adapter import KVTier
 from kvtier.connector.transformers.calls import other_tokens
 from kvtier.engine.model import Model
 from kvtier.tiers import ConfigError, RequestError
+from kvtier.tiers.config import Config
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
 IMAGE = 5  # the token that stands for one
@@ -164,6 +175,76 @@ def test_own_loops_get_and_keep_nothing_of_prompts_whose_images_they_do_not_show
     assert kv.load(text)[1] == 80
 
 
+def with_rope_of_images() -> Any:
+    """A model that keeps of an image how far it moved later positions, and renews that without a cache alone."""
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+    vision = {
+        "depth": 2, "hidden_size": 32, "intermediate_size": 40, "num_heads": 2, "out_hidden_size": 64,
+        "patch_size": 14, "fullatt_block_indexes": [0], "window_size": 112,
+    }  # fmt: skip
+    text = {**SIZES, "rope_parameters": rope, "bos_token_id": 1, "eos_token_id": 2, "vocab_size": 220}
+    tokens = {"image_token_id": 211, "video_token_id": 212, "vision_start_token_id": 213, "vision_end_token_id": 214}
+    torch.manual_seed(0)
+    config: Any = Qwen2_5_VLConfig(text_config=text, vision_config=vision, **tokens)
+    return Qwen2_5_VLForConditionalGeneration(config).eval()
+
+
+def test_what_an_image_left_in_the_model_does_not_reach_a_text(
+    open_tier: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = with_rope_of_images()
+    ids = torch.tensor([[1, 9, 213, *[211] * 4, 214, *prompt(1, 30)]])
+    pixels = torch.randn(16, 1176, generator=torch.Generator().manual_seed(1))
+    image = {
+        "pixel_values": pixels,
+        "image_grid_thw": torch.tensor([[1, 4, 4]]),
+        "mm_token_type_ids": (ids == 211).int(),
+    }
+    first, longer = (torch.tensor([[*prompt(4, 70), *prompt(5, length)]]) for length in (0, 60))
+    with torch.inference_mode():
+        seen, expected = (model.generate(text, **GREEDY, **more) for text, more in ((ids, image), (longer, {})))
+        model.generate(ids, **GREEDY, **image)  # left before there are tiers
+        kv = open_tier(model)
+        kv.generate(first, **GREEDY)
+        assert torch.equal(kv.generate(ids, **GREEDY, **image), seen)
+        for found in (64, 128):  # behind what was kept, and behind what was kept so
+            assert torch.equal(kv.generate(longer, **GREEDY), expected)
+            assert kv.num_cached_tokens == found
+            assert model.model.rope_deltas.tolist() == [[0]]  # as of any text
+            model.generate(ids, **GREEDY, **image)
+        # own loops: `load` takes away what is left, and what comes back before a pass shows
+        cache, num_tokens = kv.load(longer)
+        assert num_tokens == 128
+        own = model(longer[:, num_tokens:], **cache_option(model, cache)).logits[:, -1]
+        assert torch.allclose(own, model(longer).logits[:, -1], atol=1e-3)
+        for is_loaded in (True, False):
+            other = torch.tensor([prompt(6 + is_loaded, 70)])
+            cache = kv.load(other)[0] if is_loaded else DynamicCache()
+            model(other[:, :40], **cache_option(model, cache))
+            model.generate(ids, **GREEDY, **image)
+            model(other[:, 40:], **cache_option(model, cache))
+            if is_loaded:
+                model.generate(first, **GREEDY)  # as if nothing had been: only the passes told
+            kv.store(other, cache)
+            assert kv.load(other)[1] == 0
+    assert "the model has rope_deltas of another call; call load() for this text before its passes" in caplog.text
+
+
+def test_a_model_that_keeps_anything_else_of_a_call_is_left_alone(
+    open_tier: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    model: Any = plain("llama")
+    model.model.layers[1].seen = None
+    kv, tokens = open_tier(model), torch.tensor([prompt(1, 60)])
+    kv.generate(tokens, **GREEDY)
+    for value, found in ((torch.ones(3), 0), (torch.zeros(3), 48), (None, 48)):
+        model.model.layers[1].seen = value
+        kv.generate(tokens, **GREEDY)
+        assert kv.num_cached_tokens == found
+        assert model.model.layers[1].seen is value
+    assert "the model has seen of another call; set it to None, as it was at the start" in caplog.text
+
+
 def test_tokens_that_stand_for_images_sound_and_video_are_known_by_their_configuration(seeing: Any) -> None:
     assert set(other_tokens(seeing.config) or {}) == {IMAGE}
     assert other_tokens(plain("llama").config) == {}
@@ -217,3 +298,31 @@ def test_a_call_from_inside_a_call_is_refused(open_tier: Open) -> None:
     kv.generate(tokens, logits_processor=[nested], **GREEDY)
     assert len(said) == 6
     assert kv.load(tokens)[1] == 48
+
+
+def test_while_a_call_runs_nobody_makes_another_tier_over_its_model(open_tier: Open) -> None:
+    model: Any = plain("llama")
+    kv, tokens = open_tier(model), torch.tensor([prompt(1, 60)])
+
+    def make() -> None:
+        with KVTier(model, Config.load(host={"size": "4MiB"}, cache={"block_size": 16})):
+            made.set()
+
+    for _ in range(2):
+        made, maker = threading.Event(), threading.Thread(target=make)
+
+        def meanwhile(
+            input_ids: torch.Tensor,
+            scores: torch.Tensor,
+            made: threading.Event = made,
+            maker: threading.Thread = maker,
+        ) -> torch.Tensor:
+            if maker.ident is None:
+                maker.start()
+            assert not made.wait(0.05)
+            return scores
+
+        kv.generate(tokens, logits_processor=[meanwhile], **GREEDY)
+        assert made.wait(30)
+        maker.join(30)
+        kv.close()  # without tiers it generates as ever, and in turn

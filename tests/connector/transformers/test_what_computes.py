@@ -1,7 +1,9 @@
 """A name follows what computes the KV: adapters, weights changed in place, hooks and foreign code, at every call."""
 
+import copy
 import functools
 import logging
+import pickle
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -9,16 +11,25 @@ from typing import Any
 
 import pytest
 import torch
+from _architectures import ARCHITECTURES
 from adapter_library import LoraLinear, Router, each, installed, with_adapters
 from extent import brief
 from kv_tier_rig import GREEDY, Open, tiers_over
-from tiny_models import plain, prompt
+from state_models import CONFIGS, config_of
+from tiny_models import SIZES, plain, prompt
 from torch.nn.modules.module import register_module_forward_hook
+from transformers import AttentionInterface, AutoModelForCausalLM, AutoModelForImageTextToText, LlamaConfig
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaMLP
 
-from kvtier.connector.models import cache_option
+from kvtier.connector.models import cache_option, live_model, without_adapters
+from kvtier.connector.models.computes import base_tensors, parts_of
+from kvtier.connector.models.hf_model import weights_name
+from kvtier.connector.models.model_watch import ModelWatch
 from kvtier.connector.transformers.adapter import KVTier
 
 TOKENS = torch.tensor([prompt(1, 70)])
+BY_NAME = {one.name: one for one in ARCHITECTURES if one.name != "t5"}  # which generates by an encoder
 HELD = 64  # tokens of it in whole blocks
 
 
@@ -128,6 +139,31 @@ def test_an_adapter_that_is_trained_is_another_one_after_each_step(open_tier: Op
         model.eval()
 
 
+def test_an_adapter_swapped_within_tensors_made_larger_before_is_another_one(open_tier: Open) -> None:
+    """As PEFT prepares for compiled models: ranks padded with zeros, scaling a tensor, both written past counters."""
+    model = bare()
+    layers = with_adapters(model, a=1)
+    for layer in layers:
+        down, up = layer.lora_A["a"].weight, layer.lora_B["a"].weight
+        down.data, up.data = (  # type: ignore[union-attr]
+            torch.nn.functional.pad(down, (0, 0, 0, 12)).detach(),  # type: ignore[arg-type]
+            torch.nn.functional.pad(up, (0, 12)).detach(),  # type: ignore[arg-type]
+        )
+        layer.scaling["a"] = torch.tensor(layer.scaling["a"])  # type: ignore[assignment]
+    kv = open_tier(model)
+    assert answered(kv) == 0
+    for layer in layers:
+        layer.lora_B["a"].weight.data[:, :4] *= -1.0  # type: ignore[index, operator]
+    assert answered(kv) == 0
+    for layer in layers:
+        layer.scaling["a"].fill_(0.5)  # type: ignore[attr-defined]
+    assert answered(kv) == 0
+    assert answered(kv) == HELD
+    for layer in layers:  # who starts with what it has now shares with it
+        layer.scaling["a"].fill_(2.0)  # type: ignore[attr-defined]
+    assert answered(open_tier(model)) == HELD
+
+
 def test_adapters_that_look_at_the_whole_text_and_those_of_single_rows_are_refused(
     open_tier: Open, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -189,11 +225,27 @@ def its_rope(model: Any) -> None:
     model.model.rotary_emb.inv_freq.mul_(0.5)
 
 
+def its_scaling(model: Any) -> None:
+    model.model.layers[1].self_attn.scaling = 0.1
+
+
+def its_activation(model: Any) -> None:
+    model.model.layers[1].mlp.act_fn = torch.nn.ReLU()
+
+
+def without_a_layer_of_weights(model: Any) -> None:
+    model.model.layers[1].self_attn.o_proj = torch.nn.Identity()
+
+
+def its_configuration(model: Any) -> None:
+    model.config.rms_norm_eps = 0.5
+
+
 # What a version counter tells, what none does, another module, a buffer; and more of the same kinds.
 CHANGES: list[Callable[[Any], Any]] = [
-    stepped, past_the_counters, put_in_its_place, its_rope,
+    stepped, past_the_counters, put_in_its_place, its_rope, its_scaling,
     *brief([], [
-        copied, given_other_memory, one_value,
+        copied, its_activation, its_configuration, without_a_layer_of_weights, given_other_memory, one_value,
         lambda model: model.load_state_dict(other_weights(model)),
         lambda model: model.load_state_dict(other_weights(model), assign=True),
     ]),
@@ -216,6 +268,77 @@ def test_weights_changed_in_place_find_and_leave_nothing_under_the_old_name(
     assert answered(again, torch.tensor([prompt(2, 70)])) == 0
 
 
+def test_each_matrix_of_each_layer_changed_past_the_counters_shows() -> None:
+    auto: Any = AutoModelForCausalLM
+    sizes: dict[str, Any] = {**SIZES, "num_hidden_layers": 12}
+    model = auto.from_config(LlamaConfig(**sizes))
+    base = base_tensors(parts_of(model))
+    watch = ModelWatch(model, base)
+    for number, weight in enumerate(base.values()):
+        with torch.no_grad() if number % 2 else torch.inference_mode():
+            weight.data.mul_(-1.0)
+            assert not watch.holds()
+            weight.data.mul_(-1.0)
+            assert watch.holds()
+
+
+def halved(model: Any) -> Any:
+    return model.half()
+
+
+def with_another_rope(model: Any) -> Any:
+    config = copy.deepcopy(model.config)
+    config.rope_parameters = {"rope_type": "default", "rope_theta": 20000.0}
+    model.model.rotary_emb = type(model.model.rotary_emb)(config)
+    return model
+
+
+def with_(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return functools.wraps(change)(lambda model: (change(model), model)[1])
+
+
+ODD = [
+    (halved, torch.float16),
+    (with_another_rope, torch.bfloat16),  # by less than its probe's rounding
+    *brief([], [(with_(each), torch.bfloat16) for each in (its_rope, its_scaling, its_activation)]),
+    *brief([], [(with_(without_a_layer_of_weights), torch.float32)]),
+]
+
+
+@pytest.mark.parametrize(("change", "dtype"), ODD, ids=[change.__name__ for change, _ in ODD])
+def test_what_a_model_has_beside_weights_is_in_its_name_from_the_start(
+    open_tier: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture, change: Callable[[Any], Any], dtype: torch.dtype
+) -> None:
+    bare().save_pretrained(tmp_path / "model")
+
+    def loaded(dtype: torch.dtype = dtype) -> Any:
+        auto: Any = AutoModelForCausalLM
+        return auto.from_pretrained(tmp_path / "model", dtype=dtype).eval()
+
+    def changed() -> Any:
+        return change(loaded(torch.float32 if change is halved else dtype))
+
+    for made, found in ((loaded, 0), (changed, 0), (loaded, HELD), (changed, HELD)):
+        assert answered(open_tier(made())) == found
+    assert "computed otherwise" not in caplog.text  # each has its namespace
+
+
+@pytest.mark.parametrize("kind", brief(["llama", "bamba", "phi3-long"], [*BY_NAME, *CONFIGS]))
+def test_an_ordinary_model_is_named_by_its_weights_and_configuration_alone(tmp_path: Path, kind: str) -> None:
+    row = BY_NAME.get(kind)
+    config = config_of(kind) if row is None else row.make_config()
+    auto: Any = AutoModelForCausalLM if config.get_text_config() is config else AutoModelForImageTextToText
+    for dtype in (torch.float32, torch.bfloat16):
+        auto.from_config(config, dtype=dtype).save_pretrained(tmp_path / str(dtype))
+        model = auto.from_pretrained(tmp_path / str(dtype), dtype=dtype).eval()
+        live = live_model(model)
+        assert live.weights_name == weights_name(model)
+        assert live.variant is live.refusal is None
+        with torch.inference_mode():
+            model.generate(TOKENS, **GREEDY)
+        assert live.holds()  # nothing that a text leaves in it counts
+
+
 def test_weights_that_are_back_find_what_they_stored(open_tier: Open) -> None:
     model = bare()
     first = {name: each.clone() for name, each in model.state_dict().items()}
@@ -236,6 +359,35 @@ def test_another_dtype_is_refused(open_tier: Open, caplog: pytest.LogCaptureFixt
     assert "the model was torch.float32 on cpu, and is torch.bfloat16 on cpu now; make another KVTier" in caplog.text
     model.to(torch.float32)
     assert answered(kv) == 0  # rounded
+
+
+def test_passes_that_differ_by_chance_are_refused(open_tier: Open, caplog: pytest.LogCaptureFixture) -> None:
+    model = bare()
+    kv = open_tier(model)
+    answered(kv)
+    attention = model.model.layers[1].self_attn
+    attention.train()
+    assert answered(kv) == HELD  # nothing is dropped
+    attention.attention_dropout = 0.5
+    kv.generate(TOKENS, **GREEDY)
+    assert kv.num_cached_tokens == 0
+    assert "model.layers.1.self_attn is in training mode with attention_dropout=0.5" in caplog.text
+    attention.attention_dropout = 0.0
+    assert answered(kv) == HELD
+
+
+def test_a_call_under_autocast_is_refused_and_counted(open_tier: Open, caplog: pytest.LogCaptureFixture) -> None:
+    model = bare()
+    with torch.autocast("cpu", torch.bfloat16):
+        kv = open_tier(model)
+        for _ in range(2):
+            assert answered(kv) == 0
+    assert "torch.autocast computes in torch.bfloat16 what the model has in another dtype" in caplog.text
+    missed = {name: number for name, number in kv.stats().items() if 'reason="unsupported"' in name}
+    assert sum(missed.values()) > 0
+    for found in (0, HELD):  # nothing of that was kept
+        assert answered(kv) == found
+    assert answered(open_tier(bare())) == HELD
 
 
 def test_reset_forgets_and_names_anew_without_reading_weights(open_tier: Open, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,6 +430,111 @@ def test_weights_that_change_while_a_call_runs_leave_nothing(open_tier: Open) ->
     kv.generate(TOKENS, **GREEDY, logits_processor=[change])
     assert answered(kv) == 0
     assert answered(open_tier(bare())) == 0
+
+
+# there and back
+
+
+@contextmanager
+def switched(model: Any) -> Iterator[None]:
+    layers = [each for each in model.modules() if isinstance(each, LoraLinear)]
+    each(layers, active=["b"])
+    yield
+    each(layers, active=["a"])
+
+
+@contextmanager
+def disabled(model: Any) -> Iterator[None]:
+    with without_adapters(model):
+        yield
+
+
+@contextmanager
+def copied_over(model: Any) -> Iterator[None]:
+    first = {name: weight.clone() for name, weight in model.named_parameters()}
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(1.3)
+        yield
+        for name, weight in model.named_parameters():
+            weight.copy_(first[name])
+
+
+def adapted() -> Any:
+    model = bare()
+    with_adapters(model, a=1, b=2)
+    return model
+
+
+def passed(kv: KVTier, between: Any, step: int, **decoding: Any) -> torch.Tensor:
+    """A call of `generate` in whose middle, for some passes from that step on, something is and then is not."""
+    steps, stack = [0], ExitStack()
+
+    def look(_: Any, scores: torch.Tensor) -> torch.Tensor:
+        steps[0] += 1
+        if steps[0] == step:
+            stack.enter_context(between(kv.model))
+        if steps[0] == step + (6 if "prompt_lookup_num_tokens" in decoding else 1):  # guesses are looked at together
+            stack.close()
+        return scores
+
+    options: dict[str, Any] = {**GREEDY, "max_new_tokens": 40, **decoding}
+    made: torch.Tensor = kv.generate(TOKENS, **options, logits_processor=[look])
+    assert steps[0] > step
+    return made[:1]
+
+
+DECODING: list[dict[str, Any]] = [{"num_beams": 2}, {"do_sample": True, "num_return_sequences": 2}]
+
+
+@pytest.mark.parametrize(
+    ("between", "decoding"),
+    [
+        *[(each, {}) for each in ("switched", "disabled", "copied_over", "hooked")],
+        ("disabled", {"prompt_lookup_num_tokens": 3}),
+        *brief([], [(each, decoding) for each in ("switched", "hooked") for decoding in DECODING]),
+    ],
+)
+def test_what_changes_in_a_call_and_is_put_back_leaves_nothing_of_it(
+    open_tier: Open, caplog: pytest.LogCaptureFixture, between: str, decoding: dict[str, Any]
+) -> None:
+    kv = open_tier(adapted())
+    for _ in range(2):  # the second one goes on behind what is kept
+        torch.manual_seed(0)
+        made = passed(kv, globals()[between], 7, **decoding)
+        again = torch.cat([made, TOKENS[:, :9]], dim=1)
+        found = kv.num_cached_tokens
+        assert kv.load(again)[1] == found
+        dropped = [value for name, value in kv.stats().items() if "store_dropped" in name and "unsupported" in name]
+        assert sum(dropped) > 0
+        kv.generate(TOKENS, **GREEDY)
+    assert kv.load(TOKENS)[1] == HELD  # what came behind it is kept as ever
+    assert "in whose middle the model's weights, adapters or code changed" in caplog.text
+
+
+@pytest.mark.parametrize("between", brief(["disabled"], ["switched", "disabled", "copied_over", "hooked"]))
+def test_a_pass_of_ones_own_under_something_else_leaves_nothing_of_its_cache(open_tier: Open, between: str) -> None:
+    kv = open_tier(adapted())
+    model = kv.model
+    with torch.inference_mode():
+        for copied_cache in (False, True):
+            cache, _ = kv.load(TOKENS)
+            cache = copy.deepcopy(cache) if copied_cache else cache
+            model(TOKENS[:, :30], **cache_option(model, cache))
+            with globals()[between](model):
+                model(TOKENS[:, 30:50], **cache_option(model, cache))
+            model(TOKENS[:, 50:], **cache_option(model, cache))
+            kv.store(TOKENS, cache)
+            assert kv.load(TOKENS)[1] == 0
+        cache, _ = kv.load(TOKENS)
+        other = copy.deepcopy(cache)
+        with globals()[between](model):
+            model(TOKENS, **cache_option(model, other))
+        model(TOKENS, **cache_option(model, cache))
+        kv.store(TOKENS, cache)  # what became of its copy is no matter of its own
+        # … but weights that counted a change are read by the next call alone
+        assert kv.load(TOKENS)[1] == (0 if between == "copied_over" else HELD)
+        assert pickle.loads(pickle.dumps(cache)).get_seq_length() == 70
 
 
 # hooks and foreign code
@@ -360,7 +617,45 @@ def with_another_function(model: Any) -> Iterator[None]:
     file.apply_rotary_pos_emb = own
 
 
+@contextmanager
+def with_an_object_for_a_function(model: Any) -> Iterator[None]:
+    import transformers.models.llama.modeling_llama as file
+
+    own = file.apply_rotary_pos_emb
+    file.apply_rotary_pos_emb = functools.partial(lambda q, k, *rest, **more: own(q * 0.5, k, *rest, **more))  # type: ignore[assignment]
+    yield
+    file.apply_rotary_pos_emb = own
+
+
+@contextmanager
+def with_torchs_function_patched(model: Any) -> Iterator[None]:
+    own = torch.nn.functional.scaled_dot_product_attention
+    torch.nn.functional.scaled_dot_product_attention = lambda q, *rest, **options: own(q * 0.5, *rest, **options)
+    yield
+    torch.nn.functional.scaled_dot_product_attention = own
+
+
+@contextmanager
+def with_every_module_patched(model: Any) -> Iterator[None]:
+    own = torch.nn.Module.__call__
+    torch.nn.Module.__call__ = lambda self, *rest, **options: own(self, *rest, **options)  # type: ignore[method-assign]
+    yield
+    torch.nn.Module.__call__ = own  # type: ignore[method-assign]
+
+
+@contextmanager
+def with_attention_of_ones_own(model: Any) -> Iterator[None]:
+    own = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    AttentionInterface.register("sdpa", lambda part, q, *rest, **options: own(part, q * 0.5, *rest, **options))
+    yield
+    AttentionInterface.register("sdpa", own)
+
+
 FOREIGN = [
+    with_an_object_for_a_function,
+    with_torchs_function_patched,
+    with_every_module_patched,
+    with_attention_of_ones_own,
     hooked,
     hooked_before,
     hooked_everywhere,
@@ -373,7 +668,7 @@ FOREIGN = [
 
 
 @pytest.mark.parametrize(
-    "foreign", brief([hooked, patched_class, of_another_class, wrapped], FOREIGN), ids=lambda each: each.__name__
+    "foreign", brief([*FOREIGN[:4], hooked, patched_class, wrapped], FOREIGN), ids=lambda each: each.__name__
 )
 def test_a_model_with_foreign_code_finds_and_leaves_nothing(
     open_tier: Open, caplog: pytest.LogCaptureFixture, foreign: Callable[[Any], Any]
@@ -432,20 +727,49 @@ def test_known_librarys_hooks_and_wrappers_are_no_foreign_code(open_tier: Open) 
 def test_a_model_that_computes_something_else_is_kept_apart_with_one_warning(
     open_tier: Open, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def scaled() -> Any:
-        model = bare()
-        for layer in model.model.layers:
-            layer.self_attn.scaling *= 2.0  # no weight, no setting, no code
-        return model
+    def other(self: Any, x: torch.Tensor) -> Any:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x)) * 2.0
 
-    kv = open_tier(bare())
-    assert answered(kv) == 0
-    assert answered(open_tier(scaled())) == 0
-    for model in (bare(), scaled()):  # each finds its own
-        assert answered(open_tier(model)) == HELD
+    theirs = LlamaMLP.forward.__code__  # under one name: as another release of transformers
+    try:
+        assert answered(open_tier(bare())) == 0
+        for found in (0, HELD):  # each finds its own
+            LlamaMLP.forward.__code__ = other.__code__
+            assert answered(open_tier(bare())) == found
+            LlamaMLP.forward.__code__ = theirs
+            assert answered(open_tier(bare())) == HELD
+    finally:
+        LlamaMLP.forward.__code__ = theirs
     warnings = [record.message for record in caplog.records if record.name == "kvtier.connector.opening"]
     assert len(warnings) == 2  # one for each start of the odd one
     assert all("the KV kept under this model's name was computed otherwise" in each for each in warnings)
+
+
+def test_known_code_in_anothers_place_is_found_by_what_it_computes(
+    open_tier: Open, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = bare()
+    kv = open_tier(model)
+    answered(kv)
+    with monkeypatch.context() as patch:
+        patch.setattr(LlamaMLP, "forward", torch.nn.Identity.forward)  # nothing of a name tells
+        for _ in range(2):
+            assert answered(kv) == 0
+    assert "the model computes other KV than when it was named" in caplog.text
+    assert answered(kv) == HELD
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_a_model_that_computes_nan_starts_and_is_kept_apart(
+    open_tier: Open, caplog: pytest.LogCaptureFixture, number: float
+) -> None:
+    model = bare()
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight[0, 0] = number
+    assert [answered(open_tier(model)) for _ in range(2)] == [0, HELD]
+    warnings = [record.message for record in caplog.records if record.name == "kvtier.connector.opening"]
+    assert len(warnings) == 2
+    assert all("this model computes NaN or infinity of a few plain tokens" in each for each in warnings)
 
 
 def test_a_merged_layer_is_itself_again(open_tier: Open) -> None:

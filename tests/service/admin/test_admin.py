@@ -447,6 +447,7 @@ def test_a_row_is_what_changed() -> None:
 @pytest.mark.parametrize(
     ("arguments", "mistake"),
     [
+        (["status", "--socket", "/s"], '--socket "/s": engines attach there; give --http HOST:PORT'),
         (["status", "--http", "nowhere"], '--http "nowhere": not HOST:PORT; write it as in 127.0.0.1:9400'),
         (
             ["top", "--interval", "soon"],

@@ -1,18 +1,24 @@
 """Health that looks: what an engine that attaches now would not get is said before one comes."""
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
+from typing import Any
 
 import pytest
 from command_rig import kvtier
 from doubles import SLOT_BYTES, chain_of, wait_until
 from http_rig import MODEL, ServedDaemon
 from redis_rig import standalone
-from service_rig import attach, fill, records, wanted
+from service_rig import FINGERPRINT, attach, fill, load, records, store, wanted
 
 from kvtier.service.command_line import Exit
 from kvtier.service.node import daemon as daemons
 from kvtier.service.node import health as healths
+from kvtier.tiers.config.config import Config
+from kvtier.tiers.file.store import FileStore
+from kvtier.tiers.finding import Finding
 
 
 @pytest.fixture(autouse=True)
@@ -81,6 +87,68 @@ def test_a_slab_directory_that_became_a_file_is_named(home: Path, disk_dir: Path
         (disk_dir / "slabs").write_text("in its place")
         wait_until(lambda: wanting_in(served))
         assert "no directory that this user can write in" in wanting_in(served)[0]
+    finally:
+        served.close()
+
+
+def test_a_directory_that_hangs_is_named_and_the_rest_is_looked_at(
+    home: Path, disk_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Event()
+
+    def answers(config: Config) -> list[Finding]:
+        assert gate.wait(60)
+        return []
+
+    monkeypatch.setattr(healths, "_PATIENCE", 0.1)
+    monkeypatch.setattr("kvtier.tiers.file.opening.answers", answers)
+    with standalone() as redis:
+        served = ServedDaemon(home / "s", file={"path": disk_dir}, redis={"url": redis.url})
+        try:
+            wait_until(lambda: any("[file] hangs: no answer" in why for why in wanting_in(served)))
+            redis.kill()
+            wait_until(lambda: any("not reachable" in why for why in wanting_in(served)))
+            redis.start()
+            gate.set()
+            wait_until(lambda: not wanting_in(served))
+        finally:
+            served.close()
+
+
+def test_a_slab_that_hangs_as_it_opens_costs_its_model_the_slab_and_another_nothing(
+    home: Path, disk_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, opening, open_slab = Event(), Event(), FileStore.open
+    hung = FINGERPRINT
+
+    def open_(directory: Path, fingerprint: bytes, **options: Any) -> FileStore:
+        if fingerprint == hung:
+            opening.set()
+            assert gate.wait(60)
+        return open_slab(directory, fingerprint, **options)
+
+    monkeypatch.setattr(FileStore, "open", open_)
+    file = {"path": disk_dir, "size": "4MiB", "deadline": "1s"}
+    served = ServedDaemon(home / "s", host={"size": 1 << 20}, file=file)
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            attaching = pool.submit(attach, home / "s")
+            assert opening.wait(60)
+            other = attach(home / "s", fingerprint=b"another".ljust(32, b"."))
+            assert not attaching.done()  # its slab still has some seconds
+            assert served.client.get("/readyz").json()["degraded"] == []
+            tiers = attaching.result(60)
+        degraded = served.client.get("/readyz").json()["degraded"]
+        assert {(each["tier"], each["model"]) for each in degraded} == {("file", MODEL)}
+        assert {each["why"] for each in degraded} == {"it has not opened within 5 s, and attaches once it has"}
+        assert "has not opened within 5 s" in kvtier("status", "--http", served.http).stdout
+        chain = chain_of(4)
+        store(tiers, chain)
+        assert load(tiers, chain) == 4  # host memory serves
+        gate.set()
+        wait_until(lambda: served.client.get("/readyz").json()["degraded"] == [])
+        other.close()
+        tiers.close()
     finally:
         served.close()
 

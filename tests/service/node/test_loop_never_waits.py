@@ -1,5 +1,6 @@
 """The daemon's loop serves all models, so no call of it may wait for a disk: each such call is on another thread."""
 
+import os
 import sys
 import threading
 from collections import Counter
@@ -10,6 +11,11 @@ import pytest
 from doubles import BLOCK_SIZE
 from service_rig import FINGERPRINT, DaemonThread, ask, attach, load, store, store_tail, where
 
+from kvtier.service.node.exposition import exposition
+from kvtier.service.node.memory_use import MemoryUse
+from kvtier.service.node.pins import Pins
+from kvtier.service.node.status import status
+from kvtier.tiers import room
 from kvtier.tiers.file import file_io, slab_rows
 from kvtier.tiers.file.file_io import FileIO
 from kvtier.tiers.naming.chain import TokenChain, root_hash
@@ -31,17 +37,23 @@ class SeenCalls:
         self._directory = str(directory)
         self.is_on = True
         self.calls: dict[threading.Thread, Counter[str]] = {}
+        self.locks: list[Any] = []  # for which the loop waits, too
+        self.locked: Counter[str] = Counter()  # under these, on whichever thread
         for name in WAITS:
-            monkeypatch.setattr(FileIO, name, self._noting(name, getattr(FileIO, name)))
+            monkeypatch.setattr(FileIO, name, self._noting(f"FileIO.{name}", getattr(FileIO, name)))
+        for name in ("stat", "statvfs"):  # which Python does not tell of
+            monkeypatch.setattr(os, name, self._noting(f"os.{name}", getattr(os, name)))
         sys.addaudithook(self._hear)
 
     def _note(self, what: str) -> None:
         if self.is_on:
             self.calls.setdefault(threading.current_thread(), Counter())[what] += 1
+            self.locked[what] += any(lock._is_owned() for lock in self.locks)
 
     def _noting(self, name: str, original: Any) -> Any:
         def method(*arguments: Any, **named: Any) -> Any:
-            self._note(f"FileIO.{name}")
+            if name.startswith("FileIO") or self._directory in str(arguments[0]):
+                self._note(name)
             return original(*arguments, **named)
 
         return method
@@ -73,7 +85,14 @@ def test_no_verb_of_a_client_has_the_loop_wait_for_the_disk(
         claim, _ = ask(one, prompt(99))  # whose next block begins as others' do
         one.cancel(claim)
         assert where(one, chains[0]).blocks >= 6
-        daemon.daemon.call(daemon.daemon.namespaces)
+        (namespace,) = daemon.daemon.call(daemon.daemon.namespaces)
+        seen.locks.append(namespace.hierarchy._lock)
+        pins = Pins(daemon.daemon)
+        for _ in range(2):  # whatever is old is looked at again
+            monkeypatch.setattr(room, "_EVERY", 0.0)
+            exposition(daemon.daemon, pins, MemoryUse())
+            status(daemon.daemon, pins)
+        store(one, prompt(98, 98))
         daemon.check()
         one.reset()
         assert load(one, chains[0]) == 0
@@ -84,6 +103,8 @@ def test_no_verb_of_a_client_has_the_loop_wait_for_the_disk(
         seen.is_on = False
     on_loop = seen.calls.pop(daemon._thread, Counter())
     assert not on_loop, f"on the loop's thread: {dict(on_loop)}"
+    assert not +seen.locked, f"under a lock that the loop takes: {dict(seen.locked)}"
     elsewhere: Counter[str] = sum(seen.calls.values(), Counter())
+    assert elsewhere["os.statvfs"] > 0
     assert elsewhere["FileIO.preadv"] > 0  # the story did go to the disk
     assert elsewhere["FileIO.pwritev"] > 0

@@ -2,7 +2,10 @@
 
 import asyncio
 import contextlib
+import errno
 import json
+import logging
+import resource
 import socket as sockets
 from collections.abc import Iterator
 from pathlib import Path
@@ -70,6 +73,45 @@ def test_pages_answer_beside_two_hundred_heads_that_drip(served: ServedDaemon) -
         slow[-1].setblocking(False)
         with pytest.raises(BlockingIOError):
             slow[-1].recv(1)
+
+
+def test_connections_that_wait_leave_files_for_the_rest(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    getrlimit = resource.getrlimit
+    monkeypatch.setattr(
+        resource, "getrlimit", lambda which: (64, 64) if which == resource.RLIMIT_NOFILE else getrlimit(which)
+    )
+    served = ServedDaemon(home / "s", host={"size": 1 << 20})
+    try:
+        with contextlib.ExitStack() as opened:
+            waiting = [connected(served, opened) for _ in range(40)]
+            assert asked(served, "/readyz") == 200
+            assert all(hung_up(each) for each in waiting[: 40 - 16])
+            waiting[-1].setblocking(False)
+            with pytest.raises(BlockingIOError):
+                waiting[-1].recv(1)
+    finally:
+        served.close()
+
+
+def test_no_file_for_a_connection_is_one_line_and_they_are_taken_again(
+    served: ServedDaemon, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tried = 0
+
+    def accept(listening: sockets.socket) -> None:
+        nonlocal tried
+        tried += 1
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    assert asked(served, "/readyz") == 200
+    with monkeypatch.context() as patched, contextlib.ExitStack() as opened:
+        patched.setattr(http_server._Listening, "accept", accept)
+        connected(served, opened)
+        wait_until(lambda: tried >= 3)  # once a second
+    assert asked(served, "/readyz") == 200
+    assert tried < 10
+    (line,) = [each for each in caplog.records if each.levelno >= logging.WARNING]
+    assert "takes no connection: [Errno 24] Too many open files; raise the limit of open files" in line.getMessage()
 
 
 def test_a_head_has_one_deadline_however_it_drips(served: ServedDaemon, monkeypatch: pytest.MonkeyPatch) -> None:

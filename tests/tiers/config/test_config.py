@@ -192,6 +192,10 @@ BAD_VALUES: list[tuple[Mapping[str, object], str]] = [
     ({"zzz": {}}, "[zzz]: unknown section; known are breaker, cache, chat, events, file, host, l1, objects, peers, redis, router, server, service"),
     ({"block_size": 16}, "block_size 16: belongs in a section; write it as [cache] block_size"),
     ({"zzz": 16}, "zzz 16: belongs in a section; the sections are host, file, cache, chat, l1, peers, redis, objects, service, server, events, router, breaker"),
+    # addresses of HTTP
+    ({"service": {"http": "HOST:99999"}}, '[service] http "HOST:99999": its port is out of range; write one up to 65535'),
+    ({"service": {"http": "[::1:9"}}, '[service] http "[::1:9": not HOST:PORT; write it as in 127.0.0.1:9400'),
+    ({"service": {"http": "9400"}}, '[service] http "9400": not HOST:PORT; write it as in 127.0.0.1:9400'),
     # addresses of KV events
     ({"events": {"publish": "127.0.0.1:5557"}}, '[events] publish "127.0.0.1:5557": not an address of ZMQ\'s; write it as in ipc:///run/kvtier/events or tcp://127.0.0.1:5557'),
     ({"events": {"publish": "tcp://*:5557"}}, '[events] publish "tcp://*:5557": other machines reach it; use 127.0.0.1 or set allow_remote'),

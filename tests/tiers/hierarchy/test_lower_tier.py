@@ -9,6 +9,7 @@ import pytest
 from doubles import SLOT_BYTES, FakeClock, MemoryTier, chain_of, payload_of, record_of, wait_until
 
 from kvtier.tiers.errors import ConfigError, TierUnavailable
+from kvtier.tiers.hierarchy import lower_tier
 from kvtier.tiers.hierarchy.lower_tier import PortSettings, TierPort
 from kvtier.tiers.hierarchy.rates import Rates
 from kvtier.tiers.metrics import Metrics
@@ -228,6 +229,35 @@ def test_a_tier_that_is_absent_at_start_attaches_later(story: Story, caplog: pyt
     assert port.lookup(HASHES) == 0
     assert write(port, 0, 1) == [Outcome.OK] * 2
     assert port.lookup(HASHES) == 2
+
+
+@pytest.mark.parametrize("refusal", [None, ConfigError("[file] size: too small")])
+def test_a_tier_that_hangs_as_it_opens_attaches_once_it_answers(
+    story: Story,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    refusal: ConfigError | None,
+) -> None:
+    monkeypatch.setattr(lower_tier, "_LEAST", 0.0)
+    gate, tier = Event(), full_tier()
+
+    def hung() -> Tier:
+        assert gate.wait(60)
+        if refusal is not None:
+            raise refusal
+        return tier
+
+    port = story.port(hung, deadline=0.01)  # nobody waits for it any longer than some of these
+    assert "has not opened within 0.05 s" in (port.wanting or "")
+    assert (port.lookup(HASHES), write(port, 0)) == (0, [Outcome.BREAKER_OPEN])
+    gate.set()
+    if refusal is not None:
+        wait_until(lambda: "file tier stays off: [file] size: too small" in caplog.text)
+        return
+    wait_until(lambda: port.tier is tier)
+    story.probe(port)
+    assert port.lookup(HASHES) == 4
+    assert port.wanting is None
 
 
 def test_what_the_user_must_mend_is_raised_at_start_and_never_later(story: Story) -> None:

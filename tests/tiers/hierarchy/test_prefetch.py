@@ -112,7 +112,7 @@ def test_a_call_that_hangs_is_one_failure_however_many_reads_it_brings(opened: l
     assert three.reached.wait(60)
     assert len(hierarchy.ports[0].queue.running) == 3  # in one call of the tier
     wait_until(lambda: hierarchy.poll(first) == 1)
-    clock.advance(1.5)
+    clock.advance(1.1)
     assert hierarchy.poll(rest) == 0
     assert hierarchy.host.pool.counts().quarantined == 3
     assert hierarchy.ports[0].breakers["read"].failures == 1

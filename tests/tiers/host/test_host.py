@@ -301,6 +301,36 @@ def test_the_twin_refuses_what_is_not_as_many() -> None:
     assert not target.any()
 
 
+@pytest.mark.parametrize("gil_bytes", [0, 1 << 20])
+def test_rows_are_copied_whole_or_not_at_all(gil_bytes: int) -> None:
+    if (copy_blocks := memory.compiled_blocks_copy()) is None:
+        pytest.skip("not built: `make compiled`")
+    device, host = np.zeros((6, 64), np.uint8), np.arange(5 * 128, dtype=np.int64).astype(np.uint8).reshape(5, 128)
+    blocks, slots = np.array([5, 0, 1, 3]), np.array([4, 0, 1, 2])
+    copy_blocks(device, blocks, host, slots, 8, 40, True, gil_bytes)
+    expected = np.zeros_like(device)
+    expected[blocks, 8:48] = host[slots, 8:48]
+    assert np.array_equal(device, expected)
+    copy_blocks(device, blocks[:0], host, slots[:0], 0, 64, True, gil_bytes)
+    for where, at in (
+        (np.array([6, 0]), slots[:2]),
+        (blocks[:2], np.array([-1, 0])),
+        (np.array([1 << 62, 0]), slots[:2]),
+    ):
+        with pytest.raises(IndexError, match="block"):
+            copy_blocks(device, where, host, at, 0, 64, True, gil_bytes)
+    for offset, length in ((0, 65), (-1, 4), (60, 8), (0, 0), (1 << 62, 1 << 62)):
+        with pytest.raises(ValueError, match="bytes"):
+            copy_blocks(device, blocks, host, slots, offset, length, False, gil_bytes)
+    with pytest.raises(ValueError, match="4 blocks for 3 slots"):
+        copy_blocks(device, blocks, host, slots[:3], 0, 64, True, gil_bytes)
+    with pytest.raises(ValueError, match="whole"):
+        copy_blocks(device[:, ::2], blocks, host, slots, 0, 8, True, gil_bytes)
+    with pytest.raises(ValueError, match="dtype"):
+        copy_blocks(device, blocks.astype(np.int32), host, slots, 0, 8, True, gil_bytes)
+    assert np.array_equal(device, expected)
+
+
 @pytest.mark.parametrize("setting", ["", "off"])
 def test_slots_are_hashed_as_one_by_one(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVTIER_COMPILED", setting)

@@ -33,7 +33,11 @@ def test_what_cannot_be_compared_is_infinitely_far() -> None:
     probe = KVProbe.of(PLANES, "float32")
     assert probe.distance(KVProbe.of(PLANES[:4], "float32")) == float("inf")
     assert probe.distance(KVProbe.of(PLANES, "float16")) == float("inf")
-    assert probe.distance(KVProbe.of([plane * np.nan for plane in PLANES], "float32")) == float("inf")
+    assert probe.is_finite
+    for odd in (np.nan, np.inf):
+        other = KVProbe.of([*PLANES[:-1], PLANES[-1] * odd], "float32")
+        assert probe.distance(other) == float("inf")
+        assert not other.is_finite
     assert KVProbe.of([], "float32").packed()
 
 

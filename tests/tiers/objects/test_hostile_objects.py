@@ -20,7 +20,7 @@ from kvtier.tiers.checksum import checksum
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.errors import ConfigError, TierUnavailable
 from kvtier.tiers.objects.bucket import BROKE_OFF, Bucket, BucketError, ObjectRange
-from kvtier.tiers.objects.opening import checked
+from kvtier.tiers.objects.opening import answers, checked
 from kvtier.tiers.objects.store import ObjectStore
 from kvtier.tiers.tier import Outcome
 
@@ -63,7 +63,9 @@ def test_a_refusal_to_overwrite_is_not_taken_for_a_stored_block() -> None:
         store.close()
 
 
-@pytest.mark.parametrize("status", ["409 Conflict", "304 Not Modified", "412 Precondition Failed", "418 Teapot"])
+@pytest.mark.parametrize(
+    "status", ["409 Conflict", "304 Not Modified", "412 Precondition Failed", "418 Teapot", "404 Not Found"]
+)
 def test_an_answer_that_makes_no_sense_is_a_failure_and_never_a_success(status: str) -> None:
     with scripted_s3(without_epoch(lambda connection, *_: reply(connection, status))) as server:
         store = store_at(server)
@@ -72,6 +74,15 @@ def test_an_answer_that_makes_no_sense_is_a_failure_and_never_a_success(status: 
         assert read(store, CHAIN) == [Outcome.IO_ERROR] * 4
         assert store.locate(chain_of(4, first_token=500).hashes) is Outcome.IO_ERROR
         store.close()
+
+
+def test_a_web_server_that_knows_nothing_of_s3_is_named() -> None:
+    with scripted_s3(lambda connection, *_: reply(connection, "404 Not Found", b"<html>not found</html>")) as server:
+        (found,) = answers(Config(objects=options(server.endpoint, **QUICK)))
+        assert (found.status.value, found.fix) == ("error", "set endpoint to the address of one")
+        assert found.found == f"[objects] {server.endpoint}: no S3 (404 without a word of S3's)"
+        with pytest.raises(TierUnavailable, match="no S3"):
+            store_at(server)
 
 
 def goes_on(connection: socket.socket) -> None:
@@ -270,7 +281,9 @@ def test_a_certificate_that_nobody_vouches_for_is_told(tmp_path: Path) -> None:
 
 def test_own_keys_go_alone_whatever_the_environment_has(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SESSION_TOKEN", "of-somebody-else")
-    with scripted_s3(without_epoch(lambda connection, *_: reply(connection, "404 Not Found"))) as server:
+    with scripted_s3(
+        without_epoch(lambda connection, *_: reply(connection, "404 Not Found", refusal("NoSuchKey")))
+    ) as server:
         store_at(server).close()
         assert server.tokens == []
         keys = {"access_key_id": "a node", "secret_access_key": "a secret", "session_token": "of-these-keys"}

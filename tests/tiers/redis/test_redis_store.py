@@ -9,6 +9,8 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from socketserver import StreamRequestHandler, ThreadingTCPServer
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -37,6 +39,7 @@ from kvtier.tiers.hierarchy.rates import Rates
 from kvtier.tiers.metrics import Metrics
 from kvtier.tiers.naming.shape import KVShape
 from kvtier.tiers.redis.batch import Batches
+from kvtier.tiers.redis.doctor import check_redis
 from kvtier.tiers.redis.lanes import Lane
 from kvtier.tiers.redis.options import _untrusted
 from kvtier.tiers.redis.store import RedisStore
@@ -568,6 +571,22 @@ def test_a_certificate_of_another_authority(tmp_path: Path) -> None:
         with opened(secure.url, ca=str(secure.tls.authority)) as store:
             written(store, CHAIN)
             assert whole(read(store, CHAIN))
+
+
+def test_a_server_of_http_is_no_redis() -> None:
+    class Refuses(StreamRequestHandler):
+        def handle(self) -> None:
+            self.rfile.readline()
+            self.wfile.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+    with ThreadingTCPServer(("127.0.0.1", 0), Refuses) as web:
+        Thread(target=web.serve_forever, daemon=True).start()
+        address = f"127.0.0.1:{web.server_address[1]}"
+        with pytest.raises(TierUnavailable, match=f"no Redis answers at {address}; name a Redis server's port"):
+            open_store(f"redis://{address}")
+        (found,) = check_redis(Config(redis={"url": f"redis://{address}"}).redis)
+        assert found.found.startswith("no Redis answers there")
+        web.shutdown()
 
 
 def test_who_speaks_tls_and_who_does_not(server: RedisServer) -> None:

@@ -1,0 +1,156 @@
+"""What a model's class makes of its configuration beside weights, and in what a live model differs from that."""
+
+import functools
+from collections.abc import Collection, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
+from types import BuiltinFunctionType, FunctionType, MethodType
+from typing import Any, Final
+
+import torch
+import xxhash
+
+from kvtier.tiers.naming import config_digest
+
+_BY_LENGTH: Final = frozenset({"dynamic", "longrope"})  # kinds of RoPE
+# What modules keep that computes nothing: labels, switches of training, for how many tokens RoPE was computed.
+_NO_SETTINGS: Final = frozenset(vars(torch.nn.Module())) | frozenset(
+    {"generation_config", "gradient_checkpointing", "max_seq_len_cached", "name_or_path", "warnings_issued"}
+)
+_ROUNDING: Final = 1e-6  # relative: devices compute what a configuration says to a few units of float32's last place
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """A module as its class makes it."""
+
+    kind: type
+    settings: Mapping[str, str]
+    hidden: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+
+class OrdinaryModel:
+    """The modules that a class makes of a configuration: their settings, and the buffers that no checkpoint has."""
+
+    def __init__(self, modules: Mapping[str, torch.nn.Module], settled: Collection[str] = ()) -> None:
+        """`modules` of a model by path, with itself as "". Settings called as in `settled` make no difference.
+
+        Where nobody can make it anew, what its modules are now is ordinary; their buffers are not.
+        """
+        self._settled = settled
+        model, configs = modules[""], _Configs()
+        try:
+            made = {path: self._made(each, configs) for path, each in _made_anew(model).named_modules()}
+        except Exception:  # what a class of anybody's making raises
+            made = {}
+        # a quantiser puts modules of its own in others' places
+        if not made or getattr(model, "hf_quantizer", None) is not None:
+            for path, module in modules.items():
+                if path not in made or made[path].kind is not type(module):
+                    made[path] = _Made(type(module), self._settings(module, configs))
+        self._modules = made
+
+    def difference(self, modules: Mapping[str, torch.nn.Module]) -> str | None:
+        """xxh3-128 (hex) over all in which these modules differ from the ordinary ones. None: in nothing."""
+        configs, told = _Configs(), [f"no {path}" for path in self._modules.keys() - modules.keys()]
+        for path, module in modules.items():
+            made = self._modules.get(path)
+            if made is None or made.kind is not type(module):
+                told.append(f"{path} is {_named(type(module))}")
+                made = _Made(type(None), dict.fromkeys(self._settings(module, configs), ""))
+            now = vars(module)
+            for name, value in made.settings.items():
+                if (is_now := _told(now.get(name), configs)) != value:
+                    told.append(f"{path}.{name} {is_now}")
+            hidden = _hidden(module)
+            told += [f"no {path}.{name}" for name in made.hidden.keys() - hidden.keys()]
+            for name, buffer in hidden.items():
+                if name not in made.hidden or not _same(buffer, made.hidden[name]):
+                    told.append(f"{path}.{name} {buffer.dtype} {xxhash.xxh3_128_hexdigest(bytes_of(buffer))}")
+        return xxhash.xxh3_128_hexdigest("\n".join(sorted(told)).encode()) if told else None
+
+    def _made(self, module: torch.nn.Module, configs: "_Configs") -> _Made:
+        return _Made(type(module), self._settings(module, configs), _hidden(module))
+
+    def _settings(self, module: torch.nn.Module, configs: "_Configs") -> dict[str, str]:
+        names = vars(module).keys() - _NO_SETTINGS - frozenset(self._settled)
+        return {name: _told(vars(module)[name], configs) for name in names if not name.startswith("_")}
+
+
+class _Configs:
+    """Digests of configurations, each computed once: modules share theirs."""
+
+    def __init__(self) -> None:
+        self._digests: dict[int, tuple[Any, str]] = {}
+
+    def digest(self, config: Any) -> str:
+        if id(config) not in self._digests:
+            told = {**config.to_dict(), "architectures": None}  # which is first set when the model is saved
+            self._digests[id(config)] = config, config_digest(told)
+        return self._digests[id(config)][1]
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """All of a tensor's bytes, in order."""
+    return memoryview(tensor.detach().contiguous().cpu().flatten().view(torch.uint8).numpy())
+
+
+def _made_anew(model: Any) -> torch.nn.Module:
+    """The model without weights, as `from_pretrained` makes it: on no device but for buffers that no checkpoint has."""
+    with torch.device("meta"):
+        made: Any = type(model)._from_config(deepcopy(model.config), dtype=model.dtype)
+    for module in made.modules():
+        for name in module._non_persistent_buffers_set:
+            if (buffer := module._buffers.get(name)) is not None:
+                module._buffers[name] = torch.empty_like(buffer, device="cpu")
+        module._is_hf_initialized = False
+    made.initialize_weights()
+    anew: torch.nn.Module = made
+    return anew
+
+
+def is_by_length(module: torch.nn.Module) -> bool:
+    """Whether it computes RoPE whose buffers the model sets anew for a text, by its length."""
+    kinds = vars(module).get("rope_type")
+    return not _BY_LENGTH.isdisjoint(kinds.values() if isinstance(kinds, Mapping) else [kinds])
+
+
+def _hidden(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers that no checkpoint has, but those that the model itself sets anew."""
+    names = sorted(module._non_persistent_buffers_set)
+    if is_by_length(module):
+        names = [name for name in names if "original" in name]
+    return {name: each for name in names if (each := module._buffers.get(name)) is not None}
+
+
+def _same(buffer: torch.Tensor, made: torch.Tensor) -> bool:
+    if buffer.dtype != made.dtype or buffer.shape != made.shape:
+        return False
+    here = buffer.detach().cpu()
+    return (
+        torch.allclose(here, made, _ROUNDING, 0.0, equal_nan=True)
+        if here.is_floating_point()
+        else torch.equal(here, made)
+    )
+
+
+def _told(value: Any, configs: _Configs) -> str:
+    """A value as text: of anything but plain values its class. A tensor is none: modules keep some of the last text."""
+    if value is None or isinstance(value, torch.Tensor):
+        return ""
+    if isinstance(value, bool | int | float | str | torch.dtype):
+        return repr(value)
+    if isinstance(value, Mapping):
+        return repr([(str(key), _told(each, configs)) for key, each in value.items()])
+    if isinstance(value, list | tuple | set | frozenset):
+        told = [_told(each, configs) for each in value]
+        return repr(sorted(told) if isinstance(value, set | frozenset) else told)
+    if isinstance(value, functools.partial):
+        return f"{_told(value.func, configs)} of {_told([value.args, value.keywords], configs)}"
+    if isinstance(value, FunctionType | BuiltinFunctionType | MethodType | type):
+        return _named(value)
+    return configs.digest(value) if hasattr(value, "to_dict") and hasattr(value, "model_type") else _named(type(value))
+
+
+def _named(value: Any) -> str:
+    return f"<{value.__module__}.{value.__qualname__}>"
