@@ -437,6 +437,9 @@ class SchedulerSide:
             for op_id in [op_id for op_id, store in wanted.items() if self._lost or store.epoch != self.tiers.epoch]:
                 self._drop(wanted.pop(op_id), Outcome.COPY_FAILED if self._lost else Outcome.EPOCH)
             stores = list(wanted.values())
+        if behind := {store.request_id for store in stores if store.is_rest}:
+            for store in stores:  # nothing overtakes what it comes behind
+                store.is_rest |= store.request_id in behind
         reservations = self.tiers.reserve(stores, may_retry=True) if stores else []
         ops = []
         is_short = bool(stores) and self.tiers.is_short
