@@ -241,6 +241,11 @@ def _unknown(layer: Any) -> Sequence[str]:
     return held
 
 
+def _kind_of(device: torch.device) -> str:
+    """Of which autocast may be told; it knows none of models without memory."""
+    return "cpu" if device.type == "meta" else device.type
+
+
 def _is_plain(layer: Layer) -> bool:
     """Whether it keeps K and V of one shape, and nothing else."""
     heads, dim = layer[0].num_heads, layer[0].dim
@@ -280,7 +285,7 @@ def _probe(model: PreTrainedModel) -> DynamicCache:
     before = _beside(model)
     try:
         cache = empty_cache(model)
-        with torch.no_grad(), torch.autocast(model.device.type, enabled=False):
+        with torch.no_grad(), torch.autocast(_kind_of(model.device), enabled=False):
             module(input_ids=ids, use_cache=True, **cache_option(model, cache))
     except (RuntimeError, TypeError, ValueError, AttributeError, LookupError) as error:
         reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"

@@ -69,12 +69,14 @@ class Promoter:
         if self._checking is not None:
             return None
         with self._lock:
-            if (self._line and not self._is_next(run)) or self._held.at_most + len(run) > self._most(run):
+            goes_on = self._goes_on is not None
+            is_next, most = goes_on and self._is_next(run), self._most(run) if goes_on else self._max_waiting
+            if (self._line and not is_next) or self._held.at_most + len(run) > most:
                 return None
             lease = self.host.pool.lease_whole(run)
             if isinstance(lease, Places):
                 return lease
-            if self._is_next(run):
+            if is_next:
                 self._goes_on = None
             claim.run, claim.end, claim.next, claim.leases = run, len(run), len(run), [lease]
             claim.done = True
