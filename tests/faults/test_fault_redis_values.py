@@ -14,7 +14,7 @@ import pytest
 import redis_stories
 from doubles import SLOT_BYTES, chain_of, store, wait_until
 from extent import brief
-from fault_rig import drops, fetch, forget_l2, misses, settle
+from fault_rig import drops, fetch, forget_l2, misses, rest, settle
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from redis_rig import NO_REDIS, RedisServer, standalone
@@ -85,7 +85,7 @@ def test_a_server_out_of_memory_drops_stores_as_full_and_goes_on_serving(server:
     server.cli("CONFIG", "SET", "maxmemory", "1mb")  # less than it holds already; nothing may be evicted
     for n in range(1, 4):
         store(hierarchy, chain_of(6, first_token=10_000 * n))
-        assert hierarchy.drain(60)
+        rest(hierarchy)
     assert drops(hierarchy, "redis", Outcome.FULL) > 0
     assert drops(hierarchy, "redis", Outcome.IO_ERROR) == 0
     assert not is_open(hierarchy, "write")

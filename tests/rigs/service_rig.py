@@ -103,10 +103,11 @@ class DaemonThread:
             assert namespace.hierarchy.drain(PATIENCE)
         self.daemon.call(self.daemon.check)
 
-    def close(self) -> None:
+    def close(self, timeout: float = PATIENCE) -> None:
+        """`timeout`: as long as it tries to write, to tiers that are off, too."""
         self.daemon.stop()
         self._thread.join(PATIENCE)
-        assert self.daemon.close(PATIENCE)
+        assert self.daemon.close(timeout)
 
 
 def attach(
@@ -140,14 +141,14 @@ def fill(tiers: CacheTiers, reservation: Reservation) -> None:
         region.slot(slot)[:] = payload_of(chain_hash, region.slot_bytes)
 
 
-def store(tiers: CacheTiers, chain: TokenChain, first: int = 0, last: int | None = None) -> int:
-    """Reserve, fill, seal, and wait until it is found; how many blocks were taken."""
+def store(tiers: CacheTiers, chain: TokenChain, first: int = 0, last: int | None = None, *, below: bool = True) -> int:
+    """Reserve, fill, seal, and wait until it is found, and with `below` written; how many blocks were taken."""
     (reservation,) = tiers.reserve([wanted(chain, first, last)])
     if reservation is None:
         return 0
     fill(tiers, reservation)
     tiers.seal(reservation, records(reservation, chain), tiers.epoch)
-    assert tiers.drain(PATIENCE)
+    assert tiers.drain(PATIENCE, below=below)
     return len(reservation)
 
 

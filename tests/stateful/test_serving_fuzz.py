@@ -20,6 +20,7 @@ from kvtier.connector.both_ends import BothEndsSide
 from kvtier.connector.worker import WorkerSide
 from kvtier.engine.batch import Batch, Chunk
 from kvtier.engine.config import EngineConfig
+from kvtier.engine.offload import start_copies
 from kvtier.engine.scheduler import Scheduler
 from kvtier.engine.sequence import FinishReason, SampledToken, SamplingParams
 from kvtier.engine.sequence import Sequence as Live
@@ -227,6 +228,7 @@ class World:
             assert time.monotonic() - moved < STALL or not self.live, "nobody moves"
         self.tier.broken = False
         while self.stream.num_pending or self.scheduler.has_copies:
+            start_copies(self.worker, self.scheduler.flush())
             self.stream.progress()
             self.scheduler.take_in(self.worker.poll())
         self.end()

@@ -189,6 +189,7 @@ class Hierarchy:
 
     @property
     def is_short(self) -> bool:
+        """Whether the last `reserve` had no room for some blocks now."""
         return self.stores.is_short
 
     def computed(self, num_tokens: int, seconds: float, position: float = 0.0) -> None:

@@ -143,7 +143,7 @@ def test_a_slab_that_hangs_as_it_opens_costs_its_model_the_slab_and_another_noth
         assert {each["why"] for each in degraded} == {"it has not opened within 5 s, and attaches once it has"}
         assert "has not opened within 5 s" in kvtier("status", "--http", served.http).stdout
         chain = chain_of(4)
-        store(tiers, chain)
+        store(tiers, chain, below=False)
         assert load(tiers, chain) == 4  # host memory serves
         gate.set()
         wait_until(lambda: served.client.get("/readyz").json()["degraded"] == [])

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 from doubles import SLOT_BYTES, chain_of
-from service_rig import PATIENCE, DaemonThread, load, store, where
+from fault_rig import rest
+from service_rig import DaemonThread, load, store, where
 from service_rig import attach as attach_client
 
 from kvtier.connector.daemon.remote import RemoteTiers
@@ -37,7 +38,7 @@ def end(daemon: DaemonThread) -> None:
     try:
         daemon.check()
     finally:
-        daemon.close()
+        daemon.close(5.0)  # some story's tier is off
 
 
 @pytest.fixture
@@ -56,7 +57,7 @@ def attach(home: Path, start: Start) -> Iterator[Attach]:
 
 def forget_l2(daemon: DaemonThread) -> None:
     for namespace in daemon.daemon.call(daemon.daemon.namespaces):
-        assert namespace.hierarchy.drain(PATIENCE)
+        rest(namespace.hierarchy)
         namespace.hierarchy.host.pool.reset()
 
 
@@ -98,7 +99,7 @@ def test_a_model_for_whose_blocks_there_is_no_room_runs_without_the_file_tier(
     small, large = attach(0), attach(1, slot_bytes=100 << 10)
     huge = attach(2, slot_bytes=500 << 10)  # a third of the budget holds not one of its blocks
     for client, chain in ((small, CHAIN), (large, chain_of(2)), (huge, chain_of(1))):
-        store(client, chain)
+        store(client, chain, below=client is not huge)
         assert load(client, chain) == len(chain.hashes)  # from L2
     forget_l2(daemon)
     assert load(small, CHAIN) == 8
@@ -128,5 +129,5 @@ def test_a_daemon_on_a_disk_that_others_filled_serves_what_its_slabs_hold(
     ]
     # A model that is new here is served from L2.
     other = attach(1)
-    store(other, CHAIN)
+    store(other, CHAIN, below=False)
     assert load(other, CHAIN) == 8

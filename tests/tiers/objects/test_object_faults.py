@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from doubles import BLOCK_SIZE, SLOT_BYTES, chain_of, store, wait_until
 from extent import brief
-from fault_rig import drops, fetch, forget_l2, misses, settle
+from fault_rig import drops, fetch, forget_l2, misses, rest, settle
 from object_rig import (
     BUCKET,
     FINGERPRINT,
@@ -129,7 +129,7 @@ def test_a_server_away_at_start_costs_one_warning_and_attaches_when_it_comes(
     with object_server(tmp_path, starts=False) as server:
         hierarchy = over(server.endpoint)
         assert store(hierarchy, CHAIN) == 8  # the engine runs on with L2 …
-        assert hierarchy.drain(60)
+        rest(hierarchy)
         assert fetch(hierarchy, CHAIN) == 8
         assert drops(hierarchy, "objects", Outcome.BREAKER_OPEN) == 8
         assert len([r for r in caplog.records if r.levelno >= logging.WARNING]) == 1
