@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from doubles import BLOCK_SIZE, SLOT_BYTES, payload_of
+from fault_rig import rest
 from fork_rig import SERVICES, Forked
 
 from kvtier.connector.daemon.handshake import Hello
@@ -100,7 +101,7 @@ class DaemonThread:
     def check(self) -> None:
         """Every law, once nothing is on its way any more."""
         for namespace in self.daemon.call(self.daemon.namespaces):
-            assert namespace.hierarchy.drain(PATIENCE)
+            rest(namespace.hierarchy)
         self.daemon.call(self.daemon.check)
 
     def close(self, timeout: float = PATIENCE) -> None:

@@ -117,7 +117,7 @@ class EventsMachine(RuleBasedStateMachine):
         """The slab vanishes; the next probe finds out and opens a new one."""
         port = self.hierarchy.ports[0]
         assert isinstance(port.tier, FileStore)
-        rest(self.hierarchy, 5)
+        rest(self.hierarchy)
         port.tier.path.unlink()
         assert port.probe("read")
 
@@ -134,7 +134,7 @@ class EventsMachine(RuleBasedStateMachine):
 
     @rule()
     def read_all(self) -> None:
-        rest(self.hierarchy, 5)  # what comes behind a block that rotted stays unwritten
+        rest(self.hierarchy)  # what comes behind a block that rotted stays unwritten
         self.shelf.read(self.source)
         assert {tier: self.shelf.names(tier) for tier in ("l2", "file")} == held(self.hierarchy, NAMES)
         for blocks in self.shelf.blocks.values():
@@ -148,7 +148,7 @@ class EventsMachine(RuleBasedStateMachine):
     def nothing_is_lost_on_the_way(self) -> None:
         """What the reader knows and what waits for it is what is held: `check` compares the logs with the tiers."""
         if hasattr(self, "hierarchy"):
-            rest(self.hierarchy, 5)
+            rest(self.hierarchy)
             self.hierarchy.check()
 
     def teardown(self) -> None:
