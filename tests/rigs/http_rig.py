@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
-from service_rig import FINGERPRINT, DaemonThread
+from service_rig import FINGERPRINT, PATIENCE, DaemonThread
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse
 
@@ -39,10 +39,10 @@ class ServedDaemon(DaemonThread):
     def post(self, path: str, **body: object) -> httpx2.Response:
         return self.client.post(f"/admin/{path}", json=body)
 
-    def close(self) -> None:
+    def close(self, timeout: float = PATIENCE) -> None:
         self.client.close()
         self.pages.stop()
-        super().close()
+        super().close(timeout)
 
 
 class ServedStatus:
