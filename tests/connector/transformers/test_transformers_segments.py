@@ -287,7 +287,7 @@ def test_host_memory_for_less_than_one_segment_costs_its_tokens_only(open_tier: 
         found = logits_of(kv, ids(PROMPT), segments=SEGMENTS, repair=Repair(share=1.0))
         assert is_full_prefill(kv, found[0], PROMPT)
     assert kv.num_segment_tokens == REUSED
-    assert outcomes(kv)["computed"] >= 4  # whatever there is room for of the one with two blocks
+    assert outcomes(kv)["computed"] >= 3  # all at first; then what found no room in time
     assert sum(outcomes(kv).values()) == 6
 
 
