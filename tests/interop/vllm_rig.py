@@ -198,12 +198,13 @@ class Engine:
         return self.core.engine_core.model_executor.driver_worker.worker.model_runner
 
     def settle(self) -> None:
-        """Every copy has ended and is in every tier. vLLM steps only for requests: this steps for the rest."""
+        """Every copy has ended and is in every tier there is. vLLM steps only for requests: this steps for the rest."""
         if not self._is_here() or self.scheduler.connector is None:
             return
         self._step_on()
         assert not self.half._ops
-        assert self.half.side.tiers.drain(60)
+        tiers = self.half.side.tiers
+        assert tiers.drain(60, below=not tiers.wanting)  # a tier that is off gets nothing
         self._step_on()  # vLLM stops stepping for a slow disk, and tells of its writes when it steps again
 
     def _step_on(self) -> None:
