@@ -302,7 +302,10 @@ def test_off_it_costs_nothing(home: Path) -> None:
     assert store(tiers, chain_of(2)) == 2
     (namespace,) = daemon.daemon.call(daemon.daemon.namespaces)
     assert (daemon.daemon.lender, namespace.lent, namespace.hierarchy.ports) == (None, None, [])
-    assert not [each.name for each in threading.enumerate() if each.name.startswith(("kvtier-lend", "kvtier-peers"))]
+    own = ("kvtier-lend", "kvtier-peers")
+    wait_until(
+        lambda: not [each for each in threading.enumerate() if each.name.startswith(own)]
+    )  # another story's look
     tiers.close()
     daemon.check()
     daemon.close()
