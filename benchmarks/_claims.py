@@ -51,7 +51,7 @@ CLAIMS: Final = (
     PageRow("pool, batches of 2,048, LRU and S3-FIFO: lookup, µs a block", "pool_throughput", "^lookup.*, us"),
     PageRow("the same: lease + release", "pool_throughput", "^lease.*, us"),
     PageRow("the same: store with eviction", "pool_throughput", "^store.*, us"),
-    PageRow("the same: unkeyed allocate + free", "pool_throughput", "^allocate.*, us", "Batches of 2,048"),
+    PageRow("the same: unkeyed allocate + free", "pool_throughput", "^allocate.*, us"),
     PageRow(
         "pool, batches of 1 to 2,048, LRU and S3-FIFO: lookup ÷ vLLM's BlockPool",
         "pool_throughput",
