@@ -34,7 +34,7 @@ from kvtier.tiers import L2, BlockRecord, ChainHash, FormatError, Metrics, Outco
 from kvtier.tiers.hierarchy import Attribution, Claim, Ends, Filled, Pending, Wanted
 from kvtier.tiers.host import HostRegion
 from kvtier.tiers.pool import Causes, Lease, Reservation
-from kvtier.tiers.returns import RequestEnd
+from kvtier.tiers.reuse import RequestEnd
 
 _ANSWER: Final = 0.25  # seconds
 _LATE: Final = 0.5  # seconds an answer may come after the time the daemon itself was given

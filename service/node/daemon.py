@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from kvtier.connector.daemon import Hello, Peer, handshake, is_trusted, peer_of
+from kvtier.service.explain import RequestLog
 from kvtier.service.node.buffers import Buffers
 from kvtier.service.node.health import Health, Wanting
 from kvtier.service.node.lending import Lender
@@ -23,7 +24,6 @@ from kvtier.service.node.namespaces import Namespace, Namespaces, Opening
 from kvtier.service.node.peer_feeds import PeerFeeds
 from kvtier.service.node.refusals import Refusals
 from kvtier.service.node.session import Session
-from kvtier.service.why import RequestLog
 from kvtier.tiers import ConfigError, FormatError, KVMismatch, TierUnavailable
 from kvtier.tiers.config import Config
 from kvtier.tiers.peers import FEEDS, EventsAt

@@ -6,11 +6,11 @@ from pathlib import Path
 from time import monotonic
 
 from kvtier.service import Json
+from kvtier.service.explain import AskedChain, client_of, explain_chain, held_by_tenants, is_unknown, tenant_name
 from kvtier.service.node.closed_models import closed_models
 from kvtier.service.node.namespaces import Namespace
 from kvtier.service.node.operator_access import NotThere, name_of
 from kvtier.service.node.selection import BlockSelection
-from kvtier.service.why import AskedChain, client_of, explain_chain, held_by_tenants, is_unknown, tenant_name
 from kvtier.tiers import ChainHash, ConfigError
 from kvtier.tiers.naming import root_hash
 

@@ -17,7 +17,7 @@ from kvtier.service.node.past_lookups import OptimumWatch
 from kvtier.service.node.pins import Pins
 from kvtier.service.node.status import wanting_parts
 from kvtier.service.observe import counter, gauge, labelled, text_of, version, wanting
-from kvtier.tiers.returns import EDGES
+from kvtier.tiers.reuse import EDGES
 
 _QUANTILES: Final = (0.5, 0.9)
 

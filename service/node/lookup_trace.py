@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from kvtier.service.web import LoopFile
 from kvtier.tiers import ChainHash, KVTierError
-from kvtier.tiers.returns import RequestEnd
+from kvtier.tiers.reuse import RequestEnd
 
 _log = logging.getLogger(__name__)
 

@@ -8,11 +8,11 @@ from threading import Thread
 from typing import Final, NamedTuple, Protocol
 
 from kvtier.connector.daemon import ID_BYTES, Hello
+from kvtier.service.explain import RequestLog
 from kvtier.service.node.closed_models import note_model
 from kvtier.service.node.lending import LentModel
 from kvtier.service.node.loop import now
 from kvtier.service.node.served_tiers import ServedTiers
-from kvtier.service.why import RequestLog
 from kvtier.tiers import ConfigError
 from kvtier.tiers.config import Config, format_size
 from kvtier.tiers.hierarchy import EventSource, Hierarchy, ProbedOpening, open_hierarchy, require_alike

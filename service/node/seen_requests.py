@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from kvtier.service.why import EndedRequest, Recent, RequestLog, tenant_of
+from kvtier.service.explain import EndedRequest, Recent, RequestLog, tenant_of
 from kvtier.tiers import L1, TIERS, ChainHash, Outcome
 from kvtier.tiers.hierarchy import Claim
 from kvtier.tiers.pool import Causes
-from kvtier.tiers.returns import RequestEnd
+from kvtier.tiers.reuse import RequestEnd
 
 _MOST_OPEN: Final = 1024  # lookups whose end has not come
 _MOST_NAMES: Final = 1 << 16  # of blocks, in all lookups that are kept

@@ -6,17 +6,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
+from kvtier.service.explain import RequestLog
 from kvtier.service.node.lookup_trace import TraceRecorder
 from kvtier.service.node.memory_use import Tenants
 from kvtier.service.node.past_lookups import PastLookups
 from kvtier.service.node.quota import Quotas
 from kvtier.service.node.savings import Savings
 from kvtier.service.node.seen_requests import SeenRequests
-from kvtier.service.why import RequestLog
 from kvtier.tiers import L2, ChainHash, Outcome
 from kvtier.tiers.hierarchy import Claim, Ends, Hierarchy, Pending, Wanted
 from kvtier.tiers.pool import Lease, Reservation
-from kvtier.tiers.returns import RequestEnd
+from kvtier.tiers.reuse import RequestEnd
 
 if TYPE_CHECKING:
     from kvtier.service.events import TierFeed

@@ -6,7 +6,7 @@ from typing import Final
 from kvtier.tiers import BATCH_BYTES, ChainHash
 from kvtier.tiers.file import slab
 from kvtier.tiers.file.extents import ExtentMap, SlotRun
-from kvtier.tiers.returns import ToldEnd
+from kvtier.tiers.reuse import ClassifiedEnd
 
 _NOBODY: Final = bytes(32)  # a fingerprint: extents do not depend on it
 
@@ -45,7 +45,7 @@ class BareSlab:
                 if slot >= 0:
                     self._blocks.touch(slot)
 
-    def ended(self, end: ToldEnd) -> None:
+    def ended(self, end: ClassifiedEnd) -> None:
         """As `HearsEnds`."""
         if self._blocks is not None:
             self._blocks.ended(end)

@@ -13,7 +13,7 @@ from kvtier.tiers import ChainHash
 from kvtier.tiers.file.slab_index import SlabIndex
 from kvtier.tiers.file.slab_room import SlabRoom
 from kvtier.tiers.pool import EVICTED, REMOVED, RESET, ChangeLog, Departures, Slots
-from kvtier.tiers.returns import ToldEnd
+from kvtier.tiers.reuse import ClassifiedEnd
 
 MAX_OPEN: Final = 4  # extents being filled at once: as many chains stay adjacent while they are stored together
 _MAX_CHANCES: Final = 64  # extents passed over per eviction, as most of them was hit: bounds the time under the lock
@@ -122,7 +122,7 @@ class ExtentMap:
         """This block was used: a second chance when its extent is evicted."""
         self._hits[slot] = 1
 
-    def ended(self, end: ToldEnd) -> None:
+    def ended(self, end: ClassifiedEnd) -> None:
         """A request has ended: what is evicted next follows from how such requests return."""
         self.room.ended(end, self.index.find(end.names), self._live)
 

@@ -44,7 +44,7 @@ from kvtier.tiers.file.slab_tail import Calls, TailGiver
 from kvtier.tiers.file.slab_writer import SlabWriter
 from kvtier.tiers.naming import PROBE_BYTES
 from kvtier.tiers.pool import Departures, make_child_index
-from kvtier.tiers.returns import ToldEnd
+from kvtier.tiers.reuse import ClassifiedEnd
 
 _log = logging.getLogger(__name__)
 _FIRST_LOOK: Final = 4  # names of a lookup found at once; twice as many while all are held
@@ -188,7 +188,7 @@ class FileStore:
                 parents.append(self._rows.parents.take(slots, 0))
         return Lineage(np.concatenate(names), np.concatenate(parents))
 
-    def ended(self, end: ToldEnd) -> None:
+    def ended(self, end: ClassifiedEnd) -> None:
         """As `HearsEnds`: into the order in which extents are evicted."""
         with self._lock:
             self._blocks.ended(end)

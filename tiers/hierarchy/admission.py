@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from kvtier.tiers import ChainHash, Metrics
 from kvtier.tiers.pool import NUM_AGES, Departures
-from kvtier.tiers.returns import EDGES
+from kvtier.tiers.reuse import EDGES
 
 _BEHIND: Final = 0.75  # of the store queue's room is taken: the tier falls behind
 _CALM: Final = 0.25  # from here on it has caught up

@@ -31,7 +31,7 @@ from kvtier.tiers.hierarchy.io_queue import IoQueue, begun
 from kvtier.tiers.hierarchy.packed import read_packed, write_packed
 from kvtier.tiers.hierarchy.rates import Rates
 from kvtier.tiers.pool import LOST, Departures
-from kvtier.tiers.returns import HearsEnds, ToldEnd
+from kvtier.tiers.reuse import ClassifiedEnd, HearsEnds
 
 _log = logging.getLogger(__name__)
 
@@ -133,7 +133,7 @@ class TierPort:
         telling = self.tells_children
         return telling.children(parent, limit, start) if telling is not None and self._readable() is not None else []
 
-    def ended(self, end: ToldEnd) -> None:
+    def ended(self, end: ClassifiedEnd) -> None:
         """`HearsEnds.ended`, of a tier whose order follows it."""
         if self.hears_ends is not None:
             self.hears_ends.ended(end)

@@ -11,7 +11,7 @@ from threading import Lock
 from typing import Final
 
 from kvtier.tiers import ChainHash
-from kvtier.tiers.returns import MOST_AHEAD, ToldEnd
+from kvtier.tiers.reuse import MOST_AHEAD, ClassifiedEnd
 
 _MOST_WAITING: Final = 65_536  # blocks; of more the oldest keep the expiry they have
 
@@ -27,7 +27,7 @@ class LearnedExpiries:
         self._due: OrderedDict[ChainHash, int] = OrderedDict()  # of blocks that are stored: milliseconds
         self._early: OrderedDict[ChainHash, int] = OrderedDict()  # of those whose end was told first
 
-    def ended(self, end: ToldEnd, are_stored: Sequence[bool]) -> None:
+    def ended(self, end: ClassifiedEnd, are_stored: Sequence[bool]) -> None:
         """A request has ended, and these of its blocks are stored, as far as is known."""
         seconds = self._ttl - self._scale * (MOST_AHEAD - end.order.ahead(end.kind))
         milliseconds = int(1000 * seconds)

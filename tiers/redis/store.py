@@ -35,7 +35,7 @@ from kvtier.tiers.redis.options import MAX_VALUE, RedisClient, connect, judge, n
 from kvtier.tiers.redis.room import servers_room
 from kvtier.tiers.redis.stream import WireError
 from kvtier.tiers.redis.wire import RedisReply, Refusal
-from kvtier.tiers.returns import ToldEnd
+from kvtier.tiers.reuse import ClassifiedEnd
 from kvtier.tiers.shared import OutcomeCounts, SharedChanges, TierLife, cut_off, form_of
 
 _log = logging.getLogger(__name__)
@@ -174,7 +174,7 @@ class RedisStore:
             self._set_expiries(self._expiries, deadline)
         return outcomes
 
-    def ended(self, end: ToldEnd) -> None:
+    def ended(self, end: ClassifiedEnd) -> None:
         """As `HearsEnds`. The servers are told with the next writes: nobody waits for those."""
         if self._expiries is not None:
             self._expiries.ended(end, self._names.known(end.names))
