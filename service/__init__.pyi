@@ -1,5 +1,5 @@
 from .breakeven import Breakeven, breakeven_from, measured_by
-from .charts import Chart, Line, Table, html_page, save_png
+from .charts import Chart, Line, Table, draw, save_png
 from .command_line import REQUEST_ID, Exit, LogFormat, LogLevel, begin_request, log_to_stderr, request_id
 from .crowd import Crowd
 from .json_text import Json, first_error, harmless, object_in, shown, writable
@@ -18,9 +18,9 @@ __all__ = [
     "Table",
     "begin_request",
     "breakeven_from",
+    "draw",
     "first_error",
     "harmless",
-    "html_page",
     "log_to_stderr",
     "measured_by",
     "object_in",

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from kvtier.service.charts import Chart, Line, Table, html_page, save_png
+from kvtier.service.charts import Chart, Line, Table
 from kvtier.tiers import ConfigError
 
 FORM: Final = 1  # of the JSON: `kvtier_worth`
@@ -68,7 +68,9 @@ class Breakeven:
             **{f"{tier}_bytes_per_second": rate for tier, rate in rates.items()},
             "wins_from_tokens": {tier: self.wins_from(tier) for tier in self.by_tier},
             "times": [
-                {"tokens": length, "compute": self.compute[length], **self._loads(length)} for length in self.compute
+                {"tokens": length, "compute": seconds}
+                | {tier: times[length] for tier, times in self.by_tier.items() if length in times}
+                for length, seconds in self.compute.items()
             ],
         }
 
@@ -98,16 +100,6 @@ class Breakeven:
         lines = [Line("computed", *_points(self.compute), is_dashed=True)]
         lines += [Line(f"from {tier}", *_points(times)) for tier, times in self.by_tier.items() if times]
         return [Chart("To the first token", "tokens of the prompt", "ms", lines, log_x=True, log_y=True)]
-
-    def save(self, png: Path | None, html: Path | None) -> None:
-        """Draw it where that was asked for. KVTierError if that cannot be done."""
-        if png is not None:
-            save_png(png, self.charts)
-        if html is not None:
-            html_page(html, "kvtier worth", [self.table], self.charts)
-
-    def _loads(self, length: int) -> dict[str, float]:
-        return {tier: times[length] for tier, times in self.by_tier.items() if length in times}
 
     def _row(self, length: int) -> Sequence[str]:
         cells = [str(length), f"{self.compute[length] * 1000:.1f}"]

@@ -41,6 +41,14 @@ class Table(NamedTuple):
     note: str = ""
 
 
+def draw(title: str, tables: Sequence[Table], charts: Sequence[Chart], png: Path | None, html: Path | None) -> None:
+    """As a picture, as a page, or both, where that was asked for. Errors as `save_png`."""
+    if png is not None:
+        save_png(png, charts)
+    if html is not None:
+        html_page(html, title, tables, charts)
+
+
 def save_png(path: Path, charts: Sequence[Chart]) -> None:
     """All charts below each other as one picture. KVTierError without matplotlib, or if the file cannot be written."""
     _write(path, _drawn(charts, "png"))

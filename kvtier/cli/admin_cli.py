@@ -122,14 +122,14 @@ def show_status(context: CommandContext, url: UrlOption = None) -> None:
     told = _asked(context, url).status(*_STATUS_FIELDS)
     if "replicas" in told:
         cluster = observe.RouterStatus.parse(told)
-        text, is_well = observe.router_page(cluster), cluster.num_up == len(cluster.replicas)
+        lines, is_well = observe.router_lines(cluster), cluster.num_up == len(cluster.replicas)
     elif "steps" in told:
         engine = observe.EngineStatus.parse(told)
-        text, is_well = observe.engine_page(engine), engine.status == "ok"
+        lines, is_well = observe.engine_lines(engine), engine.status == "ok"
     else:
         daemon = observe.DaemonStatus.parse(told)
-        text, is_well = observe.daemon_page(daemon), daemon.status == "ok"
-    context.show(told, text.rstrip("\n"))
+        lines, is_well = observe.daemon_lines(daemon), daemon.status == "ok"
+    context.show(told, "\n".join(lines))
     if not is_well:
         raise typer.Exit(Exit.DEGRADED)
 

@@ -23,7 +23,7 @@ from kvtier.cli.options import (
     table_of,
 )
 from kvtier.connector import transformers as checkpoints
-from kvtier.service import Exit, html_page, save_png, simulation, traces
+from kvtier.service import Exit, draw, simulation, traces
 from kvtier.tiers import ConfigError, host, require_extra
 from kvtier.tiers import config as configuration
 
@@ -116,7 +116,7 @@ def run_worth(
         assert model is not None
         found = _measure(model, configuration.Config.load(config), tokens, device, deadline, gpu_hour)
     show(found.json, table_of(found.table), as_json=as_json)
-    found.save(png, html)
+    draw("kvtier worth", [found.table], found.charts if png or html else (), png, html)
 
 
 def _measure(
@@ -210,7 +210,7 @@ def run_bench(
 
         outcome = run_bench(options, begins)
     show(outcome.json, table_of(outcome.table), as_json=as_json)
-    outcome.save(png, html)
+    draw("kvtier bench", [outcome.table], outcome.charts if png or html else (), png, html)
     failed = all(0 < each.requests == sum(each.errors.values()) for each in outcome.figures)
     raise typer.Exit(Exit.FAILED if failed else Exit.OK if outcome.measured.is_whole else Exit.DEGRADED)
 
@@ -307,11 +307,8 @@ def simulate(
     }
     table = simulation.table_of_runs(values, requests, assumed)
     show(told, table_of(table), as_json=as_json)
-    charts = simulation.charts_of_runs(values) if png or html else []
-    if png is not None:
-        save_png(png, charts)
-    if html is not None:
-        html_page(html, f"kvtier simulate {trace.name}", [table], charts)
+    charts = simulation.charts_of_runs(values) if png or html else ()
+    draw(f"kvtier simulate {trace.name}", [table], charts, png, html)
 
 
 def _assumed(rates: "simulation.LoadRates", token_bytes: int, measured: Path | None) -> list[str]:

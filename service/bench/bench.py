@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from kvtier.service import Chart, Line, Table, html_page, save_png
+from kvtier.service import Chart, Line, Table
 from kvtier.service.bench.load import Answer, Api, LoadPace, MeasuredLoad, Server, drive
 from kvtier.service.bench.patterns import ScriptedSession, Shape, sessions_of, sessions_of_trace
 
@@ -172,13 +172,6 @@ class BenchResult:
             if times
         ]
         return [Chart("Time to the first token", "TTFT, ms", "% of requests within", lines, log_x=True)]
-
-    def save(self, png: Path | None, html: Path | None) -> None:
-        """Draw it where that was asked for. KVTierError if that cannot be done."""
-        if png is not None:
-            save_png(png, self.charts)
-        if html is not None:
-            html_page(html, "kvtier bench", [self.table], self.charts)
 
 
 def run_bench(options: BenchOptions, begins: Callable[[int], Callable[[], None]]) -> BenchResult:

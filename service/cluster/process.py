@@ -1,6 +1,5 @@
 """Starts, identifies, probes and ends the processes of a cluster, never another's by mistake; shows their logs."""
 
-import http.client
 import os
 import select
 import shutil
@@ -11,13 +10,15 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from http import HTTPStatus
+from http.client import HTTPException
 from pathlib import Path
 from typing import Final, NamedTuple
 from urllib.parse import urlsplit
 
 from kvtier.service import harmless
 from kvtier.service.cluster.file import Ready
-from kvtier.service.web import disconnect_after
+from kvtier.service.web import get_page
 from kvtier.tiers import KVTierError
 from kvtier.tiers.config import child_environment
 
@@ -111,7 +112,13 @@ def is_free(port: int) -> bool:
 def is_well(ready: Ready) -> bool:
     """Whether a running service is healthy. A job that ends by itself never counts as healthy."""
     if ready.http is not None:
-        return _answers(ready.http)
+        parts = urlsplit(ready.http)
+        try:
+            return (
+                get_page(f"{parts.hostname}:{parts.port or 80}", parts.path or "/", _ANSWER)[0] < HTTPStatus.BAD_REQUEST
+            )
+        except (OSError, ValueError, HTTPException):
+            return False
     if ready.command is not None:
         try:
             done = subprocess.run(
@@ -132,22 +139,6 @@ def _has_ended(process: int, timeout: float) -> bool:
     ends = select.poll()
     ends.register(process, select.POLLIN)
     return bool(ends.poll(timeout * 1000))
-
-
-def _answers(url: str) -> bool:
-    """Whether a URL answers, with a deadline, and without proxy or redirect."""
-    parts = urlsplit(url)
-    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=_ANSWER)
-    try:
-        connection.connect()
-        connected = connection.sock
-        with disconnect_after(lambda: connected, _ANSWER) as late:
-            connection.request("GET", parts.path or "/")
-            return connection.getresponse().status < 400 and not late.is_set()  # a head cut short counts as whole
-    except (OSError, http.client.HTTPException):
-        return False
-    finally:
-        connection.close()
 
 
 # --- their logs ------------------------------------------------------------------------------------------------------

@@ -1,12 +1,13 @@
 """Runs the checks of `kvtier doctor`: this machine against its configuration."""
 
-import http.client
 import json
 import os
 import socket
 import stat
 from collections.abc import Callable
 from contextlib import closing
+from http import HTTPStatus
+from http.client import HTTPException
 from importlib import metadata
 from itertools import chain
 from pathlib import Path
@@ -24,7 +25,7 @@ from kvtier.service.doctor.memory import (
     has_gpu,
 )
 from kvtier.service.observe import DaemonStatus
-from kvtier.service.web import disconnect_after
+from kvtier.service.web import get_page
 from kvtier.tiers import Finding, KVTierError, checksum, compiled, error, ok, warning
 from kvtier.tiers.config import Config, ServiceConfig, format_size
 from kvtier.tiers.copies import KeptChoice, KeptChoices
@@ -115,16 +116,10 @@ def _served_by(path: Path) -> int | None:
 
 
 def _status(address: str) -> DaemonStatus | None:
-    host, _, port = address.rpartition(":")
     try:
-        with closing(http.client.HTTPConnection(host.strip("[]"), int(port), timeout=_ANSWER)) as connection:
-            connection.connect()
-            connected = connection.sock
-            with disconnect_after(lambda: connected, _ANSWER):
-                connection.request("GET", "/status")
-                answer = connection.getresponse()
-                return DaemonStatus.parse(json.loads(answer.read(_MOST_BYTES))) if answer.status == 200 else None
-    except (OSError, ValueError, http.client.HTTPException, KVTierError):
+        status, body = get_page(address, "/status", _ANSWER, _MOST_BYTES)
+        return DaemonStatus.parse(json.loads(body)) if status == HTTPStatus.OK else None
+    except (OSError, ValueError, HTTPException, KVTierError):
         return None
 
 

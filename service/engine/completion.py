@@ -11,7 +11,7 @@ from typing import Final
 from kvtier.engine import FinishReason, TokenLogprobs
 from kvtier.service import Json, request_id
 from kvtier.service.engine.loop import EngineLoop, LiveRequest, PromptSource, SequenceInput, SequenceUpdate
-from kvtier.service.openai import CallReader, Detokenizer, Heard, OpenAIError, TokenTexts, ToolCall, overlap
+from kvtier.service.openai import AnswerPart, CallReader, Detokenizer, OpenAIError, TokenTexts, ToolCall, overlap
 
 # --- how likely an answer's tokens were ------------------------------------------------------------------------------
 
@@ -328,15 +328,15 @@ class OpenAICompletion:
         except TimeoutError:
             raise late() from None
 
-    def _heard(self, index: int, text: str, reason: str | None) -> tuple[Heard, str | None]:
+    def _heard(self, index: int, text: str, reason: str | None) -> tuple[AnswerPart, str | None]:
         """What of an answer's text is text, and which calls are in it; and why it has ended, if it has."""
         reader = self._wanted.readers[index]
         if reader is None:
-            return Heard(text), reason
+            return AnswerPart(text), reason
         heard = reader.push(text)
         if reason is not None:
             last = reader.end()
-            heard = Heard(heard.text + last.text, heard.calls + last.calls)
+            heard = AnswerPart(heard.text + last.text, heard.calls + last.calls)
         is_call = reason == FinishReason.STOP and reader.num_calls
         return heard, "tool_calls" if is_call else reason
 

@@ -8,7 +8,7 @@ from kvtier.engine import Engine, NamedPrompt
 from kvtier.service import Json
 from kvtier.service.engine.loop import EngineLoop
 from kvtier.service.explain import (
-    AskedChain,
+    PromptChain,
     client_of,
     explain_chain,
     explained,
@@ -62,7 +62,7 @@ def _explained(engine: Engine, asked: NamedPrompt) -> Json:
     hierarchy = tiers if isinstance(tiers, Hierarchy) else None
     names = list(chain.hashes)
     where = None if tiers is None else tiers.locate(names, _LOCATE)  # asks tiers that nodes share
-    asked_chain = AskedChain(names, chain.root, chain.block_size, asked.token_ids)
+    asked_chain = PromptChain(names, chain.root, chain.block_size, asked.token_ids)
     answer = explain_chain(fingerprint.hex()[:16], asked_chain, hierarchy, engine.pool)
     if where is not None and hierarchy is None:
         _add_below(answer, dict(where.by_tier))

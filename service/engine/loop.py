@@ -19,7 +19,7 @@ from kvtier.connector import LocalConnector
 from kvtier.connector.segments import Repair, Segment
 from kvtier.engine import Engine, FinishReason, NamedPrompt, Output, SamplingParams, Sequence, TokenLogprobs
 from kvtier.service.events import TierFeed
-from kvtier.service.explain import UNSALTED, EndedRequest, Recent, RequestLog, client_of, tenant_of
+from kvtier.service.explain import UNSALTED, LoggedRequest, Recent, RequestLog, client_of, tenant_of
 from kvtier.service.openai import OpenAIError, busy, stopping_error
 from kvtier.tiers import TIERS, ChainHash, RequestError
 
@@ -59,7 +59,7 @@ class IgnoredFields:
 
 
 @dataclass(frozen=True, slots=True)
-class EndedPrompt:
+class FinishedPrompt:
     """A prompt that was asked for."""
 
     tokens: "array[int]"
@@ -70,11 +70,11 @@ class EndedPrompt:
         return len(self.tokens)
 
 
-class EndedSequences:
+class FinishedSequences:
     """Notes each sequence that ended. `note` on the engine's thread, the rest on any."""
 
     def __init__(self, engine: Engine, log: RequestLog | None) -> None:
-        self.recent: Recent[EndedPrompt] = Recent()
+        self.recent: Recent[FinishedPrompt] = Recent()
         self.log = log
         self._names_blocks = engine.config.enable_prefix_caching
         self._engine = engine
@@ -86,10 +86,10 @@ class EndedSequences:
             root = sequence.chain.root
             client = client_of(root)
             prompt = array("I", sequence.token_ids[: sequence.num_prompt_tokens])
-            self.recent.note(client, sequence.request_id, EndedPrompt(prompt, root))
+            self.recent.note(client, sequence.request_id, FinishedPrompt(prompt, root))
         if self.log is not None:
             self.log.write(
-                EndedRequest(
+                LoggedRequest(
                     id=sequence.request_id,
                     tenant=UNSALTED if client is None else tenant_of(client, self._engine.identity.fingerprint()),
                     prompt_tokens=sequence.num_prompt_tokens,
@@ -231,7 +231,7 @@ class EngineLoop:
     ) -> None:
         self.engine = engine
         self.fingerprint = engine.identity.fingerprint().hex()
-        self.ended = EndedSequences(engine, log)
+        self.ended = FinishedSequences(engine, log)
         self._feed = feed
         self._is_fed = True  # the feed has published everything
         self.capacity = engine.config.max_num_seqs + max_waiting
@@ -436,7 +436,7 @@ class EngineLoop:
             live = self._sequences.get(output.request_id)
             if live is None or output.token_id is None:  # aborted: nobody waits for it
                 continue
-            source = self._next_token(live) if live.is_told else self._first_token(live)
+            source = self._source(live)
             update = SequenceUpdate(live.index, output.token_id, output.finish_reason, source, output.logprobs)
             told.setdefault(live.request, []).append(update)
             if output.finish_reason is not None:
@@ -446,20 +446,18 @@ class EngineLoop:
         for request, items in told.items():
             request.tell(items)
 
-    def _next_token(self, live: _LiveSequence) -> PromptSource | None:
-        """Tell how long it took. None: only the first token says where the prompt came from."""
+    def _source(self, live: _LiveSequence) -> PromptSource | None:
+        """A token came: count how long it took. Only the first one says where the prompt came from; else None."""
         before, live.told_at = live.told_at, time.monotonic()
-        self.tally.itl.observe(live.told_at - before)
-        return None
-
-    def _first_token(self, live: _LiveSequence) -> PromptSource:
-        live.is_told, live.told_at = True, time.monotonic()
-        cached = live.sequence.cached_tokens
-        self.tally.cached.update(cached)
-        if live.sequence.ttft is not None:
-            self.tally.ttft.observe(live.sequence.ttft)
-        sequence = live.sequence
-        return PromptSource(cached, sequence.num_segment_tokens, sequence.num_repaired_tokens, sequence.scores)
+        if live.is_told:
+            self.tally.itl.observe(live.told_at - before)
+            return None
+        live.is_told, sequence = True, live.sequence
+        self.tally.cached.update(sequence.cached_tokens)
+        if sequence.ttft is not None:
+            self.tally.ttft.observe(sequence.ttft)
+        tokens = sequence.num_segment_tokens, sequence.num_repaired_tokens
+        return PromptSource(sequence.cached_tokens, *tokens, sequence.scores)
 
 
 def _engine_error() -> OpenAIError:

@@ -1,7 +1,6 @@
 """Opens and closes what one engine server is made of: socket, model, tiers, engine loop."""
 
 import logging
-from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Final
@@ -20,7 +19,7 @@ from kvtier.service.explain import RequestLog
 from kvtier.service.openai import Prompts, refusal
 from kvtier.service.web import HttpServer, HttpSocket
 from kvtier.tiers import L1
-from kvtier.tiers.config import Config, EventsConfig
+from kvtier.tiers.config import Config
 from kvtier.tiers.hierarchy import EventSource, Hierarchy, TierEvents, check_tiers
 
 _log = logging.getLogger(__name__)
@@ -76,7 +75,9 @@ class EngineServer:
         self.name, self._patience = settings.name or name_of(model), settings.patience
         guides = JsonGuides(prompts.tokenizer_json, self.engine.model.vocab_size, self.engine.model.eos_token_ids)
         form = form_of(settings.tool_parser, prompts)
-        events, node = _events(self.publisher), _node(config.events)
+        told, publisher = config.events, self.publisher
+        events = None if publisher is None else {"publish": publisher.endpoint, "replay": publisher.replay_endpoint}
+        node = None if told.node is None else {"publish": told.node, "replay": told.node_replay}
         app = make_app(Served(self.loop, prompts, self.name, settings, guides, events, node, form))
         room = self.loop.capacity + _SPARE
         self._http = HttpServer(app, listening, max_requests=room, refusal=refusal, grace=_GRACE)
@@ -111,11 +112,3 @@ def _feed(publisher: Publisher, engine: Engine) -> TierFeed:
     if isinstance(connector, LocalConnector) and isinstance(connector.tiers, Hierarchy):
         sources.append(EventSource(connector.hierarchy))
     return publisher.feed(engine.identity.fingerprint(), *sources)
-
-
-def _events(publisher: Publisher | None) -> Mapping[str, str | None] | None:
-    return None if publisher is None else {"publish": publisher.endpoint, "replay": publisher.replay_endpoint}
-
-
-def _node(config: EventsConfig) -> Mapping[str, str | None] | None:
-    return None if config.node is None else {"publish": config.node, "replay": config.node_replay}

@@ -49,29 +49,19 @@ _SHORT_ANSWER: Final = 16  # OpenAI's default for max_tokens of a text completio
 _SEEDS: Final = 2**64
 
 
-@dataclass(frozen=True, slots=True)
-class ChoiceParams:
-    """The parameters of a prompt's choices. Each choice has its own random stream."""
-
-    params: SamplingParams
-    seed: int | None
-
-    def of_choice(self, choice: int) -> SamplingParams:
-        return self.params if self.seed is None else replace(self.params, seed=(self.seed + choice) % _SEEDS)
-
-
 def params_of(
     loop: EngineLoop, body: CompletionBody | ChatBody, prompt: list[int], guide: Guide | None = None
-) -> ChoiceParams:
-    """Raises OpenAIError if the engine cannot answer so."""
+) -> SamplingParams:
+    """Those of the first choice. Raises OpenAIError if the engine cannot answer so."""
     is_chat = isinstance(body, ChatBody)
     left = loop.room - len(prompt)
     wanted = body.max_completion_tokens or body.max_tokens if isinstance(body, ChatBody) else body.max_tokens
     max_tokens = wanted or max(1, left if is_chat else min(_SHORT_ANSWER, left))
     require_computable(loop, "messages" if is_chat else "prompt", prompt, max_tokens)
     _require_tokens(loop, "logit_bias", body.logit_bias or ())
-    params = SamplingParams(
+    return SamplingParams(
         max_tokens=max_tokens,
+        seed=None if body.seed is None else body.seed % _SEEDS,
         temperature=1.0 if body.temperature is None else body.temperature,
         top_p=1.0 if body.top_p is None else body.top_p,
         top_k=max(0, body.top_k or 0),
@@ -88,7 +78,11 @@ def params_of(
         is_call=isinstance(body, ChatBody) and body.must_call,
         hint=body.hint,
     )
-    return ChoiceParams(params, body.seed)
+
+
+def _of_choice(params: SamplingParams, choice: int) -> SamplingParams:
+    """Each choice of a prompt has its own random stream."""
+    return params if params.seed is None else replace(params, seed=(params.seed + choice) % _SEEDS)
 
 
 def require_computable(loop: EngineLoop, param: str, prompt: list[int], num_asked: int) -> None:
@@ -325,7 +319,7 @@ def completion_of(
     segments = segments_of(body, prompts, repair, loop.engine)
     named = [loop.engine.prompt(prompt.token_ids, body.cache_salt) for prompt in prompts]
     inputs = [
-        SequenceInput(prompt, options.of_choice(choice), some, repair)
+        SequenceInput(prompt, _of_choice(options, choice), some, repair)
         for prompt, options, some in zip(named, params, segments, strict=True)
         for choice in range(num_choices)
     ]

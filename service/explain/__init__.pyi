@@ -1,13 +1,13 @@
-from .chain import AskedChain, explain_chain, held_by_tenants, is_unknown, tenant_name
+from .chain import PromptChain, explain_chain, held_by_tenants, is_unknown, tenant_name
 from .lines import ExplainedLines, Explanation, explained
-from .request_log import UNSALTED, EndedRequest, Recent, RequestLog, client_of, tenant_of
+from .request_log import UNSALTED, LoggedRequest, Recent, RequestLog, client_of, tenant_of
 
 __all__ = [
     "UNSALTED",
-    "AskedChain",
-    "EndedRequest",
     "ExplainedLines",
     "Explanation",
+    "LoggedRequest",
+    "PromptChain",
     "Recent",
     "RequestLog",
     "client_of",

@@ -34,7 +34,7 @@ class FirstTier(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class AskedChain:
+class PromptChain:
     """The blocks of one prompt."""
 
     names: Sequence[ChainHash]
@@ -43,7 +43,7 @@ class AskedChain:
     tokens: Sequence[int] = ()  # the whole prompt; none: its blocks are known by name alone
 
 
-def explain_chain(model: str, chain: AskedChain, hierarchy: Hierarchy | None, first: FirstTier | None = None) -> Json:
+def explain_chain(model: str, chain: PromptChain, hierarchy: Hierarchy | None, first: FirstTier | None = None) -> Json:
     """What is held of the chain, and why not the rest. `hierarchy`: None if the tiers below are not of this process.
 
     Looks at held blocks behind the chain's own only, so that no other tenant's tokens are told.
@@ -85,7 +85,7 @@ def explain_chain(model: str, chain: AskedChain, hierarchy: Hierarchy | None, fi
 
 
 def held_by_tenants(
-    chain: AskedChain, roots: Iterable[tuple[ChainHash, str]], lookup: LooksUp, least: int, scheme: str
+    chain: PromptChain, roots: Iterable[tuple[ChainHash, str]], lookup: LooksUp, least: int, scheme: str
 ) -> list[Json]:
     """Other tenants that hold more than `least` blocks of the same tokens: whose they are, and how many.
 

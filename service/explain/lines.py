@@ -268,7 +268,8 @@ def explained(
         where = _shown(run["tier"]) or "nowhere"
         yield f"blocks {run['first']}-{last} (tokens {run['first'] * size}-{(last + 1) * size - 1}): {where}"
     if (cut := answer.get("other_cut")) is not None:
-        own, other = (each if decode is None else [decode([token]) for token in each] for each in _cuts(cut))
+        cuts = cut["tokens"], cut["other_tokens"]
+        own, other = (each if decode is None else [decode([token]) for token in each] for each in cuts)
         yield f"another tokenizer cuts the text otherwise from token {cut['token']:,} on: {other} for {own}"
     if slow := _shown(answer.get("recompute")):
         yield f"loading what {slow} holds takes longer than computing these blocks: engines compute them"
@@ -299,7 +300,9 @@ def explained(
         yield f"another tenant holds the same tokens: {whose}, {tenant['blocks']} blocks"
         advice = "Another cache_salt stored this prompt: send the same one with all that may share it, or none."
     for other in answer["elsewhere"]:
-        yield from _other_model(other)
+        held = f"{other['blocks']} blocks of {other['block_size']} tokens"
+        yield f"another model holds the same tokens: {other['model']}, {held}"
+        yield from _fields(other)
         fields = ", ".join(each["field"] for each in other.get("fields", ()))
         if fields == "lossy":
             advice = _LOSSY
@@ -319,12 +322,6 @@ def explained(
     yield advice
 
 
-def _other_model(other: dict[str, Any]) -> Iterator[str]:
-    held = f"{other['blocks']} blocks of {other['block_size']} tokens"
-    yield f"another model holds the same tokens: {other['model']}, {held}"
-    yield from _fields(other)
-
-
 def _fields(model: dict[str, Any]) -> Iterator[str]:
     for field in model.get("fields", ()):
         yield f"  {field['field']}: {field['here']} here, {field['there']} there"
@@ -332,10 +329,6 @@ def _fields(model: dict[str, Any]) -> Iterator[str]:
 
 def _shown(tier: str | None) -> str:
     return TIERS[tier].shown if tier in TIERS else tier or ""
-
-
-def _cuts(cut: dict[str, Any]) -> tuple[list[int], list[int]]:
-    return cut["tokens"], cut["other_tokens"]
 
 
 # --- the answer, typed -----------------------------------------------------------------------------------------------

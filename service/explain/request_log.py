@@ -84,7 +84,7 @@ _FLAGS: Final = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NON
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EndedRequest:
+class LoggedRequest:
     """What is told of one request."""
 
     id: str  # "": it had none
@@ -129,7 +129,7 @@ class RequestLog:
         except OSError as error:
             raise ConfigError(f'{option} "{path}": {error.strerror}; name a file that can be written') from None
         self._is_torn = False  # the last line that was begun is not whole: it is ended before the next
-        self._waiting: Queue[EndedRequest | None] = Queue(most_waiting)
+        self._waiting: Queue[LoggedRequest | None] = Queue(most_waiting)
         self._is_closed = False
         self._thread = Thread(target=self._write_on, name="kvtier-request-log", daemon=True)
         self._thread.start()
@@ -139,7 +139,7 @@ class RequestLog:
         """The log, if there is to be one."""
         return None if path is None else cls(path, option)
 
-    def write(self, request: EndedRequest) -> None:
+    def write(self, request: LoggedRequest) -> None:
         """Have a line written. From any thread."""
         try:
             self._waiting.put_nowait(request)

@@ -6,7 +6,7 @@ from pathlib import Path
 from time import monotonic
 
 from kvtier.service import Json
-from kvtier.service.explain import AskedChain, client_of, explain_chain, held_by_tenants, is_unknown, tenant_name
+from kvtier.service.explain import PromptChain, client_of, explain_chain, held_by_tenants, is_unknown, tenant_name
 from kvtier.service.node.closed_models import closed_models
 from kvtier.service.node.namespaces import Namespace
 from kvtier.service.node.operator_access import NotThere, name_of
@@ -34,11 +34,11 @@ def explain(
     hierarchy, size, model = namespace.hierarchy, namespace.blocks.block_size, name_of(namespace.fingerprint)
     own_root = root_hash(namespace.fingerprint, cache_salt=blocks.cache_salt)
     if blocks.tokens and len(blocks.tokens) < size:
-        answer = explain_chain(model, AskedChain((), own_root, size, blocks.tokens), hierarchy)
+        answer = explain_chain(model, PromptChain((), own_root, size, blocks.tokens), hierarchy)
         answer["elsewhere"] = _elsewhere(namespace, others, blocks, 0, shared_until)
         return answer
     hashes, root = blocks.names(namespace, timeout / 2)
-    chain = AskedChain(hashes, root, size, blocks.tokens)
+    chain = PromptChain(hashes, root, size, blocks.tokens)
     answer = explain_chain(model, chain, hierarchy)
     if blocks.tokens and answer["cause"] is not None:
         known = answer["held"]
@@ -66,7 +66,7 @@ def explain_request(namespace: Namespace, request_id: str, cache_salt: str | Non
         why = "no request of this id and cache salt ended here lately; `kvtier explain --blocks` takes its tokens"
         raise NotThere(f'request "{request_id}": {why}')
     if not seen.names:
-        return explain_chain(name_of(namespace.fingerprint), AskedChain((), root, namespace.blocks.block_size), None)
+        return explain_chain(name_of(namespace.fingerprint), PromptChain((), root, namespace.blocks.block_size), None)
     return explain(namespace, [], BlockSelection(seen.names), timeout)
 
 

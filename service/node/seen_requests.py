@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from kvtier.service.explain import EndedRequest, Recent, RequestLog, tenant_of
+from kvtier.service.explain import LoggedRequest, Recent, RequestLog, tenant_of
 from kvtier.tiers import L1, TIERS, ChainHash, Outcome
 from kvtier.tiers.hierarchy import Claim
 from kvtier.tiers.pool import Causes
@@ -75,14 +75,14 @@ class SeenRequests:
                 return found.claim, found.causes
         return None, {}
 
-    def _told(self, end: RequestEnd, claim: Claim | None, causes: Causes) -> EndedRequest:
+    def _told(self, end: RequestEnd, claim: Claim | None, causes: Causes) -> LoggedRequest:
         blocks, missed, size = dict[str, int](), dict(causes), 0
         if claim is not None and claim.found is not None:
             blocks, size = dict(claim.found.by_tier), claim.block_size
             refused = Outcome.RECOMPUTE if claim.refusal is Outcome.RECOMPUTE else None
             for tier in [tier for tier in blocks if refused is not None and tier != L1]:
                 missed[str(refused), tier] = blocks.pop(tier)
-        return EndedRequest(
+        return LoggedRequest(
             id=end.request,
             tenant=tenant_of(end.client, self._fingerprint),
             prompt_tokens=end.num_prompt_tokens,

@@ -2,7 +2,7 @@ from . import statuses
 from .live_page import LivePage
 from .metrics import EXPOSITION, MetricValues, counter, figures, gauge, histogram, labelled, text_of, version, wanting
 from .statuses import DaemonStatus, EngineStatus, ReplicaScore, RouterStatus, StatusPart
-from .summary import daemon_page, engine_page, router_page
+from .summary import daemon_lines, engine_lines, router_lines
 from .top import watch
 
 __all__ = [
@@ -15,13 +15,13 @@ __all__ = [
     "RouterStatus",
     "StatusPart",
     "counter",
-    "daemon_page",
-    "engine_page",
+    "daemon_lines",
+    "engine_lines",
     "figures",
     "gauge",
     "histogram",
     "labelled",
-    "router_page",
+    "router_lines",
     "statuses",
     "text_of",
     "version",

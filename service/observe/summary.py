@@ -22,18 +22,14 @@ _MAX_CLIENTS: Final = 64  # listed
 _STATES: Final = ("ready", "leased", "dirty", "tails", "filling", "quarantined", "free")  # of slots
 
 
-def daemon_page(status: DaemonStatus) -> str:
-    """The whole daemon_page. Ends with a newline."""
-    return "\n".join(_daemon_lines(status)) + "\n"
-
-
 def hit_share(lookups: Mapping[str, int]) -> float:
     """The share of blocks asked for that some tier had; 0 if none was asked for."""
     asked = sum(lookups.values())
     return (asked - lookups.get(MISS, 0)) / asked if asked else 0.0
 
 
-def _daemon_lines(status: DaemonStatus) -> Iterable[str]:
+def daemon_lines(status: DaemonStatus) -> Iterable[str]:
+    """The page, line by line."""
     budget, clients = status.budget, status.clients
     yield (
         f"kvtier {status.version}, pid {status.pid}, up {brief_time(status.uptime_s)}: "
@@ -126,12 +122,8 @@ def brief_time(seconds: float) -> str:
 # --- an engine -------------------------------------------------------------------------------------------------------
 
 
-def engine_page(status: EngineStatus) -> str:
-    """The whole engine_page. Ends with a newline."""
-    return "\n".join(_engine_lines(status)) + "\n"
-
-
-def _engine_lines(status: EngineStatus) -> Iterable[str]:
+def engine_lines(status: EngineStatus) -> Iterable[str]:
+    """The page, line by line."""
     requests, tokens, l1 = status.requests, status.tokens, status.l1
     yield f"kvtier {status.version} engine of {status.model}, pid {status.pid}: {status.status}"
     yield from wanting(status.wanting)
@@ -163,12 +155,8 @@ _SHOWN: Final = 12  # decisions shown
 _DECISION: Final = "{:<10} {:>7}  {:<22} {:<8} {}"
 
 
-def router_page(status: RouterStatus) -> str:
-    """The router_page for a `Router.status`. Ends with a newline."""
-    return "\n".join(_router_lines(status)) + "\n"
-
-
-def _router_lines(status: RouterStatus) -> Iterable[str]:
+def router_lines(status: RouterStatus) -> Iterable[str]:
+    """The page, line by line."""
     replicas, tokens = status.replicas, status.tokens
     yield f"kvtier router, up {brief_time(status.uptime_s)}: {status.num_up} of {len(replicas)} replicas up"
     yield row("requests", f"{counts(status.requests)}; retries {counts(status.retries)}")

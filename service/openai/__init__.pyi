@@ -14,10 +14,21 @@ from .bodies import (
 from .chat import TokenizedPrompt, chat_of, template_variables
 from .errors import OpenAIError, busy, error_handlers, refusal, stopping_error, too_long, unknown_model
 from .prompts import Detokenizer, Prompts, TokenTexts
-from .tool_calls import MARKS, CallForm, CallReader, GuidedReader, Heard, HermesReader, LlamaReader, ToolCall, overlap
+from .tool_calls import (
+    MARKS,
+    AnswerPart,
+    CallForm,
+    CallReader,
+    GuidedReader,
+    HermesReader,
+    LlamaReader,
+    ToolCall,
+    overlap,
+)
 
 __all__ = [
     "MARKS",
+    "AnswerPart",
     "CallForm",
     "CallReader",
     "ChatBody",
@@ -27,7 +38,6 @@ __all__ = [
     "Detokenizer",
     "ExplainBody",
     "GuidedReader",
-    "Heard",
     "HermesReader",
     "LlamaReader",
     "OpenAIError",

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Annotated, Any, Final, Literal, Self, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Tag, ValidationError, model_validator
 
 from kvtier.connector import ChatPrefix, is_cache_mark
 from kvtier.service import Json, first_error, object_in, shown
@@ -30,6 +30,7 @@ from kvtier.service.openai.fields import (
     Tolerant,
     ToolChoice,
     Tools,
+    by_kind,
     few_fields,
     must_be,
     options,
@@ -68,11 +69,7 @@ ResponseFormat = Annotated[
     Annotated[_TextFormat, Tag("=text")]
     | Annotated[_ObjectFormat, Tag("=object")]
     | Annotated[_SchemaFormat, Tag("=schema")],
-    Discriminator(
-        _format_kind,
-        custom_error_type="response_format",
-        custom_error_message="not a format; give an object of type text, json_object or json_schema",
-    ),
+    by_kind("response_format", "not a format; give an object of type text, json_object or json_schema", _format_kind),
 ]
 
 

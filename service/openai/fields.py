@@ -1,5 +1,6 @@
 """The types of fields that request bodies share: bounded, with errors that name the field and the fix."""
 
+from collections.abc import Callable
 from functools import cache
 from typing import Annotated, Any, Final, Literal, Self
 
@@ -63,6 +64,11 @@ def kind_of(value: object) -> str | None:
     return kinds.get(type(value[0]), "=tokens") if value else "=texts"
 
 
+def by_kind(field: str, message: str, kind: Callable[[Any], str | None] = kind_of) -> Discriminator:
+    """Chooses among tagged types by the kind of a value; `message` says what one of no kind is."""
+    return Discriminator(kind, custom_error_type=field, custom_error_message=message)
+
+
 def _ignored(value: object) -> None:
     """Accept any value: the field changes no answer."""
 
@@ -106,11 +112,7 @@ Documents = Annotated[
     | Annotated[Texts, Tag("=texts")]
     | Annotated[ApiTokenIds, Tag("=tokens")]
     | Annotated[ApiTokenIdLists, Tag("=lists")],
-    Discriminator(
-        kind_of,
-        custom_error_type="texts",
-        custom_error_message="not texts; give a text, token ids, or a list of either",
-    ),
+    by_kind("texts", "not texts; give a text, token ids, or a list of either"),
 ]
 Ignored = Annotated[None, BeforeValidator(_ignored)]
 Off = Annotated[None, must_be(False)]
@@ -292,19 +294,11 @@ Prompt = Annotated[
     | Annotated[ApiTokenIds, Tag("=tokens")]
     | Annotated[ApiTokenIdLists, Tag("=lists")]
     | Annotated[Parts, Tag("=parts")],
-    Discriminator(
-        kind_of,
-        custom_error_type="prompt",
-        custom_error_message="not a prompt; give a text, token ids, a list of either, or parts of type text",
-    ),
+    by_kind("prompt", "not a prompt; give a text, token ids, a list of either, or parts of type text"),
 ]
 Content = Annotated[
     Annotated[Text, Tag("=text")] | Annotated[Parts, Tag("=parts")],
-    Discriminator(
-        kind_of,
-        custom_error_type="content",
-        custom_error_message="not a message content; give a text, or parts of type text",
-    ),
+    by_kind("content", "not a message content; give a text, or parts of type text"),
 ]
 
 

@@ -42,7 +42,7 @@ class ToolCall:
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class AnswerPart:
     """What of an answer can be told by now."""
 
     text: str = ""
@@ -54,10 +54,10 @@ class CallReader(Protocol):
 
     num_calls: int
 
-    def push(self, text: str) -> Heard:
+    def push(self, text: str) -> AnswerPart:
         """One more piece."""
 
-    def end(self) -> Heard:
+    def end(self) -> AnswerPart:
         """The answer has ended."""
 
 
@@ -74,7 +74,7 @@ class HermesReader:
         self._held = ""
         self._is_inside = False
 
-    def push(self, text: str) -> Heard:
+    def push(self, text: str) -> AnswerPart:
         self._held += text
         told: list[str] = []
         calls: list[ToolCall] = []
@@ -92,15 +92,15 @@ class HermesReader:
             certain = self._held[: len(self._held) - overlap(self._held, HERMES_MARK)].rstrip()
             told.append(self._held[: len(certain)])
             self._held = self._held[len(certain) :]
-        return Heard("".join(told), tuple(calls))
+        return AnswerPart("".join(told), tuple(calls))
 
-    def end(self) -> Heard:
+    def end(self) -> AnswerPart:
         calls: list[ToolCall] = []
         left, self._held = self._held, ""
         if self._is_inside:
             told = self._close(left, HERMES_MARK + left, calls)
-            return Heard("".join(told), tuple(calls))
-        return Heard("" if self.num_calls and not left.strip() else left)
+            return AnswerPart("".join(told), tuple(calls))
+        return AnswerPart("" if self.num_calls and not left.strip() else left)
 
     def _close(self, inside: str, whole: str, calls: list[ToolCall]) -> list[str]:
         """A call's text is complete. Returns what of it is text, because it is no call."""
@@ -127,25 +127,25 @@ class LlamaReader:
         self._held = ""
         self._is_text = False
 
-    def push(self, text: str) -> Heard:
+    def push(self, text: str) -> AnswerPart:
         if self._is_text:
-            return Heard(text)
+            return AnswerPart(text)
         self._held += text
         begun = self._held.lstrip()
         if not begun or begun.startswith("{") or LLAMA_MARK.startswith(begun[: len(LLAMA_MARK)]):
-            return Heard()
+            return AnswerPart()
         self._is_text, told, self._held = True, self._held, ""
-        return Heard(told)
+        return AnswerPart(told)
 
-    def end(self) -> Heard:
+    def end(self) -> AnswerPart:
         whole, self._held = self._held, ""
         try:
             found = list(self._calls(whole.strip().removeprefix(LLAMA_MARK)))
         except (ValueError, RecursionError):
-            return Heard(whole)
+            return AnswerPart(whole)
         calls = tuple(ToolCall(number, *call) for number, call in enumerate(found[: self._most]))
         self.num_calls = len(calls)
-        return Heard("", calls)
+        return AnswerPart("", calls)
 
     def _calls(self, text: str) -> Iterator[tuple[str, str]]:
         """Names and arguments. ValueError if the text is anything else."""
@@ -170,20 +170,20 @@ class GuidedReader:
         self._chosen = chosen
         self._held = ""
 
-    def push(self, text: str) -> Heard:
+    def push(self, text: str) -> AnswerPart:
         self._held += text
-        return Heard()
+        return AnswerPart()
 
-    def end(self) -> Heard:
+    def end(self) -> AnswerPart:
         whole, self._held = self._held, ""
         try:
             value = _read(whole)
             made = [{"name": self._chosen, "parameters": value}] if self._chosen is not None else value
             found = [_call_of(each, ("parameters", "arguments")) for each in made]
         except (ValueError, TypeError, RecursionError):
-            return Heard(whole)
+            return AnswerPart(whole)
         self.num_calls = len(found)
-        return Heard("", tuple(ToolCall(number, *call) for number, call in enumerate(found)))
+        return AnswerPart("", tuple(ToolCall(number, *call) for number, call in enumerate(found)))
 
 
 def _call_of(value: Any, names: tuple[str, str]) -> tuple[str, str]:

@@ -12,13 +12,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Final
 
+from kvtier.service.web import get_page
 from kvtier.tiers import KVTierError
 from kvtier.tiers.config import child_environment
 
 _LOOK: Final = 0.2  # seconds between two looks whether it is ready
 _ANSWER: Final = 5.0  # seconds for a page
 _PAGES: Final = ("/readyz", "/health")  # kvtier's; vLLM's and many others'
-_MAX_PAGE: Final = 1 << 20  # bytes
 _LOOPBACK: Final = "127.0.0.1"
 
 
@@ -49,7 +49,7 @@ class EngineChild:
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str], port: int) -> None:
         """`port`: of loopback, where it answers. KVTierError if the program cannot be started."""
-        self._port = port
+        self._address = f"{_LOOPBACK}:{port}"
         tied = [sys.executable, "-m", "kvtier.service.ray.die_with_parent", str(os.getpid())]
         try:
             self._process = subprocess.Popen([*tied, *command], env=child_environment(env), stdin=subprocess.DEVNULL)
@@ -68,7 +68,7 @@ class EngineChild:
                     f"the engine was not ready after {timeout:g} s; raise start_timeout, or {_its_lines()}"
                 )
             time.sleep(_LOOK)
-        status, body = self._page("/v1/models")
+        status, body = get_page(self._address, "/v1/models", _ANSWER)
         if status != http.client.OK:
             raise KVTierError(f"the engine's /v1/models answers {status}; it has to answer without a key")
         return json.loads(body)
@@ -78,7 +78,7 @@ class EngineChild:
         if self._process.poll() is not None:
             return False
         try:
-            statuses = (self._page(path)[0] for path in _PAGES)
+            statuses = (get_page(self._address, path, _ANSWER)[0] for path in _PAGES)
             return next((each for each in statuses if each != http.client.NOT_FOUND), 0) == http.client.OK
         except (OSError, http.client.HTTPException):
             return False
@@ -92,12 +92,3 @@ class EngineChild:
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
-
-    def _page(self, path: str) -> tuple[int, bytes]:
-        connection = http.client.HTTPConnection(_LOOPBACK, self._port, timeout=_ANSWER)
-        try:
-            connection.request("GET", path)
-            answer = connection.getresponse()
-            return answer.status, answer.read(_MAX_PAGE)
-        finally:
-            connection.close()

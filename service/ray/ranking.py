@@ -1,6 +1,5 @@
 """ReplicaRanking: which replicas to ask first for a request, by who holds its prompt and by what each has to do."""
 
-import asyncio
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -17,11 +16,9 @@ from kvtier.service.router import (
     FleetHoldings,
     Headers,
     Held,
-    KnownPrompt,
     Publishers,
     ReplicaFailed,
     ReplicaProfile,
-    VersionHoldings,
     choose_or_stick,
     read_prompt,
     session_of,
@@ -68,7 +65,6 @@ class AnswerHead:
 
 _MAX_ITEMS: Final = 1 << 18  # values in a body that is parsed: more block the event loop for over 20 ms
 _BYTES: Final = 64  # bytes of a body that count as a block if the prompt is not known
-_LONG: Final = 1 << 15  # tokens; the blocks of longer prompts are named on a thread
 _KEPT: Final = 8192  # requests that are known until they end
 _RUNNING: Final = 1.0  # blocks of work in an answer that has begun
 _USUAL: Final = 8.0  # blocks of work in a request of another process
@@ -242,7 +238,10 @@ class ReplicaRanking:
         known = await read_prompt(path, fields, len(request.body), self._prompts)
         if known.unknown is not None:
             return self._not_read(known.unknown, request, session)
-        held = {model: await _held(holdings, known, model) for model, holdings in list(self._holdings.items())}
+        held = {
+            model: await holdings.held(known.tokens, known.cache_salt, model.namespace, None)
+            for model, holdings in list(self._holdings.items())
+        }
         num_blocks = max((each.num_blocks for each in held.values()), default=-(-len(request.body) // _BYTES))
         return _RankedRequest(len(known.tokens), held, num_blocks, session, request.key)
 
@@ -279,10 +278,3 @@ _RANKINGS: Final[WeakSet[ReplicaRanking]] = WeakSet()
 def rankings() -> Sequence[ReplicaRanking]:
     """The rankings of this process."""
     return list(_RANKINGS)
-
-
-async def _held(holdings: VersionHoldings, known: KnownPrompt, model: _ModelIndex) -> Held:
-    what = known.tokens, known.cache_salt, model.namespace, None
-    is_long = len(known.tokens) > _LONG
-    names = await asyncio.to_thread(holdings.names, *what) if is_long else holdings.names(*what)
-    return holdings.of(len(known.tokens), names)

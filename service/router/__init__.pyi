@@ -1,8 +1,8 @@
 from .app import serve
 from .client import Deadlines, Failure, Headers, ReplicaClient, ReplicaFailed
-from .holdings import FleetHoldings, Held, VersionHoldings, joined
+from .holdings import FleetHoldings, Held, joined
 from .policy import CROWD, LOAD_WEIGHT, WEIGHTS, Candidate, Choice, Reason, choose, choose_or_stick, sticky
-from .prompts import READ, KnownPrompt, read_prompt, session_of
+from .prompts import READ, read_prompt, session_of
 from .proxy import NOT_ANSWERED, NOT_ASKED, passed
 from .replica_list import Publishers, parse_replicas
 from .replicas import ReplicaProfile
@@ -21,13 +21,11 @@ __all__ = [
     "FleetHoldings",
     "Headers",
     "Held",
-    "KnownPrompt",
     "Publishers",
     "Reason",
     "ReplicaClient",
     "ReplicaFailed",
     "ReplicaProfile",
-    "VersionHoldings",
     "choose",
     "choose_or_stick",
     "joined",

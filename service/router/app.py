@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from kvtier.connector import AS_SENT, ChatPrefix
 from kvtier.service import Json
-from kvtier.service.observe import EXPOSITION, LivePage, counter, gauge, router_page, statuses, text_of
+from kvtier.service.observe import EXPOSITION, LivePage, counter, gauge, router_lines, statuses, text_of
 from kvtier.service.openai import error_handlers, refusal, stopping_error, unknown_model
 from kvtier.service.router.proxy import ClientReply
 from kvtier.service.router.replicas import ReplicaState
@@ -171,7 +171,7 @@ def make_app(router: Router, token: SecretStr | None, stopping: Event) -> Starle
         page("/metrics", lambda: Response(exposition(router), media_type=EXPOSITION)),
         page("/healthz", lambda: JSONResponse({"status": "ok"})),
         page("/readyz", lambda: _readiness(router, stopping)),
-        page("/summary", lambda: PlainTextResponse(router_page(router.status()))),
+        page("/summary", lambda: PlainTextResponse("\n".join([*router_lines(router.status()), ""]))),
         page("/status", lambda: JSONResponse(router.status().as_json())),
         *live.routes(),
     ]

@@ -1,5 +1,6 @@
 """What the replicas hold: follows every publisher of events, and keeps an index of blocks for each model version."""
 
+import asyncio
 import logging
 import threading
 import time
@@ -22,6 +23,7 @@ _log = logging.getLogger(__name__)
 V = TypeVar("V", bound=Hashable)
 
 _LAST: Final = 2.0  # seconds that all event threads may take to end; a stop may take five
+_LONG: Final = 1 << 15  # tokens; the blocks of longer prompts are named on a thread
 _MOST: Final = 16_384  # leading blocks of a prompt to look up: more would block the event loop too long
 
 
@@ -91,17 +93,21 @@ class FleetHoldings(Mapping[V, "VersionHoldings"]):
 
     @property
     def num_blocks(self) -> int:
-        return sum(each.num_blocks for each in self._by_version.values())
+        return sum(index.num_blocks for index in self._indexes)
 
     @property
     def num_forgotten(self) -> int:
         """Blocks forgotten because there were more than `max_blocks`."""
-        return sum(each.num_forgotten for each in self._by_version.values())
+        return sum(index.num_forgotten for index in self._indexes)
 
     @property
     def skipped(self) -> Mapping[str, int]:
         """Events that could not be true, by reason."""
-        return sum((Counter(each.skipped) for each in self._by_version.values()), Counter[str]())
+        return sum((Counter(index.counts) for index in self._indexes), Counter[str]())
+
+    @property
+    def _indexes(self) -> list[PrefixIndex]:
+        return [each.index for each in self._by_version.values() if each.index is not None]
 
     def close(self) -> None:
         """Stop following. Returns within seconds."""
@@ -117,25 +123,11 @@ class VersionHoldings:
         """`strict` and `max_blocks` are passed to `PrefixIndex`, `keys` to `EventConsumer`."""
         self._strict, self._max_blocks, self._keys = strict, max_blocks, keys
         self._fingerprint: bytes | None = None
-        self._index: PrefixIndex | None = None
+        self.index: PrefixIndex | None = None
         self._publishers: dict[str, Publishers] = {}  # by replica
         self._consumers: dict[str, EventConsumer] = {}  # by the address they follow
         self._numbers = count(2)
         self._leaving: dict[str, threading.Thread] = {}  # publishers whose blocks are being removed from the index
-
-    @property
-    def num_blocks(self) -> int:
-        return 0 if self._index is None else self._index.num_blocks
-
-    @property
-    def num_forgotten(self) -> int:
-        """Blocks forgotten because there were more than `max_blocks`."""
-        return 0 if self._index is None else self._index.num_forgotten
-
-    @property
-    def skipped(self) -> Mapping[str, int]:
-        """Events that could not be true, by reason."""
-        return {} if self._index is None else dict(self._index.counts)
 
     def follow(self, replica: str, publishers: Publishers, block_size: int | None, fingerprint: bytes | None) -> None:
         """Follow a replica's publishers from now on, in place of those it named before."""
@@ -145,7 +137,7 @@ class VersionHoldings:
             if publishers.events or publishers.node:
                 _log.warning("replica %s: its events cannot be read without a block size; add block_size=N", replica)
             return
-        self._index = self._index or PrefixIndex(block_size, strict=self._strict, max_blocks=self._max_blocks)
+        self.index = self.index or PrefixIndex(block_size, strict=self._strict, max_blocks=self._max_blocks)
         self._fingerprint = self._fingerprint or fingerprint
         self._publishers[replica] = publishers
         topic = None if fingerprint is None else topic_of(fingerprint)
@@ -157,7 +149,7 @@ class VersionHoldings:
             if publish is not None and publish not in self._consumers:
                 try:
                     self._consumers[publish] = EventConsumer(
-                        self._worker(publish), self._index, publish, replay, topic=wanted, keys=self._keys
+                        self._worker(publish), self.index, publish, replay, topic=wanted, keys=self._keys
                     )
                 except ConfigError as error:
                     _log.warning("replica %s: %s", replica, error)
@@ -170,9 +162,9 @@ class VersionHoldings:
 
     def _drop_unnamed(self) -> None:
         named = {address for each in self._publishers.values() for address in (each.events, each.node)}
-        if self._index is not None:
+        if self.index is not None:
             for address in self._consumers.keys() - named:
-                self._forget(self._consumers.pop(address), self._index)
+                self._forget(self._consumers.pop(address), self.index)
 
     def names(
         self, tokens: Sequence[int], cache_salt: str | None, default: str | None, lora_name: str | None
@@ -181,27 +173,33 @@ class VersionHoldings:
 
         `default` is the namespace of requests without a cache salt.
         """
-        if self._index is None:
+        if self.index is None:
             return []
         namespace = default if cache_salt is None else cache_salt
         if cache_salt is not None and self._fingerprint is not None:
             namespace = namespace_of(root_hash(self._fingerprint, cache_salt=cache_salt))
-        leading = tokens[: _MOST * self._index.block_size]
-        return prompt_hashes(leading, self._index.block_size, lora_name, namespace)
+        leading = tokens[: _MOST * self.index.block_size]
+        return prompt_hashes(leading, self.index.block_size, lora_name, namespace)
+
+    async def held(self, tokens: Sequence[int], cache_salt: str | None, default: str | None, lora: str | None) -> Held:
+        """What the replicas hold of a prompt. The blocks of a long one are named on a thread."""
+        what = tokens, cache_salt, default, lora
+        names = await asyncio.to_thread(self.names, *what) if len(tokens) > _LONG else self.names(*what)
+        return self.of(len(tokens), names)
 
     def of(self, num_tokens: int, names: Sequence[int]) -> Held:
-        if self._index is None:
+        if self.index is None:
             return Held()
-        found = self._index.matches(names)
+        found = self.index.matches(names)
         live = {address: consumer.worker for address, consumer in self._consumers.items() if consumer.is_live}
-        shared = {kind.medium: self._index.shared(names, kind.medium) for kind in TIERS.values() if kind.is_shared}
+        shared = {kind.medium: self.index.shared(names, kind.medium) for kind in TIERS.values() if kind.is_shared}
         prefixes = {}
         for replica, publishers in self._publishers.items():
             own, node = (found.get(live.get(at or "", ""), {}) for at in (publishers.events, publishers.node))
             at = self._held_at(publishers.node or publishers.events)  # whoever has a shared tier tells of blocks there
             prefixes[replica] = joined(own, node, {medium: shared[medium] for medium in shared.keys() & at.keys()})
         sure = {replica for replica, each in self._publishers.items() if (each.events or each.node) in live}
-        return Held(num_tokens // self._index.block_size, prefixes, frozenset(sure))
+        return Held(num_tokens // self.index.block_size, prefixes, frozenset(sure))
 
     def state(self, replica: str) -> FeedsState:
         publishers = self._publishers.get(replica, Publishers())
@@ -246,7 +244,7 @@ class VersionHoldings:
     def _held_at(self, address: str | None) -> Mapping[str, int]:
         """Blocks by medium that the publisher at this address reports."""
         consumer = None if address is None else self._consumers.get(address)
-        return {} if self._index is None or consumer is None else self._index.holdings(consumer.worker)
+        return {} if self.index is None or consumer is None else self.index.holdings(consumer.worker)
 
     def _feed(self, address: str | None) -> statuses.FeedStatus | None:
         if address not in self._consumers:

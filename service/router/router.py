@@ -74,7 +74,6 @@ def _lines(answer: Json) -> Iterator[str]:
 
 _BYTES: Final = 64  # bytes of a body that count as a block if the prompt is not known
 _MAX_ITEMS: Final = 1 << 18  # values in a body that is parsed: more block the event loop for over 20 ms
-_LONG: Final = 1 << 15  # tokens; the blocks of longer prompts are named on a thread
 _MOST: Final = 1024  # most blocks of work of a request that is forwarded unread
 _USUAL: Final = 8  # the same if its body is not text
 _START: Final = 64  # tokens, or bytes, of a prompt by which one without a conversation chooses among versions
@@ -224,11 +223,8 @@ class Router:
     async def _held(self, known: KnownPrompt, model: object, version: ModelVersion | None) -> Held:
         if version is None or version not in self.holdings:
             return Held()
-        holdings = self.holdings[version]
-        what = known.tokens, known.cache_salt, version.namespace, self.fleet.adapter(model)
-        is_long = len(known.tokens) > _LONG
-        names = await asyncio.to_thread(holdings.names, *what) if is_long else holdings.names(*what)
-        return holdings.of(len(known.tokens), names)
+        lora = self.fleet.adapter(model)
+        return await self.holdings[version].held(known.tokens, known.cache_salt, version.namespace, lora)
 
     async def _known(self, path: str, fields: Mapping[str, Any], body: bytes) -> KnownPrompt:
         """The prompt, tokenized by the router's own tokenizer, or by a replica if it has none."""

@@ -1,4 +1,4 @@
-from .disconnect_timer import disconnect_after
+from .disconnect_timer import get_page
 from .guard import Guard, page, read_body
 from .http_client import HttpClient
 from .http_server import HttpServer, HttpSocket
@@ -12,7 +12,7 @@ __all__ = [
     "HttpSocket",
     "LoopFile",
     "OperatorToken",
-    "disconnect_after",
+    "get_page",
     "page",
     "read_body",
     "token_at",

@@ -1,8 +1,9 @@
-"""Ends a wait for an answer that comes byte by byte: for a socket each byte begins a new wait."""
+"""A deadline for answers that come byte by byte: for a socket each byte begins a new wait; and one GET under it."""
 
+import http.client
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from threading import Event, Timer
 
 
@@ -27,3 +28,21 @@ def disconnect_after(connected: Callable[[], socket.socket | None], seconds: flo
         yield late
     finally:
         timer.cancel()
+
+
+def get_page(address: str, path: str, seconds: float, most: int = 1 << 20) -> tuple[int, bytes]:
+    """Status and body, up to `most` bytes, of a page at HOST:PORT: no proxy, no redirect, one deadline for all of it.
+
+    Raises OSError, HTTPException or ValueError if there is none in time.
+    """
+    host, _, port = address.rpartition(":")
+    with closing(http.client.HTTPConnection(host.strip("[]"), int(port), timeout=seconds)) as connection:
+        connection.connect()
+        connected = connection.sock
+        with disconnect_after(lambda: connected, seconds) as late:
+            connection.request("GET", path)
+            answer = connection.getresponse()
+            status, body = answer.status, answer.read(most)
+        if late.is_set():  # a head or a body cut short counts as whole
+            raise TimeoutError(f"no whole answer within {seconds:g} s")
+        return status, body

@@ -82,6 +82,11 @@ def _text(fits: Callable[[str], object], why: str) -> BeforeValidator:
     return BeforeValidator(checked)
 
 
+def _matching(pattern: str, why: str) -> BeforeValidator:
+    """Takes a text of this pattern, whose classes are those of ASCII."""
+    return _text(re.compile(pattern, re.ASCII).fullmatch, why)
+
+
 def _is_address(text: str) -> bool:
     found = _ADDRESS.fullmatch(text)
     return found is not None and _is_port(found[1])
@@ -179,22 +184,19 @@ SocketPath = Annotated[Path, BeforeValidator(_socket)]
 CacheSalt = Annotated[str, _text(bool, "not a text of one character or more; leave the option out for none")]
 KeyPrefix = Annotated[
     str,
-    _text(
-        re.compile(r"[\w.:-]{1,64}", re.ASCII).fullmatch,
-        "not 1 to 64 letters, digits or any of ._:-; choose such a prefix",
-    ),
+    _matching(r"[\w.:-]{1,64}", "not 1 to 64 letters, digits or any of ._:-; choose such a prefix"),
 ]
 ObjectPrefix = Annotated[
     str,
-    _text(
-        re.compile(r"(?!.*//)(?!(.*/)?\.\.?(/|$))[\w.-][\w./-]{0,63}(?<!/)", re.ASCII).fullmatch,
+    _matching(
+        r"(?!.*//)(?!(.*/)?\.\.?(/|$))[\w.-][\w./-]{0,63}(?<!/)",
         "not 1 to 64 letters, digits or any of ._-/, with a name but . and .. between slashes; choose such a prefix",
     ),
 ]
 BucketName = Annotated[
     str,
-    _text(
-        re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]", re.ASCII).fullmatch,
+    _matching(
+        r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]",
         "not 3 to 63 small letters, digits or any of .-; write the bucket's name alone, without s3://",
     ),
 ]
@@ -203,17 +205,11 @@ HttpEndpoint = Annotated[
 ]
 RegionName = Annotated[
     str,
-    _text(
-        re.compile(r"[\w.-]{1,64}", re.ASCII).fullmatch,
-        "not 1 to 64 letters, digits or any of ._-; write it as in us-east-1",
-    ),
+    _matching(r"[\w.-]{1,64}", "not 1 to 64 letters, digits or any of ._-; write it as in us-east-1"),
 ]
 AccessKeyId = Annotated[
     str,
-    _text(
-        re.compile(r"(?! )[ -~]{1,256}(?<! )").fullmatch,
-        "not 1 to 256 printable characters of ASCII; write the id alone",
-    ),
+    _matching(r"(?! )[ -~]{1,256}(?<! )", "not 1 to 256 printable characters of ASCII; write the id alone"),
 ]
 Address = Annotated[
     str,

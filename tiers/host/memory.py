@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier.tiers.compiled import extension
-from kvtier.tiers.config import compiled_setting
 
 PAGE: Final = 4096
 HUGE_PAGE: Final = 2 << 20
@@ -158,8 +157,8 @@ def copy_pieces(
     targets: NDArray[np.int64], sources: NDArray[np.int64], lengths: NDArray[np.int64], *, lookup_targets: bool = False
 ) -> None:
     """`copy_scattered` by its extension module where that was built: for memory that the caller keeps mapped."""
-    if (copy := _compiled_copy(compiled_setting())) is not None:
-        copy(targets, sources, lengths)
+    if (module := extension(_TWIN)) is not None:
+        module.copy_pieces(targets, sources, lengths)
     else:
         copy_scattered(targets, sources, lengths, lookup_targets=lookup_targets)
 
@@ -171,7 +170,7 @@ def can_copy_pieces() -> bool:
 
 def is_compiled() -> bool:
     """Whether `copy_pieces` is the extension module: faster than any other way, whatever the pieces."""
-    return _compiled_copy(compiled_setting()) is not None
+    return extension(_TWIN) is not None
 
 
 def compiled_blocks_copy() -> Callable[..., None] | None:
@@ -182,17 +181,6 @@ def compiled_blocks_copy() -> Callable[..., None] | None:
 
 def compiled_checksums() -> "Callable[[NDArray[np.uint8], NDArray[np.int64], int], list[int]] | None":
     """(rows, places, bytes) → the checksum of so many bytes of each of these rows, by the twin; None: not built."""
-    return _compiled_checksums(compiled_setting())
-
-
-@functools.cache
-def _compiled_copy(setting: str) -> Callable[..., None] | None:
-    module = extension(_TWIN)
-    return None if module is None else module.copy_pieces
-
-
-@functools.cache
-def _compiled_checksums(setting: str) -> Callable[..., list[int]] | None:
     module = extension(_TWIN)
     return None if module is None else module.checksums
 

@@ -93,6 +93,6 @@ def ended(core: "SlotCore", order: "Learned", end: RequestEnd) -> ClassifiedEnd:
     found = order.returns.tails.find(prompt, now - end.seconds)
     own = order.num_told_of(slots[: found.num_common if found.user else len(prompt)])
     last: Sequence[int] = (prompt if end.num_prompt else tags)[-MATCH_NAMES:].tolist()
-    told = order.returns.heard(end, found, own, len(slots), len(prompt), last, now, order.clock)
+    told = order.returns.record(end, found, own, len(slots), len(prompt), last, now, order.clock)
     order.ended(slots, told.kind)
     return told

@@ -1,6 +1,5 @@
 """ReusePredictor: takes in the ends of requests, and says which idle blocks are needed least."""
 
-import time
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from typing import Final
@@ -10,7 +9,7 @@ from numpy.typing import NDArray
 
 from kvtier.tiers.reuse.ends import ClassifiedEnd, Hint, RequestEnd
 from kvtier.tiers.reuse.lru_shadow import LruShadow
-from kvtier.tiers.reuse.recent_requests import MATCH_NAMES, NOBODY, FoundRequest, RecentRequests, Tags
+from kvtier.tiers.reuse.recent_requests import NOBODY, FoundRequest, RecentRequests
 
 # --- how likely each class of requests returns at each age -----------------------------------------------------------
 
@@ -229,27 +228,7 @@ class ReusePredictor:
         self._lesson = _FIRST_LEARN
         self._learned_at: float | None = None
 
-    def note(
-        self,
-        end: RequestEnd,
-        tags: Tags,
-        match_tags: Tags,
-        now: float,
-        are_known: NDArray[np.bool_] | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> ClassifiedEnd:
-        """A request has ended; `tags` are its prompt's full blocks in chain order, `match_tags` those of `match_names`.
-
-        `are_known`: which of all its blocks are here, and were so when an earlier request ended. `now` is by
-        `clock`.
-        """
-        found, own = self.tails.find(tags, now - end.seconds), 0
-        if are_known is not None:
-            own = int(np.count_nonzero(are_known[: found.num_common if found.user else len(tags)]))
-        num_blocks = None if are_known is None else len(are_known)
-        return self.heard(end, found, own, num_blocks, len(tags), match_tags[-MATCH_NAMES:].tolist(), now, clock)
-
-    def heard(
+    def record(
         self,
         end: RequestEnd,
         found: FoundRequest,
@@ -260,7 +239,7 @@ class ReusePredictor:
         now: float,
         clock: Callable[[], float],
     ) -> ClassifiedEnd:
-        """As `note`, of a request whose prompt of `num_asked` full blocks is known by `found`.
+        """A request has ended whose prompt of `num_asked` full blocks is known by `found`; `now` is by `clock`.
 
         `own`: its blocks that were here, as `LruShadow.ended` has them, of `num_blocks`; None: nobody knows.
         `last_tags`: the tags of the last MATCH_NAMES of its `match_names`.

@@ -34,7 +34,7 @@ from kvtier.connector.local import LocalConnector
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.llm import Engine
 from kvtier.service.cluster import cluster, process
-from kvtier.service.cluster.file import Placeholders, Topology
+from kvtier.service.cluster.file import Placeholders, Ready, Topology
 from kvtier.service.cluster.process import Process, is_free
 from kvtier.service.command_line import Exit
 from kvtier.tiers.config.config import Config
@@ -502,9 +502,9 @@ def test_a_health_check_that_answers_byte_by_byte_has_an_end(monkeypatch: pytest
     other = RawReplica(drips)
     try:
         monkeypatch.setattr(process, "_ANSWER", 60.0)
-        assert process._answers(f"http://{other.name}/v1/healthz")
+        assert process.is_well(Ready(http=f"http://{other.name}/v1/healthz"))
         monkeypatch.setattr(process, "_ANSWER", 0.2)
-        assert not process._answers(f"http://{other.name}/v1/healthz")
+        assert not process.is_well(Ready(http=f"http://{other.name}/v1/healthz"))
     finally:
         other.close()
 

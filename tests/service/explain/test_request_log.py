@@ -13,7 +13,7 @@ from command_rig import kvtier
 from doubles import BLOCK_SIZE, SLOT_BYTES, wait_until
 from service_rig import FINGERPRINT, DaemonProcess, attach, store, where
 
-from kvtier.service.explain.request_log import EndedRequest, Recent, RequestLog
+from kvtier.service.explain.request_log import LoggedRequest, Recent, RequestLog
 from kvtier.tiers import ConfigError
 from kvtier.tiers.naming.chain import TokenChain, root_hash
 from kvtier.tiers.reuse import RequestEnd
@@ -86,8 +86,8 @@ def test_a_file_that_cannot_be_written_ends_the_start(tmp_path: Path) -> None:
         RequestLog(tmp_path, "request_log")
 
 
-def request(number: int) -> EndedRequest:
-    return EndedRequest(id=str(number), tenant="no salt", prompt_tokens=5, tokens={"l1": 2})
+def request(number: int) -> LoggedRequest:
+    return LoggedRequest(id=str(number), tenant="no salt", prompt_tokens=5, tokens={"l1": 2})
 
 
 def test_lines_beyond_the_queue_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -261,8 +261,11 @@ def test_who_publishes_elsewhere_is_forgotten_there() -> None:
                 at = Publishers(told.ports["publish"], told.ports["replay"])
                 holdings.follow("r", at, SIZE, FINGERPRINT)
                 until(lambda num_blocks=num_blocks: holdings.state("r").blocks == {"GPU": num_blocks})
-                until(lambda num_blocks=num_blocks: holdings.num_blocks == num_blocks)
-            assert not holdings.skipped
+                until(
+                    lambda num_blocks=num_blocks: holdings.index is not None and holdings.index.num_blocks == num_blocks
+                )
+            assert holdings.index is not None
+            assert not holdings.index.counts
         finally:
             holdings.close()
 
@@ -289,7 +292,7 @@ def test_who_comes_back_waits_for_nobody_to_forget_it(monkeypatch: pytest.Monkey
                 holdings.leave("r")
             assert holdings.state("r").blocks == {}
             may_forget.set()
-            until(lambda: holdings.num_blocks == 0)  # of all three
+            until(lambda: holdings.index is not None and holdings.index.num_blocks == 0)  # of all three
         finally:
             may_forget.set()
             holdings.close()
