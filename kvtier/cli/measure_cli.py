@@ -62,12 +62,7 @@ def size(
     from kvtier.service import sizing_of
 
     found = sizing_of(
-        model,
-        rooms,
-        block_size=block_tokens,
-        dtype=dtype,
-        tensor_parallel=tensor_parallel,
-        conversation=conversation,
+        model, rooms, block_size=block_tokens, dtype=dtype, tensor_parallel=tensor_parallel, conversation=conversation
     )
     show(found.json, table_of(found.table), as_json=as_json)
     if memory is not None and rooms["l2"] > (here := host.limits()).most:
@@ -120,12 +115,7 @@ def run_worth(
 
 
 def _measure(
-    model: Path,
-    config: "configuration.Config",
-    tokens: list[int],
-    device: str,
-    deadline: float,
-    gpu_hour: float | None,
+    model: Path, config: "configuration.Config", tokens: list[int], device: str, deadline: float, gpu_hour: float | None
 ) -> "Breakeven":
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 

@@ -1,5 +1,3 @@
 from .process import EngineServer
 
-__all__ = [
-    "EngineServer",
-]
+__all__ = ["EngineServer"]

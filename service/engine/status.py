@@ -32,10 +32,7 @@ _TOKENS: Final = ("prompt_tokens", "computed_tokens", "generated_tokens")
 
 
 def model_entry(
-    loop: EngineLoop,
-    name: str,
-    events: Mapping[str, str | None] | None,
-    node: Mapping[str, str | None] | None = None,
+    loop: EngineLoop, name: str, events: Mapping[str, str | None] | None, node: Mapping[str, str | None] | None = None
 ) -> Json:
     """The model's entry in `/v1/models`. A router reads `kvtier`; endpoints of KV events: its own, its daemon's."""
     engine = loop.engine

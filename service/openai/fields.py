@@ -285,8 +285,7 @@ class TextPart(Tolerant):
 
 
 Parts = Annotated[
-    list[Annotated[TextPart, BeforeValidator(few_fields)]],
-    Field(min_length=1, max_length=MAX_LIST, fail_fast=True),
+    list[Annotated[TextPart, BeforeValidator(few_fields)]], Field(min_length=1, max_length=MAX_LIST, fail_fast=True)
 ]
 Prompt = Annotated[
     Annotated[Text, Tag("=text")]
@@ -349,6 +348,5 @@ def _sent_part(part: TextPart) -> Json:
 
 
 Messages = Annotated[
-    list[Annotated[Message, BeforeValidator(few_fields)]],
-    Field(min_length=1, max_length=MAX_LIST, fail_fast=True),
+    list[Annotated[Message, BeforeValidator(few_fields)]], Field(min_length=1, max_length=MAX_LIST, fail_fast=True)
 ]

@@ -63,12 +63,7 @@ class FleetHoldings(Mapping[V, "VersionHoldings"]):
         return len(self._by_version)
 
     def follow(
-        self,
-        replica: str,
-        version: V,
-        publishers: Publishers,
-        block_size: int | None,
-        fingerprint: str | None,
+        self, replica: str, version: V, publishers: Publishers, block_size: int | None, fingerprint: str | None
     ) -> None:
         """Follow a replica's publishers, in place of those it named before; `fingerprint` is in hexadecimal."""
         if self._versions.get(replica, version) != version:

@@ -86,8 +86,7 @@ class CacheConfig(Section):
         1, "sightings before a block is stored; auto: one, or two in a tier below while that falls behind"
     )
     policy: Literal["tail", "lru", "s3fifo"] = option(
-        "tail",
-        "what is evicted first: tail learns it from how requests return; if nobody tells that, it is lru",
+        "tail", "what is evicted first: tail learns it from how requests return; if nobody tells that, it is lru"
     )
     store_queue: ByteSize | None = option(
         None, "bytes of L2 that wait for L3 and cannot be evicted, at most a quarter of it; none = a quarter"
@@ -114,8 +113,7 @@ class CacheConfig(Section):
         "deviation", "which reused tokens are computed anew"
     )
     lossy: Literal["none", "fp8"] = option(
-        "none",
-        "fp8: Redis and object store keep K and V as fp8, with loss; exact engines never find these blocks",
+        "none", "fp8: Redis and object store keep K and V as fp8, with loss; exact engines never find these blocks"
     )
     cache_salt: CacheSalt | None = option(None, "isolates a tenant: other salt, no hit")
     epoch: WholeNumber = option(0, "raise it to invalidate everything stored before", ge=0, lt=2**63)
@@ -334,8 +332,7 @@ class ServerConfig(HttpSection):
     )
     request_log: FileName | None = option(None, "file that gets a line of JSON for each request; none = off")
     tool_parser: Literal["auto", "hermes", "llama", "none"] = option(
-        "auto",
-        "how answers call tools; auto = as the model's template and vocabulary show, none = all is text",
+        "auto", "how answers call tools; auto = as the model's template and vocabulary show, none = all is text"
     )
 
     @property

@@ -183,8 +183,7 @@ FileName = Annotated[Path, BeforeValidator(_file)]
 SocketPath = Annotated[Path, BeforeValidator(_socket)]
 CacheSalt = Annotated[str, _text(bool, "not a text of one character or more; leave the option out for none")]
 KeyPrefix = Annotated[
-    str,
-    _matching(r"[\w.:-]{1,64}", "not 1 to 64 letters, digits or any of ._:-; choose such a prefix"),
+    str, _matching(r"[\w.:-]{1,64}", "not 1 to 64 letters, digits or any of ._:-; choose such a prefix")
 ]
 ObjectPrefix = Annotated[
     str,
@@ -204,12 +203,10 @@ HttpEndpoint = Annotated[
     str, _text(_is_http, "not an address of HTTP's; write it as in https://s3.example:9000, without a path")
 ]
 RegionName = Annotated[
-    str,
-    _matching(r"[\w.-]{1,64}", "not 1 to 64 letters, digits or any of ._-; write it as in us-east-1"),
+    str, _matching(r"[\w.-]{1,64}", "not 1 to 64 letters, digits or any of ._-; write it as in us-east-1")
 ]
 AccessKeyId = Annotated[
-    str,
-    _matching(r"(?! )[ -~]{1,256}(?<! )", "not 1 to 256 printable characters of ASCII; write the id alone"),
+    str, _matching(r"(?! )[ -~]{1,256}(?<! )", "not 1 to 256 printable characters of ASCII; write the id alone")
 ]
 Address = Annotated[
     str,
@@ -228,12 +225,7 @@ AllowedHosts = Annotated[
     ),
 ]
 NodeAddresses = Annotated[
-    tuple[str, ...],
-    NoDecode,
-    listed(
-        _is_node,
-        'not a list of HOST:PORT; write one, as in ["node-b:9402"]',
-    ),
+    tuple[str, ...], NoDecode, listed(_is_node, 'not a list of HOST:PORT; write one, as in ["node-b:9402"]')
 ]
 LineStarts = Annotated[
     tuple[str, ...],
