@@ -38,9 +38,8 @@ from kvtier.tiers.hierarchy.opening import open_ports
 from kvtier.tiers.hierarchy.rates import Rates
 from kvtier.tiers.metrics import Metrics
 from kvtier.tiers.naming.identity import KVShape
-from kvtier.tiers.redis.batch import Batches
-from kvtier.tiers.redis.doctor import check_redis
-from kvtier.tiers.redis.lanes import Lane
+from kvtier.tiers.redis.lanes import Batches, Lane
+from kvtier.tiers.redis.opening import check_redis
 from kvtier.tiers.redis.options import _untrusted
 from kvtier.tiers.redis.store import RedisStore
 from kvtier.tiers.redis.wire import Wire
