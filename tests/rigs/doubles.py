@@ -8,9 +8,7 @@ from threading import Event, Lock
 from kvtier.tiers.checksum import checksum
 from kvtier.tiers.hierarchy.cache_tiers import Wanted
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy
-from kvtier.tiers.hierarchy.lower_tier import PortSettings, TierPort
-from kvtier.tiers.hierarchy.rates import LoadPolicy, Rates
-from kvtier.tiers.hierarchy.settings import HierarchySettings
+from kvtier.tiers.hierarchy.lower_tier import HierarchySettings, LoadPolicy, PortSettings, Rates, TierPort
 from kvtier.tiers.host.host import HostRegion, HostTier
 from kvtier.tiers.metrics import Metrics
 from kvtier.tiers.naming.chain import TokenChain, root_hash

@@ -33,9 +33,8 @@ from redis_stories import (
 
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.errors import ConfigError, KVTierError, TierUnavailable
-from kvtier.tiers.hierarchy.lower_tier import TierPort
+from kvtier.tiers.hierarchy.lower_tier import Rates, TierPort
 from kvtier.tiers.hierarchy.opening import open_ports
-from kvtier.tiers.hierarchy.rates import Rates
 from kvtier.tiers.metrics import Metrics
 from kvtier.tiers.naming.shape import KVShape
 from kvtier.tiers.redis.batch import Batches
