@@ -46,7 +46,7 @@ class BareSlab:
                     self._blocks.touch(slot)
 
     def ended(self, end: ToldEnd) -> None:
-        """As `HearsEnds`."""
+        """As `Tier.ended`."""
         if self._blocks is not None:
             self._blocks.ended(end)
 

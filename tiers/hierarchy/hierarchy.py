@@ -13,16 +13,14 @@ import numpy as np
 from kvtier.tiers import (
     L2,
     Announcer,
-    Announces,
     BlockRecord,
     ChainHash,
     Changes,
     ChildBlock,
-    Enumerates,
     Lineage,
     Metrics,
     Outcome,
-    TellsLineage,
+    Tier,
 )
 from kvtier.tiers.hierarchy.cache_tiers import PENDING, Attribution, Claim, Ends, NewsCondition, Pending
 from kvtier.tiers.hierarchy.lower_tier import MIN_FRONT, HierarchySettings, Rates, Span, TierPort
@@ -347,7 +345,7 @@ class Hierarchy:
         """Held blocks that follow the parent and begin with these tokens, other than a claim's own; L2's, each once."""
         found = self.host.children(parent, MAX_CHILDREN, start)
         for port in self.ports:
-            if len(found) < MAX_CHILDREN and port.tells_children is not None:
+            if len(found) < MAX_CHILDREN:
                 found += port.children(parent, MAX_CHILDREN, start)
         if not found:
             return ()
@@ -467,8 +465,8 @@ def held_runs(hierarchy: Hierarchy) -> list[HeldRun]:
     """
     parents: dict[ChainHash, ChainHash] = {}
     for port in hierarchy.ports:
-        tier: object = port.tier  # a probe may detach it meanwhile
-        if isinstance(tier, Enumerates):
+        tier = port.tier  # a probe may detach it meanwhile
+        if tier is not None:
             parents.update(tier.held())
     parents.update(hierarchy.host.held())
     return in_runs(parents)
@@ -478,9 +476,9 @@ def lineages(hierarchy: Hierarchy) -> dict[str, Lineage]:
     """The blocks of L2 and of each tier that can tell, by the tier's name, as arrays. No I/O."""
     found = {L2: hierarchy.host.lineage()}
     for port in hierarchy.ports:
-        tier: object = port.tier  # a probe may detach it meanwhile
-        if isinstance(tier, TellsLineage):
-            found[port.name] = tier.lineage()
+        tier = port.tier  # a probe may detach it meanwhile
+        if tier is not None and (lineage := tier.lineage()) is not None:
+            found[port.name] = lineage
     return found
 
 
@@ -599,8 +597,8 @@ class _PortEvents:
             yield from events_of(name, tier.take(limit))
 
 
-def _announcer(tier: object) -> Announcer | None:
-    return tier.announcer if isinstance(tier, Announces) else None
+def _announcer(tier: Tier | None) -> Announcer | None:
+    return None if tier is None else tier.announcer
 
 
 def events_of(tier: str, changes: Changes) -> Iterator[Event]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from threading import Lock
-from typing import Final, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Final, Literal, NamedTuple
 
 from kvtier.tiers import (
     BlockRecord,
@@ -16,14 +16,10 @@ from kvtier.tiers import (
     ChildBlock,
     Direction,
     Fp8Codec,
-    HearsOthers,
     KVTierError,
-    Locates,
     Metrics,
     Outcome,
     StoragePlace,
-    TellsChildren,
-    TellsRoom,
     Tier,
     TierUnavailable,
     checksum,
@@ -31,7 +27,7 @@ from kvtier.tiers import (
 from kvtier.tiers.hierarchy.cache_tiers import Meeting
 from kvtier.tiers.hierarchy.io_queue import IoQueue, begun
 from kvtier.tiers.pool import LOST, Departures
-from kvtier.tiers.returns import HearsEnds, ToldEnd
+from kvtier.tiers.returns import ToldEnd
 
 _log = logging.getLogger(__name__)
 
@@ -287,10 +283,7 @@ class TierPort:
         self.recovered: Callable[..., None] | None = None
         self._is_fresh = False  # opened anew since `recovered` was told
         self.epoch = 0  # counts resets: a write offered before one never lands after it
-        self.is_shared = False  # the tier `Locates`
-        self.tells_children: TellsChildren | None = None  # the tier, if it does
-        self.hears_ends: HearsEnds | None = None  # the tier, if it does
-        self._hears_others: HearsOthers | None = None  # the tier, if it does
+        self.is_shared = False  # the tier, once it was open
         self.departures: Departures | None = None  # what left the tier lately, if it remembers
         self._sent: Departures | None = None  # what was stored in a tier that tells nobody what it drops
         self._shared_forgot_at = 0  # the last reset that a tier which nodes share was told of
@@ -314,14 +307,15 @@ class TierPort:
         return tier.holds(hashes) if tier is not None else [False] * len(hashes)
 
     def children(self, parent: ChainHash, limit: int, start: bytes = b"") -> list[ChildBlock]:
-        """`TellsChildren.children`, of a tier that is readable now."""
-        telling = self.tells_children
-        return telling.children(parent, limit, start) if telling is not None and self._readable() is not None else []
+        """`Tier.children`, of a tier that is readable now."""
+        tier = self._readable()
+        return tier.children(parent, limit, start) if tier is not None else []
 
     def ended(self, end: ToldEnd) -> None:
-        """`HearsEnds.ended`, of a tier whose order follows it."""
-        if self.hears_ends is not None:
-            self.hears_ends.ended(end)
+        """`Tier.ended`; nothing if the tier is detached."""
+        tier = self.tier  # a probe may detach it meanwhile
+        if tier is not None:
+            tier.ended(end)
 
     @property
     def known_departures(self) -> Departures | None:
@@ -329,9 +323,9 @@ class TierPort:
         return self.departures if self._sent is None or self._readable() is not None else None
 
     def room(self) -> Sequence[StoragePlace]:
-        """`TellsRoom.room`; empty if the tier is detached or does not tell."""
-        tier: object = self.tier
-        return tier.room() if isinstance(tier, TellsRoom) else ()
+        """`Tier.room`; empty if the tier is detached."""
+        tier = self.tier
+        return tier.room() if tier is not None else ()
 
     def not_stored(self, hashes: Sequence[ChainHash], reason: str) -> None:
         """Remember why these blocks did not come to the tier, if it remembers."""
@@ -341,14 +335,13 @@ class TierPort:
     @property
     def locates(self) -> bool:
         """Whether the tier may hold blocks that only asking it would show, and answers now."""
-        if self._readable() is None or not self.is_shared:
-            return False
-        return self._hears_others is None or not self._hears_others.knows_all
+        tier = self._readable()
+        return tier is not None and not tier.knows_all
 
     def locate(self, hashes: Sequence[ChainHash]) -> int | Outcome:
-        """`Locates.locate`, reported to the read breaker. Called on this port's threads."""
-        tier: object = self._readable()
-        if not isinstance(tier, Locates):
+        """`Tier.locate`, reported to the read breaker. Called on this port's threads."""
+        tier = self._readable()
+        if tier is None:
             return Outcome.BREAKER_OPEN
         began = self._clock()
         answer = tier.locate(hashes)
@@ -467,7 +460,7 @@ class TierPort:
             tier, epoch = self.tier, self.epoch
         if tier is not None:
             tier.reset()
-            if isinstance(tier, Locates):
+            if tier.is_shared:
                 self._shared_forgot_at = epoch
 
     def check(self) -> None:
@@ -487,13 +480,13 @@ class TierPort:
         """Whether the storage answers again; on this port's threads.
 
         A tier that does not is opened anew at once: its file may have been replaced. Where that fails both directions
-        are off until it succeeds. One that `StaysOpen` goes on with its reads.
+        are off until it succeeds. One that `stays_open` goes on with its reads.
         """
         tier = self.tier
         if tier is not None:
             if tier.probe(direction):
                 return True
-            if direction == "write" and isinstance(tier, StaysOpen) and self.breakers["read"].closed:
+            if direction == "write" and tier.stays_open and self.breakers["read"].closed:
                 return False
             self._detach(tier)
         fresh = self._attach((KVTierError, OSError))
@@ -554,26 +547,22 @@ class TierPort:
 
         What nodes share is reset again only if it never was: others may have stored there since.
         """
-        forgot_at = self._shared_forgot_at if isinstance(tier, Locates) else 0
+        forgot_at = self._shared_forgot_at if tier.is_shared else 0
         while True:
             with self._lock:
                 if self._closed:
                     break
                 if forgot_at == self.epoch:
-                    self.is_shared = isinstance(tier, Locates)  # asked once: it costs more than a lookup
-                    self.tells_children = tier if isinstance(tier, TellsChildren) else None
-                    self.hears_ends = tier if isinstance(tier, HearsEnds) else None
-                    self._hears_others = tier if isinstance(tier, HearsOthers) else None
-                    remembers: object = tier
-                    if isinstance(remembers, Remembers):
-                        self.departures = remembers.departures
+                    self.is_shared = tier.is_shared
+                    if tier.departures is not None:
+                        self.departures = tier.departures
                     elif self.is_shared and self._sent is None:
                         self.departures = self._sent = Departures(self.name, _SENT, clock=self._clock)
                     self.tier = tier
                     return
                 forgot_at = self.epoch
             tier.reset()
-            if isinstance(tier, Locates):
+            if tier.is_shared:
                 self._shared_forgot_at = forgot_at
         tier.close()
 
@@ -662,17 +651,3 @@ def _unpacked(codec: Fp8Codec, record: BlockRecord, buffer: memoryview) -> Block
     if not codec.unpack(buffer[: codec.packed_bytes], buffer):
         return Outcome.CHECKSUM
     return replace(record, checksum=checksum(buffer))
-
-
-@runtime_checkable
-class Remembers(Protocol):
-    """A tier that remembers what left it, when and why."""
-
-    departures: Departures
-
-
-@runtime_checkable
-class StaysOpen(Protocol):
-    """A tier whose writes could not be mended by opening it anew: each request stands for itself."""
-
-    stays_open: bool

@@ -16,10 +16,8 @@ from kvtier.tiers import (
     FormatError,
     Fp8Codec,
     Fp8Loops,
-    KeepsKVProbe,
     KVMismatch,
     Metrics,
-    TellsKVProbe,
     Tier,
     lower_tiers,
 )
@@ -199,32 +197,29 @@ class ProbedOpening:
         self._name = name
         self._open = open
         self._probe = probe
-        self._tells: TellsKVProbe | None = None  # the tier as it was opened last, if it is of that kind
+        self._tier: Tier | None = None  # as it was opened last
         self._settled = self._warned = False
 
     def __call__(self) -> Tier:
         tier = self._open()
-        keeps: object = tier
-        if isinstance(keeps, KeepsKVProbe):
-            try:
-                self._compare(keeps)
-                if self._settled:
-                    self._keep(keeps)
-            except BaseException as error:
-                tier.close()
-                if isinstance(error, KVMismatch) and self._settled and not self._warned:
-                    self._warned = True  # at start whoever opens the tiers says so
-                    _log.warning("%s; it stays off until this engine is started again", error)
-                raise
-        if isinstance(keeps, TellsKVProbe):
-            self._tells = keeps
+        try:
+            self._compare(tier)
+            if self._settled:
+                self._keep(tier)
+            self._tier = tier
             self._tell()
+        except BaseException as error:
+            tier.close()
+            if isinstance(error, KVMismatch) and self._settled and not self._warned:
+                self._warned = True  # at start whoever opens the tiers says so
+                _log.warning("%s; it stays off until this engine is started again", error)
+            raise
         return tier
 
-    def settle(self, tier: object) -> None:
+    def settle(self, tier: Tier | None) -> None:
         """All tiers agree. Give the tier, or None that is not open yet, the probe if it keeps none. KVMismatch, too."""
         self._settled = True
-        if isinstance(tier, KeepsKVProbe):
+        if tier is not None:
             self._keep(tier)
 
     def adopt(self, probe: KVProbe) -> None:
@@ -240,15 +235,15 @@ class ProbedOpening:
             require_alike(self.kept, probe, self._name)
 
     def _tell(self) -> None:
-        if self._tells is not None and self._probe is not None:
-            self._tells.tell_kv_probe(self._probe.packed())
+        if self._tier is not None and self._probe is not None:
+            self._tier.tell_kv_probe(self._probe.packed())
 
-    def _keep(self, tier: KeepsKVProbe) -> None:
+    def _keep(self, tier: Tier) -> None:
         if self.kept is None and self._probe is not None:
             tier.keep_kv_probe(self._probe.packed())
             self._compare(tier)  # somebody else may have been first
 
-    def _compare(self, tier: KeepsKVProbe) -> None:
+    def _compare(self, tier: Tier) -> None:
         packed = tier.kv_probe()
         try:
             self.kept = None if packed is None else KVProbe.unpack(packed)

@@ -1,4 +1,4 @@
-from .ends import HearsEnds, Hint, RequestEnd, ToldEnd, hint_of
+from .ends import Hint, RequestEnd, ToldEnd, hint_of
 from .hazards import EDGES, MOST_AHEAD, UNTOLD
 from .returns import Returns
 from .rival import LruRival
@@ -9,7 +9,6 @@ __all__ = [
     "MOST_AHEAD",
     "TAIL_NAMES",
     "UNTOLD",
-    "HearsEnds",
     "Hint",
     "LruRival",
     "RequestEnd",

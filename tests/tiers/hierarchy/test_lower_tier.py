@@ -501,8 +501,7 @@ def test_a_tier_that_opens_only_after_close_is_closed_again(story: Story) -> Non
 class SharedMemoryTier(MemoryTier):
     """What others store into as well."""
 
-    def locate(self, hashes: Sequence[ChainHash]) -> int | Outcome:
-        return self.lookup(hashes)
+    is_shared = True
 
 
 @pytest.mark.parametrize("is_shared", [False, True])

@@ -20,6 +20,7 @@ class SharedTier(MemoryTier):
     """What others put there too: nothing is known before it was asked about."""
 
     name = "redis"
+    is_shared = True
 
     def __init__(self) -> None:
         super().__init__()

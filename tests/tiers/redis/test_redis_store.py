@@ -44,7 +44,7 @@ from kvtier.tiers.redis.options import _untrusted
 from kvtier.tiers.redis.store import RedisStore
 from kvtier.tiers.redis.wire import Wire
 from kvtier.tiers.returns import MOST_AHEAD, Returns, ToldEnd
-from kvtier.tiers.tier import Locates, Outcome, Tier
+from kvtier.tiers.tier import Outcome, Tier
 
 pytestmark = pytest.mark.skipif(NO_REDIS is not None, reason=str(NO_REDIS))
 
@@ -79,7 +79,7 @@ def block_keys(server: RedisServer) -> list[str]:
 
 def test_what_one_process_stores_another_finds_once_it_asked(server: RedisServer, store: RedisStore) -> None:
     tier: Tier = store
-    assert isinstance(tier, Locates)
+    assert tier.is_shared
     written(store, CHAIN)
     assert store.lookup(CHAIN.hashes) == 8  # what it wrote it knows
     with opened(server.url) as other:
