@@ -21,8 +21,7 @@ from kvtier.service.node.peer_feeds import PeerFeeds
 from kvtier.tiers.checksum import checksum
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.config.sections import EventsConfig
-from kvtier.tiers.hierarchy.events import EventSource
-from kvtier.tiers.hierarchy.hierarchy import Hierarchy
+from kvtier.tiers.hierarchy.hierarchy import EventSource, Hierarchy
 from kvtier.tiers.naming.chain import TokenChain
 from kvtier.tiers.peers import wire
 from kvtier.tiers.peers.following import FEEDS

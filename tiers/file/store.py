@@ -16,6 +16,7 @@ import numpy as np
 from kvtier.tiers import (
     BlockRecord,
     ChainHash,
+    ChildBlock,
     ConfigError,
     Direction,
     Encryption,
@@ -23,6 +24,7 @@ from kvtier.tiers import (
     Lineage,
     Outcome,
     StoragePlace,
+    Tier,
     TierUnavailable,
     require_buffers,
     require_records,
@@ -169,7 +171,7 @@ _SECTOR: Final = 512  # bytes; what `stat` counts a file's blocks in
 _PIECE: Final = 1 << 16  # slots whose blocks are listed under the lock at a time
 
 
-class FileStore:
+class FileStore(Tier):
     """A `Tier` over one slab file. Thread-safe; several I/O threads may read and write at once.
 
     A block is findable from the moment its entry is written until its extent is evicted. Names and parents are in
@@ -194,12 +196,11 @@ class FileStore:
         self._inside = self._calls.enter
         self._rows = SlabRows(io, file, codec)
         num_extents = file.superblock.num_extents
-        self.departures = Departures("file", file.superblock.num_slots // 2, num_extents)
+        self.departures: Departures = Departures("file", file.superblock.num_slots // 2, num_extents)
         self._blocks = ExtentMap(num_extents, file.superblock.slots_per_extent, self.departures)
-        self.announcer = SlabChanges(self._blocks, self._rows, self._lock, codec, self._inside)
+        self.announcer: SlabChanges = SlabChanges(self._blocks, self._rows, self._lock, codec, self._inside)
         index = make_child_index(file.superblock.num_slots) if partial_blocks else None
         self._children = SlabChildren(self._blocks, self._rows, self._lock, codec, self._inside, index)
-        self.children = self._children.find
         sync = GroupSync(lambda: io.sync(file.fd)) if durable else None
         self._growth = SlabGrowth(io, file)
         self._writer = SlabWriter(
@@ -210,7 +211,7 @@ class FileStore:
         )
         self._tail = TailGiver(io, file, self._blocks, self._lock, self._calls)
         self._recover()
-        self.room = LastRoom(self._room, self._room()).told
+        self._storage = LastRoom(self._room, self._room())
 
     @classmethod
     def open(
@@ -294,7 +295,6 @@ class FileStore:
             return list(zip(self._blocks.index.names(slots), self._rows.parents_of(slots), strict=True))
 
     def lineage(self) -> Lineage:
-        """As `TellsLineage`."""
         index, names, parents = self._blocks.index, [], []
         for first in range(0, index.num_slots, _PIECE):
             with self._lock:
@@ -304,9 +304,15 @@ class FileStore:
         return Lineage(np.concatenate(names), np.concatenate(parents))
 
     def ended(self, end: ClassifiedEnd) -> None:
-        """As `HearsEnds`: into the order in which extents are evicted."""
+        """Into the order in which extents are evicted."""
         with self._lock:
             self._blocks.ended(end)
+
+    def children(self, parent: ChainHash, limit: int, start: bytes = b"") -> list[ChildBlock]:
+        return self._children.find(parent, limit, start)
+
+    def room(self) -> Sequence[StoragePlace]:
+        return self._storage.told()
 
     # Reading.
 
@@ -369,7 +375,6 @@ class FileStore:
     # Looking after it.
 
     def kv_probe(self) -> bytes | None:
-        """As `KeepsKVProbe`."""
         try:
             packed = os.pread(self._file.fd, PROBE_BYTES, slab.KV_PROBE_OFFSET)
         except OSError as error:
@@ -377,7 +382,7 @@ class FileStore:
         return packed if any(packed) else None
 
     def keep_kv_probe(self, packed: bytes) -> None:
-        """As `KeepsKVProbe`: beside the superblock's copy."""
+        """Beside the superblock's copy."""
         try:
             if self.kv_probe() is None:
                 write_all(self._io, self._file.fd, [memoryview(packed)], slab.KV_PROBE_OFFSET)

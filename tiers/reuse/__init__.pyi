@@ -1,4 +1,3 @@
-from .ends import ClassifiedEnd, HearsEnds, Hint, RequestEnd, hint_of
 from .lru_shadow import LruShadow
 from .predictor import EDGES, MOST_AHEAD, UNTOLD, ReusePredictor
 from .recent_requests import MATCH_NAMES
@@ -9,7 +8,6 @@ __all__ = [
     "MOST_AHEAD",
     "UNTOLD",
     "ClassifiedEnd",
-    "HearsEnds",
     "Hint",
     "LruShadow",
     "RequestEnd",

@@ -13,7 +13,7 @@ from kvtier.connector.daemon.messages import Ask
 from kvtier.connector.daemon.remote import RemoteTiers
 from kvtier.tiers.hierarchy.cache_tiers import PENDING, Claim, Ends
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy
-from kvtier.tiers.hierarchy.rates import Rates
+from kvtier.tiers.hierarchy.lower_tier import Rates
 from kvtier.tiers.pool.core import Lease
 
 NUM_BLOCKS = 100
