@@ -138,7 +138,7 @@ EXPLAINED: Final = {
     "tiers/metrics.py:Metrics": "one verb for each thing that is counted",
     "kvtier/cli/demo_cli.py:run_generate": "one parameter for each option of the command line",
     "kvtier/cli/simulate_cli.py:simulate": "one parameter for each option of the command line",
-    "connector/daemon/remote.py:RemoteTiers": "implements the same three, on one socket",
+    "connector/daemon/client.py:RemoteTiers": "implements the same three, on one socket",
     "tiers/compiled/extensions.py:_loaded:except": "an extension's start may raise anything: then Python does its work",
     "tiers/file/extents.py:ExtentMap": "an extent's whole life, to the end of its slab's tail, over one index",
     "tiers/copies/device.py:BlockPool": "L1's verbs under one lock; four of them are an Announcer's",

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from struct import Struct
 from typing import Final
 
-from kvtier.tiers.peers.wire import WrongWords
+from kvtier.tiers.peers.wire import ProtocolError
 
 _FORM: Final = Struct("<B128s128s")  # tells_all, publish, replay: padded with zeros
 _TCP: Final = "tcp://"
@@ -32,15 +32,15 @@ class EventsAt:
 
     @classmethod
     def unpack(cls, data: bytes) -> "EventsAt":
-        """Inverse of `pack`. WrongWords."""
+        """Inverse of `pack`. ProtocolError."""
         tells_all, *addresses = _FORM.unpack(data)
         try:
             publish, replay = (each.rstrip(b"\0").decode("ascii") for each in addresses)
         except UnicodeDecodeError:
-            raise WrongWords("events") from None
+            raise ProtocolError("events") from None
         at = cls.bound(publish, replay)
         if tells_all > 1 or (at.publish, at.replay) != (publish, replay):
-            raise WrongWords("events")
+            raise ProtocolError("events")
         return cls(publish, replay, bool(tells_all))
 
     def reached_at(self, host: str) -> "EventsAt":
