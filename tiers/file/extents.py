@@ -544,7 +544,7 @@ class BareSlab:
                     self._blocks.touch(slot)
 
     def ended(self, end: ClassifiedEnd) -> None:
-        """As `HearsEnds`."""
+        """As `Tier.ended`."""
         if self._blocks is not None:
             self._blocks.ended(end)
 

@@ -1,3 +1,4 @@
+from .ends import ClassifiedEnd, Hint, RequestEnd, hint_of
 from .lru_shadow import LruShadow
 from .predictor import EDGES, MOST_AHEAD, UNTOLD, ReusePredictor
 from .recent_requests import MATCH_NAMES
