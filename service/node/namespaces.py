@@ -13,6 +13,7 @@ from threading import Thread
 from typing import Final, NamedTuple, Protocol
 
 from kvtier.connector.daemon import ID_BYTES, Hello
+from kvtier.service.explain import RequestLog
 from kvtier.service.node.loop import now
 from kvtier.service.node.peer_server import LentModel
 from kvtier.service.node.served_tiers import ServedTiers

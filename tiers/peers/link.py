@@ -13,9 +13,7 @@ from typing import Final
 
 from kvtier.tiers import BlockRecord, ChainHash, Outcome, checksum
 from kvtier.tiers.peers import wire
-from kvtier.tiers.peers.events_at import EVENTS_BYTES, EventsAt
-from kvtier.tiers.peers.stream import PeerFailed, prepare, receive, receive_into, send
-from kvtier.tiers.peers.tags import TAG_BYTES
+from kvtier.tiers.peers.stream import TAG_BYTES, PeerFailed, prepare, receive, receive_into, send
 from kvtier.tiers.peers.wire import Greeting, LentBlocks, PeerSession, PeerVerb, ProtocolError
 
 _FORM: Final = Struct("<B128s128s")  # tells_all, publish, replay: padded with zeros

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
-from kvtier.cli import prompt_input
+from kvtier.cli import admin_cli
 from kvtier.connector.daemon.client import RemoteTiers
 from kvtier.service.observe import DaemonStatus, statuses
 from kvtier.service.observe.summary import hit_share

@@ -42,7 +42,7 @@ from kvtier.tiers.redis.opening import check_redis
 from kvtier.tiers.redis.options import _untrusted
 from kvtier.tiers.redis.store import RedisStore
 from kvtier.tiers.redis.wire import Wire
-from kvtier.tiers.reuse import MOST_AHEAD, ClassifiedEnd, Returns
+from kvtier.tiers.reuse import MOST_AHEAD, ClassifiedEnd, ReusePredictor
 from kvtier.tiers.tier import Outcome, Tier
 
 pytestmark = pytest.mark.skipif(NO_REDIS is not None, reason=str(NO_REDIS))
