@@ -45,7 +45,6 @@ RULES: Final = (
     Rule(figures.figures, "pages and pictures", len(figures.WRITTEN)),
     Rule(figures.saved_tables, "tables"),
     Rule(figures.stories, "pages", 2),
-    Rule(figures.policy_costs, "rows"),
     Rule(figures.block_files, "files", 50),
     Rule(figures.goals, "results", 20),
     Rule(figures.six, "figures", 6),
