@@ -105,9 +105,8 @@ PLANTED: Final[dict[str, tuple[Mapping[str, str], str]]] = {
     ),
     "api": (
         {
-            "docs/architecture.md": rows(
-                *kvtier.__all__, *references.CONFIGURED[1:], *(f"kvtier {verb}" for verb in VERBS)
-            )
+            "docs/architecture.md": rows(*kvtier.__all__, *references.CONFIGURED[1:]),
+            "docs/commands.md": rows(*(f"kvtier {verb}" for verb in VERBS)),
         },
         references.CONFIGURED[0],
     ),
@@ -141,7 +140,7 @@ PLANTED: Final[dict[str, tuple[Mapping[str, str], str]]] = {
         {"docs/storage.md": PRINTED.format(ANSWERS), "docs/operate.md": PRINTED.format("typed by hand\n" * 6)},
         "docs/operate.md: what its script printed is not as printed",
     ),
-    "block-files": ({"docs/architecture.md": "`tiers/a.py` `tiers/c.py`", "tiers/a.py": ""}, "tiers/c.py"),
+    "drawing": ({"tiers/b.py": ""}, "a.py: no such file"),
     "goals": (
         {"docs/performance.md": "## What was missed, and why\n", "benchmarks/results/disk.json": DISK},
         "read: 0.5: name its cause",

@@ -45,7 +45,7 @@ RULES: Final = (
     Rule(figures.figures, "pages and pictures", len(figures.WRITTEN)),
     Rule(figures.saved_tables, "tables"),
     Rule(figures.stories, "pages", 2),
-    Rule(figures.block_files, "files", 50),
+    Rule(figures.drawing, "files"),
     Rule(figures.goals, "results", 20),
     Rule(figures.six, "figures", 6),
     Rule(figures.models, "rows", 120),

@@ -97,11 +97,8 @@ def stories(tree: Tree) -> Iterator[str]:
             yield f"docs/{page}: what its script printed is not as printed: run `python benchmarks/_stories.py {page}`"
 
 
-def block_files(tree: Tree) -> Iterator[str]:
-    """Every file that docs/architecture.md and its drawing name is in the tree."""
-    for path in tree.each(sorted(set(re.findall(r"`([\w/]+\.py)`", tree.text("docs/architecture.md"))))):
-        if not (tree.root / path).is_file():
-            yield f"docs/architecture.md: {path}: no such file"
+def drawing(tree: Tree) -> Iterator[str]:
+    """Every file that the drawing of docs/architecture.md names is in the tree."""
     for path in tree.each(name for place in program("_block_drawing")._PLACES for name in place.text.split()):
         if not tree.paths(f"[tces]*/**/{path}"):
             yield f"benchmarks/_block_drawing.py: {path}: no such file"
