@@ -140,7 +140,7 @@ EXPLAINED: Final = {
     "tiers/redis/store.py:RedisStore": "a tier's verbs, and the probe that it keeps of its namespace's maker",
     "tiers/metrics.py:Metrics": "one verb for each thing that is counted",
     "kvtier/cli/demo_cli.py:run_generate": "one parameter for each option of the command line",
-    "kvtier/cli/simulate_cli.py:simulate": "one parameter for each option of the command line",
+    "kvtier/cli/measure_cli.py:simulate": "one parameter for each option of the command line",
     "connector/daemon/client.py:RemoteTiers": "implements the same three, on one socket",
     "tiers/compiled/extensions.py:_loaded:except": "an extension's start may raise anything: then Python does its work",
     "tiers/file/extents.py:ExtentMap": "an extent's whole life, to the end of its slab's tail, over one index",

@@ -10,11 +10,10 @@ from doubles import SLOT_BYTES, MemoryTier, hierarchy_of, store
 from kvtier.connector.daemon.handshake import Hello, pack_handshake
 from kvtier.connector.daemon.wire import MAX_HELLO
 from kvtier.connector.opening import open_tiers
+from kvtier.service.explain.lines import explained, finding
 from kvtier.service.node.namespaces import BlockDimensions, Namespace
 from kvtier.service.node.operators import BlockSelection, NotFound, explain, explain_request
 from kvtier.service.node.served_tiers import SeenRequest, ServedTiers
-from kvtier.service.observe.differing import finding
-from kvtier.service.observe.explained import explained
 from kvtier.tiers import Outcome
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.hierarchy import Wanted
