@@ -21,7 +21,7 @@ from hypothesis.stateful import (
 )
 
 from kvtier.tiers.copies.device import BlockPool
-from kvtier.tiers.hierarchy.events import TierEvents
+from kvtier.tiers.hierarchy.hierarchy import TierEvents
 from kvtier.tiers.naming.identity import KVShape
 from kvtier.tiers.pool.core import Lease
 from kvtier.tiers.pool.lease import Reservation

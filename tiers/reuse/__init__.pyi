@@ -1,4 +1,4 @@
-from .ends import ClassifiedEnd, HearsEnds, Hint, RequestEnd, hint_of
+from .ends import ClassifiedEnd, Hint, RequestEnd, hint_of
 from .lru_shadow import LruShadow
 from .predictor import EDGES, MOST_AHEAD, UNTOLD, ReusePredictor
 from .recent_requests import MATCH_NAMES
@@ -9,7 +9,6 @@ __all__ = [
     "MOST_AHEAD",
     "UNTOLD",
     "ClassifiedEnd",
-    "HearsEnds",
     "Hint",
     "LruShadow",
     "RequestEnd",

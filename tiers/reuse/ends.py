@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from enum import StrEnum
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,14 +63,6 @@ class ClassifiedEnd(NamedTuple):
     ended_at: float  # by `clock`, seconds
     order: ReturnOrder
     clock: Callable[[], float]
-
-
-@runtime_checkable
-class HearsEnds(Protocol):
-    """A tier whose order of eviction follows how requests return."""
-
-    def ended(self, end: ClassifiedEnd) -> None:
-        """A request has ended. Without I/O: it is called by whoever tells the end."""
 
 
 def hint_of(word: str) -> Hint:

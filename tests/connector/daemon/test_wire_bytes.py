@@ -45,8 +45,7 @@ from kvtier.connector.daemon.wire import (
     pack_request,
     unpack_request,
 )
-from kvtier.tiers.hierarchy.cache_tiers import Attribution, Ends, Wanted
-from kvtier.tiers.hierarchy.rates import Meeting
+from kvtier.tiers.hierarchy.cache_tiers import Attribution, Ends, Meeting, Wanted
 from kvtier.tiers.reuse import Hint, RequestEnd
 from kvtier.tiers.tier import ChildBlock, Outcome
 

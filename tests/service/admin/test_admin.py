@@ -18,7 +18,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
 from kvtier.cli import admin_cli
-from kvtier.connector.daemon.remote import RemoteTiers
+from kvtier.connector.daemon.client import RemoteTiers
 from kvtier.service.observe import DaemonStatus, statuses
 from kvtier.service.observe.summary import hit_share
 from kvtier.service.observe.top import view_of

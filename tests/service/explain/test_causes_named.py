@@ -11,12 +11,9 @@ from kvtier.connector.daemon.handshake import Hello, pack_handshake
 from kvtier.connector.daemon.wire import MAX_HELLO
 from kvtier.connector.opening import open_tiers
 from kvtier.service.explain.lines import explained, finding
-from kvtier.service.node.explaining import explain, explain_request
 from kvtier.service.node.namespaces import BlockDimensions, Namespace
-from kvtier.service.node.operator_access import NotThere
-from kvtier.service.node.seen_requests import SeenRequest
-from kvtier.service.node.selection import BlockSelection
-from kvtier.service.node.served_tiers import ServedTiers
+from kvtier.service.node.operators import BlockSelection, NotFound, explain, explain_request
+from kvtier.service.node.served_tiers import SeenRequest, ServedTiers
 from kvtier.tiers import Outcome
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.hierarchy import Wanted
@@ -340,5 +337,5 @@ def test_a_request_by_its_id() -> None:
     assert (answer["held"], answer["cause"]) == (len(TEXT) // BLOCK, None)
     assert explain_request(model, "chat-2", None, 1.0)["cause"]["name"] == "short"
     for request, salt in (("chat-1", "anna"), ("chat-3", None)):  # a tenant sees its own alone
-        with pytest.raises(NotThere, match="no request of this id and cache salt"):
+        with pytest.raises(NotFound, match="no request of this id and cache salt"):
             explain_request(model, request, salt, 1.0)

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import pytest
 from doubles import FakeClock, chain_of
 
-from kvtier.service.node.lookup_trace import TraceCounts, TraceRecorder
+from kvtier.service.node.lookups import TraceCounts, TraceRecorder
 from kvtier.service.traces.forms import TraceLine
 from kvtier.service.traces.reading import read_trace
 from kvtier.service.web.loop_file import LoopFile

@@ -33,19 +33,17 @@ from redis_stories import (
 
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.errors import ConfigError, KVTierError, TierUnavailable
-from kvtier.tiers.hierarchy.lower_tier import TierPort
+from kvtier.tiers.hierarchy.lower_tier import Rates, TierPort
 from kvtier.tiers.hierarchy.opening import open_ports
-from kvtier.tiers.hierarchy.rates import Rates
 from kvtier.tiers.metrics import Metrics
 from kvtier.tiers.naming.identity import KVShape
-from kvtier.tiers.redis.batch import Batches
-from kvtier.tiers.redis.doctor import check_redis
-from kvtier.tiers.redis.lanes import Lane
+from kvtier.tiers.redis.lanes import Batches, Lane
+from kvtier.tiers.redis.opening import check_redis
 from kvtier.tiers.redis.options import _untrusted
 from kvtier.tiers.redis.store import RedisStore
 from kvtier.tiers.redis.wire import Wire
 from kvtier.tiers.reuse import MOST_AHEAD, ClassifiedEnd, ReusePredictor
-from kvtier.tiers.tier import Locates, Outcome, Tier
+from kvtier.tiers.tier import Outcome, Tier
 
 pytestmark = pytest.mark.skipif(NO_REDIS is not None, reason=str(NO_REDIS))
 
@@ -80,7 +78,7 @@ def block_keys(server: RedisServer) -> list[str]:
 
 def test_what_one_process_stores_another_finds_once_it_asked(server: RedisServer, store: RedisStore) -> None:
     tier: Tier = store
-    assert isinstance(tier, Locates)
+    assert tier.is_shared
     written(store, CHAIN)
     assert store.lookup(CHAIN.hashes) == 8  # what it wrote it knows
     with opened(server.url) as other:

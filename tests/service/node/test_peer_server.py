@@ -18,7 +18,7 @@ from peers_rig import FINGERPRINT as MODEL
 from peers_rig import Fleet, Node, borrowing, buffers, key_file
 from service_rig import DaemonThread, attach, end_child, load, store, where
 
-from kvtier.service.node import lending
+from kvtier.service.node import peer_server
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.errors import ConfigError
 from kvtier.tiers.hierarchy.cache_tiers import PENDING, Attribution
@@ -157,38 +157,38 @@ def test_a_stranger_is_cut_off(node: Node, said: bytes) -> None:
     with connected(node) as connection:
         connection.sendall(said)
         assert ends(connection)
-    wait_until(lambda: not node.lender.num_connections)
-    assert sum(count for event, count in node.lender.counts.items() if event.startswith("stranger")) == 1
-    assert not node.lender.counts["welcomed"]
+    wait_until(lambda: not node.peer_server.num_connections)
+    assert sum(count for event, count in node.peer_server.counts.items() if event.startswith("stranger")) == 1
+    assert not node.peer_server.counts["welcomed"]
 
 
 def test_whoever_says_nothing_is_cut_off_in_time(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lending, "_HELLO_SECONDS", 0.3)
+    monkeypatch.setattr(peer_server, "_HELLO_SECONDS", 0.3)
     with connected(node) as connection:
         assert ends(connection)
-    wait_until(lambda: node.lender.counts["stranger_timeout"] == 1)
+    wait_until(lambda: node.peer_server.counts["stranger_timeout"] == 1)
 
 
 def test_strangers_take_no_place_from_who_has_the_key(node: Node, key: Path) -> None:
-    strangers = [connected(node) for _ in range(lending.MAX_STRANGERS)]
-    wait_until(lambda: node.lender.num_connections == lending.MAX_STRANGERS)
+    strangers = [connected(node) for _ in range(peer_server.MAX_STRANGERS)]
+    wait_until(lambda: node.peer_server.num_connections == peer_server.MAX_STRANGERS)
     linked(node, key).close()  # it gets in at once: whoever has waited longest gives way
     assert ends(strangers[0])
-    assert node.lender.counts["too_many"] == 1
+    assert node.peer_server.counts["too_many"] == 1
     more = [connected(node) for _ in range(3)]
-    wait_until(lambda: node.lender.counts["too_many"] >= 3)
+    wait_until(lambda: node.peer_server.counts["too_many"] >= 3)
     assert ends(strangers[1])
-    node.lender.check()
+    node.peer_server.check()
     for each in (*strangers, *more):
         each.close()
-    wait_until(lambda: not node.lender.num_connections)
+    wait_until(lambda: not node.peer_server.num_connections)
     linked(node, key).close()
 
 
 def test_a_hello_for_other_blocks_of_the_model_is_refused_with_its_reason(node: Node, key: Path) -> None:
     with pytest.raises(PeerFailed, match="other_blocks"):
         linked(node, key, wire.LentBlocks(MODEL, 2 * SLOT_BYTES, BLOCK_SIZE))
-    wait_until(lambda: node.lender.counts["stranger_other_blocks"] == 1)
+    wait_until(lambda: node.peer_server.counts["stranger_other_blocks"] == 1)
 
 
 def test_a_question_that_was_recorded_is_worth_nothing_on_another_connection(node: Node, key: Path) -> None:
@@ -200,7 +200,7 @@ def test_a_question_that_was_recorded_is_worth_nothing_on_another_connection(nod
     other = linked(node, key)
     other._connection.sendall(question)
     assert ends(other._connection)
-    wait_until(lambda: node.lender.counts["cut_off_proof"] == 1)
+    wait_until(lambda: node.peer_server.counts["cut_off_proof"] == 1)
     # On its own connection it is worth one answer.
     link._connection.sendall(question)
     link._session.number += 1
@@ -209,7 +209,7 @@ def test_a_question_that_was_recorded_is_worth_nothing_on_another_connection(nod
     assert len(results) == 2
     link._connection.sendall(question)
     assert ends(link._connection)
-    wait_until(lambda: node.lender.counts["cut_off_proof"] == 2)
+    wait_until(lambda: node.peer_server.counts["cut_off_proof"] == 2)
     link.close()
     other.close()
 
@@ -218,7 +218,7 @@ def test_too_many_names_end_the_connection(node: Node, key: Path) -> None:
     link = linked(node, key)
     link._connection.sendall(b"\2\0\0\0" + (2**32 - 1).to_bytes(4, "little") + bytes(64))
     assert ends(link._connection)
-    wait_until(lambda: node.lender.counts["cut_off_question"] == 1)
+    wait_until(lambda: node.peer_server.counts["cut_off_question"] == 1)
     link.close()
 
 
@@ -233,10 +233,10 @@ def test_who_reads_too_slowly_is_cut_off_and_its_lease_ends(tmp_path: Path) -> N
             link.ask(wire.PeerVerb.LEND, chain.hashes[:1024], time.monotonic() + 1.0)
         except PeerFailed:
             break
-    wait_until(lambda: made.lender.counts["cut_off_timeout"] == 1)
-    wait_until(lambda: not made.lender.num_connections)
+    wait_until(lambda: made.peer_server.counts["cut_off_timeout"] == 1)
+    wait_until(lambda: not made.peer_server.num_connections)
     assert made.hierarchy.host.pool.counts().leased == 0
-    assert made.lender._in_flight == 0
+    assert made.peer_server._in_flight == 0
     link.close()
     made.close()
 
@@ -251,7 +251,7 @@ def test_a_block_whose_bytes_changed_in_memory_is_not_lent(node: Node, key: Path
         assert tier.read(chain.hashes, buffers(4)) == [Outcome.IO_ERROR] * 4
         # Its node has dropped it, so that nobody is told of it again.
         assert node.hierarchy.host.pool.holds(chain.hashes) == [True, True, False, True]
-        assert node.lender.counts["cut_off_rotten"] == 1
+        assert node.peer_server.counts["cut_off_rotten"] == 1
         wait_until(lambda: tier.locate(chain.hashes) == 2)
         assert all(isinstance(result, BlockRecord) for result in tier.read(chain.hashes[:2], buffers(2)))
 
@@ -262,10 +262,10 @@ def test_what_is_lent_at_once_is_bounded(tmp_path: Path) -> None:
     store_in(made.hierarchy, chain)
     with borrowing(tmp_path / "key", made.address) as tier:
         assert tier.locate(chain.hashes) == 4
-        with made.lender._room(3 * SLOT_BYTES, time.monotonic() + 60) as has_room:  # somebody else's
+        with made.peer_server._room(3 * SLOT_BYTES, time.monotonic() + 60) as has_room:  # somebody else's
             assert has_room
             assert tier.read(chain.hashes, buffers(4)) == [Outcome.EVICTED] * 4
-            assert made.lender.counts["no_room"] == 1
+            assert made.peer_server.counts["no_room"] == 1
         assert tier.locate(chain.hashes) == 4
         assert all(isinstance(result, BlockRecord) for result in tier.read(chain.hashes, buffers(4)))
     made.close()
@@ -293,7 +293,7 @@ def test_without_a_key_nothing_is_lent_or_borrowed() -> None:
 def test_an_address_that_cannot_be_had_is_one_line(node: Node, key: Path) -> None:
     config = Config.load(peers={"listen": node.address, "key_file": str(key)}).peers
     with pytest.raises(ConfigError, match=r'^\[peers\] listen "127.0.0.1:\d+": Address already in use; choose'):
-        lending.Lender(config)
+        peer_server.PeerServer(config)
 
 
 def test_off_it_costs_nothing(home: Path) -> None:
@@ -301,7 +301,7 @@ def test_off_it_costs_nothing(home: Path) -> None:
     tiers = attach(home / "s")
     assert store(tiers, chain_of(2)) == 2
     (namespace,) = daemon.daemon.call(daemon.daemon.namespaces)
-    assert (daemon.daemon.lender, namespace.lent, namespace.hierarchy.ports) == (None, None, [])
+    assert (daemon.daemon.peer_server, namespace.lent, namespace.hierarchy.ports) == (None, None, [])
     own = ("kvtier-lend", "kvtier-peers")
     wait_until(
         lambda: not [each for each in threading.enumerate() if each.name.startswith(own)]

@@ -1,4 +1,4 @@
-"""Lends the blocks in this daemon's memory to other nodes' daemons that have the key: sent from where they lie."""
+"""Other nodes and this one: serves blocks in host memory to their daemons, and follows their KV events."""
 
 import logging
 import os
@@ -12,12 +12,23 @@ from typing import Final
 
 import numpy as np
 
-from kvtier.service import Crowd
-from kvtier.tiers import BATCH_BYTES, BlockRecord, BlockShape, ChainHash, ConfigError, Outcome, checksum
-from kvtier.tiers.config import PeersConfig
+from kvtier.service import Crowd, events
+from kvtier.tiers import BATCH_BYTES, L2, TIERS, BlockRecord, BlockShape, ChainHash, ConfigError, Outcome, checksum
+from kvtier.tiers.config import EventsConfig, PeersConfig
 from kvtier.tiers.hierarchy import Hierarchy
 from kvtier.tiers.naming import KVProbe
-from kvtier.tiers.peers import RESETS, TAG_BYTES, EventsAt, PeerFailed, address_text, prepare, receive, send, wire
+from kvtier.tiers.peers import (
+    RESETS,
+    TAG_BYTES,
+    AnnouncedNames,
+    EventsAt,
+    PeerFailed,
+    address_text,
+    prepare,
+    receive,
+    send,
+    wire,
+)
 from kvtier.tiers.pool import Lease
 
 _log = logging.getLogger(__name__)
@@ -33,7 +44,7 @@ _CLOSE_SECONDS: Final = 5.0
 
 
 class LentModel:
-    """One model's blocks, as long as they are lent. Made by `Lender.lend`."""
+    """One model's blocks, as long as they are lent. Made by `PeerServer.lend`."""
 
     def __init__(
         self, hierarchy: Hierarchy, fingerprint: bytes, sizes: BlockShape, forget: "Callable[[LentModel], None]"
@@ -100,7 +111,7 @@ class LentModel:
                 _log.warning("[peers] a block is still being sent after %g s", _CLOSE_SECONDS)
 
 
-class Lender:
+class PeerServer:
     """Listens at [peers] listen. A thread for each connection, none of which ever runs on the daemon's loop.
 
     What a connection may cost is bounded: connections, those of strangers, the time of a handshake and of each answer,
@@ -208,7 +219,7 @@ class Lender:
         except PeerFailed as failed:
             if is_stranger or failed.reason != "hung_up":
                 self._note(f"{'stranger' if is_stranger else 'cut_off'}_{failed.reason}")
-        except wire.WrongWords as wrong:
+        except wire.ProtocolError as wrong:
             self._note(f"{'stranger' if is_stranger else 'cut_off'}_{wrong}")
         except OSError:
             self._note(f"{'stranger' if is_stranger else 'cut_off'}_error")
@@ -224,17 +235,17 @@ class Lender:
             self._lock.notify_all()
 
     def _welcome(self, connection: socket.socket) -> wire.PeerSession:
-        """Prove the key to each other. WrongWords; PeerFailed."""
+        """Prove the key to each other. ProtocolError; PeerFailed."""
         deadline = time.monotonic() + _HELLO_SECONDS
         prepare(connection)
         challenge = os.urandom(wire.NONCE_BYTES)
         send(connection, [wire.pack_challenge(challenge)], deadline)
-        session, _ = wire.PeerSession.heard(self._key, challenge, receive(connection, wire.HELLO_BYTES, deadline))
+        session, _ = wire.PeerSession.accept(self._key, challenge, receive(connection, wire.HELLO_BYTES, deadline))
         model = self._models.get(session.blocks.fingerprint)
         reply = wire.Greeting.WELCOME if model is None or model.blocks == session.blocks else wire.Greeting.OTHER_BLOCKS
         send(connection, [session.welcome(reply, self._node)], deadline)
         if reply is not wire.Greeting.WELCOME:
-            raise wire.WrongWords(reply.name.lower())
+            raise wire.ProtocolError(reply.name.lower())
         return session
 
     def _answer(self, connection: socket.socket, session: wire.PeerSession) -> None:
@@ -377,3 +388,39 @@ def _listen(address: str) -> socket.socket:
         raise ConfigError(
             f'[peers] listen "{address}": {why}; choose an address of this host and a free port'
         ) from None
+
+
+_KEY_BYTES = 8
+
+
+class _HostBlocks:
+    """One peer's blocks in host memory. Implements `EventSink`."""
+
+    def __init__(self, names: AnnouncedNames) -> None:
+        self._names = names
+        self._medium = TIERS[L2].medium
+
+    def apply(self, worker: str, event: events.KVEvent) -> None:
+        if isinstance(event, events.BlockStored | events.BlockRemoved):
+            if event.medium == self._medium:
+                keys = [events.as_u64(name).to_bytes(_KEY_BYTES, "big") for name in event.block_hashes]
+                (self._names.store if isinstance(event, events.BlockStored) else self._names.remove)(keys)
+        else:
+            self._names.clear()
+
+    def drop(self, worker: str) -> None:
+        self._names.clear()
+
+
+class PeerFeeds:
+    """Opens feeds of other nodes' events, with the CURVE keys of this node's own publisher, if it has some."""
+
+    def __init__(self, config: EventsConfig) -> None:
+        """ConfigError for keys that are none."""
+        keys = events.CurveKeys.load("events", config.curve_key_file, "curve_reader_file", config.curve_reader_file)
+        self._keys = None if keys is None else keys.of_a_node()
+
+    def open(self, fingerprint: bytes, publish: str, replay: str, names: AnnouncedNames) -> events.EventConsumer:
+        """As `tiers.peers.following.OpenFeed`."""
+        topic = events.topic_of(fingerprint)
+        return events.EventConsumer(publish, _HostBlocks(names), publish, replay, topic=topic, keys=self._keys)
