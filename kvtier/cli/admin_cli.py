@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from kvtier.cli.options import ConfigOption, JsonOption, given, progress_bar, show
+from kvtier.cli.options import ConfigOption, JsonOption, given, parsed, progress_bar, show
 from kvtier.service import Exit, Json, harmless, observe
 from kvtier.service import explain as explanations
 from kvtier.tiers import ConfigError, KVTierError
@@ -141,7 +141,7 @@ def show_top(
     count: Annotated[int, typer.Option(metavar="NUMBER", min=0, help="Looks to take; 0 goes on until Ctrl-C.")] = 0,
     url: UrlOption = None,
 ) -> None:
-    seconds = _parsed("--interval", interval, parse_time)
+    seconds = parsed("--interval", interval, parse_time)
     client = _asked(context, url)
     observe.watch(lambda: client.status(*_STATUS_FIELDS), seconds, count, as_json=context.as_json)
 
@@ -197,7 +197,7 @@ def pin(
         pins = context.client.get("/admin/pins", "pins")
         _show_table(context, pins, pins["pins"], ("pin", "model", "blocks", "bytes", "seconds_left"))
         return
-    body = which_blocks(blocks, text, tokenizer, cache_salt, model) | {"ttl": _parsed("--ttl", ttl, parse_duration)}
+    body = which_blocks(blocks, text, tokenizer, cache_salt, model) | {"ttl": parsed("--ttl", ttl, parse_duration)}
     answer = context.client.post("/admin/pin", body, "pin", "blocks", "seconds_left")
     context.show(answer, f"pin {answer['pin']}: {answer['blocks']} blocks stay for {answer['seconds_left']:g} s")
 
@@ -224,7 +224,7 @@ def quota(
     body: Json = {"cache_salt": cache_salt}
     what = "has no quota any more"
     if size is not None:
-        body["size"] = _parsed("SIZE", size, parse_size)
+        body["size"] = parsed("SIZE", size, parse_size)
         what = f"may have {format_size(body['size'])} of each model's host memory"
     context.show(context.client.post("/admin/quota", body), f"{cache_salt} {what}")
 
@@ -292,7 +292,7 @@ def trace(
 ) -> None:
     body = given(model=model, file=str(file))
     if duration is not None:
-        body["duration"] = _parsed("--duration", duration, parse_duration)
+        body["duration"] = parsed("--duration", duration, parse_duration)
     last: Json = {}
     try:
         for step in _steps(context.client, "/admin/trace", body):
@@ -337,13 +337,6 @@ def _steps(client: "HttpClient", path: str, body: Json) -> Iterator[Json]:
         yield last
     if "done" not in last:
         raise KVTierError("the daemon hung up before the end; was it stopped?")
-
-
-def _parsed(option: str, text: str, parse: Callable[[object], Any]) -> Any:
-    try:
-        return parse(text)
-    except ValueError as error:
-        raise ConfigError(f'{option} "{text}": {error}') from None
 
 
 def _show_table(context: CommandContext, answer: Json, rows: list[Json], columns: tuple[str, ...]) -> None:

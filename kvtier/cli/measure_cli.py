@@ -16,10 +16,9 @@ from kvtier.cli.options import (
     JsonOption,
     PngOption,
     check_figure,
+    parsed,
     progress_bar,
-    room_given,
     show,
-    size_given,
     table_of,
 )
 from kvtier.connector import transformers as checkpoints
@@ -55,8 +54,12 @@ def size(
     as_json: JsonOption = False,
 ) -> None:
     given = {"l2": ("--memory", memory), "file": ("--disk", disk), "redis": ("--redis", redis)}
-    rooms = {tier: room_given(option, text) for tier, (option, text) in given.items() if text is not None}
-    rooms = rooms or dict.fromkeys(given, room_given("", _DEFAULT))
+    rooms = {
+        tier: parsed(option, text, configuration.parse_room)
+        for tier, (option, text) in given.items()
+        if text is not None
+    }
+    rooms = rooms or dict.fromkeys(given, parsed("", _DEFAULT, configuration.parse_room))
     checkpoints.read_config(model)  # a file that is wrong is told at once: torch takes seconds to import
     require_extra("kvtier size", "transformers")
     from kvtier.service import sizing_of
@@ -257,7 +260,7 @@ def simulate(
         "--redis": _sizes("--redis", redis),
     }
     bandwidths = [
-        size_given(name, text)
+        parsed(name, text, configuration.parse_size)
         for name, text in (
             ("--l2-bandwidth", l2_bandwidth),
             ("--file-bandwidth", file_bandwidth),
@@ -267,7 +270,7 @@ def simulate(
     rates = simulation.LoadRates(prefill, *map(float, bandwidths))
     if measured is not None:
         rates = simulation.rates_from(measured, rates)
-    ttl = _duration("--redis-ttl", redis_ttl)
+    ttl = parsed("--redis-ttl", redis_ttl, configuration.parse_duration)
     names = _policies(policy)
     requests = _load(trace, block_size, limit)
     block_bytes = token_bytes * requests.block_size
@@ -351,11 +354,4 @@ def _policies(text: str) -> list[str]:
 def _sizes(option: str, text: str | None) -> list[int]:
     """Sizes separated by commas, each once; none of them is no size."""
     given = [] if text is None or text == _NONE else text.split(",")
-    return [*dict.fromkeys(room_given(option, part) for part in given)]
-
-
-def _duration(option: str, text: str) -> float:
-    try:
-        return configuration.parse_duration(text)
-    except ValueError as error:
-        raise ConfigError(f"{option} {text!r:.40}: {error}") from None
+    return [*dict.fromkeys(parsed(option, part, configuration.parse_room) for part in given)]

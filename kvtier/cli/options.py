@@ -9,19 +9,21 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Final, TypeVar
 
 import typer
 
-from kvtier.service import harmless
+from kvtier.service import harmless, shown
 from kvtier.tiers import ConfigError, require_extra
-from kvtier.tiers import config as configuration
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.progress import Progress, ProgressColumn
 
     from kvtier.service import Table
+
+
+V = TypeVar("V")
 
 
 def writable_file(option: typer.CallbackParam, path: Path | None) -> Path | None:
@@ -68,21 +70,12 @@ def given(**options: object) -> dict[str, object]:
     return {name: value for name, value in options.items() if value is not None}
 
 
-def size_given(option: str, text: str) -> int:
-    """Bytes of a size as a verb's option has it. ConfigError names the option."""
-    return _size(option, text, configuration.parse_size)
-
-
-def room_given(option: str, text: str) -> int:
-    """The same of room for blocks: less than any block takes is refused, as a size whose unit was left out."""
-    return _size(option, text, configuration.parse_room)
-
-
-def _size(option: str, text: str, parsed: Callable[[object], int]) -> int:
+def parsed(option: str, text: str, parse: Callable[[object], V]) -> V:
+    """What an option's text says, a size or a time. ConfigError names the option."""
     try:
-        return parsed(text.strip())
+        return parse(text.strip())
     except ValueError as error:
-        raise ConfigError(f"{option} {text!r:.40}: {error}") from None
+        raise ConfigError(f"{option} {shown(text)}: {error}") from None
 
 
 def check_figure(option: str, value: float | None, least: float, most: float) -> None:

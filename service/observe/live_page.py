@@ -152,7 +152,10 @@ class LivePage:
         """`stopping` ends every stream. `parts` are the fields of the status whose numbers are remembered."""
         self._status, self._stopping = status, stopping
         self._history = PageHistory(parts)
-        self._watch = _Watch(status, stopping)
+        self._num_watchers = 0
+        self._asking = asyncio.Lock()
+        self._latest = b""  # the status as an event
+        self._due = 0.0  # when that is too old
 
     def routes(self) -> list[Route]:
         """`GET /`, the files it names, `GET /stream` and `GET /history`."""
@@ -188,23 +191,15 @@ class LivePage:
         return JSONResponse(await run_in_threadpool(self._history.as_json), headers=_HEADERS)
 
     async def _stream(self, request: Request) -> Response:
-        if self._watch.num_watchers >= _MAX_WATCHERS:
+        if self._num_watchers >= _MAX_WATCHERS:
             error = f"{_MAX_WATCHERS} pages are watching already; close one, or ask for /status"
             return JSONResponse({"error": error}, 503, {"retry-after": "5"})
-        return _WatchStream(self._watch)
+        return _WatchStream(self._events(), self._count)
 
+    def _count(self, more: int) -> None:
+        self._num_watchers += more
 
-class _Watch:
-    """The status for all watchers, as events. On the HTTP loop alone."""
-
-    def __init__(self, status: StatusSource, stopping: Event) -> None:
-        self.num_watchers = 0
-        self._status, self._stopping = status, stopping
-        self._asking = asyncio.Lock()
-        self._latest = b""
-        self._due = 0.0  # when the latest is too old
-
-    async def events(self) -> AsyncIterator[bytes]:
+    async def _events(self) -> AsyncIterator[bytes]:
         """One at once, then one a second, until the stream's life or the server ends."""
         end = time.monotonic() + _LIFE
         yield b"retry: 1000\n\n"
@@ -232,18 +227,18 @@ class _Watch:
 class _WatchStream(StreamingResponse):
     """One watcher's events. Ends in time for a reader who takes nothing, too."""
 
-    def __init__(self, watch: _Watch) -> None:
-        super().__init__(watch.events(), media_type="text/event-stream", headers=_HEADERS)
-        self._watch = watch
+    def __init__(self, events: AsyncIterator[bytes], count: Callable[[int], None]) -> None:
+        super().__init__(events, media_type="text/event-stream", headers=_HEADERS)
+        self._count = count
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._watch.num_watchers += 1
+        self._count(1)
         try:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_LIFE + _PATIENCE):
                     await super().__call__(scope, receive, send)
         finally:
-            self._watch.num_watchers -= 1
+            self._count(-1)
 
 
 def _event(kind: str, number: int, value: Json) -> bytes:

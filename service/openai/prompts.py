@@ -100,7 +100,8 @@ class Prompts:
         self._context = context
         self._longest = max(map(len, tokenizer.get_vocab()), default=1)  # characters of a token
         added = tokenizer.get_added_tokens_decoder()
-        self._silent = frozenset(token_id for token_id, token in added.items() if token.special)
+        # The special tokens, which templates write; answers do not show them.
+        self.special = frozenset(token_id for token_id, token in added.items() if token.special)
 
     @classmethod
     def open(cls, directory: Path, prefix: ChatPrefix = AS_SENT) -> "Prompts":
@@ -156,11 +157,6 @@ class Prompts:
         except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:  # by the template
             raise OpenAIError(400, f"messages: the model's template refuses them: {error}", param="messages") from None
 
-    @property
-    def special(self) -> frozenset[int]:
-        """The special tokens, which templates write."""
-        return self._silent
-
     def text(self, token_ids: Sequence[int]) -> str:
         """What the tokens say, special ones too."""
         text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
@@ -173,7 +169,7 @@ class Prompts:
     def detokenizer(self, shown: Sequence[str] = ()) -> "Detokenizer":
         """`shown`: special tokens that are text all the same."""
         spoken = {token_id: text for text in shown if (token_id := self._tokenizer.token_to_id(text)) is not None}
-        return Detokenizer(self._tokenizer, self._silent - set(spoken), spoken)
+        return Detokenizer(self._tokenizer, self.special - set(spoken), spoken)
 
     def tokenizer_json(self) -> str:
         """The tokenizer, as `tokenizer.json` has it."""

@@ -7,7 +7,7 @@ import json
 import secrets
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Final, Literal
 
 from kvtier.service import Json, writable
 
@@ -49,20 +49,10 @@ class AnswerPart:
     calls: tuple[ToolCall, ...] = ()
 
 
-class CallReader(Protocol):
-    """Of one answer."""
-
-    num_calls: int
-
-    def push(self, text: str) -> AnswerPart:
-        """One more piece."""
-
-    def end(self) -> AnswerPart:
-        """The answer has ended."""
-
-
 class HermesReader:
-    """`<tool_call>{"name": …, "arguments": {…}}</tool_call>`, any number, with text before and between.
+    """`push` takes one more piece of an answer, `end` tells that it has ended.
+
+    `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, any number, with text before and between.
 
     White space around calls is no text. The last end mark may be missing: some models end the answer instead.
     """
@@ -184,6 +174,9 @@ class GuidedReader:
             return AnswerPart(whole)
         self.num_calls = len(found)
         return AnswerPart("", tuple(ToolCall(number, *call) for number, call in enumerate(found)))
+
+
+CallReader = HermesReader | LlamaReader | GuidedReader
 
 
 def _call_of(value: Any, names: tuple[str, str]) -> tuple[str, str]:

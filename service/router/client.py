@@ -171,11 +171,6 @@ class ReplicaAnswer:
         """The value of a header, by its name in lower case; empty if there is none."""
         return next((value for key, value in self.headers if key == name), b"")
 
-    @property
-    def is_delimited(self) -> bool:
-        """Whether the end of the answer can be told from a broken connection."""
-        return bool(self.header(b"content-length") or self.header(b"transfer-encoding"))
-
     async def first(self) -> bytes:
         """The first piece of the body, within the rest of the first byte's deadline. Raises ReplicaFailed."""
         return await self._connection.piece(self._due, 0.0, Failure.SLOW_FIRST_BYTE)

@@ -361,7 +361,9 @@ class _Attempt:
             self._ledger.read_usage(piece)
             await self._reply.write(piece)
             piece = await answer.piece(self._pass_on)
-        if not (answer.is_delimited or self._reply.is_done):
+        # without a length or chunks an end is no different from a broken connection
+        has_end = answer.header(b"content-length") or answer.header(b"transfer-encoding")
+        if not (has_end or self._reply.is_done):
             raise ReplicaFailed(Failure.BROKEN, "it hung up, and the answer has no marked end")
         await self._reply.end()
 

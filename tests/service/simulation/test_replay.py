@@ -146,7 +146,7 @@ def test_the_command_says_what_sizes_are_worth(tmp_path: Path) -> None:
         (["--memory", "1KiB", "--token-bytes", "1024"], "--memory 1024: a block has 4096 bytes; give room for one"),
         (["--disk", "64"], "--disk '64': 64 bytes are less than a block of any model; did you mean \"64GiB\"?"),
         (["--policy", "best"], "--policy 'best': use tail, lru, s3fifo"),
-        (["--redis-ttl", "soon"], "--redis-ttl 'soon': not a time"),
+        (["--redis-ttl", "soon"], '--redis-ttl "soon": not a time'),
         (["--from", "/dev/null"], "--from /dev/null: not JSON"),
         (["--gpu-hour", "inf"], "--gpu-hour inf: use a number from 1e-09 to 1e+12"),
         (["--prefill", "nan"], "--prefill nan: use a number from 0.001 to 1e+18"),
