@@ -179,15 +179,12 @@ def run_bench(options: BenchOptions, begins: Callable[[int], Callable[[], None]]
 
     Ctrl-C ends it early, with what there is by then. ConfigError if a server does not answer at the start.
     """
-    sessions = _sessions(options)  # outside of the loop: there Ctrl-C would wait until all are made
-    return asyncio.run(_run(options, sessions, begins))
-
-
-def _sessions(options: BenchOptions) -> list[ScriptedSession]:
-    shape = options.shape
+    shape = options.shape  # sessions are made outside of the loop: there Ctrl-C would wait for all of them
     if options.trace is None:
-        return sessions_of(shape)
-    return sessions_of_trace(options.trace, shape.num_requests, shape.answer_tokens, options.speed)
+        sessions = sessions_of(shape)
+    else:
+        sessions = sessions_of_trace(options.trace, shape.num_requests, shape.answer_tokens, options.speed)
+    return asyncio.run(_run(options, sessions, begins))
 
 
 async def _run(
@@ -201,24 +198,11 @@ async def _run(
             opened.push_async_callback(server.close)
             await server.find_model()
             servers.append(server)
-        measured = await _driven(servers, sessions, options, begins)
+        advance = begins(len(servers) * sum(len(session.turns) for session in sessions))
+        measured = await drive(servers, sessions, options.pace, lambda _: advance(), options.shape.seed)
     named = zip(servers, measured.answers, strict=True)
     figures = [LoadFigures.of(each.url, each.model, answers, measured.seconds) for each, answers in named]
     shape, pace = asdict(options.shape), asdict(options.pace)
     how = {"api": options.api, "deadline": options.deadline, "speed": options.speed}
     trace = None if options.trace is None else str(options.trace)
     return BenchResult(measured, figures, {**shape, **pace, **how, "trace": trace})
-
-
-async def _driven(
-    servers: list[Server],
-    sessions: list[ScriptedSession],
-    options: BenchOptions,
-    begins: Callable[[int], Callable[[], None]],
-) -> MeasuredLoad:
-    advance = begins(len(servers) * sum(len(session.turns) for session in sessions))
-
-    def done(_: Answer) -> None:
-        advance()
-
-    return await drive(servers, sessions, options.pace, done, options.shape.seed)

@@ -156,16 +156,13 @@ def _chat_choice(piece: Piece) -> Json:
     return {"index": piece.index, "message": message, "logprobs": piece.logprobs, "finish_reason": piece.finish_reason}
 
 
-def _ended(piece: Piece) -> Json:
-    return {"logprobs": piece.logprobs, "finish_reason": piece.finish_reason}
-
-
 def _chat_delta(piece: Piece) -> Json:
     role = {"role": "assistant"} if piece.is_first else {}
     text: Json = {"content": piece.text} if piece.text or (piece.is_first and not piece.calls) else {}
     if piece.calls:
         text["tool_calls"] = [{"index": call.index, **call.content} for call in piece.calls]
-    return {"index": piece.index, "delta": {**role, **text}, **_ended(piece)}
+    delta = {**role, **text}
+    return {"index": piece.index, "delta": delta, "logprobs": piece.logprobs, "finish_reason": piece.finish_reason}
 
 
 TEXT: Final = CompletionFormat("cmpl-", "text_completion", "text_completion", _text_choice, _text_choice)

@@ -253,28 +253,6 @@ def _reads_calls(body: CompletionBody | ChatBody) -> bool:
     return isinstance(body, ChatBody) and bool(body.tools) and body.tool_choice != "none"
 
 
-# --- /tokenize and /detokenize ---------------------------------------------------------------------------------------
-
-
-def tokenized(prompts: Prompts, body: TokenizeBody, room: int) -> Json:
-    """The tokens of a text or chat. `room`: tokens of the longest request. Raises OpenAIError if there are none."""
-    if body.prompt is None:
-        found = prompts.chat(body.chat(prompts.prefix))
-    else:
-        found = prompts.prompt(body.prompt, add_special_tokens=body.add_special_tokens is not False)
-    ids = found.token_ids
-    strings = prompts.token_strings(ids) if body.return_token_strs else None
-    return {"count": len(ids), "max_model_len": room, "tokens": ids, "token_strs": strings}
-
-
-def detokenized(prompts: Prompts, body: DetokenizeBody, vocab_size: int) -> Json:
-    """The text of tokens, special ones too. Raises OpenAIError if the model has no such token."""
-    if (largest := max(body.tokens)) >= vocab_size:
-        message = f"tokens: token id {largest}; this model's are 0 to {vocab_size - 1}"
-        raise OpenAIError(400, message, param="tokens", code="invalid_value")
-    return {"prompt": prompts.text(body.tokens)}
-
-
 # --- whole requests --------------------------------------------------------------------------------------------------
 
 B = TypeVar("B", bound=BaseModel)
@@ -354,17 +332,23 @@ def precomputation_of(served: Served, data: bytes, deadline: float) -> Precomput
 
 
 def tokens_of(served: Served, data: bytes) -> Json:
-    """Answers `/tokenize`. Raises OpenAIError."""
-    body = _parsed(served, TokenizeBody, data)
+    """Answers `/tokenize` in vLLM's shape. Raises OpenAIError."""
+    body, prompts = _parsed(served, TokenizeBody, data), served.prompts
     require_model(served, body.model)
-    return tokenized(served.prompts, body, served.loop.room)
+    if body.prompt is None:
+        ids = prompts.chat(body.chat(prompts.prefix)).token_ids
+    else:
+        ids = prompts.prompt(body.prompt, add_special_tokens=body.add_special_tokens is not False).token_ids
+    strings = prompts.token_strings(ids) if body.return_token_strs else None
+    return {"count": len(ids), "max_model_len": served.loop.room, "tokens": ids, "token_strs": strings}
 
 
 def text_of_tokens(served: Served, data: bytes) -> Json:
-    """Answers `/detokenize`. Raises OpenAIError."""
+    """Answers `/detokenize` in vLLM's shape, special tokens too. Raises OpenAIError."""
     body = _parsed(served, DetokenizeBody, data)
     require_model(served, body.model)
-    return detokenized(served.prompts, body, served.loop.engine.model.vocab_size)
+    _require_tokens(served.loop, "tokens", body.tokens)
+    return {"prompt": served.prompts.text(body.tokens)}
 
 
 def _parsed(served: Served, body_type: type[B], data: bytes) -> B:

@@ -97,9 +97,9 @@ def test_the_verb_tells_a_large_model_without_its_weights(tmp_path: Path) -> Non
         ({"intermediate_size": 10**30}, [], "no model can be made of it"),
         ({}, ["--tensor-parallel", 3], "--tensor-parallel 3: the model has 8 KV heads"),
         ({}, ["--dtype", "int3"], "--dtype 'int3': use one of auto, "),
-        ({}, ["--memory", "lots"], "--memory 'lots'"),
-        ({}, ["--memory", "5"], "--memory '5': 5 bytes are less than a block of any model; did you mean \"5GiB\"?"),
-        ({}, ["--redis", "0"], "--redis '0': outside 1 byte to 1PiB"),
+        ({}, ["--memory", "lots"], '--memory "lots"'),
+        ({}, ["--memory", "5"], '--memory "5": 5 bytes are less than a block of any model; did you mean "5GiB"?'),
+        ({}, ["--redis", "0"], '--redis "0": outside 1 byte to 1PiB'),
     ],
 )
 def test_a_field_or_option_that_is_wrong_is_named(
