@@ -27,8 +27,7 @@ from kvtier.tiers import (
 )
 from kvtier.tiers.config import Config, FileConfig, format_size, show_size
 from kvtier.tiers.file import slab
-from kvtier.tiers.file.file_io import FileIO
-from kvtier.tiers.file.payload_io import PayloadIO
+from kvtier.tiers.file.file_io import FileIO, PayloadIO
 from kvtier.tiers.file.slab_file import SLAB_NAME, no_space
 from kvtier.tiers.file.store import FileStore
 from kvtier.tiers.naming import FORMAT_VERSION
