@@ -22,7 +22,7 @@ from kvtier.tiers.cipher import Encryption, key_id
 from kvtier.tiers.compression import BlockCodec
 from kvtier.tiers.errors import FormatError
 from kvtier.tiers.file import slab
-from kvtier.tiers.file.slab_codec import codec_of
+from kvtier.tiers.file.slab import codec_of
 from kvtier.tiers.objects.layout import MAX_BLOCKS, ObjectSpace
 from kvtier.tiers.redis.wire import Wire, WireError
 from kvtier.tiers.shared.forms import ClearForm, CompressedForm, EncryptedForm, RecordForm
