@@ -168,7 +168,7 @@ EXPLAINED: Final = {
     "engine/offload.py:NoOffload": "what a scheduler calls, and none of it does anything",
     "tiers/copies/transfer.py:_enqueue:except": "a caller gets no exception",
     "tiers/copies/transfer.py:_run:except": "a failed copy is reported: no thread ends, no caller gets it",
-    "tiers/hierarchy/stores.py:_seal_now:except": "as a job that raises: it is counted, its slots are given back",
+    "tiers/hierarchy/stores.py:seal_each:except": "as a job that raises: it is counted, its slots are given back",
 }
 
 Function: Final = ast.FunctionDef | ast.AsyncFunctionDef
