@@ -10,7 +10,7 @@ from service_rig import DaemonThread, attach, store, verify
 from kvtier.connector.back import Back
 from kvtier.connector.both_ends import BothEndsSide
 from kvtier.connector.daemon.client import RemoteTiers
-from kvtier.connector.daemon.messages import Ask
+from kvtier.connector.daemon.wire import Ask
 from kvtier.tiers.hierarchy.cache_tiers import PENDING, Claim, Ends
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy
 from kvtier.tiers.hierarchy.rates import Rates
