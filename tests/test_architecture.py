@@ -135,7 +135,6 @@ EXPLAINED: Final = {
     "kvtier/cli/admin_cli.py:purge": "the same",
     "kvtier/cli/admin_cli.py:export_file": "the same",
     "kvtier/cli/admin_cli.py:kvtier.connector.models.answers": "tokenizers is asked for with --text alone",
-    "connector/daemon/wire.py:_end": "one for each field of the message",
     "tiers/hierarchy/lower_tier.py:TierPort": "all that the hierarchy does with one tier below",
     "tiers/redis/store.py:RedisStore": "a tier's verbs, and the probe that it keeps of its namespace's maker",
     "tiers/metrics.py:Metrics": "one verb for each thing that is counted",
