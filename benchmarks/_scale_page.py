@@ -2,8 +2,7 @@
 
 import json
 import re
-import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,11 +19,8 @@ def tables() -> dict[str, str]:
     """Each table of the pages by the word in its mark."""
     document = json.loads((RESULTS / "scale.json").read_text())
     rows: list[ScaleRow] = document["results"]
-    parts = {part: _of(rows, part) for part in ("events", "index", "decisions", "redis", "objects")}
-    limits = _of(rows, "limits")
-    made = {name: table(part if name in ("events", "decisions") else _largest(part)) for name, part in parts.items()}
-    made["limits"] = table(_limits(limits))
-    made["assumed"] = _listed(document["setup"])
+    made = {part: table(_largest(_of(rows, part))) for part in ("redis", "objects")}
+    made["limits"] = table(_limits(_of(rows, "limits")))
     made["machine"] = _machine(document)
     compressed = json.loads((RESULTS / "compression.json").read_text())
     kinds, tiers, kept, packed, answers = (
@@ -54,11 +50,6 @@ def table(rows: Sequence[ScaleRow]) -> str:
 def _machine(document: ScaleRow) -> str:
     machine = document["machine"]
     return f"{machine['cpu']}, {machine['cores']} cores, commit `{document['commit']}`.\n"
-
-
-def _listed(values: Mapping[str, Any]) -> str:
-    """Names with their values, in lines of text."""
-    return textwrap.fill(", ".join(f"{name} {_cell(value)}" for name, value in values.items()), 150) + "\n"
 
 
 def _largest(rows: Sequence[ScaleRow]) -> list[ScaleRow]:
