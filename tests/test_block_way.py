@@ -18,7 +18,7 @@ from kvtier.tiers.compiled import extension  # noqa: E402
 PAGE = ROOT / "docs" / "architecture.md"
 GROWTH = 1.5  # of the saved figures: a thread that wakes up once more adds calls, another Python some
 
-MIRROR = {"tiers/file/store.py", "tiers/file/slab_children.py"}  # and no file that reads
+MIRROR = {"tiers/file/store.py", "tiers/file/slab_rows.py"}  # and no file that reads
 
 
 def named() -> set[str]:

@@ -21,7 +21,7 @@ from lint.__main__ import RULES, main
 from lint.tree import Rule, Skip, Tree
 
 import kvtier
-from kvtier.cli.verbs import VERBS
+from kvtier.cli.program import VERBS
 
 ROW: Final = {"status": "hits", "message": "", "warm": 130, "restart": 130, "architecture": "a"}
 REFUSED: Final = {"engine": "kvtier", "status": "refused", "message": "no; what now", "warm": 0}

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import kvtier
-from kvtier.cli.verbs import VERBS, load
+from kvtier.cli.program import VERBS, load
 from kvtier.tiers.config.config import Config, options
 from lint.tree import Tree
 
