@@ -452,12 +452,12 @@ class EngineLoop:
         if live.is_told:
             self.tally.itl.observe(live.told_at - before)
             return None
-        live.is_told, sequence = True, live.sequence
+        live.is_told, sequence, reuse = True, live.sequence, live.sequence.reuse
         self.tally.cached.update(sequence.cached_tokens)
         if sequence.ttft is not None:
             self.tally.ttft.observe(sequence.ttft)
-        tokens = sequence.num_segment_tokens, sequence.num_repaired_tokens
-        return PromptSource(sequence.cached_tokens, *tokens, sequence.scores)
+        reused = (0, 0) if reuse is None else (reuse.num_reused, reuse.num_repaired)
+        return PromptSource(sequence.cached_tokens, *reused, sequence.sampling.scores)
 
 
 def _engine_error() -> OpenAIError:
