@@ -85,7 +85,7 @@ class SchedulerSide:
         self._region_id = 0  # of the planned loads
         self._wanted: dict[int, StoringOp] = {}
         self._behind: dict[int, GroupCopy] = {}  # copies of the backs
-        self._released: list[int] = []
+        self.released: list[int] = []  # L1 blocks that the next update names
         self._ended: list[RequestEnd] = []  # since the last plan or report
         self._asked = False  # something since the last plan: its questions go out as one message
         self._lost = False  # the worker's device: nothing is loaded or stored any more
@@ -308,7 +308,7 @@ class SchedulerSide:
         stores = self._stores
         for op_id in report.finished:
             if (store := stores.pop(op_id, None)) is not None:
-                self._released += store.blocks
+                self.released += store.blocks
                 held, tokens_of, first = store.reservation, store.chain.block_tokens, store.first_block
                 assert held is not None
                 filled.append((held, [tokens_of(first + index) for index in held.indices], store.epoch))
@@ -341,7 +341,7 @@ class SchedulerSide:
         is_idle = not (stores or self._loads or self._wanted or self.late or self._behind)
         if is_idle and self.tiers.sends_later and (report.finished or report.failed):
             self.tiers.tick()  # an engine that has nothing more to do says nothing more: send what waits for company
-        released, self._released = self._released, []
+        released, self.released = self.released, []
         return ConnectorUpdate(tuple(loaded), tuple(failed), tuple(released))
 
     def finished(self, request_id: str, answered: Answered | None = None) -> None:
@@ -490,7 +490,7 @@ class SchedulerSide:
     def _ended_behind(self, copy: GroupCopy, *, well: bool) -> None:
         copy.back.copied(copy.group, well=well)
         copy.lease.release()
-        self._released += copy.op.device_blocks
+        self.released += copy.op.device_blocks
         if well:
             self._moved("load", len(copy.op), self._clock() - copy.planned_at)
         else:
@@ -550,7 +550,7 @@ class SchedulerSide:
             indices = [] if reservation is None else reservation.indices
             if len(indices) < len(store.blocks):
                 kept = set(indices)
-                self._released += [block for i, block in enumerate(store.blocks) if i not in kept]
+                self.released += [block for i, block in enumerate(store.blocks) if i not in kept]
                 store.blocks = [store.blocks[i] for i in indices]
             if reservation is None:
                 self.refused.append((store.request_id, store.first_block))
@@ -582,7 +582,7 @@ class SchedulerSide:
         return True
 
     def _drop(self, store: StoringOp, reason: Outcome, *, is_lost: bool = False) -> None:
-        self._released += store.blocks
+        self.released += store.blocks
         if store.reservation is not None:
             (self.tiers.quarantine if is_lost else self.tiers.abandon)(store.reservation, reason)
         else:

@@ -76,8 +76,9 @@ class NoOffload:
         self.worker = NoCopies()
         self.computes_alone = False
         self.identity = None
-        self.writing: list[int] = []  # always empty
-        self.backs: dict[str, Back] = {}  # the same
+        self.writing: list[int] = []  # always empty, as the next two
+        self.released: list[int] = []
+        self.backs: dict[str, Back] = {}
         self.requests: dict[str, ConnectedRequest] = {}  # nobody was asked
 
     @property

@@ -118,8 +118,9 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def schedule(self, report: WorkerReport) -> Batch:
-        """Take in which copies have ended; choose what the step computes, loads and stores."""
-        self.take_in(report)
+        """Apply which copies have ended; choose what the step computes, loads and stores."""
+        if report.finished or report.failed or self._connector.released:
+            self.take_in(report)
         num_preempted = self.stats["preempted"]
         self._connector.computes_alone = len(self.live) == 1 and next(iter(self.live.values())).reuse is None
         chunks, budget = self._continue() if self.running else ([], self._token_budget)
@@ -356,7 +357,7 @@ class Scheduler:
         sequence.num_loading = end - sequence.num_computed
         sequence.num_computed = end
         sequence.num_stored = end // self._config.block_size
-        sequence.is_in_pieces = first_failed is None and self._connector.is_cut(request_id, sequence.num_loading)
+        sequence.is_in_pieces = first_failed is None and sequence.is_in_pieces
         self._count_loaded(sequence)
         self._name(sequence)
         sequence.state = SequenceState.RUNNING
@@ -375,11 +376,10 @@ class Scheduler:
             return True
         if answer:
             answer = self._connector.allocated(sequence.request_id, sequence.block_table, answer)
+        sequence.is_in_pieces = bool(answer) and self._connector.is_cut(sequence.request_id, answer)
         if answer:
             sequence.num_loading = answer
             self._await_load(sequence)
-        else:
-            sequence.is_in_pieces = False
         return bool(answer)
 
     def _await_load(self, sequence: Sequence) -> None:
@@ -420,7 +420,14 @@ class Scheduler:
         sequence.num_stored = end
 
     def _append(self, sequence: Sequence, sample: SampledToken) -> Output:
-        sequence.append(sample.token_id)
+        if sequence.ttft is None:
+            sequence.ttft = time.monotonic() - sequence.arrived
+        sequence.token_ids.append(sample.token_id)  # the next step computes its KV
+        sequence.num_tokens += 1
+        sequence.num_generated += 1
+        sequence.looks_up = True
+        if sequence.is_named:
+            sequence.chain.extend((sample.token_id,))
         if self.reasoning is not None and sample.token_id == self.reasoning.begins:
             self._lasts(sequence, sequence.num_tokens - 1)
         sequence.stats["generated_tokens"] += 1
@@ -477,7 +484,8 @@ class Scheduler:
     def _release(self, sequence: Sequence) -> None:
         if sequence.request_id in self._connector.backs:
             self._leave_back(sequence)
-        self._forget(sequence, sequence.hashes[sequence.num_named :])
+        if self._admission.computing:
+            self._forget(sequence, sequence.hashes[sequence.num_named :])
         if sequence.reuse is not None:
             sequence.reuse.release()
         if self._held.copies:
