@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
-from kvtier.tiers.returns import Hint
+from kvtier.tiers.reuse import Hint
 
 if TYPE_CHECKING:
     from kvtier.tiers.config import ChatConfig

@@ -11,7 +11,7 @@ from kvtier.tiers import L2, BlockRecord, ChainHash, ChildBlock, Outcome
 from kvtier.tiers.hierarchy import Attribution, Claim, Wanted
 from kvtier.tiers.naming import state_name
 from kvtier.tiers.pool import Causes, Lease, Reservation
-from kvtier.tiers.returns import Hint, RequestEnd
+from kvtier.tiers.reuse import Hint, RequestEnd
 
 LEAST: Final = 8  # of a block, one part of so many is worth a load of its own
 

@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 from kvtier.engine.config import EngineConfig
 from kvtier.tiers import ChainHash, RequestError
 from kvtier.tiers.naming import HashCache, TokenChain, root_hash, token_array
-from kvtier.tiers.returns import Hint, hint_of
+from kvtier.tiers.reuse import Hint, hint_of
 
 if TYPE_CHECKING:
     pass

@@ -14,7 +14,7 @@ from kvtier.engine.requests import FinishReason, Output, SampledToken
 from kvtier.engine.sequence import ALL, Batch, Chunk, Sequence, SequenceState
 from kvtier.tiers import ChainHash
 from kvtier.tiers.hierarchy import Pending
-from kvtier.tiers.returns import Hint
+from kvtier.tiers.reuse import Hint
 
 if TYPE_CHECKING:
     from kvtier.connector import SchedulerSide

@@ -51,7 +51,7 @@ from kvtier.connector.transformers.tier_blocks import PromptRow, TierBlocks
 from kvtier.tiers.config import Config, ConfigSource, format_size
 from kvtier.tiers.hierarchy import CacheTiers
 from kvtier.tiers.naming import KVProbe, root_hash, with_lossy
-from kvtier.tiers.returns import Hint, hint_of
+from kvtier.tiers.reuse import Hint, hint_of
 
 
 def tell_ends(

@@ -23,7 +23,7 @@ from kvtier.connector.vllm.slots import GroupLane
 from kvtier.tiers import ChainHash, ConfigError
 from kvtier.tiers.hierarchy import CacheTiers, Hierarchy
 from kvtier.tiers.naming import state_name
-from kvtier.tiers.returns import Hint
+from kvtier.tiers.reuse import Hint
 
 if TYPE_CHECKING:
     from kvtier.connector.vllm.slots import SlotPlan

@@ -7,13 +7,13 @@ import numpy as np
 from doubles import BLOCK_SIZE, chain_of, wait_until
 from service_rig import DaemonThread, attach, store, verify
 
+from kvtier.connector.daemon.client import RemoteTiers
 from kvtier.connector.daemon.messages import Ask
-from kvtier.connector.daemon.remote import RemoteTiers
 from kvtier.connector.overlapped import Back
 from kvtier.connector.scheduler import SchedulerSide
 from kvtier.tiers.hierarchy.cache_tiers import PENDING, Claim, Ends
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy
-from kvtier.tiers.hierarchy.rates import Rates
+from kvtier.tiers.hierarchy.lower_tier import Rates
 from kvtier.tiers.pool.core import Lease
 
 NUM_BLOCKS = 100

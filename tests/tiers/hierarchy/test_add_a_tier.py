@@ -20,13 +20,12 @@ from kvtier.connector.request import ConnectedRequest
 from kvtier.engine.requests import SamplingParams
 from kvtier.engine.sequence import Sequence
 from kvtier.service.doctor.doctor import examine
-from kvtier.service.events.announced import AnnouncedBlocks
 from kvtier.service.events.prefix_index import PrefixIndex, prompt_hashes
-from kvtier.service.router.ledger import Ledger
+from kvtier.service.events.publisher import AnnouncedBlocks
+from kvtier.service.router.proxy import Ledger
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.hierarchy.cache_tiers import Attribution
-from kvtier.tiers.hierarchy.events import EventSource, Stored
-from kvtier.tiers.hierarchy.hierarchy import Hierarchy
+from kvtier.tiers.hierarchy.hierarchy import EventSource, Hierarchy, Stored
 from kvtier.tiers.hierarchy.opening import TierModule, open_hierarchy
 from kvtier.tiers.kinds import TIERS, lookup_results
 from kvtier.tiers.metrics import Metrics
