@@ -283,7 +283,7 @@ class Engine:
         deadline = time.monotonic() + timeout
         while (is_copying := self.scheduler.has_copies) and time.monotonic() < deadline:
             start_copies(self.worker, self.scheduler.flush())
-            self.scheduler.take_in(self.worker.poll())
+            self.scheduler.apply(self.worker.poll())
             time.sleep(_POLL)
         return not is_copying
 
@@ -303,7 +303,7 @@ class Engine:
                 for request_id in list(self._requests):
                     self._abort(request_id)
                 start_copies(self.worker, self.scheduler.flush())  # of the last requests' tails
-                self.scheduler.take_in(self.worker.close(_CLOSE_DEADLINE))
+                self.scheduler.apply(self.worker.close(_CLOSE_DEADLINE))
             finally:
                 self.connector.close()
 
@@ -342,12 +342,12 @@ class Engine:
             if any(op.layerwise for op in batch.plan.loads):
                 batch.arrived = self.worker.arrived() and batch.arrived  # a device reports a failed copy only now
         except BaseException:  # out of memory, an interrupt: the engine stays whole, the caller decides
-            self.scheduler.give_up(batch, self.worker.unstarted(batch.plan))
+            self.scheduler.fail(batch, self.worker.unstarted(batch.plan))
             self._is_torn = False
             raise
         outputs = self.scheduler.postprocess(batch, samples)
         if batch.plan.loads:  # a layerwise load ends with its step, and with it its lease
-            self.scheduler.take_in(self.worker.poll())
+            self.scheduler.apply(self.worker.poll())
         self._is_torn = False
         return outputs
 

@@ -122,7 +122,7 @@ class ModelRunner:
             logits = self.model.forward(sent_ids[None], sent_positions[None], sent_rows, attention)
         batch.arrived &= attention.arrived
         if scored is not None:  # also where a load is late: it is another sequence's
-            scored.note(logits[num_rows:])
+            scored.record(logits[num_rows:])
         return logits[:num_rows]
 
     def sample(self, batch: Batch, logits: torch.Tensor) -> list[SampledToken]:

@@ -10,7 +10,7 @@ from kvtier.tiers.hierarchy import Pending
 from kvtier.tiers.naming import ModelIdentity
 
 if TYPE_CHECKING:
-    from kvtier.connector import Back, ConnectedRequest, SchedulerSide, WorkerSide
+    from kvtier.connector import ConnectedRequest, OverlappedLoad, SchedulerSide, WorkerSide
 
 
 _log = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ class NoOffload:
         self.identity = None
         self.writing: list[int] = []  # always empty, as the next two
         self.released: list[int] = []
-        self.backs: dict[str, Back] = {}
+        self.overlapped: dict[str, OverlappedLoad] = {}
         self.requests: dict[str, ConnectedRequest] = {}  # nobody was asked
 
     @property
@@ -102,7 +102,7 @@ class NoOffload:
     def store(self, request_id: str, first_block: int, block_ids: Sequence[int]) -> None:
         """Never called: the scheduler does not store without a connector."""
 
-    def store_tail(self, request_id: str, tail: BlockRecord, block_id: int) -> bool:
+    def store_partial(self, request_id: str, tail: BlockRecord, block_id: int) -> bool:
         return False
 
     def build_plan(self) -> StepPlan:

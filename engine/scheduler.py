@@ -42,11 +42,11 @@ class HeldBlocks:
         self._pool.hold(blocks)
         self.copies.update(blocks)
 
-    def leave(self, blocks: abc.Sequence[int]) -> None:
+    def release_request(self, blocks: abc.Sequence[int]) -> None:
         """Their request lets them go. Those that copies hold are soon free."""
         self.left.update(block for block in blocks if block in self.copies)
 
-    def release(self, blocks: abc.Sequence[int]) -> None:
+    def copied(self, blocks: abc.Sequence[int]) -> None:
         """A copy has ended for each mention of a block."""
         distinct = len(set(blocks)) == len(blocks)
         for some in [blocks] if distinct else [(block,) for block in blocks]:
@@ -69,7 +69,7 @@ _LOOK_AHEAD: Final = 0.05  # seconds between lookups while no seat is free: they
 class Scheduler:
     """Who computes what, in which blocks.
 
-    Per step: `schedule` → the runner → `postprocess`; `give_up` instead if the runner raised. Nothing is named in L1
+    Per step: `schedule` → the runner → `postprocess`; `fail` instead if the runner raised. Nothing is named in L1
     before it was computed or loaded: a request whose next block another one is computing waits for it instead.
     Under pressure the latest request that runs is preempted; an answer under way goes before a new prompt.
     """
@@ -120,7 +120,7 @@ class Scheduler:
     def schedule(self, report: WorkerReport) -> Batch:
         """Apply which copies have ended; choose what the step computes, loads and stores."""
         if report.finished or report.failed or self._connector.released:
-            self.take_in(report)
+            self.apply(report)
         num_preempted = self.stats["preempted"]
         self._connector.computes_alone = len(self.live) == 1 and next(iter(self.live.values())).reuse is None
         chunks, budget = self._continue() if self.running else ([], self._token_budget)
@@ -137,7 +137,7 @@ class Scheduler:
         return Batch(chunks, self._token_budget - budget, self.flush(), self._admission.copies)
 
     def postprocess(self, batch: Batch, samples: Iterable[SampledToken]) -> list[Output]:
-        """Take in what the step computed; `samples` holds one for each chunk that samples, in order."""
+        """Apply what the step computed; `samples` holds one for each chunk that samples, in order."""
         outputs, self._ended = self._ended, []
         if self._admission.copies:
             self._admission.release_sources()
@@ -159,7 +159,7 @@ class Scheduler:
                 outputs.append(self._append(sequence, sample))
         return outputs
 
-    def give_up(self, batch: Batch, unstarted: tuple[int, ...]) -> None:
+    def fail(self, batch: Batch, unstarted: tuple[int, ...]) -> None:
         """The step raised: nothing it computed counts, its requests wait again. `unstarted`: copies nobody reports."""
         if self._admission.copies:
             self._admission.release_sources()
@@ -169,7 +169,7 @@ class Scheduler:
             else:
                 self._requeue(chunk.sequence)
         self._connector.drop_late()
-        self.take_in(WorkerReport(failed=unstarted))  # whoever awaits its load by now computes instead
+        self.apply(WorkerReport(failed=unstarted))  # whoever awaits its load by now computes instead
 
     def flush(self) -> StepPlan:
         """The copies that were to go with the next step, for an engine that makes none."""
@@ -198,7 +198,7 @@ class Scheduler:
         self._ended.append(Output(request_id, None, FinishReason.ABORT))
         return True
 
-    def take_in(self, report: WorkerReport) -> None:
+    def apply(self, report: WorkerReport) -> None:
         """Act on ended copies: loaded requests run, released blocks lose the reference their store held."""
         update: ConnectorUpdate = self._connector.update(report)
         for request_id in update.loaded:
@@ -206,7 +206,7 @@ class Scheduler:
         for request_id, first_block in update.failed:
             self._loaded(request_id, first_block)
         if update.released:
-            self._held.release(update.released)
+            self._held.copied(update.released)
 
     # Running: every sequence computes its next tokens, answers before prompts.
 
@@ -225,7 +225,7 @@ class Scheduler:
         """Add what it computes in this step, of `budget` tokens at most. Returns how many: 0 if its back is awaited."""
         if sequence.is_in_pieces and self._takes_piece(sequence):
             return 0
-        end = self._meet(sequence) if sequence.request_id in self._connector.backs else sequence.num_tokens
+        end = self._meet(sequence) if sequence.request_id in self._connector.overlapped else sequence.num_tokens
         start = sequence.num_computed
         if sequence.reuse is not None and sequence.reuse.is_due:
             end = min(end, sequence.num_exact)
@@ -239,8 +239,8 @@ class Scheduler:
         return end - start
 
     def _meet(self, sequence: Sequence) -> int:
-        """Take in what was loaded behind a front. Returns up to which token it may compute in this step."""
-        back = self._connector.backs[sequence.request_id]
+        """Apply what was loaded behind a front. Returns up to which token it may compute in this step."""
+        back = self._connector.overlapped[sequence.request_id]
         if (reached := back.reach(sequence.num_computed)) > sequence.num_computed:
             self._store(sequence, min(sequence.num_computed, sequence.num_shareable) // self._config.block_size)
             num_joined = reached - sequence.num_computed  # the tiers have them, so they are not stored again
@@ -251,11 +251,11 @@ class Scheduler:
             self.stats["external_tokens"] += num_joined
             self._name(sequence)
         if back.is_over(sequence.num_computed):
-            self._leave_back(sequence)
+            self._end_overlapped(sequence)
             return sequence.num_tokens
         return min(back.limit(sequence.num_computed, alone=self._connector.computes_alone), sequence.num_tokens)
 
-    def _leave_back(self, sequence: Sequence) -> None:
+    def _end_overlapped(self, sequence: Sequence) -> None:
         """It has all of its blocks, or none any more."""
         self.stats["skipped_tokens"] += self._connector.leave(sequence.request_id) * self._config.block_size
 
@@ -463,33 +463,33 @@ class Scheduler:
         if sequence.num_loading and sequence.block_table:  # a copy is still writing: the blocks stay until it ends
             self.orphans[sequence.request_id], sequence.block_table = sequence.block_table, []
         elif self._pool.partial_blocks and sequence.block_table:
-            self._keep_tail(sequence)
+            self._keep_partial(sequence)
         self._release(sequence)
         del self.live[sequence.request_id]
         self._connector.finished(sequence.request_id, answered_of(sequence, reason, self.calls_tool))
         sequence.state = SequenceState.FINISHED
 
-    def _keep_tail(self, sequence: Sequence) -> None:
+    def _keep_partial(self, sequence: Sequence) -> None:
         """The next turn of a conversation begins in this request's unfinished last block."""
         num_kept = min(sequence.num_computed, sequence.num_shareable)
         tail = sequence.chain.tail(num_kept) if num_kept // self._config.block_size == sequence.num_named else None
         if tail is None:
             return
         block = sequence.block_table.pop(sequence.num_named)
-        if sequence.stats is self.stats and self._connector.store_tail(sequence.request_id, tail, block):
+        if sequence.stats is self.stats and self._connector.store_partial(sequence.request_id, tail, block):
             self._held.hold([block])
-            self._held.leave([block])
+            self._held.release_request([block])
         self._pool.retire_tail(block, tail)
 
     def _release(self, sequence: Sequence) -> None:
-        if sequence.request_id in self._connector.backs:
-            self._leave_back(sequence)
+        if sequence.request_id in self._connector.overlapped:
+            self._end_overlapped(sequence)
         if self._admission.computing:
             self._forget(sequence, sequence.hashes[sequence.num_named :])
         if sequence.reuse is not None:
             sequence.reuse.release()
         if self._held.copies:
-            self._held.leave(sequence.block_table)
+            self._held.release_request(sequence.block_table)
         self._pool.free(sequence.block_table)
         sequence.block_table, sequence.cache = [], None
         sequence.num_computed = sequence.num_named = sequence.num_stored = sequence.num_loading = 0

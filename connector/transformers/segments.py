@@ -276,7 +276,7 @@ class SegmentCalls:
             source = self._blocks.row(text)
             if source.chain.hashes:
                 self._brought(source, self._blocks.deadline)
-        self._blocks.settle()
+        self._blocks.wait_sealed()
 
     def blend(
         self, rows: abc.Sequence[PromptRow], loaded: abc.Sequence[Blocks], wanted: abc.Sequence[WantedReuse]
@@ -339,7 +339,7 @@ class SegmentCalls:
                 continue
             sources[use.name], was_loaded = self._brought(use.source, deadline)
             self.stats["segments_loaded" if was_loaded else "segments_computed"] += 1
-        self._blocks.settle()
+        self._blocks.wait_sealed()
         return sources
 
     def _brought(self, source: PromptRow, deadline: float) -> tuple[Blocks, bool]:
