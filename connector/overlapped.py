@@ -44,12 +44,7 @@ class OverlappedLoad:
     """
 
     def __init__(
-        self,
-        tiers: BlockClaims,
-        chain: Sequence[ChainHash],
-        root: ChainHash,
-        claim: Claim,
-        clock: Callable[[], float],
+        self, tiers: BlockClaims, chain: Sequence[ChainHash], root: ChainHash, claim: Claim, clock: Callable[[], float]
     ) -> None:
         """`chain` are the names of all the request's blocks; the claim's `meeting` is where to meet."""
         assert claim.found is not None

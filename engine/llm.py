@@ -18,14 +18,7 @@ from kvtier.engine.config import EngineConfig
 from kvtier.engine.model import Model
 from kvtier.engine.model_runner import runner_of, scheduler_of
 from kvtier.engine.offload import EngineConnector, NoOffload, start_copies
-from kvtier.engine.requests import (
-    NamedPrompt,
-    Output,
-    PromptNames,
-    SamplingParams,
-    checked_tokens,
-    is_text,
-)
+from kvtier.engine.requests import NamedPrompt, Output, PromptNames, SamplingParams, checked_tokens, is_text
 from kvtier.engine.segments import SegmentRequests, wanted_by_each, wanted_reuse
 from kvtier.engine.sequence import Completion, Sequence, SequenceState
 from kvtier.tiers import ConfigError, RequestError
@@ -519,12 +512,7 @@ def engine_config(config: Config, **options: Any) -> EngineConfig:
 
 
 def open_engine(
-    path: str | Path,
-    config: ConfigSource | None = None,
-    *,
-    dtype: str = "auto",
-    device: str = "auto",
-    **options: Any,
+    path: str | Path, config: ConfigSource | None = None, *, dtype: str = "auto", device: str = "auto", **options: Any
 ) -> Engine:
     """An engine over a local checkpoint directory, its L2 and lower tiers as `config` says (default: the environment).
 

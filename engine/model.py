@@ -18,14 +18,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from kvtier.connector.models import (
-    cache_option,
-    identity_of,
-    live_model,
-    name_of,
-    rope_limit,
-    weights_of,
-)
+from kvtier.connector.models import cache_option, identity_of, live_model, name_of, rope_limit, weights_of
 from kvtier.connector.segments import PAGED_ATTENTION, PackedAttention
 from kvtier.connector.transformers import CacheForm, GoingOn, how_it_goes_on, probe_of
 from kvtier.engine.config import EngineConfig

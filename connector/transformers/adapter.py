@@ -221,11 +221,7 @@ class KVTier:
         return going_on
 
     def chat(
-        self,
-        tokenizer: Any,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Any] | None = None,
-        **options: Any,
+        self, tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None, **options: Any
     ) -> torch.Tensor:
         """A chat's prompt ([1, tokens]) for `generate`, by the tokenizer's template, with messages as `[chat]` says.
 
