@@ -1,6 +1,6 @@
 from .chat import AS_SENT, ChatPrefix, hint_in, is_cache_mark, named_line
 from .local import LocalConnector, open_apart, open_tiers
-from .overlapped import Back
+from .overlapped import OverlappedLoad
 from .plan import CopyOp, StepPlan, WorkerReport
 from .request import Answered, BlockChain, ClosedChain, ConnectedRequest, Request, StatePieces, best_child
 from .scheduler import ConnectorUpdate, SchedulerSide
@@ -10,7 +10,6 @@ from .worker import WorkerSide
 __all__ = [
     "AS_SENT",
     "Answered",
-    "Back",
     "BlockChain",
     "ChatPrefix",
     "ClosedChain",
@@ -18,6 +17,7 @@ __all__ = [
     "ConnectorUpdate",
     "CopyOp",
     "LocalConnector",
+    "OverlappedLoad",
     "Request",
     "SchedulerSide",
     "StatePieces",

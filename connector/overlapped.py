@@ -16,12 +16,12 @@ _AHEAD: Final = 2  # groups that are kept on their way below the planned meeting
 
 
 class GroupState(Enum):
-    """ASKED → COPYING → ARRIVED; GONE from any of the first two."""
+    """SUBMITTED → COPYING → ARRIVED; GONE from any of the first two."""
 
-    ASKED = "asked"  # on its way to L2, or promised
+    SUBMITTED = "submitted"  # on its way to L2, or promised
     COPYING = "copying"  # from L2 into the request's blocks
     ARRIVED = "arrived"
-    GONE = "gone"  # not to be had, or let go: the front computes it
+    GONE = "gone"  # not to be had, or cancelled: the front computes it
 
 
 @dataclass(eq=False, slots=True)
@@ -31,25 +31,20 @@ class Group:
     first: int
     stop: int
     claim: Claim
-    state: GroupState = GroupState.ASKED
+    state: GroupState = GroupState.SUBMITTED
     answered: bool = False
 
 
-class Back:
+class OverlappedLoad:
     """What lies behind the front of a request that is computed and loaded at once.
 
     All groups behind the planned meeting point are asked for at once, the last one first: so what is late is what the
     front comes to first. The front never enters a group that may still arrive; where that would take longer than to
-    compute it, the group is let go. What has arrived counts once the front is there.
+    compute it, the group is cancelled. What has arrived counts once the front is there.
     """
 
     def __init__(
-        self,
-        tiers: BlockClaims,
-        chain: Sequence[ChainHash],
-        root: ChainHash,
-        claim: Claim,
-        clock: Callable[[], float],
+        self, tiers: BlockClaims, chain: Sequence[ChainHash], root: ChainHash, claim: Claim, clock: Callable[[], float]
     ) -> None:
         """`chain` are the names of all the request's blocks; the claim's `meeting` is where to meet."""
         assert claim.found is not None
@@ -71,14 +66,14 @@ class Back:
         num_front = (claim.meeting.block - claim.num_l1) * self._size
         num_back = (self._end - claim.meeting.block) / self._per_group
         self._pace = _Pace(claim.meeting, num_front, num_back, clock())
-        self._ask_down_to(claim.meeting.block)
+        self._submit_down_to(claim.meeting.block)
 
     def seat(self, table: Sequence[int], num_present: int) -> None:
         """The request has its blocks now; the first `num_present` are there or on their way otherwise."""
         self._table = table
         self._until = num_present * self._size  # nothing before that is asked for: other copies may write there
         for group in [each for each in self._groups if each.first < num_present]:
-            self._let_go(group)
+            self._cancel(group)
 
     def collect(self) -> list[tuple[Group, Lease, list[int]]]:
         """Groups that are in L2 now: each with its lease, and the request's blocks to copy it to."""
@@ -86,14 +81,14 @@ class Back:
         if self._table is None:
             return []
         ready = []
-        for group in [each for each in self._groups if each.state is GroupState.ASKED and each.answered]:
+        for group in [each for each in self._groups if each.state is GroupState.SUBMITTED and each.answered]:
             lease = self._tiers.take(group.claim)
             num_blocks = len(lease.slots)
             self._num_gone += group.stop - group.first - num_blocks
             group.stop = group.first + num_blocks
             group.state = GroupState.COPYING if num_blocks else GroupState.GONE
             ready.append((group, lease, [int(block) for block in self._table[group.first : group.stop]]))
-        self._ask_more()
+        self._submit_more()
         return ready
 
     def copied(self, group: Group, *, well: bool) -> None:
@@ -120,7 +115,7 @@ class Back:
         `alone`: nobody else wants the compute. Else what is held is loaded, and only what is not is computed.
         """
         if not alone:
-            self._ask_down_to(-(-num_computed // self._size))
+            self._submit_down_to(-(-num_computed // self._size))
         while (ahead := self._ahead(num_computed)) is not None and num_computed == ahead.first * self._size:
             self._look()  # what came during the last step
             if ahead.state is GroupState.GONE:
@@ -128,7 +123,7 @@ class Back:
             is_here = ahead.state is GroupState.COPYING or ahead.answered
             if is_here or not (alone and self._is_late(ahead)):
                 return num_computed
-            self._let_go(ahead)
+            self._cancel(ahead)
         self._until = self._next_stop(num_computed, (self._end if ahead is None else ahead.first) * self._size)
         self._began = (num_computed, self._clock())
         return self._until
@@ -137,10 +132,10 @@ class Back:
         """Whether the front is behind all that was held."""
         return num_computed >= self._end * self._size
 
-    def forget(self) -> None:
-        """Let go of what was asked for and is not being copied."""
+    def cancel(self) -> None:
+        """Cancel what was asked for and is not being copied."""
         for group in list(self._groups):
-            self._let_go(group)
+            self._cancel(group)
 
     @property
     def num_skipped(self) -> int:
@@ -149,9 +144,9 @@ class Back:
 
     # inside
 
-    def _ask_down_to(self, first: int) -> None:
+    def _submit_down_to(self, first: int) -> None:
         """Claim everything between there and what was claimed before, in groups, from the back."""
-        while self._lowest > first and not (self._crowded and self._num_asked >= _AHEAD):
+        while self._lowest > first and not (self._crowded and self._num_submitted >= _AHEAD):
             stop, self._lowest = self._lowest, max(first, self._lowest - self._per_group)
             hashes = self._chain[self._lowest : stop]
             parent = self._chain[self._lowest - 1] if self._lowest else self._root
@@ -160,9 +155,9 @@ class Back:
 
     def _look(self) -> None:
         """Which of the groups that were asked for are in L2 now, and which cannot be had."""
-        for group in [each for each in self._groups if each.state is GroupState.ASKED]:
+        for group in [each for each in self._groups if each.state is GroupState.SUBMITTED]:
             promised = self._tiers.poll(group.claim)
-            if isinstance(promised, Pending) or group.state is not GroupState.ASKED:
+            if isinstance(promised, Pending) or group.state is not GroupState.SUBMITTED:
                 continue
             if not promised:
                 self._refused(group)
@@ -170,14 +165,14 @@ class Back:
                 group.answered = True
                 self._pace.arrived(self._clock())
 
-    def _ask_more(self) -> None:
+    def _submit_more(self) -> None:
         """Keep the tier busy as long as the front is far from there."""
         reached = -(-self._until // self._size)
         ahead = max(_AHEAD, self._pace.groups_a_step(self._per_group * self._size))
-        while self._num_asked < ahead and self._lowest - reached >= _AHEAD * self._per_group:
-            num_asked = self._num_asked
-            self._ask_down_to(self._lowest - self._per_group)
-            if self._num_asked == num_asked:  # no room in L2
+        while self._num_submitted < ahead and self._lowest - reached >= _AHEAD * self._per_group:
+            num_submitted = self._num_submitted
+            self._submit_down_to(self._lowest - self._per_group)
+            if self._num_submitted == num_submitted:  # no room in L2
                 return
 
     def _refused(self, group: Group) -> None:
@@ -185,14 +180,14 @@ class Back:
         lower = self._groups[: self._groups.index(group) + 1]
         if group.claim.refusal is Outcome.NO_SLOT and not any(each.answered for each in lower):
             for each in lower:
-                self._let_go(each)
+                self._cancel(each)
             self._crowded, self._lowest = True, group.stop
             return
         self._num_gone += group.stop - group.first
-        self._let_go(group)
+        self._cancel(group)
 
-    def _let_go(self, group: Group) -> None:
-        if group.state is GroupState.ASKED:
+    def _cancel(self, group: Group) -> None:
+        if group.state is GroupState.SUBMITTED:
             self._tiers.cancel(group.claim)
             group.state = GroupState.GONE
             self._groups.remove(group)
@@ -204,7 +199,7 @@ class Back:
 
     def _is_late(self, group: Group) -> bool:
         """Whether to wait for it would take longer than to compute it."""
-        return self._pace.wait(self._num_asked, self._clock()) > self._pace.compute(
+        return self._pace.wait(self._num_submitted, self._clock()) > self._pace.compute(
             (group.stop - group.first) * self._size
         )
 
@@ -214,8 +209,8 @@ class Back:
         return min(floor, num_computed + max(unit, (floor - num_computed) // 2 // unit * unit))
 
     @property
-    def _num_asked(self) -> int:
-        return sum(each.state is GroupState.ASKED and not each.answered for each in self._groups)
+    def _num_submitted(self) -> int:
+        return sum(each.state is GroupState.SUBMITTED and not each.answered for each in self._groups)
 
 
 @dataclass(slots=True)
@@ -223,7 +218,7 @@ class GroupCopy:
     """A group on its way from L2 to the request's blocks."""
 
     op: CopyOp
-    back: Back
+    back: OverlappedLoad
     group: Group
     lease: Lease
     planned_at: float
@@ -261,10 +256,10 @@ class _Pace:
         """How many groups may come while so many tokens are computed: the next look at them is after that."""
         return int(self.compute(num_tokens) / max(1e-9, self._per_group))
 
-    def wait(self, num_asked: int, now: float) -> float:
+    def wait(self, num_submitted: int, now: float) -> float:
         """Seconds until so many groups have come. What is overdue is expected to take as long again."""
         waited, usual = now - self._last_at, self._per_group
-        return max(num_asked * max(usual, waited) - waited, waited - usual)
+        return max(num_submitted * max(usual, waited) - waited, waited - usual)
 
     @property
     def _per_group(self) -> float:

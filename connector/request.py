@@ -195,7 +195,7 @@ class ClosedChain:
 
 
 @dataclass(slots=True)
-class TailChain:
+class PartialChain:
     """A `BlockChain` of one tail. It says nothing of the blocks before."""
 
     tail: BlockRecord
@@ -247,12 +247,12 @@ class Answered(NamedTuple):
     seconds: float = 0.0  # from its arrival to its end; 0: not known
     ttft: float = 0.0  # from its arrival to its first token; 0: not known
 
-    def end_of(self, chain: BlockChain, request_id: str = "") -> RequestEnd:
+    def finish_of(self, chain: BlockChain, request_id: str = "") -> RequestEnd:
         """What the tiers are told. Whoever has the same cache_salt is one client: each tenant is judged by itself."""
         client = int.from_bytes(chain.tenant[:4], "little")
-        num_prompt = self.num_prompt_tokens // chain.block_size
+        num_prompt_blocks = self.num_prompt_tokens // chain.block_size
         return RequestEnd(
-            chain.hashes, num_prompt, self.num_output_tokens, self.hint, client, self.is_derived, self.seconds,
+            chain.hashes, num_prompt_blocks, self.num_output_tokens, self.hint, client, self.is_derived, self.seconds,
             request_id, self.num_prompt_tokens, self.ttft,
         )  # fmt: skip
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import count
 from typing import Final
 
-from kvtier.connector.overlapped import Back, Group, GroupCopy
+from kvtier.connector.overlapped import Group, GroupCopy, OverlappedLoad
 from kvtier.connector.plan import CopyOp, StepPlan, WorkerReport
 from kvtier.connector.request import (
     LEAST,
@@ -14,10 +14,10 @@ from kvtier.connector.request import (
     BlockChain,
     ConnectedRequest,
     LoadingOp,
+    PartialChain,
     PartialView,
     Request,
     StoringOp,
-    TailChain,
     best_child,
     is_named_by_tokens,
     pays,
@@ -70,7 +70,7 @@ class SchedulerSide:
         self.tiers = tiers
         self.requests: dict[str, ConnectedRequest] = {}  # that are live: to read
         self.computes_alone = False  # nobody but the request that is looked up wants the compute
-        self.backs: dict[str, Back] = {}  # of requests with an overlapped load
+        self.overlapped: dict[str, OverlappedLoad] = {}  # of requests with an overlapped load
         self.writing: list[int] = []  # L1 blocks that copies of the last plan fill, besides those of `allocated`
         self.refused: list[tuple[str, int]] = []  # of the last plan: requests, and the first block that got no slot
         self.late: dict[int, StoringOp] = {}  # of the last plan: stores that may be offered again
@@ -85,8 +85,8 @@ class SchedulerSide:
         self._region_id = 0  # of the planned loads
         self._wanted: dict[int, StoringOp] = {}
         self._behind: dict[int, GroupCopy] = {}  # copies of the backs
-        self._released: list[int] = []
-        self._ended: list[RequestEnd] = []  # since the last plan or report
+        self.released: list[int] = []  # L1 blocks that the next update names
+        self._finished: list[RequestEnd] = []  # since the last plan or report
         self._asked = False  # something since the last plan: its questions go out as one message
         self._lost = False  # the worker's device: nothing is loaded or stored any more
 
@@ -115,7 +115,7 @@ class SchedulerSide:
         known.asked = in_l1
         is_fresh = known.claim is None and not known.recompute
         if is_fresh:
-            self._ask(known)
+            self._submit(known)
         least = in_l1 * block_size + in_part
         claim = known.claim
         if (
@@ -132,7 +132,7 @@ class SchedulerSide:
         else:
             covered = self._answer(known, least, is_fresh=is_fresh)
         if (claim := known.claim) is not None and claim.meeting is not None:
-            self._begin_back(known, claim)
+            self._begin_overlapped(known, claim)
         if covered is None:
             return PENDING
         return covered - in_l1 * block_size if covered > least else 0
@@ -179,8 +179,8 @@ class SchedulerSide:
                 self._loads[op.op_id] = LoadingOp(op, known.asked, lease, region.slot_bytes, time.monotonic())
                 self._planned.append(op)
                 loading = min(num_external_tokens, len(slots) * size)
-        if self.backs:
-            self._seat_back(known, block_ids, loading)
+        if self.overlapped:
+            self._seat_overlapped(known, block_ids, loading)
         return loading
 
     def forget_promises(self) -> None:
@@ -236,14 +236,14 @@ class SchedulerSide:
 
     def leave(self, request_id: str) -> int:
         """Ask no more for the back of a request. Returns how many held blocks its front has computed. Idempotent."""
-        if (back := self.backs.pop(request_id, None)) is None:
+        if (back := self.overlapped.pop(request_id, None)) is None:
             return 0
-        back.forget()
+        back.cancel()
         if back.num_skipped:
             self.tiers.metrics.missed(Outcome.SKIPPED, back.num_skipped)
         return back.num_skipped
 
-    def store_tail(self, request_id: str, tail: BlockRecord, block_id: int) -> bool:
+    def store_partial(self, request_id: str, tail: BlockRecord, block_id: int) -> bool:
         """A request ends with this block unfinished: copy it to L2, as `store` does with whole ones.
 
         False, and the block is not read: nobody would ask for so few tokens, or for a part of a block at all.
@@ -252,7 +252,7 @@ class SchedulerSide:
         size = request.chain.block_size
         if not self._partial_blocks or LEAST * (len(tail.tokens) // 4) < size:
             return False
-        chain, epoch = TailChain(tail, request.chain.tenant, size), self.requests[request_id].epoch
+        chain, epoch = PartialChain(tail, request.chain.tenant, size), self.requests[request_id].epoch
         self._wanted[next(self._op_ids)] = StoringOp(
             chain.hashes, tail.parent, chain.tenant, is_tail=True,
             request_id=request_id, chain=chain, first_block=0, epoch=epoch, blocks=[block_id],
@@ -281,12 +281,12 @@ class SchedulerSide:
             if self._keeps_blocks:
                 self.offer_again(list(self.late))
             self.drop_late()
-        if self.backs:
-            self._plan_backs()
+        if self.overlapped:
+            self._plan_overlapped()
         stores = self._reserved() if self._wanted else []
-        if self._ended:
-            self._tell_ends()
-        if (self._asked or self.backs) and not stores and self.tiers.sends_later:
+        if self._finished:
+            self._report_finished()
+        if (self._asked or self.overlapped) and not stores and self.tiers.sends_later:
             self.tiers.tick()  # no reserving took the questions along
         self._asked = False
         loads, self._planned = tuple(self._planned), []
@@ -309,7 +309,7 @@ class SchedulerSide:
         stores = self._stores
         for op_id in report.finished:
             if (store := stores.pop(op_id, None)) is not None:
-                self._released += store.blocks
+                self.released += store.blocks
                 held, tokens_of, first = store.reservation, store.chain.block_tokens, store.first_block
                 assert held is not None
                 filled.append((held, [tokens_of(first + index) for index in held.indices], store.epoch))
@@ -319,7 +319,7 @@ class SchedulerSide:
                 self.tiers.metrics.moved(L2, "load", num_bytes, time.monotonic() - load.planned_at)
                 load.lease.release()
             elif (copy := self._behind.pop(op_id, None)) is not None:
-                self._ended_behind(copy, well=True)
+                self._overlapped_copied(copy, well=True)
         for op_id in report.failed:
             if (store := stores.pop(op_id, None)) is not None:
                 self._drop(store, Outcome.COPY_FAILED, is_lost=op_id in report.lost)
@@ -330,7 +330,7 @@ class SchedulerSide:
                 self.tiers.metrics.missed(Outcome.COPY_FAILED, len(load.op))
                 load.lease.release()
             elif (copy := self._behind.pop(op_id, None)) is not None:
-                self._ended_behind(copy, well=False)
+                self._overlapped_copied(copy, well=False)
         if filled:
             self.tiers.seal_each(filled)
             if (region := self.tiers.region) is not None:
@@ -339,12 +339,12 @@ class SchedulerSide:
         if report.lost and not self._lost:
             self._lost = True
             self.forget_promises()
-        if self._ended and not self._wanted:
-            self._tell_ends()
+        if self._finished and not self._wanted:
+            self._report_finished()
         is_idle = not (stores or self._loads or self._wanted or self.late or self._behind)
         if is_idle and self.tiers.sends_later and (report.finished or report.failed):
             self.tiers.tick()  # an engine that has nothing more to do says nothing more: send what waits for company
-        released, self._released = self._released, []
+        released, self.released = self.released, []
         return ConnectorUpdate(tuple(loaded), tuple(failed), tuple(released))
 
     def finished(self, request_id: str, answered: Answered | None = None) -> None:
@@ -353,16 +353,16 @@ class SchedulerSide:
         `answered`, of one that has an answer: the tiers are told behind its last stores. At once, if none are wanted:
         an engine that is idle then makes no more plans.
         """
-        if self.backs:
+        if self.overlapped:
             self.leave(request_id)
         if (known := self.requests.pop(request_id, None)) is None:
             return
         if known.claim is not None:
             self._cancel(known)
         if answered is not None:
-            self._ended.append(answered.end_of(known.request.chain, request_id))
+            self._finished.append(answered.finish_of(known.request.chain, request_id))
             if not self._wanted:
-                self._tell_ends()
+                self._report_finished()
                 if not self.requests:
                     self.tiers.tick()
 
@@ -390,17 +390,17 @@ class SchedulerSide:
         for left in (self._loads, self._stores, self._wanted, self.late, self._behind):
             left.clear()
 
-    def _tell_ends(self) -> None:
+    def _report_finished(self) -> None:
         """All that have ended; what they stored last has its slots by now."""
-        for end in self._ended:
+        for end in self._finished:
             self.tiers.ended(end)
-        self._ended = []
+        self._finished = []
 
     def _moved(self, direction: str, num_blocks: int, seconds: float) -> None:
         if (region := self.tiers.region) is not None:
             self.tiers.metrics.moved(L2, direction, num_blocks * region.slot_bytes, seconds)
 
-    def _ask(self, known: ConnectedRequest) -> None:
+    def _submit(self, known: ConnectedRequest) -> None:
         """Where every block is that may be promised, and a claim on what is worth loading."""
         chain = known.request.chain
         usable = min(len(chain.hashes), (known.request.num_tokens - 1) // chain.block_size)
@@ -436,7 +436,7 @@ class SchedulerSide:
         if known.view is not None and claim.refusal is not None:
             known.whole_only = True
             self._cancel(known)
-            self._ask(known)
+            self._submit(known)
             return self._answer(known, least)
         known.recompute |= claim.refusal is Outcome.RECOMPUTE
         if claim.refusal is Outcome.NO_SLOT and claim.found is not None and not known.was_crowded:
@@ -474,41 +474,41 @@ class SchedulerSide:
 
     # Overlapped loads.
 
-    def _begin_back(self, known: ConnectedRequest, claim: Claim) -> None:
+    def _begin_overlapped(self, known: ConnectedRequest, claim: Claim) -> None:
         request_id, chain = known.request.request_id, known.request.chain
-        if request_id not in self.backs:
-            self.backs[request_id] = Back(self.tiers, chain.hashes, chain.root, claim, self._clock)
+        if request_id not in self.overlapped:
+            self.overlapped[request_id] = OverlappedLoad(self.tiers, chain.hashes, chain.root, claim, self._clock)
 
-    def _seat_back(self, known: ConnectedRequest, block_ids: Sequence[int], loading: int) -> None:
-        if (back := self.backs.get(known.request.request_id)) is not None:
+    def _seat_overlapped(self, known: ConnectedRequest, block_ids: Sequence[int], loading: int) -> None:
+        if (back := self.overlapped.get(known.request.request_id)) is not None:
             back.seat(block_ids, known.asked + -(-loading // known.request.chain.block_size))
 
-    def _plan_backs(self) -> None:
+    def _plan_overlapped(self) -> None:
         region = self.tiers.region
         if region is None or (self._planned and self._region_id != region.region_id):
             return
-        for request_id, back in self.backs.items():
+        for request_id, back in self.overlapped.items():
             for group, lease, blocks in back.collect():
                 self._plan_copy(request_id, back, group, lease, blocks)
                 self._region_id = region.region_id
 
-    def _ended_behind(self, copy: GroupCopy, *, well: bool) -> None:
+    def _overlapped_copied(self, copy: GroupCopy, *, well: bool) -> None:
         copy.back.copied(copy.group, well=well)
         copy.lease.release()
-        self._released += copy.op.device_blocks
+        self.released += copy.op.device_blocks
         if well:
             self._moved("load", len(copy.op), self._clock() - copy.planned_at)
         else:
             self.tiers.metrics.missed(Outcome.COPY_FAILED, len(copy.op))
 
-    def _forget_back(self, known: ConnectedRequest) -> None:
+    def _cancel_overlapped(self, known: ConnectedRequest) -> None:
         """Copies end as they may."""
-        if (back := self.backs.get(known.request.request_id)) is not None:
-            back.forget()
+        if (back := self.overlapped.get(known.request.request_id)) is not None:
+            back.cancel()
             if known.claim is not None:  # it has no blocks yet: the next claim decides anew
-                del self.backs[known.request.request_id]
+                del self.overlapped[known.request.request_id]
 
-    def _plan_copy(self, request_id: str, back: Back, group: Group, lease: Lease, blocks: list[int]) -> None:
+    def _plan_copy(self, request_id: str, back: OverlappedLoad, group: Group, lease: Lease, blocks: list[int]) -> None:
         if not blocks:
             lease.release()
             return
@@ -519,8 +519,8 @@ class SchedulerSide:
         self.writing += blocks
 
     def _cancel(self, known: ConnectedRequest) -> None:
-        if self.backs:
-            self._forget_back(known)
+        if self.overlapped:
+            self._cancel_overlapped(known)
         claim, known.claim, known.view = known.claim, None, None
         if claim is not None:
             self.tiers.cancel(claim)
@@ -555,7 +555,7 @@ class SchedulerSide:
             indices = [] if reservation is None else reservation.indices
             if is_less and len(indices) < len(store.blocks):
                 kept = set(indices)
-                self._released += [block for i, block in enumerate(store.blocks) if i not in kept]
+                self.released += [block for i, block in enumerate(store.blocks) if i not in kept]
                 store.blocks = [store.blocks[i] for i in indices]
             if reservation is None:
                 self.refused.append((store.request_id, store.first_block))
@@ -587,7 +587,7 @@ class SchedulerSide:
         return True
 
     def _drop(self, store: StoringOp, reason: Outcome, *, is_lost: bool = False) -> None:
-        self._released += store.blocks
+        self.released += store.blocks
         if store.reservation is not None:
             (self.tiers.quarantine if is_lost else self.tiers.abandon)(store.reservation, reason)
         else:

@@ -20,9 +20,7 @@ class Turn:
         """`what` the turn is for, as messages name it."""
         self._what = what
         self._pid = os.getpid()
-        self._queue = (
-            threading.Lock()
-        )  # whoever waits next holds it: else the thread that leaves would come first again
+        self._queue = threading.Lock()  # whoever waits next holds it: else who leaves would come first again
         self._lock = threading.Lock()
         self._holder: int | None = None  # a thread's ident
         self._num_ended = 0
@@ -45,29 +43,31 @@ class Turn:
 
     def require_here(self) -> None:
         """RequestError in a fork."""
-        if self.is_inherited:
+        if self._pid != os.getpid():
             raise RequestError(self.refusal)
 
     def __enter__(self) -> Self:
-        self.require_here()
-        if self.is_mine:
+        if self._pid != os.getpid():
+            raise RequestError(self.refusal)
+        if self._holder == threading.get_ident():
             raise RequestError(f"this {self._what} was called from inside one of its own calls; call it afterwards")
-        self._wait_for(self._queue)
+        if not self._queue.acquire(blocking=False):
+            self._wait_for(self._queue)
         try:
-            self._wait_for(self._lock)
+            if not self._lock.acquire(blocking=False):
+                self._wait_for(self._lock)
         finally:
             self._queue.release()
         self._holder = threading.get_ident()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.leave()
-
-    def leave(self) -> None:
         """The turn ends."""
         self._holder = None
         self._num_ended += 1
         self._lock.release()
+
+    leave = __exit__
 
     def taken_at_once(self) -> bool:
         """Take the turn if nobody has it or waits for it, until `leave`. It never waits and never raises."""

@@ -41,7 +41,7 @@ class WorkerSide:
         self._loads: dict[int, list[tuple[int, CopyEvent]]] = {}  # op → (end layer, event) of each group
         self._stores: dict[int, CopyEvent] = {}
         self._finished: list[int] = []  # copies that ended well as they were made
-        self._given_up: set[int] = set()  # stores whose blocks were written to before they were read
+        self._expired: set[int] = set()  # stores whose blocks were written to before they were read
         self._begun: object | None = None  # what the step's loads may start after, but for those its compute waits for
         self._layerwise: list[int] = []  # ops of this step's plan that its compute waits for
         self._late_at = 0.0  # when all of them should be there
@@ -111,7 +111,7 @@ class WorkerSide:
         events = [event for op_id in self._layerwise for _, event in self._loads.get(op_id, ())]
         return all(event.wait(max(0.0, self._late_at - time.monotonic())) and event.error is None for event in events)
 
-    def settled(self) -> bool:
+    def wait_loads(self) -> bool:
         """Wait, up to the step's deadline, until every part of its layerwise loads has ended, well or badly."""
         events = [event for op_id in self._layerwise for _, event in self._loads.get(op_id, ())]
         return all(event.wait(max(0.0, self._late_at - time.monotonic())) for event in events)
@@ -147,7 +147,7 @@ class WorkerSide:
         for op_id in op_ids:
             event = self._stores.get(op_id)
             if event is not None and not self._fence(event, max(0.0, late_at - time.monotonic())):
-                self._given_up.add(op_id)
+                self._expired.add(op_id)
 
     def poll(self) -> WorkerReport:
         """The ops that have ended since the last poll."""
@@ -167,7 +167,7 @@ class WorkerSide:
 
     def _poll_stores(self, finished: list[int], failed: list[int], lost: list[int]) -> None:
         """Add the stores that have ended. Those of a step follow each other and have one event: it is asked once."""
-        given_up, ended = self._given_up, list[int]()
+        expired, ended = self._expired, list[int]()
         asked, is_done, is_lost, error = None, False, False, False
         for op_id, event in self._stores.items():
             if event is not asked:
@@ -175,7 +175,7 @@ class WorkerSide:
                 is_lost, error = event.is_lost, bool(event.error)
             if is_done:
                 ended.append(op_id)
-                (failed if error or op_id in given_up else finished).append(op_id)
+                (failed if error or op_id in expired else finished).append(op_id)
                 if is_lost:
                     lost.append(op_id)
         if len(ended) == len(self._stores):
@@ -183,7 +183,7 @@ class WorkerSide:
         else:
             for op_id in ended:
                 del self._stores[op_id]
-        given_up.difference_update(ended)
+        expired.difference_update(ended)
 
     def wait(self, timeout: float) -> None:
         """Wait until the oldest load, else the oldest store, has ended, at most `timeout` seconds.

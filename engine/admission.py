@@ -101,11 +101,13 @@ class Admission:
             self.copies.append((held.source, sequence.block_table[len(held.matched)]))
         num_l1 = len(held.matched)
         # A blend needs what is loaded, and what comes in pieces is loaded before anything is computed behind it.
-        in_pieces = self._connector.is_cut(sequence.request_id, held.num_external)
+        in_pieces = held.num_external > 0 and self._connector.is_cut(sequence.request_id, held.num_external)
         layerwise = self._config.loading == "layerwise" and sequence.reuse is None and not in_pieces
         loading = self._connector.allocated(  # fewer than asked for where a promise lapsed
             sequence.request_id, sequence.block_table, held.num_external, layerwise=layerwise
         )
+        is_whole = loading == held.num_external
+        sequence.is_in_pieces = in_pieces and (is_whole or self._connector.is_cut(sequence.request_id, loading))
         self._enter(sequence, num_l1, num_l1 * self._config.block_size + held.in_part, loading, layerwise=layerwise)
         return True
 

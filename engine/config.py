@@ -79,13 +79,8 @@ class EngineConfig:
 
 
 _POSITIVE: Final = (
-    "block_size",
-    "l1_bytes",
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "exact_rows",
-    "segment_min_tokens",
-)
+    "block_size", "l1_bytes", "max_num_seqs", "max_num_batched_tokens", "exact_rows", "segment_min_tokens",
+)  # fmt: skip
 _CHOICES: Final = {
     "store_generated": (True, False, "answers"),
     "segments": ("off", "on"),

@@ -18,16 +18,7 @@ from kvtier.engine.config import EngineConfig
 from kvtier.engine.model import Model
 from kvtier.engine.model_runner import runner_of, scheduler_of
 from kvtier.engine.offload import EngineConnector, NoOffload, start_copies
-from kvtier.engine.requests import (
-    NamedPrompt,
-    Output,
-    PromptNames,
-    SamplingParams,
-    checked_tokens,
-    is_text,
-    require_possible,
-    require_room,
-)
+from kvtier.engine.requests import NamedPrompt, Output, PromptNames, SamplingParams, checked_tokens, is_text
 from kvtier.engine.segments import SegmentRequests, wanted_by_each, wanted_reuse
 from kvtier.engine.sequence import Completion, Sequence, SequenceState
 from kvtier.tiers import ConfigError, RequestError
@@ -40,6 +31,8 @@ _POLL: Final = 0.0005  # seconds between looks at copies that cannot be waited f
 _CLOSE_DEADLINE: Final = 5.0  # seconds for copies in flight at close
 
 _MIB: Final = 1 << 20
+_CLOSED: Final = "the engine is closed; make a new one"
+_TORN: Final = "a step of this engine was interrupted half way; close it and make a new one"
 
 _log = logging.getLogger(__name__)
 
@@ -135,7 +128,7 @@ class Engine:
 
         RequestError: it is empty or too long, or an id in it out of range.
         """
-        return self._named(self._checked(token_ids, SamplingParams(max_tokens=1)), cache_salt)
+        return self._names.named(self._checked(token_ids, SamplingParams(max_tokens=1)), cache_salt)
 
     def add_request(
         self,
@@ -158,7 +151,7 @@ class Engine:
             self._require_room(len(prompt.token_ids), params)
             prompt = NamedPrompt(prompt.token_ids.copy(), None if prompt.chain is None else prompt.chain.copy())
         else:
-            prompt = self._named(self._checked(prompt, params), cache_salt)
+            prompt = self._names.named(self._checked(prompt, params), cache_salt)
         if request_id is not None and not is_text(request_id):
             raise RequestError(f"request_id {request_id!r}: use a string of Unicode characters")
         with self._turn:
@@ -192,7 +185,7 @@ class Engine:
             raise RequestError(f"{len(chosen)} sampling parameters for {len(prompts)} prompts: give one, or one each")
         checked = [self._checked(prompt, one) for prompt, one in zip(prompts, chosen, strict=True)]
         wanted = [None] * len(checked) if segments is None else wanted_by_each(segments, repair, checked, self.segments)
-        named = [self._named(prompt, cache_salt) for prompt in checked]
+        named = [self._names.named(prompt, cache_salt) for prompt in checked]
         with self._turn:
             requests = [self._open(*one) for one in zip(named, chosen, wanted, strict=True)]
         try:
@@ -245,7 +238,8 @@ class Engine:
         RequestError while requests are live: their KV would be half old, half new.
         """
         with self._turn:
-            self._require_whole()
+            if self._is_torn:
+                raise RequestError(_TORN)
             if self.has_unfinished:
                 raise RequestError("requests are live; finish or abort them before the cache is reset")
             self._drain(_CLOSE_DEADLINE)
@@ -282,7 +276,7 @@ class Engine:
         deadline = time.monotonic() + timeout
         while (is_copying := self.scheduler.has_copies) and time.monotonic() < deadline:
             start_copies(self.worker, self.scheduler.flush())
-            self.scheduler.take_in(self.worker.poll())
+            self.scheduler.apply(self.worker.poll())
             time.sleep(_POLL)
         return not is_copying
 
@@ -302,7 +296,7 @@ class Engine:
                 for request_id in list(self._requests):
                     self._abort(request_id)
                 start_copies(self.worker, self.scheduler.flush())  # of the last requests' tails
-                self.scheduler.take_in(self.worker.close(_CLOSE_DEADLINE))
+                self.scheduler.apply(self.worker.close(_CLOSE_DEADLINE))
             finally:
                 self.connector.close()
 
@@ -313,8 +307,10 @@ class Engine:
         self.close()
 
     def _step(self) -> list[Output]:
-        self._require_whole()
-        self._end_left()
+        if self._is_torn:
+            raise RequestError(_TORN)
+        if self._left:
+            self._end_left()
         self._is_torn = True  # until blocks are again what the scheduler says of them
         if self.segments is not None:
             self.segments.advance()
@@ -339,24 +335,14 @@ class Engine:
             if any(op.layerwise for op in batch.plan.loads):
                 batch.arrived = self.worker.arrived() and batch.arrived  # a device reports a failed copy only now
         except BaseException:  # out of memory, an interrupt: the engine stays whole, the caller decides
-            self.scheduler.give_up(batch, self.worker.unstarted(batch.plan))
+            self.scheduler.fail(batch, self.worker.unstarted(batch.plan))
             self._is_torn = False
             raise
         outputs = self.scheduler.postprocess(batch, samples)
         if batch.plan.loads:  # a layerwise load ends with its step, and with it its lease
-            self.scheduler.take_in(self.worker.poll())
+            self.scheduler.apply(self.worker.poll())
         self._is_torn = False
         return outputs
-
-    def _require_open(self) -> None:
-        self._turn.require_here()
-        if self._closed:
-            raise RequestError("the engine is closed; make a new one")
-
-    def _require_whole(self) -> None:
-        """RequestError if an exception ended a step where the engine's books are kept; with the turn."""
-        if self._is_torn:
-            raise RequestError("a step of this engine was interrupted half way; close it and make a new one")
 
     def _wait(self) -> None:
         """Nobody can compute: wait a little for whatever the requests wait for."""
@@ -369,17 +355,26 @@ class Engine:
 
     def _checked(self, prompt: ArrayLike, params: SamplingParams) -> list[int]:
         """The prompt as a list of token ids; RequestError says what is wrong with it."""
-        self._require_open()
+        self._turn.require_here()
+        if self._closed:
+            raise RequestError(_CLOSED)
         tokens = checked_tokens(prompt, self.model.vocab_size)
         self._require_room(len(tokens), params)
         return tokens
 
     def _require_room(self, num_tokens: int, params: SamplingParams) -> None:
-        require_room(num_tokens, params.max_tokens, self.max_model_len, self.fits_l1)
-        require_possible(params, self.model, self.config)
-
-    def _named(self, token_ids: list[int], cache_salt: str | None) -> NamedPrompt:
-        return self._names.named(token_ids, cache_salt)
+        """RequestError if prompt and answer have no room, or this model or engine cannot answer as `params` ask."""
+        context = min(self.max_model_len, self.fits_l1)
+        if num_tokens + params.max_tokens > context:
+            is_l1 = context < self.max_model_len
+            limit = f"the {context} that fit L1" if is_l1 else f"the model's context of {context}"
+            asked = f"{num_tokens} prompt tokens and max_tokens {params.max_tokens}"
+            raise RequestError(f"{asked}: together more than {limit}; shorten one of them")
+        if params.logit_bias and (largest := max(params.logit_bias)) >= self.model.vocab_size:
+            raise RequestError(f"logit_bias {largest}: this model's token ids are 0 to {self.model.vocab_size - 1}")
+        if params.prompt_logprobs is not None and (self.config.exact or self.model.has_own_cache):
+            what = "an exact engine" if self.config.exact else f"model kind {self.model.kind!r}"
+            raise RequestError(f"prompt_logprobs {params.prompt_logprobs}: {what} computes none; leave it out")
 
     def _knows(self, request_id: str) -> bool:
         scheduler = self.scheduler
@@ -393,7 +388,8 @@ class Engine:
         wanted: WantedReuse | None = None,
     ) -> Sequence:
         """Queue a prompt that is this request's own; under the next free number if it brings no id. With the turn."""
-        self._require_whole()
+        if self._is_torn:
+            raise RequestError(_TORN)
         if prompt.chain is not None:  # else nothing is named
             self.model.require_same()
         if request_id is None:
@@ -415,7 +411,7 @@ class Engine:
     def _stream(
         self, tokens: list[int], params: SamplingParams, cache_salt: str | None, wanted: WantedReuse | None
     ) -> Iterator[Output]:
-        named = self._named(self._checked(tokens, params), cache_salt)
+        named = self._names.named(self._checked(tokens, params), cache_salt)
         with self._turn:
             request = self._open(named, params, wanted)
         yield from self._follow(request)
@@ -426,7 +422,8 @@ class Engine:
             while True:
                 while not inbox:
                     with self._turn:
-                        self._require_open()
+                        if self._closed:
+                            raise RequestError(_CLOSED)
                         if not inbox:  # else another thread's step has brought it
                             self._unclaimed += self._deliver(self._step())
                 yield (output := inbox.popleft())
@@ -452,11 +449,21 @@ class Engine:
             self._abort(self._left.popleft())
 
     def _complete(self, request: Sequence) -> Completion:
-        completion = Completion(request.request_id, num_prompt_tokens=request.num_prompt_tokens)
-        for output in self._follow(request):
-            completion.add(output)
-        completion.account(request)
-        return completion
+        outputs, scores, reuse = list(self._follow(request)), request.sampling.scores or {}, request.reuse
+        return Completion(
+            request.request_id,
+            token_ids=request.generated,
+            finish_reason=outputs[-1].finish_reason,
+            logits=[output.logits for output in outputs if output.logits is not None],
+            logprobs=[output.logprobs for output in outputs if output.logprobs is not None],
+            prompt_logprobs=[scores[position] for position in sorted(scores)],
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_l1_tokens=request.num_l1_tokens,
+            num_external_tokens=request.num_external_tokens,
+            num_segment_tokens=0 if reuse is None else reuse.num_reused,
+            num_repaired_tokens=0 if reuse is None else reuse.num_repaired,
+            ttft=request.ttft,
+        )
 
     def _deliver(self, outputs: list[Output]) -> list[Output]:
         """Sort outputs into the inboxes of their requests; the rest is returned."""
@@ -505,12 +512,7 @@ def engine_config(config: Config, **options: Any) -> EngineConfig:
 
 
 def open_engine(
-    path: str | Path,
-    config: ConfigSource | None = None,
-    *,
-    dtype: str = "auto",
-    device: str = "auto",
-    **options: Any,
+    path: str | Path, config: ConfigSource | None = None, *, dtype: str = "auto", device: str = "auto", **options: Any
 ) -> Engine:
     """An engine over a local checkpoint directory, its L2 and lower tiers as `config` says (default: the environment).
 

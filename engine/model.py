@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, ClassVar, Final, Self
 
 import torch
 from safetensors import SafetensorError
@@ -18,15 +18,8 @@ from transformers import (
     PreTrainedModel,
 )
 
-from kvtier.connector.models import (
-    cache_option,
-    identity_of,
-    live_model,
-    name_of,
-    rope_limit,
-    weights_of,
-)
-from kvtier.connector.segments import PAGED_ATTENTION, PackedAttention, Scoring
+from kvtier.connector.models import cache_option, identity_of, live_model, name_of, rope_limit, weights_of
+from kvtier.connector.segments import PAGED_ATTENTION, PackedAttention
 from kvtier.connector.transformers import CacheForm, GoingOn, how_it_goes_on, probe_of
 from kvtier.engine.config import EngineConfig
 from kvtier.tiers import ConfigError, RequestError
@@ -42,6 +35,8 @@ class LatentAttention(PackedAttention):
     A layer expands what `update` returns: this step's tokens. What came before them, it expands chunk by chunk.
     """
 
+    writes: ClassVar[bool] = False  # `update` did
+
     def __init__(self, expand: Mapping[int, Expand], *packed: Any) -> None:
         """`expand` has one for each layer; the rest as `PackedAttention` takes it."""
         super().__init__(*packed)
@@ -55,11 +50,6 @@ class LatentAttention(PackedAttention):
         self._rank = latent.shape[-1]
         self.write(layer, torch.cat((latent, rotated), -1))
         return latent, rotated
-
-    def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
-    ) -> torch.Tensor:
-        return self.attend_written(layer, query, key, value, scoring)
 
     def context(self, layer: int, blocks: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, ...]:
         [rows] = self.kv.gather(layer, blocks, num_tokens)
@@ -256,7 +246,7 @@ class Model:
         `in_pass`: wait for no device.
         """
         live = self._live
-        if not live.holds(in_pass=in_pass):
+        if not live.watch.holds(in_pass=in_pass):
             live.look()
         if live.refusal is not None:
             raise RequestError(f"the engine's model was changed: {live.refusal}")
@@ -272,7 +262,8 @@ class Model:
             options |= cache_option(self.module, SequenceCache(paged))
         else:
             options |= {"position_ids": positions, "paged": paged}
-            options |= cache_option(self.module, paged if self.expand else None)
+            if self.expand:
+                options |= cache_option(self.module, paged)
         output = self.module(**options)
         logits: torch.Tensor = output.logits[0]
         return logits

@@ -112,12 +112,17 @@ class ModelRunner:
         named = [np.array(token_ids, np.int64), positions, np.array(rows, np.int64), slots]
         sent_ids, sent_positions, sent_rows, sent_slots, *blocks = uploaded([*named, *tables], device)
         wait_layer = self._wait_layer if batch.plan.loads else None
-        attention = self._attention(self._kv, _spans(chunks, blocks), sent_slots, wait_layer)
-        with _kernels(device, self._config.exact):
+        starts = itertools.accumulate((chunk.end - chunk.start for chunk in chunks), initial=0)
+        spans = [
+            AttentionSpan(first, first + chunk.end - chunk.start, chunk.start, chunk.end, table)
+            for chunk, table, first in zip(chunks, blocks, starts, strict=False)
+        ]
+        attention = self._attention(self._kv, spans, sent_slots, wait_layer)
+        with _kernels(self._config.exact) if device.type == "cuda" else nullcontext():
             logits = self.model.forward(sent_ids[None], sent_positions[None], sent_rows, attention)
         batch.arrived &= attention.arrived
         if scored is not None:  # also where a load is late: it is another sequence's
-            scored.note(logits[num_rows:])
+            scored.record(logits[num_rows:])
         return logits[:num_rows]
 
     def sample(self, batch: Batch, logits: torch.Tensor) -> list[SampledToken]:
@@ -149,22 +154,10 @@ class ModelRunner:
         ]
 
 
-def _spans(chunks: Sequence[Chunk], blocks: Sequence[torch.Tensor]) -> list[AttentionSpan]:
-    """Where each chunk's tokens stand among the step's, and the blocks that they attend to."""
-    spans, first = [], 0
-    for chunk, table in zip(chunks, blocks, strict=True):
-        last = first + chunk.end - chunk.start
-        spans.append(AttentionSpan(first, last, chunk.start, chunk.end, table))
-        first = last
-    return spans
-
-
-def _kernels(device: torch.device, exact: bool) -> AbstractContextManager[None]:
+def _kernels(exact: bool) -> AbstractContextManager[None]:
     """Which attention kernels a GPU may take. cuDNN prepares anew for every length; `exact` needs the one kernel whose
     tiles don't know of each other, where the matrix products of the others depend on how many there are.
     """
-    if device.type != "cuda":
-        return nullcontext()
     if exact:
         return sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION)
     return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])

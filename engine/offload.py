@@ -1,16 +1,16 @@
-"""The seam where kvtier plugs into the engine: a connector's two halves, and their twins that offload nothing."""
+"""The seam where kvtier plugs into the engine: a connector's two halves, and what offloads nothing."""
 
 import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, Protocol
 
-from kvtier.connector import Answered, ConnectorUpdate, Request, StepPlan, WorkerReport
+from kvtier.connector import Answered, ConnectorUpdate, Request, StepPlan, WorkerReport, WorkerSide
 from kvtier.tiers import BlockRecord
 from kvtier.tiers.hierarchy import Pending
 from kvtier.tiers.naming import ModelIdentity
 
 if TYPE_CHECKING:
-    from kvtier.connector import Back, ConnectedRequest, SchedulerSide, WorkerSide
+    from kvtier.connector import ConnectedRequest, OverlappedLoad, SchedulerSide
 
 
 _log = logging.getLogger(__name__)
@@ -24,7 +24,7 @@ class EngineConnector(Protocol):
         """The scheduler's half. Never waits, but in `wait`."""
 
     @property
-    def worker(self) -> "WorkerSide | NoCopies":
+    def worker(self) -> WorkerSide:
         """The copying half. Copies only enqueue."""
 
     @property
@@ -41,43 +41,16 @@ class EngineConnector(Protocol):
 _NO_PLAN: Final = StepPlan(0, 0)
 
 
-class NoCopies:
-    """The copying half of `NoOffload`."""
-
-    def start_load(self, plan: StepPlan) -> None:
-        """No copies."""
-
-    def wait_layer(self, layer: int) -> bool:
-        return True
-
-    def arrived(self) -> bool:
-        return True
-
-    def start_store(self, plan: StepPlan) -> None:
-        """No copies."""
-
-    def unstarted(self, plan: StepPlan) -> tuple[int, ...]:
-        return ()
-
-    def poll(self) -> WorkerReport:
-        return WorkerReport()
-
-    def wait(self, timeout: float) -> None:
-        """Nothing is ever under way."""
-
-    def close(self, timeout: float) -> WorkerReport:
-        return WorkerReport()
-
-
 class NoOffload:
     """The connector of an engine without one: finds nothing, stores nothing."""
 
     def __init__(self) -> None:
-        self.worker = NoCopies()
+        self.worker = WorkerSide(lambda region: None, 1, 1, 0.0)  # nothing is ever planned for it
         self.computes_alone = False
         self.identity = None
-        self.writing: list[int] = []  # always empty
-        self.backs: dict[str, Back] = {}  # the same
+        self.writing: list[int] = []  # always empty, as the next two
+        self.released: list[int] = []
+        self.overlapped: dict[str, OverlappedLoad] = {}
         self.requests: dict[str, ConnectedRequest] = {}  # nobody was asked
 
     @property
@@ -101,7 +74,7 @@ class NoOffload:
     def store(self, request_id: str, first_block: int, block_ids: Sequence[int]) -> None:
         """Never called: the scheduler does not store without a connector."""
 
-    def store_tail(self, request_id: str, tail: BlockRecord, block_id: int) -> bool:
+    def store_partial(self, request_id: str, tail: BlockRecord, block_id: int) -> bool:
         return False
 
     def build_plan(self) -> StepPlan:
@@ -132,7 +105,7 @@ class NoOffload:
         """Nothing to let go of."""
 
 
-def start_copies(worker: "WorkerSide | NoCopies", plan: StepPlan) -> None:
+def start_copies(worker: WorkerSide, plan: StepPlan) -> None:
     """Start a plan's copies beside no step: what it loads is not computed upon yet.
 
     Those that cannot be started have failed; the worker's next report says so.

@@ -1,7 +1,6 @@
 """What a request brings and gets: a prompt, how to continue it, what the answer may be, what each step brought."""
 
 import math
-import secrets
 import sys
 from collections import Counter, abc
 from contextlib import suppress
@@ -13,12 +12,12 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from kvtier.engine.config import EngineConfig
-from kvtier.tiers import RequestError
+from kvtier.tiers import ChainHash, RequestError
 from kvtier.tiers.naming import HashCache, TokenChain, root_hash, token_array
 from kvtier.tiers.reuse import Hint, hint_of
 
 if TYPE_CHECKING:
-    from kvtier.engine.model import Model
+    pass
 
 
 class GuidedAnswer(Protocol):
@@ -39,7 +38,7 @@ class Guide(Protocol):
         """Follow an answer: what stands in `token_ids`, which grows, behind the prompt. It may stand there already."""
 
 
-_SEED_RANGE: Final = 2**64
+SEED_RANGE: Final = 2**64
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +78,7 @@ class SamplingParams:
             number = getattr(self, name)
             if isinstance(number, bool) or not isinstance(number, int | float) or not lowest <= number <= highest:
                 raise RequestError(f"{name} {number!r}: use {wanted}")
-        if self.seed is not None and (type(self.seed) is not int or not 0 <= self.seed < _SEED_RANGE):
+        if self.seed is not None and (type(self.seed) is not int or not 0 <= self.seed < SEED_RANGE):
             raise RequestError(f"seed {self.seed!r}: use a whole number from 0 to 2**64 - 1, or None")
         biases: abc.Mapping[Any, Any] = self.logit_bias
         for token_id, bias in biases.items():
@@ -179,24 +178,6 @@ def is_text(value: object) -> bool:
     return isinstance(value, str) and value.encode(errors="replace").decode() == value
 
 
-def require_room(num_tokens: int, max_tokens: int, context: int, fit_l1: int) -> None:
-    """RequestError if prompt and answer together are more than the model's context, or than fits L1."""
-    room = min(context, fit_l1)
-    if num_tokens + max_tokens > room:
-        limit = f"the model's context of {room}" if room == context else f"the {room} that fit L1"
-        asked = f"{num_tokens} prompt tokens and max_tokens {max_tokens}"
-        raise RequestError(f"{asked}: together more than {limit}; shorten one of them")
-
-
-def require_possible(params: SamplingParams, model: "Model", config: EngineConfig) -> None:
-    """RequestError if this model or its engine cannot answer as the parameters ask."""
-    if params.logit_bias and (largest := max(params.logit_bias)) >= model.vocab_size:
-        raise RequestError(f"logit_bias {largest}: this model's token ids are 0 to {model.vocab_size - 1}")
-    if params.prompt_logprobs is not None and (config.exact or model.has_own_cache):
-        what = "an exact engine" if config.exact else f"model kind {model.kind!r}"
-        raise RequestError(f"prompt_logprobs {params.prompt_logprobs}: {what} computes none; leave it out")
-
-
 class PromptNames:
     """Names the blocks of one engine's prompts. What it named lately it does not hash again. Thread-safe."""
 
@@ -204,6 +185,7 @@ class PromptNames:
         self._fingerprint = fingerprint
         self._config = config
         self._kept = HashCache()
+        self._last: tuple[str | None, ChainHash] | None = None  # a salt, and its root
 
     def named(self, token_ids: list[int], cache_salt: str | None) -> NamedPrompt:
         """The prompt with the names of its blocks, which no other salt has. RequestError: the salt is no text."""
@@ -213,8 +195,10 @@ class PromptNames:
             raise RequestError(f"cache_salt {cache_salt!r}: use a string of Unicode characters")
         if not config.enable_prefix_caching:
             return NamedPrompt(token_ids, None)
-        root = root_hash(self._fingerprint, cache_salt=cache_salt)
-        chain = TokenChain(root, config.block_size, config.hash_scheme, kept=self._kept)
+        last = self._last
+        if last is None or last[0] != cache_salt:
+            last = self._last = cache_salt, root_hash(self._fingerprint, cache_salt=cache_salt)
+        chain = TokenChain(last[1], config.block_size, config.hash_scheme, kept=self._kept)
         chain.extend(token_ids)
         return NamedPrompt(token_ids, chain)
 
@@ -240,14 +224,11 @@ class UsedTokens:
         return np.union1d(self._prompt, answer)
 
 
+@dataclass(slots=True)
 class Sampling:
     """What the sampler keeps of one request."""
 
-    __slots__ = ("guided", "scores", "seed", "used")
-
-    def __init__(self, params: SamplingParams) -> None:
-        self.seed = secrets.randbelow(_SEED_RANGE) if params.seed is None else params.seed
-        self.used: UsedTokens | None = None  # with penalties, from the first token on
-        self.guided: GuidedAnswer | None = None  # with a guide, likewise
-        # With `prompt_logprobs`: of the prompt's tokens, what was computed so far, by position. The first has none.
-        self.scores: dict[int, TokenLogprobs] | None = None if params.prompt_logprobs is None else {}
+    seed: int
+    scores: dict[int, TokenLogprobs] | None  # of `prompt_logprobs`, by position, so far; the first token has none
+    used: UsedTokens | None = None  # with penalties, from the first token on
+    guided: GuidedAnswer | None = None  # with a guide, likewise

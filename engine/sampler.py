@@ -157,8 +157,8 @@ class PromptRows:
                 self._wanted.append((chunk, chunk.start, last))
                 self.rows += range(end - (chunk.end - chunk.start), end - (chunk.end - last))
 
-    def note(self, logits: torch.Tensor) -> None:
-        """Note what the logits of these rows say of the prompts' tokens."""
+    def record(self, logits: torch.Tensor) -> None:
+        """Record what the logits of these rows say of the prompts' tokens."""
         first = 0
         for chunk, start, last in self._wanted:
             sequence = chunk.sequence

@@ -42,11 +42,11 @@ class HeldBlocks:
         self._pool.hold(blocks)
         self.copies.update(blocks)
 
-    def leave(self, blocks: abc.Sequence[int]) -> None:
+    def release_request(self, blocks: abc.Sequence[int]) -> None:
         """Their request lets them go. Those that copies hold are soon free."""
         self.left.update(block for block in blocks if block in self.copies)
 
-    def release(self, blocks: abc.Sequence[int]) -> None:
+    def copied(self, blocks: abc.Sequence[int]) -> None:
         """A copy has ended for each mention of a block."""
         distinct = len(set(blocks)) == len(blocks)
         for some in [blocks] if distinct else [(block,) for block in blocks]:
@@ -69,7 +69,7 @@ _LOOK_AHEAD: Final = 0.05  # seconds between lookups while no seat is free: they
 class Scheduler:
     """Who computes what, in which blocks.
 
-    Per step: `schedule` → the runner → `postprocess`; `give_up` instead if the runner raised. Nothing is named in L1
+    Per step: `schedule` → the runner → `postprocess`; `fail` instead if the runner raised. Nothing is named in L1
     before it was computed or loaded: a request whose next block another one is computing waits for it instead.
     Under pressure the latest request that runs is preempted; an answer under way goes before a new prompt.
     """
@@ -118,8 +118,9 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def schedule(self, report: WorkerReport) -> Batch:
-        """Take in which copies have ended; choose what the step computes, loads and stores."""
-        self.take_in(report)
+        """Apply which copies have ended; choose what the step computes, loads and stores."""
+        if report.finished or report.failed or self._connector.released:
+            self.apply(report)
         num_preempted = self.stats["preempted"]
         self._connector.computes_alone = len(self.live) == 1 and next(iter(self.live.values())).reuse is None
         chunks, budget = self._continue() if self.running else ([], self._token_budget)
@@ -136,7 +137,7 @@ class Scheduler:
         return Batch(chunks, self._token_budget - budget, self.flush(), self._admission.copies)
 
     def postprocess(self, batch: Batch, samples: Iterable[SampledToken]) -> list[Output]:
-        """Take in what the step computed; `samples` holds one for each chunk that samples, in order."""
+        """Apply what the step computed; `samples` holds one for each chunk that samples, in order."""
         outputs, self._ended = self._ended, []
         if self._admission.copies:
             self._admission.release_sources()
@@ -158,7 +159,7 @@ class Scheduler:
                 outputs.append(self._append(sequence, sample))
         return outputs
 
-    def give_up(self, batch: Batch, unstarted: tuple[int, ...]) -> None:
+    def fail(self, batch: Batch, unstarted: tuple[int, ...]) -> None:
         """The step raised: nothing it computed counts, its requests wait again. `unstarted`: copies nobody reports."""
         if self._admission.copies:
             self._admission.release_sources()
@@ -168,7 +169,7 @@ class Scheduler:
             else:
                 self._requeue(chunk.sequence)
         self._connector.drop_late()
-        self.take_in(WorkerReport(failed=unstarted))  # whoever awaits its load by now computes instead
+        self.apply(WorkerReport(failed=unstarted))  # whoever awaits its load by now computes instead
 
     def flush(self) -> StepPlan:
         """The copies that were to go with the next step, for an engine that makes none."""
@@ -197,7 +198,7 @@ class Scheduler:
         self._ended.append(Output(request_id, None, FinishReason.ABORT))
         return True
 
-    def take_in(self, report: WorkerReport) -> None:
+    def apply(self, report: WorkerReport) -> None:
         """Act on ended copies: loaded requests run, released blocks lose the reference their store held."""
         update: ConnectorUpdate = self._connector.update(report)
         for request_id in update.loaded:
@@ -205,7 +206,7 @@ class Scheduler:
         for request_id, first_block in update.failed:
             self._loaded(request_id, first_block)
         if update.released:
-            self._held.release(update.released)
+            self._held.copied(update.released)
 
     # Running: every sequence computes its next tokens, answers before prompts.
 
@@ -224,7 +225,7 @@ class Scheduler:
         """Add what it computes in this step, of `budget` tokens at most. Returns how many: 0 if its back is awaited."""
         if sequence.is_in_pieces and self._takes_piece(sequence):
             return 0
-        end = self._meet(sequence) if sequence.request_id in self._connector.backs else sequence.num_tokens
+        end = self._meet(sequence) if sequence.request_id in self._connector.overlapped else sequence.num_tokens
         start = sequence.num_computed
         if sequence.reuse is not None and sequence.reuse.is_due:
             end = min(end, sequence.num_exact)
@@ -238,8 +239,8 @@ class Scheduler:
         return end - start
 
     def _meet(self, sequence: Sequence) -> int:
-        """Take in what was loaded behind a front. Returns up to which token it may compute in this step."""
-        back = self._connector.backs[sequence.request_id]
+        """Apply what was loaded behind a front. Returns up to which token it may compute in this step."""
+        back = self._connector.overlapped[sequence.request_id]
         if (reached := back.reach(sequence.num_computed)) > sequence.num_computed:
             self._store(sequence, min(sequence.num_computed, sequence.num_shareable) // self._config.block_size)
             num_joined = reached - sequence.num_computed  # the tiers have them, so they are not stored again
@@ -250,11 +251,11 @@ class Scheduler:
             self.stats["external_tokens"] += num_joined
             self._name(sequence)
         if back.is_over(sequence.num_computed):
-            self._leave_back(sequence)
+            self._end_overlapped(sequence)
             return sequence.num_tokens
         return min(back.limit(sequence.num_computed, alone=self._connector.computes_alone), sequence.num_tokens)
 
-    def _leave_back(self, sequence: Sequence) -> None:
+    def _end_overlapped(self, sequence: Sequence) -> None:
         """It has all of its blocks, or none any more."""
         self.stats["skipped_tokens"] += self._connector.leave(sequence.request_id) * self._config.block_size
 
@@ -356,7 +357,7 @@ class Scheduler:
         sequence.num_loading = end - sequence.num_computed
         sequence.num_computed = end
         sequence.num_stored = end // self._config.block_size
-        sequence.is_in_pieces = first_failed is None and self._connector.is_cut(request_id, sequence.num_loading)
+        sequence.is_in_pieces = first_failed is None and sequence.is_in_pieces
         self._count_loaded(sequence)
         self._name(sequence)
         sequence.state = SequenceState.RUNNING
@@ -375,11 +376,10 @@ class Scheduler:
             return True
         if answer:
             answer = self._connector.allocated(sequence.request_id, sequence.block_table, answer)
+        sequence.is_in_pieces = bool(answer) and self._connector.is_cut(sequence.request_id, answer)
         if answer:
             sequence.num_loading = answer
             self._await_load(sequence)
-        else:
-            sequence.is_in_pieces = False
         return bool(answer)
 
     def _await_load(self, sequence: Sequence) -> None:
@@ -420,7 +420,14 @@ class Scheduler:
         sequence.num_stored = end
 
     def _append(self, sequence: Sequence, sample: SampledToken) -> Output:
-        sequence.append(sample.token_id)
+        if sequence.ttft is None:
+            sequence.ttft = time.monotonic() - sequence.arrived
+        sequence.token_ids.append(sample.token_id)  # the next step computes its KV
+        sequence.num_tokens += 1
+        sequence.num_generated += 1
+        sequence.looks_up = True
+        if sequence.is_named:
+            sequence.chain.extend((sample.token_id,))
         if self.reasoning is not None and sample.token_id == self.reasoning.begins:
             self._lasts(sequence, sequence.num_tokens - 1)
         sequence.stats["generated_tokens"] += 1
@@ -456,32 +463,33 @@ class Scheduler:
         if sequence.num_loading and sequence.block_table:  # a copy is still writing: the blocks stay until it ends
             self.orphans[sequence.request_id], sequence.block_table = sequence.block_table, []
         elif self._pool.partial_blocks and sequence.block_table:
-            self._keep_tail(sequence)
+            self._keep_partial(sequence)
         self._release(sequence)
         del self.live[sequence.request_id]
         self._connector.finished(sequence.request_id, answered_of(sequence, reason, self.calls_tool))
         sequence.state = SequenceState.FINISHED
 
-    def _keep_tail(self, sequence: Sequence) -> None:
+    def _keep_partial(self, sequence: Sequence) -> None:
         """The next turn of a conversation begins in this request's unfinished last block."""
         num_kept = min(sequence.num_computed, sequence.num_shareable)
         tail = sequence.chain.tail(num_kept) if num_kept // self._config.block_size == sequence.num_named else None
         if tail is None:
             return
         block = sequence.block_table.pop(sequence.num_named)
-        if sequence.stats is self.stats and self._connector.store_tail(sequence.request_id, tail, block):
+        if sequence.stats is self.stats and self._connector.store_partial(sequence.request_id, tail, block):
             self._held.hold([block])
-            self._held.leave([block])
+            self._held.release_request([block])
         self._pool.retire_tail(block, tail)
 
     def _release(self, sequence: Sequence) -> None:
-        if sequence.request_id in self._connector.backs:
-            self._leave_back(sequence)
-        self._forget(sequence, sequence.hashes[sequence.num_named :])
+        if sequence.request_id in self._connector.overlapped:
+            self._end_overlapped(sequence)
+        if self._admission.computing:
+            self._forget(sequence, sequence.hashes[sequence.num_named :])
         if sequence.reuse is not None:
             sequence.reuse.release()
         if self._held.copies:
-            self._held.leave(sequence.block_table)
+            self._held.release_request(sequence.block_table)
         self._pool.free(sequence.block_table)
         sequence.block_table, sequence.cache = [], None
         sequence.num_computed = sequence.num_named = sequence.num_stored = sequence.num_loading = 0

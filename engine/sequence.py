@@ -1,5 +1,6 @@
 """One request inside the engine: its tokens and blocks, its part of a step, its finished answer. No torch."""
 
+import secrets
 import sys
 import time
 from collections import Counter, abc
@@ -11,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier.connector import ConnectedRequest, StepPlan
-from kvtier.engine.requests import FinishReason, Output, Sampling, SamplingParams, TokenLogprobs
+from kvtier.engine.requests import SEED_RANGE, FinishReason, Sampling, SamplingParams, TokenLogprobs
 from kvtier.tiers import L1, L2, TIERS, ChainHash
 from kvtier.tiers.naming import TokenChain
 from kvtier.tiers.pool import Causes
@@ -72,8 +73,6 @@ class Sequence:
     While it runs, its block table covers all of its tokens; num_named and num_stored only grow until it is preempted.
     """
 
-    chain: TokenChain  # the hashes of its tokens so far; only where something is cached
-
     def __init__(
         self, request_id: str, prompt: list[int], params: SamplingParams, chain: TokenChain | None, order: int
     ) -> None:
@@ -83,8 +82,9 @@ class Sequence:
         self.token_ids = prompt  # prompt, then answer
         self.num_prompt_tokens = self.num_tokens = len(prompt)  # num_tokens: prompt and answer so far
         self.num_generated = 0  # tokens of the answer so far
+        self.is_named = chain is not None
         if chain is not None:
-            self.chain = chain
+            self.chain = chain  # the hashes of its tokens so far; only where something is cached
         # Chain hashes of its full blocks, which the chain itself extends; empty where nothing is cached.
         self.hashes: abc.Sequence[ChainHash] = () if chain is None else chain.hashes
         self.state = SequenceState.WAITING
@@ -107,7 +107,8 @@ class Sequence:
         self.stats: Counter[str] = Counter()  # what it counts in: the scheduler's own, or that of segments
         self.reuse: Reuse | None = None  # of segments
         self.cache: Any = None  # transformers' own, while it runs: of a model that has one for each sequence
-        self.sampling = Sampling(params)
+        seed = secrets.randbelow(SEED_RANGE) if params.seed is None else params.seed
+        self.sampling = Sampling(seed, None if params.prompt_logprobs is None else {})
 
     @property
     def cached_tokens(self) -> dict[str, int]:
@@ -136,17 +137,6 @@ class Sequence:
     def causes(self) -> Causes:
         """Why blocks of it were in no tier at its first admission."""
         return {} if self.lookup is None else self.lookup.missed
-
-    def append(self, token_id: int) -> None:
-        """One more generated token; its KV is computed by the next step."""
-        if self.ttft is None:
-            self.ttft = time.monotonic() - self.arrived
-        self.token_ids.append(token_id)
-        self.num_tokens += 1
-        self.num_generated += 1
-        self.looks_up = True
-        if hasattr(self, "chain"):
-            self.chain.extend((token_id,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +175,7 @@ class Batch:
         return seen / max(1, self.num_tokens)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Completion:
     """A finished answer. Reused segments are approximate, and so beside the cached tokens, never among them."""
 
@@ -201,24 +191,3 @@ class Completion:
     num_segment_tokens: int = 0  # of the prompt: taken from segments
     num_repaired_tokens: int = 0  # of those from segments: computed anew
     ttft: float | None = None  # seconds from arrival to the first token
-
-    def add(self, output: Output) -> None:
-        """One more step's."""
-        if output.token_id is not None:
-            self.token_ids.append(output.token_id)
-        if output.logits is not None:
-            self.logits.append(output.logits)
-        if output.logprobs is not None:
-            self.logprobs.append(output.logprobs)
-        self.finish_reason = output.finish_reason
-
-    def account(self, request: Sequence) -> None:
-        """Take over what the request's end left of it."""
-        self.num_l1_tokens = request.num_l1_tokens
-        self.num_external_tokens = request.num_external_tokens
-        if request.reuse is not None:
-            self.num_segment_tokens = request.reuse.num_reused
-            self.num_repaired_tokens = request.reuse.num_repaired
-        self.ttft = request.ttft
-        if (scores := request.sampling.scores) is not None:
-            self.prompt_logprobs = [scores[position] for position in sorted(scores)]

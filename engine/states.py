@@ -284,7 +284,7 @@ class StateBorders:
         if isinstance(self._connector, NoOffload):
             return
         self._held.hold(blocks)
-        self._held.leave(blocks)
+        self._held.release_request(blocks)
         self._connector.store_chain(sequence.request_id, pieces, blocks)
 
     def _asked(self, sequence: Sequence, usable: list[ChainHash], num_l1: int, first: int) -> BorderRequest | None:

@@ -109,13 +109,13 @@ class LiveModel:
 
         Looks at structure alone, in microseconds; see `ModelWatch`. `in_pass`: waits for no device.
         """
-        return self._watch.holds(in_pass=in_pass)
+        return self.watch.holds(in_pass=in_pass)
 
     def look(self) -> None:
         """Find out what the model computes now. Reads its weights if they may have changed."""
         parts = list(parts_of(self.model))
         base, merged = base_tensors(parts), _merged(parts)
-        watch = self._watch.base
+        watch = self.watch.base
         try:
             is_same = merged == self._merged and watch.same_tensors(base) and watch.holds()
         except RuntimeError:
@@ -142,7 +142,7 @@ class LiveModel:
         self._look(parts)
 
     def _look(self, parts: list[ModelPart]) -> None:
-        self._watch = ModelWatch(self.model, base_tensors(parts))
+        self.watch = ModelWatch(self.model, base_tensors(parts))
         self.refusal = self.variant = None
         try:
             if self._label is None:

@@ -83,7 +83,7 @@ class ModelWatch:
         self._modules, self._classes = modules, list(map(type, modules))
         self._kinds = list(dict.fromkeys(self._classes))
         self._device = next((each.device.type for each in base.values()), "cpu")
-        self._around = self._look_around()
+        self._around = [cast_to(self._device), OF_TORCH(torch), *map(_OF_CLASS, self._kinds)]
         self._tables = tuple(_tables(modules, self._kinds))
         self._entries = gc.get_referents(*self._tables)
         # a tensor of one element is compared by value where it lies in a list, and must be the very same one
@@ -104,21 +104,13 @@ class ModelWatch:
                 list(map(type, self._modules)) == self._classes
                 and entries == self._entries
                 and all(entries[i] is self._entries[i] for i in self._single)
-                and self._look_around() == self._around
+                and [cast_to(self._device), OF_TORCH(torch), *map(_OF_CLASS, self._kinds)] == self._around
                 and self._same_attributes()
                 and self.base.holds(in_pass=in_pass)
-                and self.others.holds(in_pass=in_pass)
+                and (not self.others.tensors or self.others.holds(in_pass=in_pass))
             )
-        except (
-            RuntimeError,
-            TypeError,
-            ValueError,
-            LookupError,
-        ):  # e.g. two tensors compared: one took another's place
+        except (RuntimeError, TypeError, ValueError, LookupError):  # two tensors compared: one took another's place
             return False
-
-    def _look_around(self) -> tuple[Any, ...]:
-        return cast_to(self._device), OF_TORCH(torch), *map(_OF_CLASS, self._kinds)
 
     def _same_attributes(self) -> bool:
         """Whether they are. Tensors in them that no table has count for nothing: some hold what a text left there."""

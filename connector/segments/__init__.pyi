@@ -1,7 +1,7 @@
 from .blend import Blender
 from .paged_attention import PAGED_ATTENTION, AttentionSpan, PackedAttention, PagedKV, Scoring, uploaded
 from .progress import Blend, BlendResult
-from .rope import require_rotatable
+from .rope import attending, require_rotatable
 from .segment import (
     COUNTED,
     DEVIATION_BOUNDS,
@@ -35,6 +35,7 @@ __all__ = [
     "Scoring",
     "Segment",
     "WantedReuse",
+    "attending",
     "checked_repair",
     "checked_segments",
     "deviation_bound",

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Any, ClassVar, Final, Protocol
 
 import numpy as np
 import torch
@@ -92,7 +92,7 @@ class Attention(Protocol):
 
 
 def _paged_attention(
-    module: torch.nn.Module,
+    module: Any,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -100,31 +100,17 @@ def _paged_attention(
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """What transformers calls in every layer; `paged` came with the forward's keyword arguments."""
-    layer = _source_of(module)
+    layer, config = module.layer_idx, module.config
     paged: Attention = options["paged"]
-    scoring = Scoring(
-        options["scaling"],
-        options.get("sliding_window"),
-        _chunk_of(module.config, layer),
-        options.get("softcap"),
-        options.get("s_aux"),
-    )
+    kinds: Any = getattr(config, "layer_types", None)
+    if getattr(module, "is_kv_shared_layer", False):  # it attends to K and V of an earlier layer of its kind (Gemma 3n)
+        modes = config.kv_sharing_modes
+        layer = next(i for i in range(layer) if modes[i] == "store" and kinds[i] == kinds[layer])
+    # transformers knows the chunks that a layer stays in by its masks alone
+    chunk = config.attention_chunk_size if kinds and kinds[layer] == "chunked_attention" else None
+    window, softcap, sinks = options.get("sliding_window"), options.get("softcap"), options.get("s_aux")
+    scoring = Scoring(options["scaling"], window, chunk, softcap, sinks)
     return paged.attend(layer, query, key, value, scoring), None
-
-
-def _source_of(module: Any) -> int:
-    """The layer whose K and V it attends to: its own, or an earlier one of its kind (Gemma 3n)."""
-    layer: int = module.layer_idx
-    if not getattr(module, "is_kv_shared_layer", False):
-        return layer
-    kinds, modes = module.config.layer_types, module.config.kv_sharing_modes
-    return next(i for i in range(layer) if modes[i] == "store" and kinds[i] == kinds[layer])
-
-
-def _chunk_of(config: Any, layer: int) -> int | None:
-    """Tokens of the chunks that a layer stays in; transformers knows them in its masks alone."""
-    kinds = getattr(config, "layer_types", None)
-    return config.attention_chunk_size if kinds and kinds[layer] == "chunked_attention" else None
 
 
 # The function only, no mask function: transformers then builds no mask at all.
@@ -190,6 +176,8 @@ class AttentionSpan:
 class PackedAttention:
     """One step's attention: every chunk by itself, so that no bit depends on what it is packed with."""
 
+    writes: ClassVar[bool] = True  # else this step is in the pool before anybody attends
+
     def __init__(
         self, kv: PagedKV, spans: list[AttentionSpan], slots: torch.Tensor, wait_layer: Callable[[int], bool] | None
     ) -> None:
@@ -203,8 +191,17 @@ class PackedAttention:
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
     ) -> torch.Tensor:
-        self.write(layer, key, value)
-        return self.attend_written(layer, query, key, value, scoring)
+        if self.writes:
+            self.write(layer, key, value)
+        if len(self.spans) == 1 and query.shape[2] == self.spans[0].last:
+            span = self.spans[0]
+            return self._span(layer, span, (query[0], key[0], value[0]), scoring).transpose(0, 1)[None]
+        out = value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
+        for span in self.spans:
+            rows = slice(span.first, span.last)
+            fresh = (query[0, :, rows], key[0, :, rows], value[0, :, rows])
+            out[0, rows] = self._span(layer, span, fresh, scoring).transpose(0, 1)
+        return out
 
     def write(self, layer: int, *kv: torch.Tensor) -> None:
         """Put this step's K and V, or its latents, into the pool, behind what is being loaded there."""
@@ -216,25 +213,13 @@ class PackedAttention:
         """K and V of these blocks, `[num_tokens, kv heads, head dim]` each; good until the next call."""
         return self.kv.gather(layer, blocks, num_tokens)
 
-    def attend_written(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
-    ) -> torch.Tensor:
-        """As `attend`, of a step that is in the pool by now."""
-        if len(self.spans) == 1 and query.shape[2] == self.spans[0].last:
-            span = self.spans[0]
-            return self._span(layer, span, (query[0], key[0], value[0]), scoring).transpose(0, 1)[None]
-        out = value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
-        for span in self.spans:
-            rows = slice(span.first, span.last)
-            fresh = (query[0, :, rows], key[0, :, rows], value[0, :, rows])
-            out[0, rows] = self._span(layer, span, fresh, scoring).transpose(0, 1)
-        return out
-
     def _span(self, layer: int, span: AttentionSpan, fresh: tuple[torch.Tensor, ...], scoring: Scoring) -> torch.Tensor:
         """`fresh`: the chunk's own Q, K, V, [heads, T, head dim] each. Returns [heads, T, head dim]."""
         query, key, value = fresh
-        lowest = scoring.lowest(span.start)  # the first key anybody sees
+        is_plain, lowest = scoring.softcap is None and scoring.sinks is None, 0
         if span.start:
+            if scoring.window is not None or scoring.chunk is not None:
+                lowest = scoring.lowest(span.start)  # the first key anybody sees
             first_block = lowest // self.kv.block_size
             origin = first_block * self.kv.block_size
             key, value = self.context(layer, span.blocks[first_block:], span.end - origin)
@@ -242,11 +227,11 @@ class PackedAttention:
         num_kv_heads, shape = len(key), (*query.shape[:2], value.shape[2])
         if query.shape[1] == 1:  # the heads of a group become rows: one pass over their keys
             grouped = query.view(1, num_kv_heads, -1, query.shape[2])
-            if not scoring.is_plain:
+            if not is_plain:
                 return scoring.attend(grouped, key[None], value[None], None, 1).reshape(shape)
             scaling = scoring.scaling
             return scaled_dot_product_attention(grouped, key[None], value[None], scale=scaling).reshape(shape)
-        if not scoring.is_plain:
+        if not is_plain:
             grouped = query.reshape(1, num_kv_heads, -1, query.shape[2])
             sees = _mask(span, scoring, lowest, query.device).repeat(grouped.shape[2] // query.shape[1], 1)
             return scoring.attend(grouped, key[None], value[None], sees, query.shape[1]).reshape(shape)

@@ -116,18 +116,18 @@ def _keys_and_values(module: PreTrainedModel, start: int) -> Layers:
     """K and V of the same tokens at `start …`, as transformers itself caches them."""
     numbers = torch.arange(_NUM_TOKENS, device=module.device)
     token_ids = (numbers * 7919 + 3) % module.config.get_text_config(decoder=True).vocab_size
-    with _own_attention(module):
+    with attending(module, "sdpa"):  # transformers' own, not ours over a paged pool
         output = module(input_ids=token_ids[None], position_ids=(numbers + start)[None], use_cache=True)
     cache = returned_cache(output)
     return [(layer.keys, layer.values) for layer in cache.layers]
 
 
 @contextmanager
-def _own_attention(module: PreTrainedModel) -> Iterator[None]:
-    """The model with an attention of transformers' own, instead of ours over a paged pool."""
+def attending(module: PreTrainedModel, way: str) -> Iterator[None]:
+    """The model with this attention function; its own again afterwards, whatever happens."""
     chosen: str = module.config._attn_implementation
-    module.set_attn_implementation("sdpa")
     try:
+        module.set_attn_implementation(way)
         yield
     finally:
         module.set_attn_implementation(chosen)

@@ -189,11 +189,7 @@ _ALL, _TRAILING = "all_pages", "trailing_pages"  # PoolHitPolicy
 
 
 def hit_ends(
-    names: Sequence[ChainHash],
-    needed: Sequence[tuple[str, str, int]],
-    stores: Mapping[str, PageStore],
-    *,
-    every: bool,
+    names: Sequence[ChainHash], needed: Sequence[tuple[str, str, int]], stores: Mapping[str, PageStore], *, every: bool
 ) -> tuple[list[int], dict[str, int]]:
     """How long a prefix of `names` may be, ascending, and how far each pool by itself reaches.
 

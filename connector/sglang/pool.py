@@ -29,10 +29,7 @@ _MLA: Final[_LayoutTable] = {
     "page_unified": (None, (0, 1, 2, 3)),  # [pages, layers, tokens, elements]
 }
 # K and V of different size, a tensor each: [tokens, layers, heads, elements], [pages, layers, tokens, heads, elements].
-_UNEQUAL: Final[_LayoutTable] = {
-    "page_first": (0, (0, 2, 1, 3, 4)),
-    "page_first_direct": (None, (0, 1, 2, 3, 4)),
-}
+_UNEQUAL: Final[_LayoutTable] = {"page_first": (0, (0, 2, 1, 3, 4)), "page_first_direct": (None, (0, 1, 2, 3, 4))}
 _INDEX: Final[_LayoutTable] = {
     "layer_first": (None, (1, 0, 2)),  # [layers, pages, bytes]
     "page_first": (None, (0, 1, 2, 3)),  # [pages, layers, 1, bytes]

@@ -54,7 +54,7 @@ from kvtier.tiers.naming import KVProbe, root_hash, with_lossy
 from kvtier.tiers.reuse import Hint, hint_of
 
 
-def tell_ends(
+def report_finished(
     tiers: CacheTiers, rows: Sequence[PromptRow], num_outputs: Sequence[int], hint: Hint | None, seconds: float
 ) -> None:
     """Tell of each row that its request ended: so many tokens were answered, `seconds` after the call began.
@@ -62,7 +62,7 @@ def tell_ends(
     The rows' chains have what was stored of the answers by now. Of several answers to one prompt, the first counts.
     """
     for row, num_output in zip(rows, num_outputs, strict=True):
-        tiers.ended(Answered(len(row.token_ids), num_output, hint, seconds=seconds).end_of(row.chain))
+        tiers.ended(Answered(len(row.token_ids), num_output, hint, seconds=seconds).finish_of(row.chain))
     tiers.tick()  # nobody else sends it
 
 
@@ -221,11 +221,7 @@ class KVTier:
         return going_on
 
     def chat(
-        self,
-        tokenizer: Any,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Any] | None = None,
-        **options: Any,
+        self, tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None, **options: Any
     ) -> torch.Tensor:
         """A chat's prompt ([1, tokens]) for `generate`, by the tokenizer's template, with messages as `[chat]` says.
 
@@ -275,7 +271,7 @@ class KVTier:
             ends = partial(call.ends, num_columns=input_ids.shape[1])
             result = self._states.generate(rows, input_ids, call.options(self.model, options, None), ends)
             self._note_cached(self._states.num_cached_tokens, len(rows))
-            self._tell_ends(call, rows, result, input_ids, said, began)
+            self._report_finished(call, rows, result, input_ids, said, began)
             return result
         cache = self._load(rows, wanted) if call.loads else empty_cache(self.model)
         self._blocks.watch(cache)
@@ -291,7 +287,7 @@ class KVTier:
             self._store(copies, sequences, cache, call.ends(sequences, num_columns))
         else:  # of each prompt its first row
             self._store(rows, input_ids, cache, num_copies=call.num_copies)
-        self._tell_ends(call, rows, result, input_ids, said, began)
+        self._report_finished(call, rows, result, input_ids, said, began)
         return result
 
     def load(
@@ -356,7 +352,7 @@ class KVTier:
                 for row in rows:
                     row.num_exact = cache.num_exact if isinstance(cache, BlendedCache) else None
                 self._store(rows, input_ids, cache)
-            tell_ends(self._tiers, rows, [0] * len(rows), said, 0.0)
+            report_finished(self._tiers, rows, [0] * len(rows), said, 0.0)
 
     def stats(self) -> dict[str, float]:
         """Every counter and gauge of the tiers by its exposition name; what came of segments as in `Engine.stats`."""
@@ -456,13 +452,13 @@ class KVTier:
             self._say_once(f"nothing is loaded or kept: {self._turn.refusal}")
         return nullcontext()
 
-    def _tell_ends(
+    def _report_finished(
         self, call: Call, rows: list[PromptRow], result: Any, input_ids: torch.Tensor, hint: Hint | None, began: float
     ) -> None:
         sequences = result if isinstance(result, torch.Tensor) else result.sequences
         num_columns, num_returned = input_ids.shape[1], len(sequences) // len(rows)
         num_outputs = [end - num_columns for end in call.ends(sequences, num_columns)[::num_returned]]
-        tell_ends(self._tiers, rows, num_outputs, hint, time.monotonic() - began)
+        report_finished(self._tiers, rows, num_outputs, hint, time.monotonic() - began)
 
     def _forget_last_call(self) -> None:
         self.num_cached_tokens = self.num_segment_tokens = self.num_repaired_tokens = 0
@@ -598,4 +594,4 @@ class KVTier:
             num_named = num_tokens if row.num_exact is None else min(num_tokens, row.num_exact)
             if run := range(row.num_loaded, num_named // self._form.block_size):
                 self._blocks.store(row, run, blocks_of(cache, index * num_copies, run, self._form, row.num_pads))
-        self._blocks.settle()
+        self._blocks.wait_sealed()

@@ -72,40 +72,21 @@ def _join(layer: Any, loaded: DynamicCache, number: int) -> None:
     layer.update = first
 
 
-_OWN_WAYS: Final = (  # of decoding, whose cache or prompt is not what `generate` was given
-    "assistant_early_exit",
-    "use_mtp",
-    "custom_generate",
-    "token_healing",
-    "penalty_alpha",
-    "dola_layers",
-    "constraints",
-    "force_words_ids",
-)
+# of decoding, whose cache or prompt is not what `generate` was given
+_OWN_WAYS: Final = (
+    "assistant_early_exit", "use_mtp", "custom_generate", "token_healing", "penalty_alpha", "dola_layers",
+    "constraints", "force_words_ids",
+)  # fmt: skip
 _ASSISTED: Final = ("assistant_model", "prompt_lookup_num_tokens")
 _BY_ROW: Final = ("adapter_names", "alora_offsets")  # of PEFT: rows of a call computed by different adapters
 _WHOLE_PROMPT: Final = ("output_attentions", "output_hidden_states")
 _DYNAMIC: Final = (None, "dynamic", "hybrid")  # the cache that is made here; Gemma's checkpoints name the last
 _QUANTIZED: Final = "quantized"
-_OTHER_THAN_TEXT: Final = frozenset(  # words in the names of configuration fields
-    {
-        "audio",
-        "boa",
-        "boi",
-        "eoa",
-        "eoi",
-        "frame",
-        "image",
-        "img",
-        "media",
-        "patch",
-        "pixel",
-        "sound",
-        "speech",
-        "video",
-    }
-    | {"vision", "visual"}
-)
+# words in the names of configuration fields
+_OTHER_THAN_TEXT: Final = frozenset((
+    "audio", "boa", "boi", "eoa", "eoi", "frame", "image", "img", "media", "patch", "pixel", "sound", "speech",
+    "video", "vision", "visual",
+))  # fmt: skip
 _SPECIAL_TOKENS: Final = ("pad_token_id", "eos_token_id", "bos_token_id")
 _CHUNKS_GO_ON: Final = tuple(map(int, _version.split(".")[:2])) >= (5, 23)  # earlier ones count chunks from position 0
 

@@ -17,13 +17,8 @@ _TOLERANCE: Final = {torch.float32: 5e-3}  # relative; KV of a token that paddin
 _COARSE: Final = 0.1  # of 16-bit types
 _NUM_TOKENS: Final = 12
 _NUM_PADS: Final = 5
-_FAILURES: Final = (
-    RuntimeError,
-    TypeError,
-    ValueError,
-    AttributeError,
-    LookupError,
-)  # of a model called as none expects
+# of a model called as none expects
+_FAILURES: Final = (RuntimeError, TypeError, ValueError, AttributeError, LookupError)
 _PLAIN: Final[dict[str, Any]] = {  # one forward pass by `generate`, whatever the model's own settings say
     "max_new_tokens": 1,
     "do_sample": False,

@@ -1,8 +1,6 @@
 """Segments of `KVTier`'s calls: the gate of a model, and segments brought, computed and blended into prompts."""
 
 from collections import Counter, abc
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -21,6 +19,7 @@ from kvtier.connector.segments import (
     ReusedPart,
     Segment,
     WantedReuse,
+    attending,
     checked_repair,
     checked_segments,
     deviation_bound,
@@ -42,28 +41,8 @@ _LAYER: Final = ("input_layernorm", "self_attn")
 _ATTENTION: Final = ("layer_idx", "head_dim", "k_proj", "v_proj")
 _PROBE: Final = "kvtier-probe"
 _UNHEEDED: Final = ("attention_mask", "softcap", "s_aux")  # a mask of the layer's own, capped scores, attention sinks
-_FAILURES: Final = (
-    RuntimeError,
-    TypeError,
-    ValueError,
-    AttributeError,
-    LookupError,
-)  # of a layer called as none expects
-
-
-def paged_attention(model: PreTrainedModel) -> AbstractContextManager[None]:
-    """The model with the attention that a blend needs; its own again afterwards, whatever happens."""
-    return _attending(model, PAGED_ATTENTION)
-
-
-@contextmanager
-def _attending(model: PreTrainedModel, way: str) -> Iterator[None]:
-    chosen: str = model.config._attn_implementation
-    try:
-        model.set_attn_implementation(way)
-        yield
-    finally:
-        model.set_attn_implementation(chosen)
+# of a layer called as none expects
+_FAILURES: Final = (RuntimeError, TypeError, ValueError, AttributeError, LookupError)
 
 
 def require_blendable(model: PreTrainedModel, shape: KVShape | None) -> torch.Tensor:
@@ -85,7 +64,7 @@ def require_blendable(model: PreTrainedModel, shape: KVShape | None) -> torch.Te
         raise _refusal(kind, trait)
     try:
         own, trait = _own_cache(model), _unheeded(model)
-        with paged_attention(model):
+        with attending(model, PAGED_ATTENTION):
             trait = trait or _difference(model, own, shape, inv_freq)
     except _FAILURES as error:
         raise _refusal(kind, _failure(error)) from error
@@ -136,7 +115,7 @@ def _unheeded(model: PreTrainedModel) -> str | None:
     kinds = getattr(config, "layer_types", None) or [usual] * config.num_hidden_layers
     noted: dict[int, dict[str, Any]] = {}
     decoder: Any = model.model
-    with _attending(model, _PROBE):
+    with attending(model, _PROBE):
         decoder(input_ids=_token_ids(model)[None], use_cache=False, noted=noted)
     for layer, kind in enumerate(kinds):
         if (asked := noted.get(layer)) is None:
@@ -276,7 +255,7 @@ class SegmentCalls:
             source = self._blocks.row(text)
             if source.chain.hashes:
                 self._brought(source, self._blocks.deadline)
-        self._blocks.settle()
+        self._blocks.wait_sealed()
 
     def blend(
         self, rows: abc.Sequence[PromptRow], loaded: abc.Sequence[Blocks], wanted: abc.Sequence[WantedReuse]
@@ -298,7 +277,7 @@ class SegmentCalls:
             num_computed = row.num_loaded * self._blocks.form.block_size
             requests.append(BlendRequest(row.token_ids, table, num_computed, parts, one.repair if parts else _IN_FULL))
             row.num_exact = parts[0].start if parts else None
-        with paged_attention(self._model):
+        with attending(self._model, PAGED_ATTENTION):
             results = Blender(self._model, tensor, self._inv_freq, _MAX_ROWS).blend(requests)
         for own, result in zip(uses, results, strict=True):
             if own:
@@ -339,7 +318,7 @@ class SegmentCalls:
                 continue
             sources[use.name], was_loaded = self._brought(use.source, deadline)
             self.stats["segments_loaded" if was_loaded else "segments_computed"] += 1
-        self._blocks.settle()
+        self._blocks.wait_sealed()
         return sources
 
     def _brought(self, source: PromptRow, deadline: float) -> tuple[Blocks, bool]:

@@ -313,7 +313,7 @@ class StateCalls:
             for border, states in brought.items():
                 if states is not None and border * self._size <= end:
                     self._records.store(row, border, states[index])
-        self._blocks.settle()
+        self._blocks.wait_sealed()
 
     def _is_whole(self, cache: Any, num_rows: int, num_tokens: int | None) -> bool:
         """Whether a cache has the K and V of all its tokens, and of that many."""

@@ -56,7 +56,7 @@ class _Store:
 class TierBlocks:
     """Loads and stores blocks of one model's chains. Waits for them; never raises for a storage failure.
 
-    On a GPU a store is only enqueued: `settle`, `drain` and `close` wait for its copies, and have them sealed.
+    On a GPU a store is only enqueued: `wait_sealed`, `drain` and `close` wait for its copies, and have them sealed.
     """
 
     def __init__(
@@ -199,7 +199,7 @@ class TierBlocks:
         self._stores.append(_Store(reservation, records, epoch, sent))
         self._seal(0.0)
 
-    def settle(self) -> None:
+    def wait_sealed(self) -> None:
         """Wait a moment for new blocks: the next call finds what this one computed."""
         self._seal(_SEALED)
         self.tiers.drain(_SEALED, below=False)

@@ -57,8 +57,8 @@ class VllmEvents:
                 "kv_cache_spec_sliding_window": get_kv_cache_spec_sliding_window(spec),
             }
 
-    def note(self, request: Any, chain: BlockChain, run: range) -> None:
-        """Note that blocks `run` of a live request are going to be stored."""
+    def record(self, request: Any, chain: BlockChain, run: range) -> None:
+        """Record that blocks `run` of a live request are going to be stored."""
         _remember(self._roots, [chain.parent(0)], None)
         names = chain.hashes[run.start : run.stop]
         if request.lora_request is not None:

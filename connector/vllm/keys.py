@@ -186,7 +186,7 @@ class ServedAdapters:
         adapter.is_awaited &= not getattr(lora, "load_inplace", False)
         adapter.is_loaded |= not adapter.is_awaited
 
-    def settle(self, reloading: Collection[int]) -> None:
+    def confirm(self, reloading: Collection[int]) -> None:
         """Behind that: what was loaded stays as it is, but for those that live requests have loaded at every step."""
         self._doubtful -= {each for each in self._doubtful if self._adapters[each].is_loaded and each not in reloading}
 

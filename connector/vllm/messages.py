@@ -111,7 +111,7 @@ class WatchedOps:
         for op in self._ops.values():
             op.failed |= bool(op.blocks) and op.request_id not in sound
 
-    def take_in(self, reports: CopyReports) -> EndedOps:
+    def apply(self, reports: CopyReports) -> EndedOps:
         """Count what the ranks report; an op has ended when the last of them has."""
         ended = EndedOps([], [], [], [])
         for op_id, (well, badly) in reports.ops.items():

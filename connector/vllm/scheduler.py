@@ -88,7 +88,7 @@ class SchedulerHalf:
         self._ops = WatchedOps(num_blocks, num_ranks)
         self._arriving: dict[str, set[ChainHash]] = {}  # request → blocks on their way to L1 for it
         self._next = NextStep()
-        self._tails: dict[int, Tables] = {}  # stores not planned yet of blocks that may be reused, and their tables
+        self._final: dict[int, Tables] = {}  # stores not planned yet of blocks that may be reused, and their tables
         self._late: dict[int, Tables] = {}  # likewise, offered again: the daemon was too late to give them slots
         self._reported_at = 0.0
         self.names = RequestNames(plan, cache, root, adapters)
@@ -108,7 +108,7 @@ class SchedulerHalf:
         self._shares = shares
         self._stores = stores
 
-    def tell(self, groups: Sequence[Any], algorithm: str) -> None:
+    def publish_events(self, groups: Sequence[Any], algorithm: str) -> None:
         """Enable `take_events`. `groups` are vLLM's KV groups; `algorithm` hashes its blocks."""
         if self._plan.lookahead:
             _log.warning("kv events: blocks with this draft model's KV have names of their own, and are not published")
@@ -156,7 +156,7 @@ class SchedulerHalf:
         if not num_external_tokens:
             self.side.allocated(row.request_id, (), 0)
             if self._states is not None:
-                self._states.let_go(row)
+                self._states.release(row)
             return
         size = self._plan.block_size
         first, wanted = row.asked // size, -(-num_external_tokens // size)  # the last one is perhaps used in part
@@ -195,9 +195,9 @@ class SchedulerHalf:
                 self._offer(row, num_scheduled - drafts, output.kv_connector_block_state)
                 if self._states is not None and not drafts:
                     of_last_step = self._states.offer(row, num_scheduled, output)
-                    self._tails.update(dict.fromkeys(of_last_step, ()))
-        tails, plan = self._planned()
-        self._expect(tails)
+                    self._final.update(dict.fromkeys(of_last_step, ()))
+        final_stores, plan = self._planned()
+        self._expect(final_stores)
         step, self._next = self._next, NextStep()
         is_read = self._ops.reads or self._late
         written = handed_out(output, self._plan.group_sizes) | step.targets if is_read else set()
@@ -207,7 +207,7 @@ class SchedulerHalf:
         return StepMessage(
             region=self._handle(),
             plan=plan.encode(),
-            tails=tails.encode(),
+            final_stores=final_stores.encode(),
             is_idle=self._was_idle,
             fences=fences,
             lost=step.lost,
@@ -230,7 +230,7 @@ class SchedulerHalf:
         if reports is None:
             return
         self._reported_at = time.monotonic()
-        ended = self._ops.take_in(reports)
+        ended = self._ops.apply(reports)
         for request_id in ended.loaded:
             self._arriving.pop(request_id, None)
         update = self.side.update(WorkerReport(*map(tuple, (ended.finished, ended.failed, ended.lost))))
@@ -251,7 +251,7 @@ class SchedulerHalf:
             return None
         if row.stored is not None and request.num_computed_tokens:
             ops = self._store(row, request.num_computed_tokens - request.num_in_flight_tokens, tables)
-            self._tails.update(dict.fromkeys(ops, row.tables))
+            self._final.update(dict.fromkeys(ops, row.tables))
         self._forget(row, answered_of(request, self.reads_answers, self.side.tiers.metrics.hint_ignored))
         return self._handovers.offer(row)
 
@@ -273,7 +273,7 @@ class SchedulerHalf:
         events = self._events
         if events is not None and events.source.waiting:
             return True
-        coming = bool(self._ops or self._tails or self._late) or (events is not None and events.source.coming)
+        coming = bool(self._ops or self._final or self._late) or (events is not None and events.source.coming)
         return coming and time.monotonic() - self._reported_at < _PATIENCE
 
     def reset(self, *, drops: bool = True) -> None:
@@ -314,7 +314,7 @@ class SchedulerHalf:
         for row, lora in rows:
             if row.request.num_output_tokens and row.request_id in self._rows:
                 adapters.computed(lora)
-        adapters.settle({lora.lora_int_id for _, lora in rows if lora.load_inplace})
+        adapters.confirm({lora.lora_int_id for _, lora in rows if lora.load_inplace})
 
     def _lookup(self, row: TrackedRequest) -> int | Pending:
         return self.side.lookup(row, row.asked) if self._states is None else self._states.lookup(row)
@@ -397,7 +397,7 @@ class SchedulerHalf:
     def _store_run(self, row: TrackedRequest, run: Sequence[int]) -> int:
         op_id = self.side.store(row.request_id, run[0], run)
         if self._events is not None:
-            self._events.note(row.request, row.chain, range(run[0], run[-1] + 1))
+            self._events.record(row.request, row.chain, range(run[0], run[-1] + 1))
         return op_id
 
     def _planned(self) -> tuple[StepPlan, StepPlan]:
@@ -407,18 +407,18 @@ class SchedulerHalf:
         """
         if self._late:
             self.side.offer_again(self._late)
-            self._tails |= self._late
+            self._final |= self._late
         plan, late = self.side.build_plan(), self.side.late
         for request_id, first in self.side.refused:
             if (row := self._rows.get(owner(request_id))) is not None:
                 row.refused = first if row.refused is None else min(first, row.refused)
-        tails, self._tails = self._tails, {}
-        self._late = {op_id: tables for op_id, tables in tails.items() if tables and op_id in late}
-        for op_id in [each for each, store in late.items() if each not in tails and store.request_id in self._rows]:
+        final, self._final = self._final, {}
+        self._late = {op_id: tables for op_id, tables in final.items() if tables and op_id in late}
+        for op_id in [each for each, store in late.items() if each not in final and store.request_id in self._rows]:
             del late[op_id]  # its request offers these blocks again
-        of_ended = [self._translate(op, tails[op.op_id]) for op in plan.stores if op.op_id in tails]
+        of_ended = [self._translate(op, final[op.op_id]) for op in plan.stores if op.op_id in final]
         loads, stores = (
-            tuple(self._translate(op, self._rows[owner(op.request_id)].tables) for op in ops if op.op_id not in tails)
+            tuple(self._translate(op, self._rows[owner(op.request_id)].tables) for op in ops if op.op_id not in final)
             for ops in (plan.loads, plan.stores)
         )
         return StepPlan(plan.step, plan.region, (), tuple(of_ended)), StepPlan(plan.step, plan.region, loads, stores)

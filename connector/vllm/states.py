@@ -55,7 +55,7 @@ class StateSide:
         if row.gives_up:
             return 0
         if row.closed is None or row.closed.border <= first:
-            self.let_go(row)
+            self.release(row)
             usable = min(len(row.chain.hashes), (row.num_tokens - 1) // self._size)
             among = range(first + 1, usable + 1)
             border = last_border(self._side.tiers, row.chain, among, self._groups, keeps_blocks=self._keeps_blocks)
@@ -75,7 +75,7 @@ class StateSide:
         num_records = len(self._groups) + (num_blocks if self._keeps_blocks else 0)
         if promised == num_records * self._size:
             return num_blocks * self._size
-        self.let_go(row)
+        self.release(row)
         return 0
 
     def load(self, row: TrackedRequest, num_tokens: int) -> int:
@@ -159,7 +159,7 @@ class StateSide:
         """The workers' blocks that the request's states are loaded to, as `exactly` names them."""
         return self._exact(self._at(row.tables, row.closed.border)) if row.closed is not None else []
 
-    def let_go(self, row: TrackedRequest) -> None:
+    def release(self, row: TrackedRequest) -> None:
         """Drop what was promised to the request."""
         if row.closed is not None:
             self._side.finished(row.closed.request_id)

@@ -170,7 +170,7 @@ class TierJobs:
             with self._changed:
                 self._changed.wait_for(lambda: not self._live, _LOOK_AGAIN)
         for batch in sorted(self._live, key=lambda batch: batch.is_begun):  # or their turn would come now
-            self.give_up(batch)
+            self.expire(batch)
         with self._changed:  # what is left is being copied in memory, which cannot hang
             self._changed.wait_for(lambda: not self._live, timeout)
 
@@ -189,14 +189,14 @@ class TierJobs:
 
     # What the batches report, mostly from I/O threads.
 
-    def settle(self, batch: "_JobBatch", outcomes: Sequence[Outcome]) -> bool:
+    def resolve(self, batch: "_JobBatch", outcomes: Sequence[Outcome]) -> bool:
         """Record what became of a batch; False where it was given up before."""
         with self._changed:
             if batch not in self._live:
                 return False
             self._live.remove(batch)
             job = batch.job
-            batch.settled(outcomes)
+            batch.resolved(outcomes)
             for position, outcome in zip(batch.positions, outcomes, strict=True):
                 if job.outcomes[position] is not Outcome.OK:  # one tier that took a block is enough
                     job.outcomes[position] = outcome
@@ -205,12 +205,12 @@ class TierJobs:
         self._count(batch, outcomes)
         return True
 
-    def give_up(self, batch: "_JobBatch") -> None:
+    def expire(self, batch: "_JobBatch") -> None:
         """Nobody waits for a batch any more, unless it is being copied already: then it has all but ended."""
         with self._changed:
             if batch.copying:
                 return
-            self.settle(batch, [Outcome.TIMEOUT] * len(batch.positions))
+            self.resolve(batch, [Outcome.TIMEOUT] * len(batch.positions))
         self.advance(batch.line)
 
     def advance(self, line: _StoreLine | None) -> None:
@@ -226,13 +226,13 @@ class TierJobs:
             is_cut = line.failed.issuperset(batch.chains)
             if not is_cut and self._given(batch, self.clock() + _STORE_PATIENCE * batch.port.settings.deadline):
                 return
-            self.settle(batch, [Outcome.PARENT_FAILED if is_cut else Outcome.QUEUE_FULL] * len(batch.positions))
+            self.resolve(batch, [Outcome.PARENT_FAILED if is_cut else Outcome.QUEUE_FULL] * len(batch.positions))
 
     def is_live(self, batch: "_JobBatch") -> bool:
         return batch in self._live
 
     def begin_copy(self, batch: "_JobBatch") -> bool:
-        """Whether the engine's memory may be written to: from now on until `settle` the batch is not given up."""
+        """Whether the engine's memory may be written to: from now on until `resolve` the batch is not given up."""
         with self._changed:
             batch.copying = batch in self._live
             return batch.copying
@@ -335,22 +335,22 @@ class _JobBatch:
 
     def end(self, result: list[Outcome] | Outcome | None, *, late: bool) -> None:
         outcomes = result if isinstance(result, list) else [result or Outcome.TIMEOUT] * len(self.positions)
-        if not self.owner.settle(self, outcomes) and isinstance(result, list):
-            self.given_up()
+        if not self.owner.resolve(self, outcomes) and isinstance(result, list):
+            self.expired()
         self.owner.advance(self.line)
 
     def overdue(self) -> None:
         self.port.failed(self.direction)
-        self.owner.give_up(self)
+        self.owner.expire(self)
 
     def transfer(self) -> list[Outcome]:
         """What became of each block."""
         raise NotImplementedError
 
-    def given_up(self) -> None:
+    def expired(self) -> None:
         """It was transferred, but the engine had its memory back before the end."""
 
-    def settled(self, outcomes: Sequence[Outcome]) -> None:
+    def resolved(self, outcomes: Sequence[Outcome]) -> None:
         """What became of it was recorded: under the owner's lock."""
 
 
@@ -385,14 +385,14 @@ class _StoreBatch(_JobBatch):
                 outcomes[i] = outcome
         return outcomes
 
-    def settled(self, outcomes: Sequence[Outcome]) -> None:
+    def resolved(self, outcomes: Sequence[Outcome]) -> None:
         line = self.line
         assert line is not None
         line.failed.update(c for c, outcome in zip(self.chains, outcomes, strict=True) if outcome is not Outcome.OK)
         if line.current is self:
             line.current = None
 
-    def given_up(self) -> None:
+    def expired(self) -> None:
         """What was written may be another block's bytes."""
         tier = self.port.tier
         if tier is not None:

@@ -56,7 +56,7 @@ class WorkerStep:
 
     region: RegionHandle | None  # None: the daemon was not reached yet, so nothing is planned
     plan: bytes  # `StepPlan`: loads, and stores of blocks this step fills
-    tails: bytes  # `StepPlan`: stores of finished requests; made before the step's compute
+    final_stores: bytes  # `StepPlan`: stores of finished requests; made before the step's compute
     is_idle: bool  # nothing is computed in this step
     fences: tuple[int, ...] = ()  # stores that must end first, since this step writes to their blocks
     lost: dict[str, tuple[int, ...]] = field(default_factory=dict)  # request → blocks that were promised and are gone
@@ -136,15 +136,15 @@ class WorkerHalf:
             return
         self._refuse(StepPlan(0, 0, (), self._stores.stores))  # vLLM never said that their compute was issued
         self._step, self._spoiled = message, False
-        tails = StepPlan.decode(message.tails)
+        final_stores = StepPlan.decode(message.final_stores)
         self._stores = StepPlan.decode(message.plan)
         for request_id, blocks in message.lost.items():
             self._lost(request_id, blocks, waits=request_id in message.late)
-        side = self._connected(message.region) if tails or message.fences or self._stores.loads else None
+        side = self._connected(message.region) if final_stores or message.fences or self._stores.loads else None
         if side is None:
-            self._refuse(tails)
+            self._refuse(final_stores)
             return
-        self._store(side, tails)
+        self._store(side, final_stores)
         side.fence(message.fences)
         side.begin(self._stores, early=not message.touches)
         if self._starts_early(message):
@@ -193,12 +193,12 @@ class WorkerHalf:
             self._stream.drain(_DEADLINE)
         if self._step is not None and self._step.is_idle:
             self._side.wait(_IDLE_WAIT)
-        self._take_in(self._side.poll())
+        self._apply(self._side.poll())
         if self._spoiled:
             # What the device was given of a failed load goes on; behind our report its blocks are computed again.
-            if not self._side.settled():
+            if not self._side.wait_loads():
                 raise RuntimeError(f"a load that a step needed has not ended in {_DEADLINE:.0f} s: memory is stuck")
-            self._take_in(self._side.poll())
+            self._apply(self._side.poll())
 
     def _starts_early(self, message: WorkerStep) -> bool:
         """Whether this step's loads start before its compute, and so end with it: a request comes a step sooner.
@@ -222,7 +222,7 @@ class WorkerHalf:
             self._spoiled = True
             self._late |= {op.op_id for op in self._stores.loads if op.layerwise}
 
-    def _take_in(self, report: WorkerReport) -> None:
+    def _apply(self, report: WorkerReport) -> None:
         """What was late has failed even if it has come since: the step had computed without it."""
         if late := self._late.intersection(report.finished):
             in_time = tuple(op_id for op_id in report.finished if op_id not in late)
@@ -265,7 +265,7 @@ class WorkerHalf:
 
     def _disconnect(self) -> None:
         if self._side is not None:
-            self._take_in(self._side.close(_DEADLINE))
+            self._apply(self._side.close(_DEADLINE))
             self._side = self._stream = None
         if self._region is not None:
             self._region.close()

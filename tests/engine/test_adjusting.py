@@ -68,7 +68,9 @@ def test_a_batch_is_adjusted_by_definition() -> None:
         assert np.allclose(found.numpy(), expected, rtol=1e-5, atol=1e-5)
         assert np.array_equal(kept.numpy(), logits)  # logprobs are of these
         for each in rows if length < len(answer) else ():
-            each.append(answer[length])
+            each.token_ids.append(answer[length])
+            each.num_tokens += 1
+            each.num_generated += 1
 
 
 def test_min_p_keeps_what_is_near_the_likeliest() -> None:

@@ -171,7 +171,7 @@ def test_a_step_that_raised_is_made_again() -> None:
     live = engine.add()
     engine.step()
     batch = engine.scheduler.schedule(WorkerReport())
-    engine.scheduler.give_up(batch, ())
+    engine.scheduler.fail(batch, ())
     engine.report_failed(batch)
     engine.run()
     assert live.num_generated == 1

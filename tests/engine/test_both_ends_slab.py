@@ -12,7 +12,7 @@ from small_engines import end, settled
 from tiny_models import config_of, prompt
 
 from kvtier.connector.local import LocalConnector
-from kvtier.connector.overlapped import Back
+from kvtier.connector.overlapped import OverlappedLoad
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.llm import Engine
 from kvtier.engine.requests import Output, SamplingParams
@@ -81,8 +81,8 @@ class SlowSlab:
         return self.engine.connector.hierarchy
 
     @property
-    def back(self) -> Back | None:
-        return self.engine.connector.scheduler.backs.get("a")
+    def back(self) -> OverlappedLoad | None:
+        return self.engine.connector.scheduler.overlapped.get("a")
 
     def forget(self, *, l2: bool = True) -> None:
         """What L1 and L2 hold."""
@@ -115,7 +115,7 @@ class SlowSlab:
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The front waits for the back however long it takes."""
-    monkeypatch.setattr(Back, "_is_late", lambda back, group: False)
+    monkeypatch.setattr(OverlappedLoad, "_is_late", lambda back, group: False)
 
 
 @pytest.fixture
@@ -185,7 +185,7 @@ def test_a_hole_is_computed_and_what_lies_behind_it_still_counts(slabs: Any) -> 
 
 
 def test_a_back_that_never_comes_is_computed(slabs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Back, "_is_late", lambda back, group: True)
+    monkeypatch.setattr(OverlappedLoad, "_is_late", lambda back, group: True)
     slab = slabs()
     slab.engine.add_request(slab.prompt, KEEP, request_id="a")
     assert slab.finish() == slab.bits

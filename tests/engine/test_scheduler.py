@@ -360,7 +360,7 @@ def test_a_step_that_raised_counts_for_nothing(stories: list[Story]) -> None:
     story.add("a", tokens(1, 12), max_tokens=2)
     batch = story.scheduler.schedule(WorkerReport())
     assert isinstance(batch.plan, StepPlan)
-    story.scheduler.give_up(batch, tuple(op.op_id for op in batch.plan.stores))
+    story.scheduler.fail(batch, tuple(op.op_id for op in batch.plan.stores))
     assert story.live["a"].state is SequenceState.WAITING
     assert story.pool.num_free_blocks == 16
     assert story.pool.lookup(story.live["a"].chain.hashes) == 0  # nothing of it is findable

@@ -140,7 +140,7 @@ def test_a_step_given_up_references_no_source_any_more(stories: list[Story]) -> 
     story.add("b", [*tokens(1, 6), 90])
     batch = story.scheduler.schedule(WorkerReport())
     assert len(batch.copies) == 1
-    story.scheduler.give_up(batch, tuple(op.op_id for op in batch.plan.stores))
+    story.scheduler.fail(batch, tuple(op.op_id for op in batch.plan.stores))
     assert story.step() == [("b", 6, 7)]
 
 

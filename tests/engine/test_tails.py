@@ -126,7 +126,7 @@ def test_a_full_l1_waits_for_the_tails_copy() -> None:
     """The blocks of a request that ended are free, but for the one that a copy still reads."""
 
     class Takes(ScriptedConnector):
-        def store_tail(self, request_id: str, tail: BlockRecord, block_id: int) -> bool:
+        def store_partial(self, request_id: str, tail: BlockRecord, block_id: int) -> bool:
             self.log.append(("tail", request_id, len(tail.tokens) // 4))
             return True
 

@@ -157,7 +157,7 @@ def test_of_a_step_that_fails_nothing_is_stored_and_the_engine_goes_on(
     end(engine)
 
 
-@pytest.mark.parametrize("place", ["scheduler.schedule", "scheduler.postprocess", "scheduler.give_up"])
+@pytest.mark.parametrize("place", ["scheduler.schedule", "scheduler.postprocess", "scheduler.fail"])
 def test_an_engine_interrupted_in_its_books_refuses_all_and_stores_nothing_more(
     tmp_path: Path, texts: list[list[int]], place: str
 ) -> None:
@@ -169,7 +169,7 @@ def test_an_engine_interrupted_in_its_books_refuses_all_and_stores_nothing_more(
     pool = engine.connector.hierarchy.host.pool
     num_stored = pool.counts().ready
     heals = [fail(engine, place)]
-    if place == "scheduler.give_up":
+    if place == "scheduler.fail":
         heals.append(fail(engine, "runner.run"))
     with pytest.raises(Interrupt):
         engine.generate([PROMPTS[1]], GREEDY)

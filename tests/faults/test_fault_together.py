@@ -56,7 +56,7 @@ def test_whatever_goes_wrong_answers_are_right_and_nothing_approximate_is_kept(
     """Hits inside a block, tails, segments and both ends; aborts, preemption, bad copies, late reads, rotten blocks."""
     dice = random.Random(seed)
     monkeypatch.setattr(overlapped, "_GROUP_BLOCKS", 3)  # short prompts have several groups, too
-    monkeypatch.setattr(overlapped.Back, "_is_late", lambda *_: dice.random() < 0.3)
+    monkeypatch.setattr(overlapped.OverlappedLoad, "_is_late", lambda *_: dice.random() < 0.3)
     story = Mischief(disk_dir, seed, exact=exact, block_size=(16, 32)[seed % 2])
     story.play(ROUNDS)
     story.rest()

@@ -66,7 +66,7 @@ class PlayedWorker:
 
     def step(self, output: Any) -> ModelRunnerOutput:
         message = output.kv_connector_metadata
-        ops = self._store(StepPlan.decode(message.tails))
+        ops = self._store(StepPlan.decode(message.final_stores))
         for new in output.scheduled_new_reqs:
             self.tables[new.req_id], self.at[new.req_id] = list(new.block_ids[0]), new.num_computed_tokens
         cached = output.scheduled_cached_reqs

@@ -28,6 +28,7 @@ class ScriptedConnector(NoOffload):
         self.lapsed: set[str] = set()  # requests whose promise is gone when they get their blocks
         self.log: list[tuple[object, ...]] = []
         self.news = ConnectorUpdate()
+        self.released = [0]  # each step asks for updates
 
     def lookup(self, request: Request, num_computed_tokens: int, in_part: int = 0) -> int | Pending:
         return self.findable.get(request.request_id, 0)

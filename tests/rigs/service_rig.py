@@ -170,7 +170,7 @@ def store(tiers: CacheTiers, chain: TokenChain, first: int = 0, last: int | None
     return len(reservation)
 
 
-def store_tail(tiers: CacheTiers, chain: TokenChain) -> BlockRecord:
+def store_partial(tiers: CacheTiers, chain: TokenChain) -> BlockRecord:
     """Store a chain's unfinished last block; what it is, whether or not there was room."""
     tail = chain.tail(chain.num_tokens)
     assert tail is not None

@@ -57,7 +57,7 @@ class EventsMachine(RuleBasedStateMachine):
         store(self.hierarchy, chain, first)
 
     @rule(chain=chains, position=positions, num_tokens=st.integers(1, 3))
-    def store_tail(self, chain: TokenChain, position: int, num_tokens: int) -> None:
+    def store_partial(self, chain: TokenChain, position: int, num_tokens: int) -> None:
         """A tail behind one of the chain's blocks: no reader is ever told of it."""
         first = position * chain.block_size
         tokens = chain.next_tokens(position)[: 4 * num_tokens]

@@ -229,7 +229,7 @@ class SlotPoolMachine(RuleBasedStateMachine):
             self.open_stores.remove(store)
 
     @rule(path=PATHS)
-    def store_tail(self, path: Path) -> None:
+    def store_partial(self, path: Path) -> None:
         """One block that is not whole: of so few slots one may be such, so the one before it goes, used or not."""
         store = self.reserve(path, len(path) - 1)
         if not isinstance(store, Store):

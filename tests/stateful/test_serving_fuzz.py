@@ -153,11 +153,11 @@ class World:
         assert batch.num_tokens <= self.config.token_budget
         assert len(self.scheduler.running) + len(self.scheduler.loading) <= self.config.max_num_seqs
         if self.dice.random() < 0.03:  # nothing was started
-            self.scheduler.give_up(batch, self.worker.unstarted(batch.plan))
+            self.scheduler.fail(batch, self.worker.unstarted(batch.plan))
             return True
         self.worker.start_load(batch.plan)
         if batch.chunks and self.dice.random() < 0.03:
-            self.scheduler.give_up(batch, self.worker.unstarted(batch.plan))
+            self.scheduler.fail(batch, self.worker.unstarted(batch.plan))
             return True
         wrong = self.forward(batch)
         self.worker.start_store(batch.plan)
@@ -173,7 +173,7 @@ class World:
                     salt = self.salts[output.request_id]
                     self.ended[output.request_id] = (list(ended.token_ids), ended.num_prompt_tokens, salt)
         if batch.plan.loads:
-            self.scheduler.take_in(self.worker.poll())
+            self.scheduler.apply(self.worker.poll())
         return bool(batch.chunks)
 
     def sample(self, chunk: Chunk) -> SampledToken:
@@ -228,7 +228,7 @@ class World:
         while self.stream.num_pending or self.scheduler.has_copies:
             start_copies(self.worker, self.scheduler.flush())
             self.stream.progress()
-            self.scheduler.take_in(self.worker.poll())
+            self.scheduler.apply(self.worker.poll())
         self.end()
 
     def end(self) -> None:

@@ -436,10 +436,10 @@ def test_a_slow_look_into_other_tiers_costs_a_look_and_not_the_link(
     with pytest.MonkeyPatch.context() as patch:
         sleep_through(tiers, clock, patch)
         assert tiers.locate(chain.hashes, 0.0) == nothing
-        given_up = clock.now
+        expired = clock.now
         assert tiers.locate(chain.hashes, 0.0) == nothing  # at once: the daemon does one such at a time
         assert not tiers.drain(1.0)  # has time, and waits for the other one to end
-        assert clock.now - given_up == pytest.approx(1.5, abs=0.1)
+        assert clock.now - expired == pytest.approx(1.5, abs=0.1)
     # Its other answers are not late for that, and the link is the same.
     assert (tiers._attachment.link, link.late_since) == (link, None)
     daemon.say(pack_reply(1, 0, [pack_found(Attribution(4, miss=4))], []))
@@ -639,9 +639,9 @@ def test_a_question_waits_for_a_daemon_that_is_late(path: Path, fake: Callable[.
     daemon.welcomes.clear()
     clock.advance(0.2)
     claim = tiers.ask(chain.hashes, chain.root, block_size=BLOCK_SIZE)
-    given_up = tiers.ask(chain.hashes, chain.root, block_size=BLOCK_SIZE)
+    expired = tiers.ask(chain.hashes, chain.root, block_size=BLOCK_SIZE)
     assert tiers.poll(claim) is PENDING
-    tiers.cancel(given_up)
+    tiers.cancel(expired)
     daemon.welcomes.set()
     wait_until(lambda: attached(tiers))
     assert tiers.poll(claim) is PENDING  # now it is asked: claim number 1

@@ -213,13 +213,13 @@ def test_the_gather_follows_the_compute_and_a_store_does_not_hold_the_caller(
     kv = open_tier(model_of("llama"))
     gpu.cuda.eager = 0.0
     settled = list[int]()
-    settle = kv._blocks.settle
+    settle = kv._blocks.wait_sealed
 
     def settles() -> None:
         settled.append(sum(not store.sent.done() for store in kv._blocks._stores))
         settle()
 
-    monkeypatch.setattr(kv._blocks, "settle", settles)
+    monkeypatch.setattr(kv._blocks, "wait_sealed", settles)
     kv.generate(torch.tensor([prompt(1, 70), prompt(2, 70)]), **GREEDY)
     assert settled == [2]  # of two rows, each still on its way when all had been enqueued
 

@@ -42,7 +42,7 @@ def has_computed(served: ServedAdapters, lora: Lora, *reloading: int) -> None:
     """A step has ended, with an output of a request with this adapter."""
     assert not served.look()
     served.computed(lora)
-    served.settle(reloading)
+    served.confirm(reloading)
 
 
 @pytest.fixture
@@ -147,7 +147,7 @@ def test_what_is_loaded_at_every_step_is_looked_at_behind_every_step(path: Path)
     assert served.look()  # for who was named before
     has_computed(served, lora, 1)
     # once the last such request has ended the server keeps what it has
-    served.settle([])
+    served.confirm([])
     write(path, "three")
     assert not served.is_unsettled
     assert served.digest(Lora(str(path))) == served.current(1) != fresh(path)

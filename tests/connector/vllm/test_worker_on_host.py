@@ -43,9 +43,9 @@ class Rank:
 
     def message(self, *loads: CopyOp, touches: bool = False) -> WorkerStep:
         plan = StepPlan(1, self.region.region_id, loads)
-        tails = StepPlan(1, self.region.region_id)
+        final_stores = StepPlan(1, self.region.region_id)
         handle = RegionHandle.of(self.region)
-        return WorkerStep(handle, plan.encode(), tails.encode(), is_idle=False, touches=touches)
+        return WorkerStep(handle, plan.encode(), final_stores.encode(), is_idle=False, touches=touches)
 
     def holds(self, block: int, value: int) -> bool:
         return all(bool((tensor[block].numpy().view(np.uint8) == value).all()) for tensor in self.tensors.values())

@@ -125,7 +125,7 @@ class Story:
 
     def step(self, *, idle: bool = False) -> None:
         ended = [] if idle else self.some([block for block in self.held], 3)  # their requests end with the last step
-        tails = self.stored(ended[:2])
+        final_stores = self.stored(ended[:2])
         for block in ended:
             del self.held[block]
         fresh = [] if idle else self.some(self.free(), 3)
@@ -139,7 +139,7 @@ class Story:
         message = WorkerStep(
             region=self.handle,
             plan=StepPlan(1, region_id, tuple(loads), stores).encode(),
-            tails=StepPlan(1, region_id, (), tails).encode(),
+            final_stores=StepPlan(1, region_id, (), final_stores).encode(),
             is_idle=idle,
             fences=fences,
             touches=bool(zeroed),

@@ -9,7 +9,7 @@ from service_rig import DaemonThread, attach, store, verify
 
 from kvtier.connector.daemon.client import RemoteTiers
 from kvtier.connector.daemon.wire import Ask
-from kvtier.connector.overlapped import Back
+from kvtier.connector.overlapped import OverlappedLoad
 from kvtier.connector.scheduler import SchedulerSide
 from kvtier.tiers.hierarchy.cache_tiers import PENDING, Claim, Ends
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy
@@ -66,11 +66,11 @@ def test_the_daemon_decides_and_the_client_asks_for_the_back(home: Path) -> None
     assert claim.meeting is not None
     assert NUM_BLOCKS // 4 < claim.meeting.block < NUM_BLOCKS
     # Its back, group by group, is promised and loaded; the question was one lookup.
-    back = Back(tiers, chain.hashes, chain.parent(0), claim, lambda: 0.0)
+    back = OverlappedLoad(tiers, chain.hashes, chain.parent(0), claim, lambda: 0.0)
     side, link = SchedulerSide(tiers), tiers._attachment.link
     assert link is not None
     assert any(type(each) is Ask for each in link.unsent)
-    side.backs["a"] = back
+    side.overlapped["a"] = back
     side.build_plan()
     assert not link.unsent  # they are asked for in the step that they come up in
     back.seat(list(range(NUM_BLOCKS)), 0)
@@ -87,7 +87,7 @@ def test_the_daemon_decides_and_the_client_asks_for_the_back(home: Path) -> None
     for _, lease in leases:
         verify(tiers, lease)
         lease.release()
-    back.forget()
+    back.cancel()
     after = hierarchy.stats()
     assert sum(after[name] - before.get(name, 0) for name in after if "lookup_blocks" in name) == NUM_BLOCKS
     assert np.isfinite(claim.meeting.seconds)

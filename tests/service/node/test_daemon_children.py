@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from doubles import BLOCK_SIZE, SLOT_BYTES, wait_until
-from service_rig import FINGERPRINT, PATIENCE, DaemonThread, ask, attach, fill, load, store, store_tail, verify
+from service_rig import FINGERPRINT, PATIENCE, DaemonThread, ask, attach, fill, load, store, store_partial, verify
 
 from kvtier.connector.daemon.client import RemoteTiers
 from kvtier.connector.daemon.wire import (
@@ -95,7 +95,7 @@ def test_a_tail_that_one_client_left_is_where_another_begins(home: Path, serve: 
     daemon = serve(file={"path": home / "slab", "size": "1MiB"})
     one, other, mine = attach(home / "s"), attach(home / "s"), prompt(70, 71, 72, 9)
     store(one, prompt(), last=2)
-    tail = store_tail(one, prompt(70, 71, 72))
+    tail = store_partial(one, prompt(70, 71, 72))
     claim, promised = ask(other, mine)
     assert promised == 2
     assert list(claim.children) == [ChildBlock(tail.chain_hash, tail.tokens)]
@@ -119,7 +119,7 @@ def test_a_daemon_without_partial_blocks_takes_no_tail(home: Path, serve: Serve)
     serve(cache={"partial_blocks": False})
     tiers = attach(home / "s")
     store(tiers, prompt(), last=2)
-    tail = store_tail(tiers, prompt(70, 71, 72))
+    tail = store_partial(tiers, prompt(70, 71, 72))
     assert tiers.holds([tail.chain_hash]) == [False]
     assert not [name for name in tiers.stats() if name.startswith("kvtier_store_dropped")]
     tiers.close()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from doubles import BLOCK_SIZE
-from service_rig import FINGERPRINT, DaemonThread, ask, attach, load, store, store_tail, where
+from service_rig import FINGERPRINT, DaemonThread, ask, attach, load, store, store_partial, where
 
 from kvtier.service.node.memory_use import MemoryUse
 from kvtier.service.node.operators import Pins
@@ -77,7 +77,7 @@ def test_no_verb_of_a_client_has_the_loop_wait_for_the_disk(
         chains = [prompt(number, number) for number in range(40)]  # more than host memory has room for
         for chain in chains[:8]:
             store(one, chain)
-            store_tail(one, chain)
+            store_partial(one, chain)
         for number, chain in enumerate(chains):
             store(other, chain, first=6)
             assert load(one, chains[number % 8]) >= 6

@@ -7,7 +7,7 @@ import pytest
 from doubles import SLOT_BYTES, MemoryTier, chain_of, hierarchy_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from service_rig import drops, fill, load, records, store, store_tail, wanted
+from service_rig import drops, fill, load, records, store, store_partial, wanted
 
 from kvtier.service.node.served_tiers import ServedTiers
 from kvtier.tiers.errors import ConfigError
@@ -68,7 +68,7 @@ def test_an_unfinished_block_counts_and_goes_like_a_whole_one(bench: Bench) -> N
     first = of("alice", 1)
     store(bench.tiers, first)
     first.extend([1, 2, 3])
-    tail = store_tail(bench.tiers, first)
+    tail = store_partial(bench.tiers, first)
     bench.allow("alice", 5)  # what was there before the quota counts, too
     assert bench.used("alice") == 5
     assert store(bench.tiers, of("alice", 2, 2)) == 2
@@ -76,7 +76,7 @@ def test_an_unfinished_block_counts_and_goes_like_a_whole_one(bench: Bench) -> N
     assert (bench.has(first), bench.used("alice")) == (3, 5)
     second = of("alice", 2, 2)
     second.extend([1, 2, 3])
-    tail = store_tail(bench.tiers, second)
+    tail = store_partial(bench.tiers, second)
     assert bench.hierarchy.holds([tail.chain_hash]) == [True]
     assert (bench.has(first), bench.used("alice")) == (2, 5)
 

@@ -37,7 +37,7 @@ def tail_of(num_tokens: int = WHOLE + 3, first_token: int = 0, last: int | None 
     return tail
 
 
-def store_tail(hierarchy: Hierarchy, tail: BlockRecord) -> int:
+def store_partial(hierarchy: Hierarchy, tail: BlockRecord) -> int:
     """Reserve, fill and seal it; how many slots were taken. Waits for the sealing."""
     tenant = chain_of(0).root
     [reservation] = hierarchy.reserve([Wanted([tail.chain_hash], tail.parent, tenant, is_tail=True)])
@@ -63,7 +63,7 @@ def test_a_tail_is_told_as_a_child_and_had_by_its_own_name_alone() -> None:
     hierarchy, chain = hierarchy_of(16), chain_of(3)
     store(hierarchy, chain, 0, 2)
     tail = tail_of()
-    assert store_tail(hierarchy, tail) == 1
+    assert store_partial(hierarchy, tail) == 1
     assert is_named_by(tail)
     claim = hierarchy.ask(chain.hashes, chain.root, block_size=BLOCK_SIZE)
     assert hierarchy.poll(claim) == 2  # the whole block that begins as the tail does is nowhere
@@ -73,7 +73,7 @@ def test_a_tail_is_told_as_a_child_and_had_by_its_own_name_alone() -> None:
     assert hierarchy.poll(view) == 3
     hierarchy.take(view).release()
     assert bytes_in_l2(hierarchy, tail.chain_hash) == payload_of(tail.chain_hash)
-    assert store_tail(hierarchy, tail) == 0  # held already
+    assert store_partial(hierarchy, tail) == 0  # held already
     stats = hierarchy.stats()
     assert stats['kvtier_pool_slots{tier="l2",state="tails"}'] == 1
     assert stats['kvtier_pool_slots{tier="l2",state="ready"}'] == 3
@@ -86,7 +86,7 @@ def test_a_tail_goes_to_no_other_tier_and_into_no_archive(write_policy: str) -> 
     hierarchy = hierarchy_of(16, tier, HierarchySettings(write_policy=write_policy))  # type: ignore[arg-type]
     store(hierarchy, chain_of(2))
     tail = tail_of()
-    store_tail(hierarchy, tail)
+    store_partial(hierarchy, tail)
     assert hierarchy.drain(60)
     assert set(tier.blocks) == set(chain_of(2).hashes)
     assert hierarchy.host.pool.counts().dirty == 0
@@ -97,16 +97,16 @@ def test_a_tail_goes_to_no_other_tier_and_into_no_archive(write_policy: str) -> 
 
 def test_nobody_who_reads_events_is_told_of_a_tail() -> None:
     hierarchy, shelf = hierarchy_of(16), Shelf()
-    store_tail(hierarchy, tail_of(3))  # before anybody listened
+    store_partial(hierarchy, tail_of(3))  # before anybody listened
     source = EventSource(hierarchy)
     store(hierarchy, chain_of(2))
     tail = tail_of()
-    store_tail(hierarchy, tail)
+    store_partial(hierarchy, tail)
     shelf.apply(source.take())
     assert not source.waiting
     hierarchy.host.pool.evict([tail.chain_hash])
     assert source.take() == []
-    store_tail(hierarchy, tail)
+    store_partial(hierarchy, tail)
     hierarchy.reset()
     [removed] = source.take()
     assert set(removed.hashes) == set(chain_of(2).hashes)  # type: ignore[union-attr]
@@ -118,13 +118,13 @@ def test_what_goes_on_as_a_tail_does_takes_its_place() -> None:
     store(hierarchy, chain, 0, 2)
     short, long, other = tail_of(WHOLE + 1), tail_of(WHOLE + 3), tail_of(WHOLE + 3, last=99)
     for tail in (short, long, other):
-        assert store_tail(hierarchy, tail) == 1
+        assert store_partial(hierarchy, tail) == 1
     assert [is_held(hierarchy, tail) for tail in (short, long, other)] == [False, True, True]
-    assert store_tail(hierarchy, short) == 1  # a slot until it is known what it has
+    assert store_partial(hierarchy, short) == 1  # a slot until it is known what it has
     assert not is_held(hierarchy, short)  # a held one begins as it does
     store(hierarchy, chain, 2)  # the next turn's whole block
     assert [is_held(hierarchy, tail) for tail in (short, long, other)] == [False, False, True]
-    store_tail(hierarchy, long)
+    store_partial(hierarchy, long)
     assert not is_held(hierarchy, long)
     assert hierarchy.host.pool.counts().filling == 0
     close(hierarchy)
@@ -135,10 +135,10 @@ def test_tails_have_an_eighth_of_l2_and_the_oldest_goes_for_the_next() -> None:
     store(hierarchy, chain_of(2))
     first, second, third = (tail_of(WHOLE + 2, last=90 + number) for number in range(3))
     for tail in (first, second, third):
-        store_tail(hierarchy, tail)
+        store_partial(hierarchy, tail)
     assert [is_held(hierarchy, tail) for tail in (first, second, third)] == [False, True, True]
     with hierarchy.host.pool.lease([second.chain_hash]):  # in use: its name goes now, its slot at the end
-        store_tail(hierarchy, first)
+        store_partial(hierarchy, first)
         assert not is_held(hierarchy, second)
         hierarchy.check(in_use=True)
     assert hierarchy.host.pool.counts().tails == 2
@@ -149,7 +149,7 @@ def test_whole_blocks_take_the_room_of_tails_that_are_older() -> None:
     hierarchy = hierarchy_of(8)
     store(hierarchy, chain_of(2))
     tail = tail_of()
-    store_tail(hierarchy, tail)
+    store_partial(hierarchy, tail)
     assert store(hierarchy, chain_of(6, first_token=1000)) == 6  # five slots are free: the tail is the sixth
     assert not is_held(hierarchy, tail)
     assert hierarchy.lookup(chain_of(2).hashes).loadable == 2
@@ -159,11 +159,11 @@ def test_whole_blocks_take_the_room_of_tails_that_are_older() -> None:
 def test_admission_takes_a_tail_behind_a_block_that_was_seen_often_enough() -> None:
     hierarchy, tail = hierarchy_of(16, settings=HierarchySettings(admit_after=2)), tail_of()
     assert store(hierarchy, chain_of(2)) == 0
-    assert store_tail(hierarchy, tail) == 0
+    assert store_partial(hierarchy, tail) == 0
     assert hand_in(hierarchy, chain_of(2)) == 2
-    assert store_tail(hierarchy, tail) == 1  # maybe before its parent is sealed
+    assert store_partial(hierarchy, tail) == 1  # maybe before its parent is sealed
     short = tail_of(3)  # a prompt without a whole block
-    assert store_tail(hierarchy, short) == 0
+    assert store_partial(hierarchy, short) == 0
     close(hierarchy)
 
 
@@ -183,10 +183,10 @@ def test_switched_off_nothing_is_taken() -> None:
 def test_who_forgets_a_block_forgets_the_tails_behind_it() -> None:
     hierarchy, chain, tail = hierarchy_of(16), chain_of(2), tail_of()
     store(hierarchy, chain)
-    store_tail(hierarchy, tail)
+    store_partial(hierarchy, tail)
     assert evict_everywhere(hierarchy, chain.hashes, 60) == {"l2": 2}
     assert not is_held(hierarchy, tail)
-    store_tail(hierarchy, tail)
+    store_partial(hierarchy, tail)
     hierarchy.reset()
     assert not is_held(hierarchy, tail)
     assert hierarchy.host.pool.counts().tails == 0
@@ -196,7 +196,7 @@ def test_who_forgets_a_block_forgets_the_tails_behind_it() -> None:
 def test_a_tail_that_somebody_changed_is_no_hit() -> None:
     hierarchy, chain, tail = hierarchy_of(16, verify=True), chain_of(2), tail_of()
     store(hierarchy, chain)
-    store_tail(hierarchy, tail)
+    store_partial(hierarchy, tail)
     with hierarchy.host.pool.lease([tail.chain_hash]) as lease:
         hierarchy.host.region.slot(lease.slots[0])[-1] ^= 1  # also behind its tokens: a slot is hashed whole
     view = hierarchy.ask([*chain.hashes, tail.chain_hash], chain.root, block_size=BLOCK_SIZE)
