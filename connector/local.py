@@ -48,9 +48,9 @@ class LocalConnector:
         self.identity: ModelIdentity | None = None
         """What blocks are named after: the identity given, or one beside it (`open_apart`). None: none was given."""
         if named is None:
-            self.tiers = open_tiers(config, fingerprint, shape)
+            self.tiers = open_tiers(config, fingerprint, shape, takes_parts=partial_blocks)
         else:
-            self.tiers, self.identity = open_apart(config, named[0], shape, named[1])
+            self.tiers, self.identity = open_apart(config, named[0], shape, named[1], takes_parts=partial_blocks)
         if tensor.is_cuda and config.host.pin and cuda_driver() is None:
             _log.warning("[host] pin: libcuda.so.1 is not found or does not start, so copies will be slow")
 
