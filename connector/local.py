@@ -28,7 +28,7 @@ _GRACE: Final = 0.5  # seconds the daemon's answer may come after its own deadli
 
 
 def open_apart(
-    config: Config, identity: ModelIdentity, shape: BlockShape, probe: KVProbe | None
+    config: Config, identity: ModelIdentity, shape: BlockShape, probe: KVProbe | None, *, takes_parts: bool = True
 ) -> tuple[CacheTiers, ModelIdentity]:
     """The tiers of this identity, or of the first one beside it where what is kept is what the model computes.
 
@@ -40,11 +40,11 @@ def open_apart(
         said = "this model computes NaN or infinity of a few plain tokens"
         _log.warning("%s: look at its weights and dtype; its blocks are kept apart, and compared with none", said)
         named = replace(identity, apart=_NAMESPACES)
-        return open_tiers(config, named.fingerprint(), shape, named), named
+        return open_tiers(config, named.fingerprint(), shape, named, takes_parts=takes_parts), named
     for apart in (None, *range(1, _NAMESPACES)):
         named = replace(identity, apart=apart)
         try:
-            tiers = open_tiers(config, named.fingerprint(), shape, named, probe)
+            tiers = open_tiers(config, named.fingerprint(), shape, named, probe, takes_parts=takes_parts)
         except KVMismatch as error:
             if apart is None:
                 _log.warning("%s; this model's blocks are kept apart, until both sides run the same", error)
@@ -61,11 +61,14 @@ def open_tiers(
     shape: BlockShape,
     identity: ModelIdentity | None = None,
     probe: KVProbe | None = None,
+    *,
+    takes_parts: bool = True,
 ) -> CacheTiers:
     """The daemon's if `[service] socket` names one, else tiers of our own; raises as `open_hierarchy`.
 
     `identity`: what the fingerprint was made from; the daemon tells it to people. ConfigError if it is not made for
     `[cache] lossy`. `probe`: what the model computes of a few tokens; KVMismatch if what is kept is another's.
+    `takes_parts`: the engine takes promises that end inside a block; a daemon tells others of no children.
     """
     lossy = None if identity is None else identity.lossy
     if (lossy is None) != (config.cache.lossy == "none"):
@@ -84,6 +87,7 @@ def open_tiers(
             about=about,
             lossy=lossy,
             kv_probe=None if probe is None else probe.packed(),
+            takes_parts=takes_parts and config.cache.partial_blocks,
         )
         patience = config.cache.prefetch_deadline + _GRACE
         return RemoteTiers(service.socket, hello, patience, deadline=service.deadline)
@@ -117,9 +121,9 @@ class LocalConnector:
         self.identity: ModelIdentity | None = None
         """What blocks are named after: the identity given, or one beside it (`open_apart`). None: none was given."""
         if named is None:
-            self.tiers = open_tiers(config, fingerprint, shape)
+            self.tiers = open_tiers(config, fingerprint, shape, takes_parts=partial_blocks)
         else:
-            self.tiers, self.identity = open_apart(config, named[0], shape, named[1])
+            self.tiers, self.identity = open_apart(config, named[0], shape, named[1], takes_parts=partial_blocks)
         if tensor.is_cuda and config.host.pin and cuda_driver() is None:
             _log.warning("[host] pin: libcuda.so.1 is not found or does not start, so copies will be slow")
 

@@ -158,7 +158,7 @@ EXPLAINED: Final = {
     "service/node/loop.py:_settle:except": "what a call ended with is its caller's, who waits for it on another thread",
     "service/node/daemon.py:aside:except": "top of a thread: what it ended with is handed to whoever started it",
     "service/node/daemon.py:run:except": "the same",
-    "service/node/session.py:_receive:except": "one client's words must not end the service: it is cut off, counted",
+    "service/node/session.py:_ready:except": "one client's words must not end the service: it is cut off, counted",
     "connector/scheduler.py:SchedulerSide": "all that an engine's scheduler asks and tells, request by request",
     "connector/vllm/connector.py:KVTierConnector": "vLLM's interface, whose methods these are; each is a line or two",
     "connector/models/answers.py:load_tokenizer:except": "tokenizers raises no narrower type for a file that is none",

@@ -98,24 +98,18 @@ class RemoteTiers:
         self._dropped: deque[Callable[[], None]] = deque()  # left by `__del__`, which may run anywhere
         self._lease = lease_type()
         self._closed = False
+        self.region: HostRegion | None = None
+        """L2's memory, the daemon's: another one once it was restarted."""
+        self.epoch = 0
+        """Counts resets, and each time the daemon was found again."""
         self.is_late, self.is_short, self.sends_later = False, False, True
         self._pid = os.getpid()
         self._attachment.start()
-
-    @property
-    def region(self) -> HostRegion | None:
-        """L2's memory, the daemon's: another one once it was restarted."""
-        return self._attachment.region
-
-    @property
-    def epoch(self) -> int:
-        """Counts resets, and each time the daemon was found again."""
-        return self._attachment.epoch
+        self.region, self.epoch = self._attachment.region, self._attachment.epoch
 
     @property
     def num_slots(self) -> int:
-        region = self._attachment.region
-        return region.num_slots if region is not None else 0
+        return self.region.num_slots if self.region is not None else 0
 
     @property
     def has_lower(self) -> bool:
@@ -203,7 +197,10 @@ class RemoteTiers:
                 self._cancel(claim)  # not answered yet: the daemon must not keep a promise that nobody will take
             elif link is None or claim.link is not link:
                 self._given_up(claim, Outcome.BREAKER_OPEN)
-            elif not link.send([Take([claim.number])]) or self._is_lapsed(claim, link):
+            elif (
+                not link.send([Take([claim.number])])
+                or self._clock() - claim.renewed_at >= link.welcome.lease_deadline / 2
+            ):
                 link.put(Release([claim.number]))
                 self._given_up(claim, Outcome.TIMEOUT)
             else:
@@ -374,7 +371,7 @@ class RemoteTiers:
         """The daemon forgets everything: now, or before this client uses it again."""
         with self._lock:
             self._attachment.reset_owed(True)
-            link = self._attachment.link
+            link, self.epoch = self._attachment.link, self._attachment.epoch
         is_done = self._call_waiting(Reset(), _RESET) == [_TRUE]
         with self._lock:
             if is_done:
@@ -415,10 +412,12 @@ class RemoteTiers:
         """Take in what has arrived. Returns the link there is then."""
         while self._dropped:
             self._dropped.popleft()()
-        for reply in self._attachment.receive():
+        attachment = self._attachment
+        for reply in attachment.receive():
             for news in reply.news:
                 self._apply(news)
-        return self._attachment.link
+        self.region, self.epoch = attachment.region, attachment.epoch
+        return attachment.link
 
     def _ask(self, claim: RemoteClaim, link: Link | None) -> bool:
         """Leave the question to the next message. False while the welcome is due.
@@ -436,7 +435,7 @@ class RemoteTiers:
             else:  # asked for the second time, and counted as found at the first
                 self.metrics.missed(missing, claim.found.loadable)
         if link is None or is_silent or not claim.hashes:
-            self._settle(claim)
+            self._cancel(claim)
             return True
         claim.number, claim.link = next(self._numbers), link
         claim.asked_at = claim.renewed_at = self._clock()
@@ -485,10 +484,6 @@ class RemoteTiers:
         since = self._attachment.attaching_since
         return since is not None and self._clock() - since < self._deadline
 
-    def _is_lapsed(self, claim: RemoteClaim, link: Link) -> bool:
-        """Whether the daemon may have let the promise go: half of its deadline is left for what is on its way."""
-        return self._clock() - claim.renewed_at >= link.welcome.lease_deadline / 2
-
     def _lost(self, claim: RemoteClaim, link: Link | None, reason: Outcome) -> int | Pending:
         """Ask once more, where there is somebody to ask; else nothing comes of it, for this reason."""
         if claim.again or (link is None and not self._is_attaching()):
@@ -511,20 +506,15 @@ class RemoteTiers:
         claim.told = True
         return 0
 
-    def _cancel(self, claim: RemoteClaim) -> None:
-        self._withdraw(claim)
-        self._settle(claim)
-
     def _withdraw(self, claim: RemoteClaim) -> None:
         link = claim.link
         was_open = link is not None and link.claims.pop(claim.number, None) is not None
         if link is self._attachment.link and link is not None and was_open and (claim.slots or not claim.answered):
             link.put(Cancel([claim.number]))  # else it has forgotten it
 
-    def _settle(self, claim: RemoteClaim) -> None:
+    def _cancel(self, claim: RemoteClaim) -> None:
         """Nothing (more) comes of it."""
-        if claim.link is not None:
-            claim.link.claims.pop(claim.number, None)
+        self._withdraw(claim)
         if claim.found is None:
             claim.found = Attribution(len(claim.hashes), l1=claim.num_l1, miss=len(claim.hashes) - claim.num_l1)
             claim.good_until = self._clock() + _ASK_AGAIN

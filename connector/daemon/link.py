@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from msgspec import Raw
 from msgspec.structs import replace
@@ -20,6 +20,7 @@ from kvtier.connector.daemon.wire import (
     MAX_FRAME,
     MAX_ITEMS,
     RELEASES,
+    REPLIES,
     SHARES_SINCE,
     VERSION,
     Ask,
@@ -38,7 +39,6 @@ from kvtier.connector.daemon.wire import (
     pack_handshake,
     pack_request,
     unpack_handshake_reply,
-    unpack_reply,
     version_of,
 )
 from kvtier.tiers import ConfigError, FormatError, KVMismatch, TierUnavailable, forget_descriptor, hide_from_children
@@ -131,15 +131,15 @@ class Link:
         self.error: Exception | None = None  # why nothing more can be sent
         self.output = bytearray()  # what the socket did not take yet; `send` tries again
         self.files: list[int] = []  # that came with the frames read so far; the code that takes one out closes it
+        self.early: list[Reply] = []  # that came with the welcome
         self._has_question = False  # what is unsent has one
         self._clock = clock
-        self._reader = FrameReader(MAX_FRAME)
-        self._kept: list[memoryview] = []  # bodies received behind the first
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
-        hide_from_children(self._socket.fileno())
+        self._reader = FrameReader[Any](MAX_FRAME)
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+        hide_from_children(self.socket.fileno())
         try:
-            self._socket.connect(os.fspath(path))
-            peer = peer_of(self._socket)
+            self.socket.connect(os.fspath(path))
+            peer = peer_of(self.socket)
             if not is_trusted(peer.uid):
                 raise ConfigError(
                     f'[service] socket "{path}": user {peer.uid} serves it, this is user {os.geteuid()}; '
@@ -187,64 +187,63 @@ class Link:
             except ValueError as error:  # nothing that fits into a frame
                 self.error = error
         if self.output and self.error is None:
-            self.flush()
+            try:
+                del self.output[: self.socket.send(self.output)]
+            except BlockingIOError:
+                pass
+            except OSError as error:
+                self.error = error
+            if len(self.output) > _MAX_OUTPUT:
+                self.error = OSError("the daemon does not read")
         return not self.output and self.error is None
 
-    def flush(self) -> None:
-        """Send what the socket did not take before."""
-        try:
-            del self.output[: self._socket.send(self.output)]
-        except BlockingIOError:
-            pass
-        except OSError as error:
-            self.error = error
-        if len(self.output) > _MAX_OUTPUT:
-            self.error = OSError("the daemon does not read")
-
-    def receive(self) -> list[Reply]:
-        """What has arrived. Raises OSError if the other end is gone, FormatError."""
-        replies, self._kept = [unpack_reply(body) for body in self._kept] if self._kept else _NOTHING, []
-        while True:
-            try:
-                data = self._socket.recv(_RECEIVE)
-            except BlockingIOError:
-                return replies
-            if not data:
-                if replies:
-                    return replies  # the end is there again at the next call
-                raise ConnectionResetError("the daemon has hung up")
-            replies = [*replies, *map(unpack_reply, self._reader.feed(data))]
+    def read(self, data: bytes) -> list[Reply]:
+        """What these bytes of the socket say, and those behind them. OSError if the daemon is gone, FormatError."""
+        replies = list[Reply]()
+        if not data:
+            raise ConnectionResetError("the daemon has hung up")
+        while data:
+            replies += self._reader.feed(data)
             if len(data) < _RECEIVE:
-                return replies
+                break
+            try:
+                data = self.socket.recv(_RECEIVE)
+            except BlockingIOError:
+                break
+        return replies  # an end is there again at the next call
 
     def receive_handshake(self, timeout: float) -> memoryview | None:
         """The body of the first frame alone, within `timeout` seconds; None if there is none. Errors as `receive`."""
         end = time.monotonic() + timeout
-        while not self._kept:
+        while True:
             try:
-                data, files, _, _ = socket.recv_fds(self._socket, _RECEIVE, 1, socket.MSG_CMSG_CLOEXEC)
+                data, files, _, _ = socket.recv_fds(self.socket, _RECEIVE, 1, socket.MSG_CMSG_CLOEXEC)
                 self.files += files
                 if not data:
                     raise ConnectionResetError("the daemon has hung up")
-                self._kept = self._reader.feed(data)
+                bodies: list[memoryview] = self._reader.feed(data)
+                if bodies:
+                    self._reader.decoder = REPLIES
+                    for body in bodies[1:]:  # an epoch may be told at once
+                        self.early += FrameReader(MAX_FRAME, REPLIES).feed(len(body).to_bytes(4, "little") + body)
+                    return bodies[0]
             except BlockingIOError:
                 if not self.wait(max(0.0, end - time.monotonic())):
                     return None
-        return self._kept.pop(0)
 
     def wait(self, timeout: float) -> bool:
         """Wait up to `timeout` seconds for something to receive. From any thread."""
         poll = select.poll()
         try:
-            poll.register(self._socket.fileno(), select.POLLIN | (select.POLLOUT if self.output else 0))
+            poll.register(self.socket.fileno(), select.POLLIN | (select.POLLOUT if self.output else 0))
         except ValueError:  # closed meanwhile
             return False
         return bool(poll.poll(timeout * 1000))
 
     def close(self) -> None:
         """Hang up; idempotent."""
-        forget_descriptor(self._socket.fileno())
-        self._socket.close()
+        forget_descriptor(self.socket.fileno())
+        self.socket.close()
         for fd in self.files:
             os.close(fd)
         self.files.clear()
@@ -319,10 +318,17 @@ class Attachment:
                 return _NOTHING
         try:
             if link.output:
-                link.flush()
+                link.send()
             if link.error is not None:
                 raise link.error
-            replies = link.receive()
+            try:
+                data = link.socket.recv(_RECEIVE)
+            except BlockingIOError:
+                replies = _NOTHING
+            else:
+                replies = link.read(data)
+            if link.early:
+                replies, link.early = [*link.early, *replies], []
             if self._former:
                 self._say_ended(link)
         except OSError as error:
@@ -522,7 +528,7 @@ def _opened(path: Path, handshake: bytes, clock: Callable[[], float] = time.mono
     """A connection on which this was said. OSError; ConfigError as `Link`."""
     link = Link(path, clock)
     link.output += handshake
-    link.flush()
+    link.send()
     if link.error is not None:
         link.close()
         raise link.error

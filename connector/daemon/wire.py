@@ -16,7 +16,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate, chain, pairwise
-from typing import Annotated, Any, Final, TypeAlias, get_args
+from typing import Annotated, Any, Final, Generic, TypeAlias, TypeVar, get_args
 
 import numpy as np
 from msgspec import Meta, Raw, Struct
@@ -29,9 +29,11 @@ from kvtier.tiers.naming import PROBE_BYTES
 from kvtier.tiers.pool import MAX_CHILDREN
 from kvtier.tiers.reuse import Hint, RequestEnd
 
-VERSION: Final = 7
+T = TypeVar("T")
+
+VERSION: Final = 8
 OLDEST: Final = 6
-RELEASES: Final = {6: "0.1", 7: "0.2"}
+RELEASES: Final = {6: "0.1", 7: "0.2", 8: "0.2"}
 """The first release of kvtier with each version."""
 LOSSY_SINCE: Final = 7  # `Hello.lossy`
 SHARES_SINCE: Final = 7  # `Hello.size` 0
@@ -52,7 +54,7 @@ _LENGTH: Final = struct.Struct("<I")
 _HASH_BYTES: Final = 32
 _MAX_SLOTS: Final = 1 << 32
 _MAX_FOUND: Final = 1024  # answers of which the decoded form is kept: it is the same for most of a client's requests
-_FIELDS: Final[dict[int, dict[str, int]]] = {6: {"Hello": 6, "Refused": 1}}  # of a handshake, where there were fewer
+_FIELDS: Final[dict[int, dict[str, int]]] = {6: {"Hello": 6, "Refused": 1}, 7: {"Hello": 8}}  # where there were fewer
 _TIERS: Final[dict[int, tuple[str, ...]]] = {6: (L1, L2, "file", "redis")}  # that counts are of, where that was fewer
 
 Number: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
@@ -318,8 +320,9 @@ class News(_Message):
 
     def check(self, found: Attribution) -> tuple[list[int], list[int]]:
         """The slots and their generations. FormatError if a field does not fit the others."""
-        slots, generations = unpack_numbers(self.slots, _MAX_SLOTS), unpack_numbers(self.generations, 1 << 62)
-        if len(slots) != len(generations) or len(slots) > found.loadable:
+        columns, num = self.slots + self.generations, len(self.slots) // 8
+        numbers = unpack_numbers(columns, 1 << 62) if columns else []
+        if len(numbers) != 2 * num or num > found.loadable:
             raise FormatError("more blocks promised than found, or columns of different lengths")
         if self.children:
             check_children(self.children)
@@ -327,7 +330,7 @@ class News(_Message):
             block, planned = self.meeting
             if not 0 < block < found.blocks - found.miss or not 0 <= planned < 1e9:
                 raise FormatError(f"both ends meet at block {block} of {found.blocks - found.miss}")
-        return slots, generations
+        return numbers[:num], numbers[num:]
 
 
 class Reply(_Message):
@@ -339,7 +342,9 @@ class Reply(_Message):
     news: Annotated[list[News], Meta(max_length=MAX_ITEMS)]
 
 
-class _Request(_Message):
+class Request(_Message):
+    """What a client sends: operations, and the number that their answers come under."""
+
     number: Number
     operations: Annotated[list[Operation], Meta(max_length=MAX_ITEMS)]
 
@@ -360,6 +365,7 @@ class Hello(_Message):
     lossy: Text | None = None  # how tiers that nodes share keep the blocks (`ModelIdentity.lossy`); None: as they are
     # what the model computes of a few tokens, packed; None: it was not asked
     kv_probe: Annotated[bytes, Meta(max_length=PROBE_BYTES)] | None = None
+    takes_parts: bool = True  # promises may end inside a block: else it is told of no children
 
 
 class Join(_Message):
@@ -402,8 +408,10 @@ class UnspokenVersion(FormatError):
 # packing and unpacking: whatever is wrong with bytes is a FormatError
 
 _ENCODER: Final = Encoder()
-_REQUESTS: Final = Decoder(_Request)
-_REPLIES: Final = Decoder(Reply)
+REQUESTS: Final = Decoder(Request)
+"""Of frames behind the handshake; `REPLIES` those of the daemon."""
+REPLIES: Final = Decoder(Reply)
+_GRANTS: Final = Decoder(Grants)
 _PARTS: Final = Decoder(Annotated[list[Raw], Meta(min_length=3, max_length=15)])  # of a handshake
 _TEXTS: Final = Decoder(Text)
 _VERSIONS: Final = Decoder(Annotated[int, Meta(ge=0, lt=1 << 20)])
@@ -413,15 +421,10 @@ _HANDSHAKE_REPLIES: Final = {kind.__name__: Decoder(kind) for kind in get_args(H
 
 def pack_request(request: int, operations: list[Operation]) -> bytes:
     """A client's frame. `request` is 0 if nobody waits for an answer. ValueError as `pack_frame`."""
-    return pack_frame(_Request(request, operations))
-
-
-def unpack_request(body: bytes | memoryview) -> tuple[int, list[Operation]]:
-    try:
-        request = _REQUESTS.decode(body)
-    except ValueError as error:
-        raise _malformed(body, error) from None
-    return request.number, request.operations
+    packed = _ENCODER.encode(Request(request, operations))
+    if len(packed) > MAX_FRAME:
+        raise ValueError(f"frame of {len(packed)} bytes: at most {MAX_FRAME}")
+    return _LENGTH.pack(len(packed)) + packed
 
 
 def pack_reply(request: int, epoch: int, answers: list[Any], news: list[News], room: int = MAX_CHILDREN_BYTES) -> bytes:
@@ -433,15 +436,8 @@ def pack_reply(request: int, epoch: int, answers: list[Any], news: list[News], r
                 room -= num_bytes
             else:
                 news[i] = replace(each, children=())
-    return pack_frame([request, epoch, answers, news])
-
-
-def unpack_reply(body: bytes | memoryview) -> Reply:
-    """Inverse of `pack_reply`. What its parts say of one another is for `News.check`, answers for whoever asked."""
-    try:
-        return _REPLIES.decode(body)
-    except (ValueError, RecursionError) as error:  # an answer may be an array of arrays, however deep
-        raise _malformed(body, error) from None
+    packed = _ENCODER.encode([request, epoch, answers, news])
+    return _LENGTH.pack(len(packed)) + packed
 
 
 def unpack_answer(answer: Raw, kind: Any) -> Any:
@@ -460,23 +456,26 @@ def pack_frame(body: object) -> bytes:
     return _LENGTH.pack(len(packed)) + packed
 
 
-class FrameReader:
-    """Cuts a stream of bytes into frames. Holds less than `limit` bytes besides what it was last fed."""
+class FrameReader(Generic[T]):
+    """Cuts a stream of bytes into frames, and decodes them. Holds less than `limit` bytes besides what it is fed."""
 
-    def __init__(self, limit: int) -> None:
-        self.limit = limit  # bytes of one frame; may be changed between two calls of `feed`
+    def __init__(self, limit: int, decoder: "Decoder[T] | None" = None) -> None:
+        """`limit`: bytes of one frame. Without a decoder `feed` returns bodies. Both may change between two calls."""
+        self.limit = limit
+        self.decoder = decoder
         self._rest = bytearray()  # of the frame that is not whole yet
         self.num_waiting = 0  # bytes of it
 
-    def feed(self, data: bytes | memoryview) -> list[memoryview]:
-        """The bodies of the frames that these bytes complete: views of `data`, to be decoded before that changes.
+    def feed(self, data: bytes | memoryview) -> list[T]:
+        """What the frames say that these bytes complete: bodies are views of `data`, good until that changes.
 
-        Raises FormatError for a length over the limit, as soon as its four bytes are there.
+        Raises FormatError for a length over the limit, as soon as its four bytes are there, and for what the decoder
+        does not take. What a message's parts say of one another is for its methods, and for whoever unpacks answers.
         """
         if self._rest:
             self._rest += data
         stream = memoryview(self._rest or data)
-        bodies, at, size = [], 0, len(stream)
+        found, at, size = list[Any](), 0, len(stream)
         while size - at >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(stream, at)
             if not 0 < length <= self.limit:
@@ -484,12 +483,16 @@ class FrameReader:
             end = at + _LENGTH.size + length
             if end > size:
                 break
-            bodies.append(stream[at + _LENGTH.size : end])
+            body = stream[at + _LENGTH.size : end]
+            try:
+                found.append(body if self.decoder is None else self.decoder.decode(body))
+            except (ValueError, RecursionError) as error:  # an answer may be an array of arrays, however deep
+                raise _malformed(body, error) from None
             at = end
         if at or not self._rest:
             self._rest = bytearray(stream[at:])
         self.num_waiting = size - at
-        return bodies
+        return found
 
 
 def pack_handshake(handshake: Handshake | HandshakeReply, version: int = VERSION) -> bytes:
@@ -581,12 +584,17 @@ def pack_grants(grants: Sequence[Granted | None]) -> Grants:
 
 def unpack_grants(answer: Raw, num_wanted: Sequence[int], num_slots: int) -> list[Granted | None]:
     """Inverse of `pack_grants`, for `Wanted` of so many hashes each and a region of `num_slots`. FormatError."""
-    counts, *columns = unpack_answer(answer, Grants)
-    most = max(num_wanted, default=0)
-    how_many = unpack_numbers(counts, 1 << 32, least=-1)
-    indices, slots, generations = map(unpack_numbers, columns, (most, num_slots, 1 << 62))
-    if not len(indices) == len(slots) == len(generations) == sum(n for n in how_many if n > 0):
+    try:
+        counts, *columns = _GRANTS.decode(answer)
+    except ValueError as error:
+        raise _malformed(answer, error) from None
+    how_many, numbers = unpack_numbers(counts, 1 << 32, least=-1), unpack_numbers(b"".join(columns), 1 << 62)
+    num, most = sum([n for n in how_many if n > 0]), max(num_wanted, default=0)
+    if not 8 * num == len(columns[0]) == len(columns[1]) == len(columns[2]):
         raise FormatError("a grant's columns differ in length")
+    indices, slots, generations = numbers[:num], numbers[num : 2 * num], numbers[2 * num :]
+    if num and (max(indices) >= most or max(slots) >= num_slots):
+        raise FormatError(f"a grant not all in [0, {most}) and [0, {num_slots})")
     if len(how_many) != len(num_wanted):
         raise FormatError(f"grants for {len(how_many)}, {len(num_wanted)} are wanted")
     if len(indices) == len(how_many) and most == 1 and min(how_many) == min(num_wanted) == 1:

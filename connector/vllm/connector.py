@@ -173,7 +173,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         if (lora := vllm_config.lora_config) is not None:
             adapters = ServedAdapters(lora.max_cpu_loras or lora.max_loras)
             watch_engine_core()
-        tiers = open_tiers(config, named, plan, model_identity)
+        tiers = open_tiers(config, named, plan, model_identity, takes_parts=plan.has_one_table)
         self._scheduler_half = SchedulerHalf(plan, tiers, cache, named, kv_cache_config.num_blocks, num_ranks, adapters)
         if (reason := why_none(vllm_config)) is not None:
             _log.warning("no blocks of this model are kept: %s", reason)

@@ -326,15 +326,11 @@ class PastLookups:
         self._past: deque[_PastRequest] = deque()
         self._num_blocks = 0
 
-    def looked_up(self, hashes: Sequence[ChainHash], num_found: int, num_l1: int) -> None:
-        """A request asked for these blocks, a list nobody changes any more. On the loop's thread."""
-        self._tell(hashes, len(hashes), num_found, num_l1)
+    def record(self, hashes: Sequence[ChainHash], num_asked: int = 0, num_found: int = 0, num_l1: int = 0) -> None:
+        """A request asked for these blocks, or they were offered. A list nobody changes any more. On the loop's thread.
 
-    def stored(self, hashes: Sequence[ChainHash]) -> None:
-        """These consecutive blocks were offered. On the loop's thread."""
-        self._tell(hashes, 0, 0, 0)
-
-    def _tell(self, hashes: Sequence[ChainHash], num_asked: int, num_found: int, num_l1: int) -> None:
+        `num_asked`: all of them, 0 if they were offered.
+        """
         if self._num_told - self._num_taken > _MOST_WAITING:
             self.num_dropped += 1
             return

@@ -41,6 +41,7 @@ class Quotas:
     def __init__(self, host: HostTier, fingerprint: bytes, default: int | None = None) -> None:
         """`default`: bytes for each tenant that has no quota, a block at least; None = no bound."""
         self._default = None if default is None else max(default, host.region.slot_stride)
+        self.binds = default is not None  # some tenant
         self._unsalted = root_hash(fingerprint)
         self._others: dict[ChainHash, _Tenant] = {}  # that have the default
         self._num_noted = 0  # blocks since theirs were last compared with those that are there
@@ -63,6 +64,7 @@ class Quotas:
             if len(self._tenants) >= MAX_QUOTAS and root not in self._tenants:
                 raise ConfigError(f"cache_salt: {MAX_QUOTAS} tenants have a quota already; remove one first")
             self._others.pop(root, None)
+            self.binds = True
             self._tenants[root] = tenant  # it notes what is stored from here on; then what was stored before
         for run in in_runs(dict(self._host.held(tails=True))):
             with self._lock:
@@ -261,7 +263,7 @@ class Tenants:
         self._roots: OrderedDict[ChainHash, None] = OrderedDict()
         self._heads: OrderedDict[ChainHash, ChainHash] = OrderedDict()
 
-    def note(self, wanted: Iterable[Wanted]) -> None:
+    def record(self, wanted: Iterable[Wanted]) -> None:
         """Blocks are about to be stored: whose they are."""
         for each in wanted:
             if each.tenant != self.unsalted:

@@ -175,17 +175,28 @@ class ServedTiers:
         self._vain: OrderedDict[ChainHash, float] = OrderedDict()  # last block asked for → when it was last in vain
 
     def poll(self, claim: Claim) -> int | Pending:
-        """As `Hierarchy.poll`; the answer is counted as a request's lookup, that of a part of one is not."""
+        """As `Hierarchy.poll`; the answer is counted as a request's lookup, that of a part of one is not.
+
+        Nor is that to a question which was in vain a moment ago.
+        """
         promised = self.hierarchy.poll(claim)
         if isinstance(promised, Pending) or claim.ends is Ends.BACK or not claim.hashes:
             return promised
-        if not self._is_repeated(claim.hashes[-1], promised):
+        now, last = time.monotonic(), claim.hashes[-1]
+        before = self._vain.pop(last, None)
+        while self._vain and now - next(iter(self._vain.values())) >= _SAME:  # they would add up
+            self._vain.popitem(last=False)
+        if not promised:
+            self._vain[last] = now
+            if len(self._vain) > _MAX_VAIN:
+                self._vain.popitem(last=False)
+        if before is None or now - before >= _SAME:  # else an engine asks again while the request waits
             assert claim.found is not None
             causes = claim.causes
             self.hierarchy.count(claim.found, causes=causes)
             self.seen.looked_up(claim, causes)
             if self.past is not None:
-                self.past.looked_up(claim.hashes, claim.found.blocks - claim.found.miss, claim.num_l1)
+                self.past.record(claim.hashes, len(claim.hashes), claim.found.blocks - claim.found.miss, claim.num_l1)
             if self.recorder is not None:
                 size = claim.block_size
                 self.recorder.record(claim.hashes, len(claim.hashes) * size, block_size=size)
@@ -212,11 +223,12 @@ class ServedTiers:
         if self.feed is not None:
             for tenant in tenants:
                 self.feed.begin_at(tenant)
-        self.tenants.note(wanted)
+        if tenants != {self.tenants.unsalted}:
+            self.tenants.record(wanted)
         if self.past is not None:
             for each in wanted:
-                self.past.stored(each.hashes)
-        if not any(map(self.quotas.bound, tenants)):
+                self.past.record(each.hashes)
+        if not (self.quotas.binds and any(map(self.quotas.bound, tenants))):
             return self.hierarchy.reserve(wanted)
         return [self._reserve(each) for each in wanted]
 
@@ -231,15 +243,3 @@ class ServedTiers:
         if reservation is not None:
             self.quotas.took(wanted.tenant, reservation.hashes, reservation.parents)
         return reservation
-
-    def _is_repeated(self, last: ChainHash, promised: int) -> bool:
-        """Whether this is a question that was in vain a moment ago: an engine asks again while the request waits."""
-        now = time.monotonic()
-        before = self._vain.pop(last, None)
-        while self._vain and now - next(iter(self._vain.values())) >= _SAME:  # they would add up
-            self._vain.popitem(last=False)
-        if not promised:
-            self._vain[last] = now
-            if len(self._vain) > _MAX_VAIN:
-                self._vain.popitem(last=False)
-        return before is not None and now - before < _SAME

@@ -122,15 +122,15 @@ class Holdings:
     """
 
     def __init__(
-        self, tiers: ServedTiers, block_size: int, lease_deadline: float, version: int, clock: Callable[[], float] = now
+        self, tiers: ServedTiers, block_size: int, lease_deadline: float, version: int, *, takes_parts: bool
     ) -> None:
-        """`version`: of the protocol, as the client speaks it."""
+        """`version`: of the protocol, as the client speaks it. `takes_parts`: it wants to know children."""
         self._tiers = tiers
         self._hierarchy = tiers.hierarchy
         self._token_bytes = 4 * block_size  # that a block can have
         self._lease_deadline = lease_deadline
         self._version = version
-        self._clock = clock
+        self._takes_parts = takes_parts
         self._claims: dict[int, Claim] = {}
         self._renewed: dict[int, float] = {}  # claim answered → when the client last wanted it
         self.waiting: dict[int, Claim] = {}  # those of the claims that have no answer yet
@@ -228,18 +228,20 @@ class Holdings:
             return
         assert claim.found is not None
         del self.waiting[number]
-        at, slots, generations = self._clock(), b"", b""
+        at, slots, generations = now(), b"", b""
         if promised and (lease := self._hierarchy.promised(claim)) is not None:
             self._renewed[number] = at
             slots, generations = array("q", lease.slots).tobytes(), array("q", lease.generations).tobytes()
         else:
-            self._drop(number)
+            del self._claims[number]
+            self._hierarchy.cancel(claim)
         found, good_for = wire.pack_found(claim.found, self._version), max(0.0, claim.good_until - at)
-        news = wire.News(number, found, claim.refusal, good_for, slots, generations, claim.children, claim.meeting)
+        children = claim.children if self._takes_parts else ()
+        news = wire.News(number, found, claim.refusal, good_for, slots, generations, children, claim.meeting)
         self.news.append(news)
 
     def _renew(self, op: wire.Renew) -> None:
-        at = self._clock()
+        at = now()
         for number in op.claims:
             if number in self._renewed:
                 self._renewed[number] = at
@@ -356,10 +358,10 @@ class Session:
         self.namespace: Namespace | None = None
         self.holdings: Holdings | None = None
         self.said_hello = False
-        self.wanted: bytes | None = None  # the fingerprint that its hello named
+        self.hello: Hello | None = None
         self._daemon = daemon
         self._socket: socket.socket | None = connection
-        self._reader = FrameReader(wire.MAX_HELLO)
+        self._reader = FrameReader[Any](wire.MAX_HELLO)
         self._output = bytearray()
         self._num_kept = 0  # bytes noted last: half sent or unread
         self._over = False
@@ -402,7 +404,10 @@ class Session:
         assert region is not None
         assert region.fd is not None
         block_size = namespace.blocks.block_size
-        self.holdings = Holdings(namespace.tiers, block_size, self._daemon.lease_deadline, self.version)
+        takes_parts = self.hello is None or self.hello.takes_parts
+        self.holdings = Holdings(
+            namespace.tiers, block_size, self._daemon.lease_deadline, self.version, takes_parts=takes_parts
+        )
         self._verbs = {
             **self.holdings.verbs,
             wire.Lookup: self._look_up,
@@ -414,7 +419,7 @@ class Session:
         }
         self._told_epoch = tiers.epoch
         self._daemon.refusals.welcomed(namespace.fingerprint)
-        self._reader.limit = wire.MAX_FRAME
+        self._reader.limit, self._reader.decoder = wire.MAX_FRAME, wire.REQUESTS
         welcome = wire.Welcome(
             self.client,
             namespace.instance,
@@ -433,7 +438,7 @@ class Session:
     def refuse(self, why: Exception | str, reason: str = "refused") -> None:
         """Refuse it, say why, and hang up; `reason` is counted."""
         is_other_kv, why = isinstance(why, KVMismatch), str(why)
-        if self._daemon.refusals.note(why, self.peer, self.wanted):
+        if self._daemon.refusals.note(why, self.peer, self.hello.fingerprint if self.hello else None):
             self._daemon.log(f"client {self.peer.pid} is refused: {why}")
         self._send_handshake_reply(wire.Refused(why[:500], is_other_kv))
         self.end_connection(reason)
@@ -450,7 +455,7 @@ class Session:
     def pass_time(self, at: float) -> None:
         """Let promises expire that nobody has renewed, once all that the client has sent was read."""
         holdings = self.holdings
-        if holdings is not None and self.connected and holdings.may_expire(at) and self._receive():
+        if holdings is not None and self.connected and holdings.may_expire(at) and self._ready():
             self._daemon.counts["promises_lapsed"] += holdings.expire(at)
 
     def copies_for(self, client: "Session") -> None:
@@ -466,7 +471,7 @@ class Session:
         self._socket.close()
         self._socket = None
         self._output.clear()
-        self._reader = FrameReader(wire.MAX_HELLO)
+        self._reader = FrameReader[Any](wire.MAX_HELLO)
         self._num_kept = 0
         self._daemon.buffers.note(self, 0)
         if self.holdings is not None:
@@ -493,18 +498,16 @@ class Session:
 
     # what the loop calls
 
-    def _ready(self, events: int) -> None:
-        if events & WRITABLE:
-            self._flush()
-        if events & ~WRITABLE:
-            self._receive()
-
     def _all_ended(self) -> None:
         if self._socket is None:  # else a child it forked may live, with socket and region
             self.end("died")
 
-    def _receive(self) -> bool:
-        """Read and do what the client has sent; True if that was all of it."""
+    def _ready(self, events: int = READABLE) -> bool:
+        """Read and do what the client has sent, and write what it left unread; True if that was all of it."""
+        if events & WRITABLE:
+            self._flush()
+            if events == WRITABLE:
+                return True
         buffer = self._daemon.loop.buffer
         for _ in range(_MAX_TURN):
             if self._socket is None:
@@ -520,11 +523,11 @@ class Session:
                 return True
             self._corked = True  # what several frames of a batch are answered goes out at once
             try:
-                for body in self._reader.feed(buffer[:size]):
-                    if self.holdings is not None:
-                        self._serve(*wire.unpack_request(body))
+                for each in self._reader.feed(buffer[:size]):
+                    if isinstance(each, wire.Request):
+                        self._serve(each)
                     elif self._socket is not None:  # else cut off by an earlier frame
-                        self._greet(body)
+                        self._greet(each)
             except FormatError as error:
                 if self.holdings is None:
                     self.refuse(error, "malformed")
@@ -550,28 +553,28 @@ class Session:
         self.version = wire.version_of(body)
         match wire.unpack_handshake(body):
             case Hello() as hello:
-                self.wanted = hello.fingerprint
+                self.hello = hello
                 self._daemon.admit(self, hello)
             case wire.Join(client):
                 self._daemon.join(self, client)
 
-    def _serve(self, request: int, operations: list[wire.Operation]) -> None:
+    def _serve(self, request: wire.Request) -> None:
         if self._socket is None or self.holdings is None:  # cut off by an earlier frame
             return
         answers: list[Any] = []
-        for operation in operations:
+        for operation in request.operations:
             answer = self._verbs[type(operation)](operation)
             if self._over:
                 return
             if isinstance(answer, _Waits):
-                if len(operations) > 1 or self._busy:
+                if len(request.operations) > 1 or self._busy:
                     raise FormatError("an operation that waits comes alone, one at a time")
-                self._serve_aside(request, answer.work)
+                self._serve_aside(request.number, answer.work)
                 return
             if answer is not None:
                 answers.append(answer)
-        if request or self.holdings.news:
-            self._reply(request, answers)
+        if request.number or self.holdings.news:
+            self._reply(request.number, answers)
         if self.holdings.waiting:
             self._daemon.has_waiting = True
 

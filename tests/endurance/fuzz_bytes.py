@@ -5,18 +5,18 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import pairwise
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import xxhash
 
 from kvtier.connector.daemon.wire import (
     MAX_FRAME,
+    REPLIES,
+    REQUESTS,
     FrameReader,
     unpack_handshake,
     unpack_handshake_reply,
-    unpack_reply,
-    unpack_request,
 )
 from kvtier.connector.plan import CopyOp, StepPlan
 from kvtier.service.archive.format import HEADER_BYTES, Header, Parser, decode_header, encode_header
@@ -39,12 +39,14 @@ Target = Callable[[bytes], None]
 
 def frames(data: bytes) -> None:
     """The daemon's socket, both ways, before and after the handshake."""
-    for unpack in (unpack_handshake, unpack_handshake_reply, unpack_request, unpack_reply):
-        try:
-            for body in FrameReader(MAX_FRAME).feed(len(data).to_bytes(4, "little") + data):
+    frame = len(data).to_bytes(4, "little") + data
+    for unpack in (unpack_handshake, unpack_handshake_reply):
+        with suppress(FormatError):
+            for body in FrameReader[memoryview](MAX_FRAME).feed(frame):
                 unpack(body)
-        except FormatError:
-            continue
+    for decoder in (REQUESTS, REPLIES):
+        with suppress(FormatError):
+            FrameReader[Any](MAX_FRAME, decoder).feed(frame)
 
 
 FORMS: Final[tuple[RecordForm, ...]] = (

@@ -8,14 +8,14 @@ import time
 from array import array
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from doubles import BLOCK_SIZE, SLOT_BYTES, payload_of
 from fault_rig import rest
 from fork_rig import SERVICES, Forked
 
 from kvtier.connector.daemon.client import RemoteTiers
-from kvtier.connector.daemon.wire import Hello, News, pack_found
+from kvtier.connector.daemon.wire import MAX_FRAME, REPLIES, REQUESTS, FrameReader, Hello, News, Reply, pack_found
 from kvtier.service.node.daemon import Daemon
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.hierarchy.cache_tiers import Attribution, CacheTiers, Claim, Pending, Wanted
@@ -125,6 +125,18 @@ def attach(
     """A client of the daemon at `socket`; patient, unless the story is about its `deadline`."""
     hello = Hello(fingerprint, BLOCK_SIZE, slot_bytes, size, reset=False, kv_probe=kv_probe)
     return RemoteTiers(socket, hello, patience=PATIENCE, deadline=deadline)
+
+
+def unpack_request(body: bytes | memoryview) -> tuple[int, list[Any]]:
+    """What a client's frame says: its number and operations."""
+    [request] = FrameReader(MAX_FRAME, REQUESTS).feed(len(body).to_bytes(4, "little") + body)
+    return request.number, request.operations
+
+
+def unpack_reply(body: bytes | memoryview) -> Reply:
+    """What a daemon's frame says."""
+    [reply] = FrameReader(MAX_FRAME, REPLIES).feed(len(body).to_bytes(4, "little") + body)
+    return reply
 
 
 def news_of(

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import Raw
 from msgspec.structs import astuple
-from service_rig import news_of
+from service_rig import news_of, unpack_reply, unpack_request
 
 from kvtier.connector.daemon.wire import (
     MAX_CHILDREN_BYTES,
@@ -59,8 +59,6 @@ from kvtier.connector.daemon.wire import (
     unpack_grants,
     unpack_handshake,
     unpack_handshake_reply,
-    unpack_reply,
-    unpack_request,
 )
 from kvtier.tiers.errors import FormatError
 from kvtier.tiers.hierarchy.cache_tiers import Attribution, Ends, Meeting, Wanted

@@ -30,6 +30,7 @@ from service_rig import (
     news_of,
     records,
     store,
+    unpack_request,
     wanted,
     where,
 )
@@ -42,13 +43,13 @@ from kvtier.connector.daemon.wire import (
     FrameReader,
     Hello,
     Operation,
+    Refused,
     Welcome,
     pack_found,
     pack_frame,
     pack_handshake,
     pack_reply,
     unpack_handshake,
-    unpack_request,
 )
 from kvtier.tiers.errors import ConfigError
 from kvtier.tiers.hierarchy.cache_tiers import PENDING, Attribution, Wanted, bring
@@ -835,7 +836,7 @@ def test_slots_that_were_never_granted(path: Path, fake: Callable[..., FakeDaemo
 @pytest.mark.parametrize(
     ("frame", "why"),
     [
-        (pack_frame(["kvtier", 7, "Refused", "no room, lower it", False]), "no room, lower it"),
+        (pack_handshake(Refused("no room, lower it")), "no room, lower it"),
         (
             pack_handshake(Welcome(b"c" * 16, b"i" * 16, 8, SLOT_BYTES, 0, False, 1.0)),
             "a welcome without its region",

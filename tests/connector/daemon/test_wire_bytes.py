@@ -4,7 +4,8 @@ from typing import Any, Final
 
 import numpy as np
 import pytest
-from service_rig import news_of
+from msgspec.structs import replace
+from service_rig import news_of, unpack_request
 
 from kvtier.connector.daemon.wire import (
     MAX_FRAME,
@@ -38,7 +39,6 @@ from kvtier.connector.daemon.wire import (
     pack_request,
     unpack_handshake,
     unpack_handshake_reply,
-    unpack_request,
 )
 from kvtier.tiers.hierarchy.cache_tiers import Attribution, Ends, Meeting, Wanted
 from kvtier.tiers.reuse import Hint, RequestEnd
@@ -139,5 +139,15 @@ def test_a_reply() -> None:
 def test_the_first_frame(said: Any, frame: str) -> None:
     unpack = unpack_handshake if isinstance(said, Hello | Join) else unpack_handshake_reply
     body = bytes.fromhex(frame)
-    assert pack_handshake(said) == len(body).to_bytes(4, "little") + body
-    assert unpack(body_of(pack_handshake(said))) == said
+    assert pack_handshake(said, 7) == len(body).to_bytes(4, "little") + body
+    assert unpack(body_of(pack_handshake(said, 7))) == said
+
+
+def test_version_8_says_whether_promises_may_end_inside_a_block() -> None:
+    said = Hello(b"f" * 32, 16, 4096, 1 << 34, reset=False, takes_parts=False)
+    frame = pack_handshake(said)
+    assert frame[4:] == bytes.fromhex(
+        f"9c{header[:-2]}08a548656c6c6fc420{'66' * 32}10cd1000cf{1 << 34:016x}c2 90 c0 c0 c2"
+    )
+    assert unpack_handshake(body_of(frame)) == said
+    assert pack_handshake(said, 7) == pack_handshake(replace(said, takes_parts=True), 7)

@@ -36,7 +36,7 @@ def hold(model: Namespace, tokens: Sequence[int], salt: str | None = None) -> To
     """Have the prompt stored, as an engine of this tenant does."""
     chain = TokenChain(root_hash(model.fingerprint, cache_salt=salt), model.blocks.block_size)
     chain.extend(tokens)
-    model.tiers.tenants.note([Wanted(chain.hashes, chain.root, chain.tenant)])
+    model.tiers.tenants.record([Wanted(chain.hashes, chain.root, chain.tenant)])
     store(model.hierarchy, chain)
     return chain
 

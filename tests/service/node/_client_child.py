@@ -79,7 +79,7 @@ def send(socket: Path, *, whole: bool) -> None:
     link = tiers._attachment.link
     assert link is not None
     link.output += frame if whole else frame[: len(frame) // 2]
-    link.flush()
+    link.send()
     _kept.append((tiers, reservations))
 
 

@@ -9,7 +9,19 @@ from typing import Any
 import numpy as np
 import pytest
 from doubles import BLOCK_SIZE, SLOT_BYTES, wait_until
-from service_rig import FINGERPRINT, PATIENCE, DaemonThread, ask, attach, fill, load, store, store_partial, verify
+from service_rig import (
+    FINGERPRINT,
+    PATIENCE,
+    DaemonThread,
+    ask,
+    attach,
+    fill,
+    load,
+    store,
+    store_partial,
+    unpack_reply,
+    verify,
+)
 
 from kvtier.connector.daemon.client import RemoteTiers
 from kvtier.connector.daemon.wire import (
@@ -22,7 +34,6 @@ from kvtier.connector.daemon.wire import (
     Seal,
     pack_handshake,
     pack_request,
-    unpack_reply,
 )
 from kvtier.connector.scheduler import SchedulerSide
 from kvtier.tiers.hierarchy.cache_tiers import PENDING, Claim, Ends, Wanted

@@ -40,7 +40,7 @@ def lineage(*chains: TokenChain) -> Lineage:
 
 def known(*roots: bytes) -> Tenants:
     tenants = Tenants(FINGERPRINT)
-    tenants.note(Wanted([root], root, root) for root in roots)
+    tenants.record(Wanted([root], root, root) for root in roots)
     return tenants
 
 
@@ -96,7 +96,7 @@ def test_small_tenants_are_told_together() -> None:
 def test_tenants_under_vllms_names_are_known_by_their_first_blocks() -> None:
     tenants = Tenants(FINGERPRINT)
     mine = chain(3)  # every tenant's chains begin at the one root there
-    tenants.note([Wanted(mine.hashes, ROOT, TEAM)])
+    tenants.record([Wanted(mine.hashes, ROOT, TEAM)])
     assert use_of(lineage(mine), tenants).tenants == [(TEAM, 3)]
 
 

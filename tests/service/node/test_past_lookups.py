@@ -26,7 +26,7 @@ def test_the_best_policy_keeps_what_returns() -> None:
     # One chain returns after each of five that never do: with room for four blocks an LRU would find nothing.
     for other in passing:
         for chain in (kept, other):
-            past.looked_up(chain.hashes, 0, 0)
+            past.record(chain.hashes, len(chain.hashes), 0, 0)
             clock.advance(1)
     found = look(past, 4)
     assert (found.asked, found.found, found.optimum, found.capacity) == (40, 0, 16, 4)
@@ -40,9 +40,9 @@ def test_the_best_policy_keeps_what_returns() -> None:
 def test_what_an_answer_left_could_be_found() -> None:
     past = PastLookups(1 << 10, FakeClock())
     whole = chain_of(6)
-    past.looked_up(whole.hashes[:4], 0, 0)
-    past.stored(whole.hashes)  # the prompt's blocks, and two of the answer
-    past.looked_up(whole.hashes, 5, 0)
+    past.record(whole.hashes[:4], len(whole.hashes[:4]), 0, 0)
+    past.record(whole.hashes)  # the prompt's blocks, and two of the answer
+    past.record(whole.hashes, len(whole.hashes), 5, 0)
     assert (look(past, 6).optimum, look(past, 6).asked) == (6, 10)
     assert look(past, 3).optimum == 5  # no bound below what was found
 
@@ -51,17 +51,17 @@ def test_it_is_bounded_in_time_blocks_and_what_waits(monkeypatch: pytest.MonkeyP
     clock = FakeClock()
     past = PastLookups(10, clock)
     for number in range(5):
-        past.looked_up(chain_of(4, first_token=1000 * number).hashes, 4, 0)
+        past.record(chain_of(4, first_token=1000 * number).hashes, 4, 4, 0)
     assert look(past, 8).asked == 8  # two chains of four are within ten blocks
     clock.advance(3601)
     past.take_in()
     assert past.look(8) is None
     monkeypatch.setattr(lookups, "_MOST_WAITING", 6)
     for _ in range(4):
-        past.looked_up(chain_of(4).hashes, 0, 0)
+        past.record(chain_of(4).hashes, 4, 0, 0)
     assert past.num_dropped == 2
     past.take_in()
-    past.looked_up(chain_of(2).hashes, 2, 0)  # there is room again
+    past.record(chain_of(2).hashes, 2, 2, 0)  # there is room again
     assert look(past, 8).asked == 10
     assert past.num_dropped == 2
 
