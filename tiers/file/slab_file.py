@@ -341,9 +341,7 @@ def room_for(io: FileIO, path: Path, size: int, existing: SlabFile | None, least
         takes_tails = existing is None or min(existing.superblock.file_bytes, room.num_bytes) < share // 2
         if takes_tails and room.num_bytes + sum(max(0, rival.size - share) for rival in rivals) >= least:
             missing = share - room.num_bytes
-            for rival in sorted(
-                rivals, key=lambda rival: -rival.size
-            ):  # what each has above the share
+            for rival in sorted(rivals, key=lambda rival: -rival.size):  # what each has above the share
                 left = max(share, rival.size - missing)
                 if missing <= 0 or left >= rival.size:
                     break
