@@ -17,9 +17,8 @@ from lazy_cuda import LazyCuda, LazyDriver, LazyEvent, LazyStream, pin, ranges_o
 
 from kvtier.tiers.copies.block_copier import BlockCopies, EngineBlocks
 from kvtier.tiers.copies.cuda_transfer import CudaCopyStream
-from kvtier.tiers.host.cuda_driver import cuda_driver
 from kvtier.tiers.host.host import HostRegion
-from kvtier.tiers.host.pinning import PinDriver, PinnedPieces
+from kvtier.tiers.host.pinning import PinDriver, PinnedPieces, cuda_driver
 
 WAYS: Final = ("kernel", "batch", "copies")
 

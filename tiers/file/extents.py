@@ -16,7 +16,7 @@ from kvtier.tiers import BATCH_BYTES, ChainHash
 from kvtier.tiers.file import slab
 from kvtier.tiers.file.slab_room import SlabRoom
 from kvtier.tiers.pool import EVICTED, REMOVED, RESET, ChangeLog, Departures, Slots, Words, make_index
-from kvtier.tiers.returns import ToldEnd
+from kvtier.tiers.reuse import ClassifiedEnd
 
 _PIECE: Final = 1 << 14  # names that are loaded, or looked for by a check, at once
 
@@ -214,7 +214,7 @@ class ExtentMap:
             for slot, then in zip(slots, generations, strict=True)
         ]
 
-    def ended(self, end: ToldEnd) -> None:
+    def ended(self, end: ClassifiedEnd) -> None:
         """A request has ended: what is evicted next follows from how such requests return."""
         self.room.ended(end, np.array(self.index.find_each(list(end.names)), np.int64), self._live)
 
@@ -534,8 +534,8 @@ class BareSlab:
                 if slot >= 0:
                     self._blocks.hits[slot] = 1
 
-    def ended(self, end: ToldEnd) -> None:
-        """As `HearsEnds`."""
+    def ended(self, end: ClassifiedEnd) -> None:
+        """As `Tier.ended`."""
         if self._blocks is not None:
             self._blocks.ended(end)
 

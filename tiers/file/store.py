@@ -16,6 +16,7 @@ import numpy as np
 from kvtier.tiers import (
     BlockRecord,
     ChainHash,
+    ChildBlock,
     ConfigError,
     Direction,
     Encryption,
@@ -23,6 +24,7 @@ from kvtier.tiers import (
     Lineage,
     Outcome,
     StoragePlace,
+    Tier,
     TierUnavailable,
     require_buffers,
     require_records,
@@ -49,7 +51,7 @@ from kvtier.tiers.file.slab_rows import SlabRows
 from kvtier.tiers.file.slab_writer import SlabGrowth, SlabWriter
 from kvtier.tiers.naming import PROBE_BYTES
 from kvtier.tiers.pool import Departures, make_child_index
-from kvtier.tiers.returns import ToldEnd
+from kvtier.tiers.reuse import ClassifiedEnd
 
 _log = logging.getLogger(__name__)
 _LOOK_SECONDS: Final = 0.2  # between two looks whether somebody asks
@@ -216,7 +218,7 @@ class TailGiver:
                 self._uncut = None
 
 
-class FileStore:
+class FileStore(Tier):
     """A `Tier` over one slab file. Thread-safe; several I/O threads may read and write at once.
 
     A block is findable from the moment its entry is written until its extent is evicted. Names and parents are in
@@ -240,17 +242,17 @@ class FileStore:
         self._calls = Calls(self._release)
         self._inside = self._calls.enter
         num_extents = file.superblock.num_extents
-        self.departures = Departures("file", file.superblock.num_slots // 2, num_extents)
+        self.departures: Departures = Departures("file", file.superblock.num_slots // 2, num_extents)
         self._blocks = ExtentMap(num_extents, file.superblock.slots_per_extent, self.departures)
         children = make_child_index(file.superblock.num_slots) if partial_blocks else None
         self._rows = SlabRows(io, file, codec, self._blocks, self._lock, self._inside, children)
-        self.announcer, self.children = self._rows, self._rows.children
+        self.announcer: SlabRows = self._rows
         sync = GroupSync(lambda: io.sync(file.fd)) if durable else None
         self._growth = SlabGrowth(io, file)
         self._writer = SlabWriter(io, file, payload, self._blocks, self._rows, self._lock, codec, self._growth, sync)
         self._tail = TailGiver(io, file, self._blocks, self._lock, self._calls)
         self._recover()
-        self.room = LastRoom(self._room, self._room()).told
+        self._storage = LastRoom(self._room, self._room())
 
     @classmethod
     def open(
@@ -333,7 +335,6 @@ class FileStore:
             return list(zip(self._blocks.index.names(slots), self._rows.parents_of(slots), strict=True))
 
     def lineage(self) -> Lineage:
-        """As `TellsLineage`."""
         index, names, parents = self._blocks.index, [], []
         for first in range(0, index.num_slots, _PIECE):
             with self._lock:
@@ -342,10 +343,16 @@ class FileStore:
                 parents.append(self._rows.parents.take(slots, 0))
         return Lineage(np.concatenate(names), np.concatenate(parents))
 
-    def ended(self, end: ToldEnd) -> None:
-        """As `HearsEnds`: into the order in which extents are evicted."""
+    def ended(self, end: ClassifiedEnd) -> None:
+        """Into the order in which extents are evicted."""
         with self._lock:
             self._blocks.ended(end)
+
+    def children(self, parent: ChainHash, limit: int, start: bytes = b"") -> list[ChildBlock]:
+        return self._rows.children(parent, limit, start)
+
+    def room(self) -> Sequence[StoragePlace]:
+        return self._storage.told()
 
     # Reading.
 
@@ -490,7 +497,6 @@ class FileStore:
     # Looking after it.
 
     def kv_probe(self) -> bytes | None:
-        """As `KeepsKVProbe`."""
         try:
             packed = os.pread(self._file.fd, PROBE_BYTES, slab.KV_PROBE_OFFSET)
         except OSError as error:
@@ -498,7 +504,7 @@ class FileStore:
         return packed if any(packed) else None
 
     def keep_kv_probe(self, packed: bytes) -> None:
-        """As `KeepsKVProbe`: beside the superblock's copy."""
+        """Beside the superblock's copy."""
         try:
             if self.kv_probe() is None:
                 write_all(self._io, self._file.fd, [memoryview(packed)], slab.KV_PROBE_OFFSET)

@@ -14,6 +14,7 @@ from kvtier.tiers import (
     ChainHash,
     Direction,
     Outcome,
+    Tier,
     require_buffers,
     require_records,
     require_space,
@@ -115,8 +116,8 @@ _BAD: Final = (Outcome.CHECKSUM, Outcome.KEY_MISMATCH)
 _EPOCH_CHANGED: Final = BucketError(Outcome.EPOCH, "reset meanwhile")
 
 
-class ObjectStore:
-    """A `Tier`, and one that `Locates`, over one bucket. Thread-safe; raises from `open` alone.
+class ObjectStore(Tier):
+    """A `Tier` that nodes share, over one bucket. Thread-safe; raises from `open` alone.
 
     An object holds consecutive blocks of one chain and is named by the first of them; it never changes. Whoever has a
     chain's names finds its objects one behind the other. What it knows to be there are names: of blocks it wrote, read
@@ -129,7 +130,7 @@ class ObjectStore:
         self._config = config
         self._bucket = bucket
         self._index = ObjectIndex(min(config.ttl, NAME_LIFETIME))
-        self.announcer = SharedChanges(config.ttl)
+        self.announcer: SharedChanges = SharedChanges(config.ttl)
         self._epoch = ObjectEpoch(bucket, space.epoch_key, self._forget_all)
         self._told: set[str] = set()  # S3's words, each logged once: counters say no more than `io_error`
         self._part_blocks = max(1, config.part_size // space.record_bytes)
@@ -154,7 +155,7 @@ class ObjectStore:
             raise explanation(config, failure)
         return store
 
-    stays_open = True  # see `StaysOpen`
+    is_shared = stays_open = True
 
     # Names: no I/O.
 
@@ -247,7 +248,7 @@ class ObjectStore:
     # Looking after it.
 
     def kv_probe(self) -> bytes | None:
-        """As `KeepsKVProbe`. Each epoch has its own: nothing stored before it counts."""
+        """Each epoch has its own: nothing stored before it counts."""
         deadline, key = self._kv_probe_at()
         try:
             return bytes(self._bucket.get(ObjectRange(key, 0, PROBE_BYTES), deadline)) or None
@@ -257,7 +258,7 @@ class ObjectStore:
             raise explanation(self._config, error) from None
 
     def keep_kv_probe(self, packed: bytes) -> None:
-        """As `KeepsKVProbe`: outside what lifecycle rules remove. Whoever may only read keeps none."""
+        """Outside what lifecycle rules remove. Whoever may only read keeps none."""
         _, key = self._kv_probe_at()
         try:
             self._bucket.put(key, [packed], only_new=True)

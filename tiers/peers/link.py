@@ -14,7 +14,7 @@ from typing import Final
 from kvtier.tiers import BlockRecord, ChainHash, Outcome, checksum
 from kvtier.tiers.peers import wire
 from kvtier.tiers.peers.stream import TAG_BYTES, PeerFailed, prepare, receive, receive_into, send
-from kvtier.tiers.peers.wire import Greeting, LentBlocks, PeerSession, PeerVerb, WrongWords
+from kvtier.tiers.peers.wire import Greeting, LentBlocks, PeerSession, PeerVerb, ProtocolError
 
 _FORM: Final = Struct("<B128s128s")  # tells_all, publish, replay: padded with zeros
 _TCP: Final = "tcp://"
@@ -41,15 +41,15 @@ class EventsAt:
 
     @classmethod
     def unpack(cls, data: bytes) -> "EventsAt":
-        """Inverse of `pack`. WrongWords."""
+        """Inverse of `pack`. ProtocolError."""
         tells_all, *addresses = _FORM.unpack(data)
         try:
             publish, replay = (each.rstrip(b"\0").decode("ascii") for each in addresses)
         except UnicodeDecodeError:
-            raise WrongWords("events") from None
+            raise ProtocolError("events") from None
         at = cls.bound(publish, replay)
         if tells_all > 1 or (at.publish, at.replay) != (publish, replay):
-            raise WrongWords("events")
+            raise ProtocolError("events")
         return cls(publish, replay, bool(tells_all))
 
     def reached_at(self, host: str) -> "EventsAt":
@@ -165,7 +165,7 @@ class PeerLink:
         _, said = self._read(PeerVerb.EVENTS, receive(self._connection, size, deadline), 1)
         try:
             return EventsAt.unpack(said)
-        except WrongWords as wrong:
+        except ProtocolError as wrong:
             raise _wrong(wrong) from None
 
     def hear_blocks(
@@ -201,7 +201,7 @@ class PeerLink:
             raise PeerFailed(Outcome.CHECKSUM, "mac")
         try:
             record = self._session.read_head(head)
-        except WrongWords:
+        except ProtocolError:
             raise PeerFailed(Outcome.CHECKSUM, "garbage") from None
         if record.chain_hash != name:
             raise PeerFailed(Outcome.KEY_MISMATCH, "other_block")
@@ -212,7 +212,7 @@ class PeerLink:
     def _read(self, verb: PeerVerb, data: bytes, most: int) -> tuple[int, bytes]:
         try:
             return self._session.read_answer(verb, data, most)
-        except WrongWords as wrong:
+        except ProtocolError as wrong:
             raise _wrong(wrong) from None
 
 
@@ -240,7 +240,7 @@ def _shake_hands(connection: socket.socket, key: bytes, blocks: LentBlocks, dead
         except PeerFailed as failed:  # it hangs up on whoever does not have its key
             raise PeerFailed(failed.outcome, "key" if failed.reason == "hung_up" else failed.reason) from None
         reply, node = session.read_welcome(answer)
-    except WrongWords as wrong:
+    except ProtocolError as wrong:
         raise PeerFailed(Outcome.IO_ERROR, "key" if str(wrong) == "proof" else "garbage") from None
     if node == wire.own_node():
         raise IsMyself
@@ -249,6 +249,6 @@ def _shake_hands(connection: socket.socket, key: bytes, blocks: LentBlocks, dead
     return session
 
 
-def _wrong(wrong: WrongWords) -> PeerFailed:
+def _wrong(wrong: ProtocolError) -> PeerFailed:
     is_proof = str(wrong) == "proof"
     return PeerFailed(Outcome.CHECKSUM if is_proof else Outcome.IO_ERROR, "mac" if is_proof else "garbage")

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from threading import Lock
 from typing import Final, NamedTuple
 
-from kvtier.tiers import BlockRecord, ChainHash, Direction, Outcome, require_buffers, require_space
+from kvtier.tiers import BlockRecord, ChainHash, Direction, Outcome, Tier, require_buffers, require_space
 from kvtier.tiers.config import Config
 from kvtier.tiers.peers.following import AnnouncedNames, Following
 from kvtier.tiers.peers.link import PeerLink, as_they_answer
@@ -71,8 +71,8 @@ _THERE_TIME: Final = 0.001  # … and for each to be read that lies there
 _TEND_EVERY: Final = 0.25  # seconds between two looks at the connections
 
 
-class PeersStore:
-    """A `Tier` that `Locates`, over the daemons that [peers] nodes name. Thread-safe; raises from `open` alone.
+class PeersStore(Tier):
+    """A `Tier` over the daemons that [peers] nodes name. Thread-safe; raises from `open` alone.
 
     A thread keeps a connection to each peer ready, so that no request waits for one that is away. Every batch has one
     deadline: `deadline` seconds and its bytes over `bandwidth`. A peer that fails costs the blocks it was asked for,
@@ -83,6 +83,8 @@ class PeersStore:
 
     It takes no stores. After a reset it holds nothing: what peers have may be what was to be forgotten.
     """
+
+    is_shared = True
 
     def __init__(self, config: Config, blocks: LentBlocks, key: bytes) -> None:
         """Use `PeersStore.open`."""
@@ -204,7 +206,7 @@ class PeersStore:
     # upkeep
 
     def tell_kv_probe(self, packed: bytes) -> None:
-        """As `TellsKVProbe`: a peer whose model computes otherwise lends nothing, and fails as `other_kv`."""
+        """A peer whose model computes otherwise lends nothing, and fails as `other_kv`."""
         self._probe = packed
         for peer in self._peers.values():
             peer.require(packed)

@@ -8,7 +8,7 @@ from threading import Lock
 from typing import Final
 
 from kvtier.tiers import ChainHash
-from kvtier.tiers.returns import MOST_AHEAD, ToldEnd
+from kvtier.tiers.reuse import MOST_AHEAD, ClassifiedEnd
 from kvtier.tiers.shared import MAX_NAMES, RecordForm, format_epoch
 
 
@@ -109,7 +109,7 @@ class LearnedExpiries:
         self._due: OrderedDict[ChainHash, int] = OrderedDict()  # of blocks that are stored: milliseconds
         self._early: OrderedDict[ChainHash, int] = OrderedDict()  # of those whose end was told first
 
-    def ended(self, end: ToldEnd, are_stored: Sequence[bool]) -> None:
+    def ended(self, end: ClassifiedEnd, are_stored: Sequence[bool]) -> None:
         """A request has ended, and these of its blocks are stored, as far as is known."""
         seconds = self._ttl - self._scale * (MOST_AHEAD - end.order.ahead(end.kind))
         milliseconds = int(1000 * seconds)

@@ -18,6 +18,7 @@ from kvtier.tiers import (
     LastRoom,
     Outcome,
     StoragePlace,
+    Tier,
     TierUnavailable,
     require_buffers,
     require_records,
@@ -30,7 +31,7 @@ from kvtier.tiers.redis.names import Keyspace, LearnedExpiries, Names
 from kvtier.tiers.redis.nodes import ClusterNodes, Nodes
 from kvtier.tiers.redis.options import MAX_VALUE, RedisClient, connect, judge, no_epoch, parse, servers_room, survey
 from kvtier.tiers.redis.wire import RedisReply, Refusal, WireError
-from kvtier.tiers.returns import ToldEnd
+from kvtier.tiers.reuse import ClassifiedEnd
 from kvtier.tiers.shared import OutcomeCounts, SharedChanges, TierLife, cut_off, form_of, format_epoch, parse_epoch
 
 _log = logging.getLogger(__name__)
@@ -132,8 +133,8 @@ _BAD: Final = (Outcome.CHECKSUM, Outcome.KEY_MISMATCH)
 _warned: Final[set[tuple[str, str]]] = set()  # (server, what was said of it)
 
 
-class RedisStore:
-    """A `Tier`, and one that `Locates`, over one server or a cluster. Thread-safe; raises from `open` alone.
+class RedisStore(Tier):
+    """A `Tier` that nodes share, over one server or a cluster. Thread-safe; raises from `open` alone.
 
     What it knows to be there are names: of blocks it wrote, read or located. Every batch has one deadline:
     `config.deadline` seconds plus its bytes over `config.bandwidth`. It is one pipeline per server, all servers in
@@ -145,6 +146,8 @@ class RedisStore:
     reads it along, so the others learn of it with their next one.
     """
 
+    is_shared = True
+
     def __init__(self, config: RedisConfig, space: Keyspace, nodes: Nodes, max_value: int = MAX_VALUE) -> None:
         """Over servers already reached. Use `RedisStore.open`."""
         self.space = space
@@ -152,7 +155,7 @@ class RedisStore:
         self._oversized = space.value_bytes > max_value
         self._names = Names(min(config.ttl, _NAME_LIFETIME))
         self._batches = Batches(space, nodes, max(1, int(config.ttl * 1000)), config.in_flight)
-        self.announcer = SharedChanges(config.ttl)
+        self.announcer: SharedChanges = SharedChanges(config.ttl)
         self._expiries = LearnedExpiries(config.ttl) if config.expiry == "learned" else None
         self._epoch = Epoch(self._batches, self._forget_all)
         self._room = LastRoom(lambda: servers_room(nodes.clients()))
@@ -264,8 +267,8 @@ class RedisStore:
             self._set_expiries(self._expiries, deadline)
         return outcomes
 
-    def ended(self, end: ToldEnd) -> None:
-        """As `HearsEnds`. The servers are told with the next writes: nobody waits for those."""
+    def ended(self, end: ClassifiedEnd) -> None:
+        """The servers are told with the next writes: nobody waits for those."""
         if self._expiries is not None:
             self._expiries.ended(end, self._names.known(end.names))
 
@@ -283,12 +286,12 @@ class RedisStore:
     # Looking after it.
 
     def kv_probe(self) -> bytes | None:
-        """As `KeepsKVProbe`. Each epoch has its own: nothing stored before it counts."""
+        """Each epoch has its own: nothing stored before it counts."""
         reply = self._ask_kv_probe(b"GETRANGE", b"0", b"%d" % (PROBE_BYTES - 1))  # whatever stands there
         return reply if isinstance(reply, bytes) and reply else None
 
     def keep_kv_probe(self, packed: bytes) -> None:
-        """As `KeepsKVProbe`. The server keeps it without an expiry."""
+        """The server keeps it without an expiry."""
         self._ask_kv_probe(b"SET", packed, b"NX")
 
     def _ask_kv_probe(self, verb: bytes, *arguments: bytes) -> RedisReply:
@@ -325,7 +328,7 @@ class RedisStore:
         return {**self._counts.counts(), **saved, "names": len(self._names)}
 
     def room(self) -> Sequence[StoragePlace]:
-        """As `TellsRoom`: the memory of each server."""
+        """The memory of each server."""
         return () if self._life.is_closed else self._room.told()
 
     def check(self) -> None:

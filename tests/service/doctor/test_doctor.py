@@ -27,10 +27,9 @@ from kvtier import __version__
 from kvtier.cli import checks_cli
 from kvtier.service.command_line import Exit
 from kvtier.service.doctor import doctor
+from kvtier.service.doctor import doctor as doctor_checks
 from kvtier.service.doctor import memory as doctor_memory
-from kvtier.service.doctor import refused as doctor_refused
-from kvtier.service.doctor.copies import check_copies
-from kvtier.service.doctor.doctor import check_engines, check_hashes, check_lossy, check_socket
+from kvtier.service.doctor.doctor import check_copies, check_engines, check_hashes, check_lossy, check_socket
 from kvtier.service.doctor.memory import check_files, check_gpu, check_huge_pages, check_room, check_tunable, read_gpu
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.config.sections import FileConfig
@@ -40,7 +39,7 @@ from kvtier.tiers.file import slab
 from kvtier.tiers.file.opening import DiskRates, check_disk, check_key, check_naming
 from kvtier.tiers.file.store import FileStore
 from kvtier.tiers.finding import Finding, Status, ok, warning
-from kvtier.tiers.host.surroundings import limits
+from kvtier.tiers.host.limits import limits
 from kvtier.tiers.redis import opening as redis_tier
 from kvtier.tiers.redis.opening import check_redis
 
@@ -182,7 +181,7 @@ import resource
 resource.setrlimit(resource.RLIMIT_MEMLOCK, (1 << 20, 1 << 20))
 from kvtier.service.doctor.memory import check_memlock
 from kvtier.tiers.config.config import Config
-from kvtier.tiers.host.surroundings import limits
+from kvtier.tiers.host.limits import limits
 for size, pin, has_gpu, is_privileged in (
     ("1GiB", True, True, False), ("512KiB", True, True, False), ("1GiB", True, True, True),
     ("1GiB", False, True, False), ("1GiB", True, False, False),
@@ -476,11 +475,11 @@ def test_pages_that_answer_byte_by_byte_are_not_waited_for(monkeypatch: pytest.M
                 client.sendall(b" ")
                 sent.append(number)
 
-    monkeypatch.setattr(doctor_refused, "_ANSWER", 0.5)
+    monkeypatch.setattr(doctor_checks, "_ANSWER", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as pages:
         dripping = threading.Thread(target=drips)
         dripping.start()
-        assert doctor_refused._status(f"127.0.0.1:{pages.getsockname()[1]}") is None
+        assert doctor_checks._status(f"127.0.0.1:{pages.getsockname()[1]}") is None
         dripping.join(60)
     assert 0 < len(sent) < 3000
 

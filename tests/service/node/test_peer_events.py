@@ -20,14 +20,11 @@ from zmq.auth import create_certificates
 
 from kvtier.service.events.publisher import Publisher
 from kvtier.service.events.wire import AllBlocksCleared
-from kvtier.service.node.peer_feeds import PeerFeeds
+from kvtier.service.node.peer_server import PeerFeeds
 from kvtier.tiers.config.sections import EventsConfig
 from kvtier.tiers.hierarchy.cache_tiers import Attribution
-from kvtier.tiers.hierarchy.events import Removed, Stored
-from kvtier.tiers.hierarchy.hierarchy import Hierarchy
-from kvtier.tiers.hierarchy.lower_tier import PortSettings, TierPort
-from kvtier.tiers.hierarchy.rates import Rates
-from kvtier.tiers.hierarchy.settings import HierarchySettings
+from kvtier.tiers.hierarchy.hierarchy import Hierarchy, Removed, Stored
+from kvtier.tiers.hierarchy.lower_tier import HierarchySettings, PortSettings, Rates, TierPort
 from kvtier.tiers.host.host import HostRegion, HostTier
 from kvtier.tiers.metrics import Metrics
 from kvtier.tiers.naming.chain import TokenChain
@@ -121,7 +118,7 @@ def test_blocks_of_several_peers_and_of_the_one_that_has_to_be_asked(key: Path, 
         assert count(tier, "questions") == 1
         assert read(tier, CHAIN) == [Outcome.OK] * 8
         # The longest run is one flight.
-        wait_until(lambda: [node.lender.counts["blocks"] for node in made] == [0, 5, 3])
+        wait_until(lambda: [node.peer_server.counts["blocks"] for node in made] == [0, 5, 3])
 
 
 def test_a_hint_that_came_too_late_is_a_miss_and_is_not_given_twice(
@@ -299,7 +296,7 @@ def test_a_peer_that_is_gone_is_not_believed_though_its_events_were_live(key: Pa
     node.tell()
     with following(key, node.address) as tier:
         wait_until(lambda: tier.lookup(CHAIN.hashes) == 8)
-        node.lender.close()  # its publisher still answers
+        node.peer_server.close()  # its publisher still answers
         assert read(tier, CHAIN) == [Outcome.IO_ERROR] * 8
         assert (tier.lookup(CHAIN.hashes), tier.holds(CHAIN.hashes), tier.locate(CHAIN.hashes)) == (0, [False] * 8, 0)
 
@@ -355,7 +352,7 @@ def test_an_address_that_is_none_is_no_reason_to_fail(key: Path, node: TellingNo
     store(node.hierarchy, CHAIN)
     node.model.events = lambda: at
     with following(key, node.address) as tier:
-        wait_until(lambda: node.lender.counts["welcomed"] >= 1)
+        wait_until(lambda: node.peer_server.counts["welcomed"] >= 1)
         assert tier.locate(CHAIN.hashes) == 8
         assert read(tier, CHAIN) == [Outcome.OK] * 8
         assert count(tier, "sure") == 0

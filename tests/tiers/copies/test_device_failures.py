@@ -16,8 +16,8 @@ from kvtier.tiers.copies.copy_ways import CopyChoice, CopyWays
 from kvtier.tiers.copies.cuda_transfer import CudaCopyStream
 from kvtier.tiers.copies.transfer import DEVICE_ERRORS, is_lasting, is_of_capture, is_out_of_memory
 from kvtier.tiers.host import host
-from kvtier.tiers.host.cuda_driver import CudaError
 from kvtier.tiers.host.host import HostRegion
+from kvtier.tiers.host.pinning import CudaError
 
 BLOCKS, LAYERS, LAYER = 8, 2, 2048
 SLOT = LAYERS * LAYER

@@ -11,9 +11,8 @@ from extent import brief
 
 from kvtier.tiers.copies.block_copier import CopyDirection
 from kvtier.tiers.copies.packer import Run, pieces_of
-from kvtier.tiers.host.cuda_driver import CudaDriver
 from kvtier.tiers.host.host import HostRegion
-from kvtier.tiers.host.pinning import PinnedPieces
+from kvtier.tiers.host.pinning import CudaDriver, PinnedPieces
 
 
 @pytest.fixture(scope="module")
