@@ -424,10 +424,17 @@ class Codec:
 
     def make_rows(self, slots: Sequence[int], records: Sequence[BlockRecord], stamps: Sequence[bytes]) -> Rows:
         """Rows for records stored at slots; `seal_rows` makes them valid once seq and generation are set."""
-        rows = _named_rows(self._superblock, slots, records)
-        rows["payload_checksum"] = [record.checksum for record in records]
-        width = 4 * self._superblock.block_size
-        rows["tokens"] = np.frombuffer(b"".join([each.tokens.ljust(width, b"\0") for each in records]), f"V{width}")
+        rows = np.zeros(len(slots), self._superblock.row_dtype)
+        rows["state"] = READY
+        rows["slot"] = slots
+        rows["chain_hash"] = np.frombuffer(b"".join([record.chain_hash for record in records]), "V32")
+        rows["parent"] = np.frombuffer(b"".join([record.parent for record in records]), "V32")
+        rows["payload_bytes"] = self._superblock.slot_bytes
+        rows["num_tokens"] = [len(record.tokens) // 4 for record in records]
+        if not self.hides_payloads:
+            rows["payload_checksum"] = [record.checksum for record in records]
+            width = 4 * self._superblock.block_size
+            rows["tokens"] = np.frombuffer(b"".join([each.tokens.ljust(width, b"\0") for each in records]), f"V{width}")
         return rows
 
     def seal_rows(self, rows: Rows) -> Rows:
@@ -522,7 +529,7 @@ class SealedCodec(Codec):
 
     def make_rows(self, slots: Sequence[int], records: Sequence[BlockRecord], stamps: Sequence[bytes]) -> Rows:
         """Each entry gets a nonce of its own."""
-        rows = _named_rows(self._superblock, slots, records)
+        rows = super().make_rows(slots, records, stamps)
         rows["stamp"] = stamps
         num_bytes = 4 * self._superblock.block_size
         rows["sealed"] = [
@@ -611,18 +618,6 @@ def verified(codec: Codec, entry: SlabEntry, chain_hash: ChainHash, payload: mem
         return Outcome.KEY_MISMATCH
     is_whole = codec.show(record, stamp, payload) and checksum(payload) == record.checksum
     return record if is_whole else Outcome.CHECKSUM
-
-
-def _named_rows(superblock: Superblock, slots: Sequence[int], records: Sequence[BlockRecord]) -> Rows:
-    """What both forms have in common."""
-    rows = np.zeros(len(slots), superblock.row_dtype)
-    rows["state"] = READY
-    rows["slot"] = slots
-    rows["chain_hash"] = np.frombuffer(b"".join([record.chain_hash for record in records]), "V32")
-    rows["parent"] = np.frombuffer(b"".join([record.parent for record in records]), "V32")
-    rows["payload_bytes"] = superblock.slot_bytes
-    rows["num_tokens"] = [len(record.tokens) // 4 for record in records]
-    return rows
 
 
 def _names(rows: Rows) -> Rows:

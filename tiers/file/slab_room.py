@@ -35,9 +35,7 @@ class SlabRoom:
         self._since = np.zeros(num_extents)  # seconds
         self._depth = np.zeros(num_extents, np.int64)  # of its deepest block
         self._are_told = np.zeros(num_extents * slots_per_extent, np.bool_)  # slots whose block an end has told of
-        self.late: OrderedDict[ChainHash, tuple[ClassifiedEnd, int]] = (
-            OrderedDict()
-        )  # not written yet: its end, its depth
+        self.late: OrderedDict[ChainHash, tuple[ClassifiedEnd, int]] = OrderedDict()  # unwritten: its end, its depth
         self.rival = LruShadow(len(self._are_told))
         self._last: ClassifiedEnd | None = None
         self._plan: list[int] = []  # the next victims, the last of them first

@@ -1,6 +1,5 @@
 """One bucket through obstore: requests with a deadline, counted, their errors told apart, and what a user must fix."""
 
-import logging
 import re
 import ssl
 import time
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
     from obstore import GetOptions, PutMode
     from obstore.store import ClientConfig, S3Credential, S3Store
 
-_log = logging.getLogger(__name__)
 
 SentPart = bytes | memoryview
 _Brought = TypeVar("_Brought")
@@ -342,7 +340,6 @@ _IN_TIME: Final = {  # what mends itself, or is mended, with no other setting
     "ExpiredTokenException": "its credentials have expired; renew them",
     "RequestTimeTooSkewed": "the store's clock and this machine's differ; set them",
 }
-_MOST_TOLD: Final = 16
 
 
 def place_of(config: ObjectsConfig) -> str:
@@ -381,19 +378,3 @@ def explanation(config: ObjectsConfig, error: BucketError) -> KVTierError:
     if error.code:
         return TierUnavailable(f"[objects] {where}: it answers {error.code}; see what that means there")
     return TierUnavailable(f"[objects] {where}: {error}; see whether it runs, and is reached from here")
-
-
-class ToldRefusals:
-    """Logs why the bucket refuses what it is asked, each of S3's words once: counters say no more than `io_error`."""
-
-    def __init__(self, config: ObjectsConfig) -> None:
-        self._config = config
-        self._lock = Lock()
-        self._told: set[str] = set()
-
-    def tell(self, error: BucketError) -> None:
-        with self._lock:
-            if not error.code or error.code in self._told or len(self._told) >= _MOST_TOLD:
-                return
-            self._told.add(error.code)
-        _log.warning("blocks are not stored: %s", explanation(self._config, error))

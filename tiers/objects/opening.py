@@ -40,6 +40,7 @@ def check_objects(config: ObjectsConfig, *, in_full: bool = True) -> list[Findin
         return [ok(_CHECK, "off: no [objects] bucket")]
     patient = config.model_copy(update={"deadline": max(config.deadline, _ANSWER_SECONDS)})
     try:
+        require_client(config)
         if config.key_file is not None:
             load_key(config.key_file, "[objects] key_file")
         bucket = Bucket.connect(patient)
@@ -129,21 +130,12 @@ def checked(config: Config) -> str | None:
 
 def answers(config: Config) -> list[Finding]:
     """The bucket, by one read of an object that need not be there."""
-    return [] if config.objects.bucket is None else _looked(config, in_full=False)
+    return [] if config.objects.bucket is None else check_objects(config.objects, in_full=False)
 
 
 def examine(config: Config) -> list[Finding]:
     """The bucket that [objects] names, and whether compression pays. Each answer has a deadline of seconds."""
-    return _looked(config, in_full=True)
-
-
-def _looked(config: Config, *, in_full: bool) -> list[Finding]:
-    if config.objects.bucket is not None:
-        try:
-            require_client(config.objects)
-        except ConfigError as refused:
-            return [finding_of(refused)]
-    return check_objects(config.objects, in_full=in_full)
+    return check_objects(config.objects)
 
 
 def require_client(config: ObjectsConfig) -> None:

@@ -21,7 +21,7 @@ from kvtier.tiers import (
 )
 from kvtier.tiers.config import ObjectsConfig
 from kvtier.tiers.naming import PROBE_BYTES
-from kvtier.tiers.objects.bucket import EXISTS, Bucket, BucketError, ObjectRange, SentPart, ToldRefusals, explanation
+from kvtier.tiers.objects.bucket import EXISTS, Bucket, BucketError, ObjectRange, SentPart, explanation
 from kvtier.tiers.objects.index import NAME_LIFETIME, ObjectIndex, StoredObject
 from kvtier.tiers.objects.layout import MAX_BLOCKS, ArrivingRecords, ObjectSpace
 from kvtier.tiers.shared import OutcomeCounts, SharedChanges, TierLife, cut_off, form_of, format_epoch, parse_epoch
@@ -111,6 +111,7 @@ _ObjectRun = tuple[StoredObject, int, list[int]]  # one request: an object, a po
 
 _TIER: Final = "objects"
 _MOST_TABLES: Final = 16  # asked for at once
+_MOST_TOLD: Final = 16
 _BAD: Final = (Outcome.CHECKSUM, Outcome.KEY_MISMATCH)
 _EPOCH_CHANGED: Final = BucketError(Outcome.EPOCH, "reset meanwhile")
 
@@ -131,7 +132,7 @@ class ObjectStore(Tier):
         self._index = ObjectIndex(min(config.ttl, NAME_LIFETIME))
         self.announcer: SharedChanges = SharedChanges(config.ttl)
         self._epoch = ObjectEpoch(bucket, space.epoch_key, self._forget_all)
-        self._refusals = ToldRefusals(config)
+        self._told: set[str] = set()  # S3's words, each logged once: counters say no more than `io_error`
         self._part_blocks = max(1, config.part_size // space.record_bytes)
         self._counts = OutcomeCounts()
         self._life = TierLife("kvtier-objects-reset")
@@ -263,7 +264,7 @@ class ObjectStore(Tier):
             self._bucket.put(key, [packed], only_new=True)
         except BucketError as error:
             if error.code != EXISTS:
-                self._refusals.tell(error)
+                self._tell(error)
 
     def probe(self, direction: Direction) -> bool:
         """Whether the bucket answers, or takes a small object: one that the lifecycle rule removes."""
@@ -416,24 +417,18 @@ class ObjectStore(Tier):
         results: list[BlockRecord | Outcome],
     ) -> ArrivingRecords:
         """The records of a part: each is verified when it is whole, on the thread that brings it."""
-        stored, position, blocks = part
+        (stored, position, blocks), form = part, self.space.form
         edges = stored.edges[position : position + len(blocks) + 1]
         lengths = [end - start for start, end in pairwise(edges)]
 
         def verify(number: int, head: bytes) -> None:
             block = blocks[number]
-            results[block] = self._verified(head, lengths[number], into[block], hashes[block], epoch)
+            if form.stored_bytes is not None and len(head) + form.stored_bytes(head) != lengths[number]:
+                results[block] = Outcome.CHECKSUM
+            else:
+                results[block] = form.decode(head, into[block], hashes[block], epoch)
 
-        return ArrivingRecords(lengths, self.space.form.head_bytes, [into[block] for block in blocks], verify)
-
-    def _verified(
-        self, head: bytes, num_bytes: int, into: memoryview, chain_hash: ChainHash, epoch: int
-    ) -> BlockRecord | Outcome:
-        """A block whose whole record, of `num_bytes`, has come."""
-        form = self.space.form
-        if form.stored_bytes is not None and len(head) + form.stored_bytes(head) != num_bytes:
-            return Outcome.CHECKSUM
-        return form.decode(head, into, chain_hash, epoch)
+        return ArrivingRecords(lengths, form.head_bytes, [into[block] for block in blocks], verify)
 
     def _write(
         self, records: Sequence[BlockRecord], payloads: Sequence[memoryview], epoch: int, deadline: float
@@ -448,7 +443,7 @@ class ObjectStore(Tier):
                 end = min(len(records), done + MAX_BLOCKS)
                 done += self._put(records[done:end], payloads[done:end], epoch, deadline)
         except BucketError as error:
-            self._refusals.tell(error)
+            self._tell(error)
             return done, error
         return done, None
 
@@ -488,6 +483,12 @@ class ObjectStore(Tier):
             self._counts.add("delete", [error.outcome])
             return False
         return True
+
+    def _tell(self, refused: BucketError) -> None:
+        """Log why the bucket refuses what it is asked."""
+        if refused.code and refused.code not in self._told and len(self._told) < _MOST_TOLD:
+            self._told.add(refused.code)
+            _log.warning("blocks are not stored: %s", explanation(self._config, refused))
 
     def _forget_all(self) -> None:
         """Another epoch has begun."""

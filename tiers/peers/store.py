@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from threading import Lock
-from typing import Final
+from typing import Final, NamedTuple
 
 from kvtier.tiers import BlockRecord, ChainHash, Direction, Outcome, Tier, require_buffers, require_space
 from kvtier.tiers.config import Config
@@ -52,47 +52,12 @@ WRONG: Final = frozenset({Outcome.EVICTED, Outcome.CHECKSUM, Outcome.KEY_MISMATC
 """What becomes of a block that a peer does not have as it should."""
 
 
-class Flight:
-    """Every block that was asked for gets an outcome in `results`, once."""
+class _Flight(NamedTuple):
+    """The blocks of one batch that one peer is asked for, by their positions."""
 
-    def __init__(
-        self,
-        peer: OtherNode,
-        hashes: Sequence[ChainHash],
-        into: Sequence[memoryview],
-        positions: list[int],
-        results: list[BlockRecord | Outcome],
-    ) -> None:
-        self.peer = peer
-        self._hashes = hashes
-        self._into = into
-        self._positions = positions
-        self._results = results
-        self._open = set(positions)  # no outcome yet
-        self.hinted: set[int] = set()  # positions that are asked for because the peer's events name them
-
-    @property
-    def hints(self) -> list[tuple[ChainHash, bool]]:
-        """The blocks of `hinted`, and whether the peer had something else of each, or nothing."""
-        return [(self._hashes[p], self._results[p] in WRONG) for p in self._positions if p in self.hinted]
-
-    def hear(self, link: PeerLink, deadline: float) -> None:
-        """PeerFailed; what came before is good."""
-        asked = self._positions[:MAX_NAMES]
-        names, into = [self._hashes[p] for p in asked], [self._into[p] for p in asked]
-        link.hear_blocks(names, into, self._settle, deadline)
-        self.lost(Outcome.ABSENT)  # more than one question has names: not asked
-
-    def lost(self, outcome: Outcome) -> None:
-        """What has not come will not."""
-        for position in self._open:
-            self._results[position] = outcome
-        self._open.clear()
-
-    def _settle(self, number: int, result: BlockRecord | Outcome) -> None:
-        position = self._positions[number]
-        self._results[position] = result
-        self._open.discard(position)
+    peer: OtherNode
+    positions: list[int]
+    hinted: set[int]  # those that are asked for because the peer's events name them
 
 
 _OTHER_KV: Final = (
@@ -211,9 +176,9 @@ class PeersStore(Tier):
         )
         deadline = time.monotonic() + self._seconds(len(hashes))
         if not self._is_off:
-            flights = self._take_off(hashes, into, results, deadline)
+            flights = self._take_off(hashes, results, deadline)
             for link in as_they_answer(flights, deadline):
-                self._land(flights[link], link, deadline)
+                self._land(flights[link], link, hashes, into, results, deadline)
         if self._is_off and not self._closing.is_set():
             results = [Outcome.EPOCH] * len(hashes)
         self._holders.forget(h for h, result in zip(hashes, results, strict=True) if isinstance(result, Outcome))
@@ -362,49 +327,63 @@ class PeersStore(Tier):
         return whom, hinted
 
     def _take_off(
-        self,
-        hashes: Sequence[ChainHash],
-        into: Sequence[memoryview],
-        results: list[BlockRecord | Outcome],
-        deadline: float,
-    ) -> dict[PeerLink, Flight]:
+        self, hashes: Sequence[ChainHash], results: list[BlockRecord | Outcome], deadline: float
+    ) -> dict[PeerLink, _Flight]:
         """Ask every peer for its blocks. What cannot be asked has its outcome."""
         by_peer: dict[PeerAddress, list[int]] = {}
         whom, hinted = self._whom(hashes)
         for position, address in enumerate(whom):
             if address is not None:
                 by_peer.setdefault(address, []).append(position)
-        flights: dict[PeerLink, Flight] = {}
+        flights: dict[PeerLink, _Flight] = {}
         for address, positions in by_peer.items():
             peer, link = self._peers.get(address), None
             if peer is None or not peer.breaker.closed:
                 continue
-            flight = Flight(peer, hashes, into, positions, results)
-            flight.hinted = hinted.intersection(positions[:MAX_NAMES])
+            asked = positions[:MAX_NAMES]  # more than one question has names: not asked
             try:
                 link = peer.borrow(deadline)
-                link.ask(PeerVerb.LEND, [hashes[position] for position in positions[:MAX_NAMES]], deadline)
-                flights[link] = flight
+                link.ask(PeerVerb.LEND, [hashes[position] for position in asked], deadline)
+                flights[link] = _Flight(peer, positions, hinted.intersection(asked))
             except PeerFailed as failed:
-                flight.lost(self._fail(peer, link, failed))
+                outcome = self._fail(peer, link, failed)
+                for position in positions:
+                    results[position] = outcome
         return flights
 
-    def _land(self, flight: Flight, link: PeerLink, deadline: float) -> None:
+    def _land(
+        self,
+        flight: _Flight,
+        link: PeerLink,
+        hashes: Sequence[ChainHash],
+        into: Sequence[memoryview],
+        results: list[BlockRecord | Outcome],
+        deadline: float,
+    ) -> None:
+        peer, positions, hinted = flight
         is_late = time.monotonic() >= deadline and not link.is_quiet  # another peer took all the time: not its fault
+        asked, left = positions[:MAX_NAMES], set(positions)
+
+        def settle(number: int, result: BlockRecord | Outcome) -> None:
+            results[asked[number]] = result
+            left.discard(asked[number])
+
         try:
-            flight.hear(link, deadline)
-        except PeerFailed as failed:
-            flight.lost(failed.outcome)
+            link.hear_blocks([hashes[p] for p in asked], [into[p] for p in asked], settle, deadline)
+        except PeerFailed as failed:  # what came before is good
+            for position in left:
+                results[position] = failed.outcome
             if is_late:
                 link.close()
             else:
-                self._fail(flight.peer, link, failed)
+                self._fail(peer, link, failed)
             if failed.outcome not in WRONG:
                 return  # it says nothing of the blocks
         else:
-            flight.peer.give_back(link, lent=True)
-        if flight.hinted:
-            self._following.judge(flight.peer.address, flight.hints)
+            peer.give_back(link, lent=True)
+        if hinted:  # which of them were something else, or nothing
+            hints = [(hashes[p], results[p] in WRONG) for p in asked if p in hinted]
+            self._following.judge(peer.address, hints)
 
     def _fail(self, peer: OtherNode, link: PeerLink | None, failure: PeerFailed) -> Outcome:
         """A peer failed: what it was believed to hold is not asked of it any more."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from threading import Condition, Lock, Thread
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import redis
 from redis.cluster import ClusterNode, RedisCluster
@@ -14,7 +14,7 @@ from redis.connection import AbstractConnection
 from redis.crc import key_slot
 
 from kvtier.tiers import Breaker, Outcome
-from kvtier.tiers.redis.options import REDIS_ERRORS, RedisClient
+from kvtier.tiers.redis.options import REDIS_ERRORS
 from kvtier.tiers.redis.wire import Wire, WireError, socket_of
 
 _log = logging.getLogger(__name__)
@@ -180,67 +180,49 @@ class Endpoint:
         return pooled.wire
 
 
-class Nodes(Protocol):
-    """Who holds which key. Thread-safe; no method waits for I/O."""
-
-    def endpoint(self, key: bytes) -> Endpoint | None:
-        """The server that holds a key; None if none is known to."""
-
-    def endpoints(self) -> list[Endpoint]:
-        """All of them, at least one."""
-
-    def clients(self) -> list[tuple[str, redis.Redis]]:
-        """redis-py's client of each server, for questions that are no payload."""
-
-    def refresh(self) -> None:
-        """Something showed that this may not be true any more: look again, in the background."""
-
-    def close(self) -> None:
-        """Close every connection. Idempotent."""
-
-
-def nodes_of(client: RedisClient, label: str, connect_timeout: float) -> Nodes:
-    """The servers behind a client that has reached them."""
-    if isinstance(client, RedisCluster):
-        return _ClusterNodes(client, connect_timeout)
-    return _OneNode(client, label, connect_timeout)
-
-
 def _maker(client: redis.Redis) -> Callable[[], AbstractConnection]:
     """Connections as the client's pool would make them, but ours alone."""
     pool = client.connection_pool
     return lambda: pool.connection_class(**pool.connection_kwargs)
 
 
-class _OneNode:
-    """One server, or whichever the Sentinels call master: their connections ask anew whenever they connect."""
+class Nodes:
+    """Who holds which key: one server, or whichever the Sentinels call master, asked anew by each connection.
+
+    Thread-safe; no method waits for I/O.
+    """
 
     def __init__(self, client: redis.Redis, label: str, connect_timeout: float) -> None:
         self._client = client
         self._endpoint = Endpoint(label, _maker(client), connect_timeout, None)
 
     def endpoint(self, key: bytes) -> Endpoint | None:
+        """The server that holds a key; None if none is known to."""
         return self._endpoint
 
     def endpoints(self) -> list[Endpoint]:
+        """All of them, at least one."""
         return [self._endpoint]
 
     def clients(self) -> list[tuple[str, redis.Redis]]:
+        """redis-py's client of each server, for questions that are no payload."""
         return [(self._endpoint.name, self._client)]
 
     def refresh(self) -> None:
+        """Something showed that this may not be true any more: look again, in the background."""
         self._endpoint.drop_idle()
 
     def close(self) -> None:
+        """Close every connection. Idempotent."""
         self._endpoint.close()
         self._client.close()
 
 
-class _ClusterNodes:
+class ClusterNodes(Nodes):
     """A cluster's masters. redis-py keeps the map of slots; a thread of ours has it refreshed, so that nobody waits."""
 
     def __init__(self, client: RedisCluster, connect_timeout: float) -> None:
-        self._client = client
+        self._cluster = client
         self._connect_timeout = connect_timeout
         self._lock = Lock()
         self._endpoints: dict[str, Endpoint] = {}
@@ -251,7 +233,7 @@ class _ClusterNodes:
 
     def endpoint(self, key: bytes) -> Endpoint | None:
         try:
-            node = self._client.nodes_manager.get_node_from_slot(key_slot(key))
+            node = self._cluster.nodes_manager.get_node_from_slot(key_slot(key))
         except (*REDIS_ERRORS, LookupError):  # a slot nobody serves
             return None
         with self._lock:
@@ -262,7 +244,7 @@ class _ClusterNodes:
             return list(self._endpoints.values())
 
     def clients(self) -> list[tuple[str, redis.Redis]]:
-        return [(node.name, self._client.get_redis_connection(node)) for node in self._client.get_primaries()]
+        return [(node.name, self._cluster.get_redis_connection(node)) for node in self._cluster.get_primaries()]
 
     def refresh(self) -> None:
         with self._lock:
@@ -278,11 +260,11 @@ class _ClusterNodes:
             endpoints = list(self._endpoints.values())
         for endpoint in endpoints:
             endpoint.close()
-        self._client.close()
+        self._cluster.close()
 
     def _refresh(self) -> None:
         try:
-            self._client.nodes_manager.initialize()
+            self._cluster.nodes_manager.initialize()
         except (*REDIS_ERRORS, OSError, LookupError, ValueError) as error:
             _log.debug("[redis] the cluster's topology: %s", error)
         finally:
@@ -293,7 +275,7 @@ class _ClusterNodes:
 
     def _follow(self) -> None:
         """An endpoint for every master there is now; those of others are closed."""
-        masters = {node.name: node for node in self._client.get_primaries()}
+        masters = {node.name: node for node in self._cluster.get_primaries()}
         with self._lock:
             for name in masters.keys() - self._endpoints.keys():
                 self._add(masters[name])
@@ -303,7 +285,7 @@ class _ClusterNodes:
 
     def _add(self, node: ClusterNode) -> Endpoint:
         breaker = Breaker(_SHARD_FAILURES, _SHARD_RETRY, time.monotonic)
-        make = _maker(self._client.get_redis_connection(node))
+        make = _maker(self._cluster.get_redis_connection(node))
         endpoint = self._endpoints[node.name] = Endpoint(node.name, make, self._connect_timeout, breaker)
         if self._closed:
             endpoint.close()

@@ -28,7 +28,7 @@ from kvtier.tiers.config import RedisConfig
 from kvtier.tiers.naming import PROBE_BYTES
 from kvtier.tiers.redis.lanes import Batches, BlockResult, Lane, LaneWork, ask_epoch, command
 from kvtier.tiers.redis.names import Keyspace, LearnedExpiries, Names
-from kvtier.tiers.redis.nodes import Nodes, nodes_of
+from kvtier.tiers.redis.nodes import ClusterNodes, Nodes
 from kvtier.tiers.redis.options import MAX_VALUE, RedisClient, connect, judge, no_epoch, parse, servers_room, survey
 from kvtier.tiers.redis.wire import RedisReply, Refusal, WireError
 from kvtier.tiers.reuse import ClassifiedEnd
@@ -179,7 +179,12 @@ class RedisStore(Tier):
         servers = parse(config)
         client = connect(config, servers)
         max_value = _survey_all(client, servers.label, space.value_bytes, by_expiry=config.expiry == "learned")
-        store = cls(config, space, nodes_of(client, servers.label, config.connect_timeout), max_value)
+        nodes = (
+            ClusterNodes(client, config.connect_timeout)
+            if isinstance(client, RedisCluster)
+            else Nodes(client, servers.label, config.connect_timeout)
+        )
+        store = cls(config, space, nodes, max_value)
         failure = store._epoch.settle(time.monotonic() + config.connect_timeout + config.deadline)
         if failure is not None:
             store.close()

@@ -45,19 +45,8 @@ class Turns(Protocol):
         """xxh3-64 of a whole reply's payload; None if the reply has none."""
 
 
-class MakeTurns(Protocol):
-    """How the twin is given its commands, the places of their replies, and what was done before."""
-
-    def __call__(
-        self,
-        asks: list[Sequence[bytes | memoryview]],
-        places: list[Sequence[memoryview]],
-        opening: bytes,
-        asked: int,
-        part: int,
-        /,
-    ) -> Turns:
-        """`Turns` of so many commands."""
+MakeTurns = Callable[[list[Sequence[bytes | memoryview]], list[Sequence[memoryview]], bytes, int, int], Turns]
+"""Given commands, the places of their replies, what a usual one begins with, and what was done: `asked`, `part`."""
 
 
 def make_turns(payload_bytes: int) -> MakeTurns | None:

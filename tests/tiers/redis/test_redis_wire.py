@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from redis_rig import NO_REDIS, standalone
 
 from kvtier.tiers.redis import wire as redis_wire
-from kvtier.tiers.redis.wire import RedisReply, Refusal, TooLongError, Turns, Wire, WireError, socket_of
+from kvtier.tiers.redis.wire import ByteStream, RedisReply, Refusal, TooLongError, Turns, Wire, WireError, socket_of
 from kvtier.tiers.tier import Outcome
 
 HEAD, PAYLOAD = 40, 3000
 
 
-class Script:
+class Script(ByteStream):
     """A stream that says what it is given, in the pieces it is given."""
 
     def __init__(self, data: bytes, pieces: Sequence[int]) -> None:
