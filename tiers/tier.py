@@ -219,7 +219,7 @@ class Tier(ABC):
     """The `Departures` (`tiers/pool`) that remember what left it, when and why; None: it remembers nothing."""
 
     def ended(self, end: Any) -> None:
-        """A request has ended, as this `ToldEnd` (`tiers/returns`) says: for the order of eviction. Without I/O."""
+        """A request has ended, as this `ClassifiedEnd` (`tiers/reuse`) says: for the order of eviction. No I/O."""
         return
 
     def children(self, parent: ChainHash, limit: int, start: bytes = b"") -> list[ChildBlock]:

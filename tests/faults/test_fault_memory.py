@@ -38,7 +38,7 @@ from kvtier.tiers.hierarchy.hierarchy import Hierarchy
 from kvtier.tiers.hierarchy.lower_tier import HierarchySettings
 from kvtier.tiers.hierarchy.opening import open_hierarchy
 from kvtier.tiers.naming.chain import TokenChain
-from kvtier.tiers.naming.shape import KVShape
+from kvtier.tiers.naming.identity import KVShape
 from kvtier.tiers.tier import BlockRecord, Outcome
 
 Open = Callable[..., Hierarchy]

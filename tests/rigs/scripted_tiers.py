@@ -23,10 +23,10 @@ from kvtier.tiers.hierarchy.cache_tiers import PENDING, Attribution, Claim, Ends
 from kvtier.tiers.hierarchy.lower_tier import LoadPolicy, Rates, Span
 from kvtier.tiers.metrics import Metrics
 from kvtier.tiers.naming.chain import TokenChain, root_hash
-from kvtier.tiers.naming.shape import KVShape
+from kvtier.tiers.naming.identity import KVShape
 from kvtier.tiers.pool.core import Lease
 from kvtier.tiers.pool.departures import Causes
-from kvtier.tiers.returns import RequestEnd
+from kvtier.tiers.reuse import RequestEnd
 from kvtier.tiers.tier import ChainHash, Outcome
 
 BLOCK: Final = 16

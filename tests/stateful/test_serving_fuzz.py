@@ -28,7 +28,7 @@ from kvtier.tiers.copies.device import BlockPool
 from kvtier.tiers.copies.transfer import CopyEvent
 from kvtier.tiers.hierarchy.lower_tier import HierarchySettings, LoadPolicy, PortSettings
 from kvtier.tiers.naming.chain import TokenChain, root_hash
-from kvtier.tiers.naming.shape import KVShape
+from kvtier.tiers.naming.identity import KVShape
 
 NUM_LAYERS = 4
 LAYER_BYTES = SLOT_BYTES // NUM_LAYERS

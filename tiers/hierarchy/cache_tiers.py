@@ -15,7 +15,7 @@ from typing import Final, NamedTuple, Protocol
 from kvtier.tiers import L1, TIERS, BlockRecord, ChainHash, ChildBlock, Metrics, Outcome
 from kvtier.tiers.host import HostRegion
 from kvtier.tiers.pool import Causes, Lease, Reservation
-from kvtier.tiers.returns import RequestEnd
+from kvtier.tiers.reuse import RequestEnd
 
 _LOOK: Final = 0.05  # seconds `bring` waits for news before it looks at its deadline
 _REFUSED: Final = 0.01  # seconds before `bring` asks again after a refusal

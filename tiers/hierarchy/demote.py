@@ -17,7 +17,7 @@ from kvtier.tiers.hierarchy.io_queue import Job
 from kvtier.tiers.hierarchy.lower_tier import HierarchySettings, TierPort
 from kvtier.tiers.host import HostTier
 from kvtier.tiers.pool import NUM_AGES, Departures, Lease, why_gone
-from kvtier.tiers.returns import EDGES
+from kvtier.tiers.reuse import EDGES
 
 _log = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ from kvtier.tiers.hierarchy.promotion import LocalClaim, Locator, Promoter
 from kvtier.tiers.hierarchy.stores import StoreQueue
 from kvtier.tiers.host import HostRegion, HostTier
 from kvtier.tiers.pool import MAX_CHILDREN, REMOVED, Causes, Departure, Departures, Lease, Places, causes_of, why_gone
-from kvtier.tiers.returns import RequestEnd
+from kvtier.tiers.reuse import RequestEnd
 
 _TICK: Final = 0.005  # seconds between two looks at deadlines, however often they are wanted
 _SWEEP: Final = 0.05  # seconds between two looks at what waits to be stored: mostly the end of a write brings the next

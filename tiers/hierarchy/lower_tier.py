@@ -27,7 +27,7 @@ from kvtier.tiers import (
 from kvtier.tiers.hierarchy.cache_tiers import Meeting
 from kvtier.tiers.hierarchy.io_queue import IoQueue, begun
 from kvtier.tiers.pool import LOST, Departures
-from kvtier.tiers.returns import ToldEnd
+from kvtier.tiers.reuse import ClassifiedEnd
 
 _log = logging.getLogger(__name__)
 
@@ -310,7 +310,7 @@ class TierPort:
         tier = self.readable()
         return tier.children(parent, limit, start) if tier is not None else []
 
-    def ended(self, end: ToldEnd) -> None:
+    def ended(self, end: ClassifiedEnd) -> None:
         """`Tier.ended`; nothing if the tier is detached."""
         tier = self.tier  # a probe may detach it meanwhile
         if tier is not None:

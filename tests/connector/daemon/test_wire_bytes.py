@@ -46,7 +46,7 @@ from kvtier.connector.daemon.wire import (
     unpack_request,
 )
 from kvtier.tiers.hierarchy.cache_tiers import Attribution, Ends, Meeting, Wanted
-from kvtier.tiers.returns import Hint, RequestEnd
+from kvtier.tiers.reuse import Hint, RequestEnd
 from kvtier.tiers.tier import ChildBlock, Outcome
 
 A, B, P, T = (letter * 32 for letter in (b"a", b"b", b"p", b"t"))  # two names, a parent, a tenant

@@ -9,8 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvtier.service.events.announced import MAX_RUN, AnnouncedBlocks
 from kvtier.service.events.prefix_index import PrefixIndex, prompt_hashes
+from kvtier.service.events.publisher import MAX_RUN, AnnouncedBlocks
 from kvtier.service.events.wire import (
     BlockRemoved,
     BlockStored,

@@ -11,9 +11,9 @@ import pytest
 from doubles import BLOCK_SIZE, SLOT_BYTES, wait_until
 from service_rig import FINGERPRINT, PATIENCE, DaemonThread, ask, attach, fill, load, store, store_tail, verify
 
+from kvtier.connector.daemon.client import RemoteTiers
 from kvtier.connector.daemon.handshake import Hello, pack_handshake
 from kvtier.connector.daemon.messages import Ask, News, Reserve, Seal
-from kvtier.connector.daemon.remote import RemoteTiers
 from kvtier.connector.daemon.wire import MAX_FRAME, FrameReader, pack_request, unpack_reply
 from kvtier.connector.scheduler import SchedulerSide
 from kvtier.tiers.hierarchy.cache_tiers import PENDING, Claim, Wanted

@@ -13,7 +13,7 @@ from kvtier.tiers.hierarchy.lower_tier import HierarchySettings
 from kvtier.tiers.metrics import Metrics
 from kvtier.tiers.naming.chain import TokenChain
 from kvtier.tiers.pool import NUM_AGES, Departures
-from kvtier.tiers.returns import EDGES
+from kvtier.tiers.reuse import EDGES
 
 
 def new(number: int, num_blocks: int = 4) -> TokenChain:
