@@ -13,9 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier.tiers import BATCH_BYTES, L2, ChainHash, Metrics, Outcome
+from kvtier.tiers.hierarchy.io_queue import Job
 from kvtier.tiers.hierarchy.lower_tier import HierarchySettings, TierPort
 from kvtier.tiers.host import HostTier
-from kvtier.tiers.pool import NUM_AGES, Departures, Lease
+from kvtier.tiers.pool import NUM_AGES, Departures, Lease, why_gone
 from kvtier.tiers.reuse import EDGES
 
 _log = logging.getLogger(__name__)
@@ -72,7 +73,7 @@ class Demoter:
         self.port = port
         self.host = host
         self.clock = clock
-        self._metrics = metrics
+        self.metrics = metrics
         self._lock = Lock()
         self._max_blocks = max(1, host.pool.num_slots // 4)
         if settings.store_queue is not None:
@@ -80,7 +81,7 @@ class Demoter:
         self._batch = max(1, BATCH_BYTES // host.region.slot_bytes)
         self._num_waiting = 0
         self.num_written = 0
-        self._failed: OrderedDict[ChainHash, bool] = OrderedDict()  # whether it may succeed later
+        self.failed: OrderedDict[ChainHash, bool] = OrderedDict()  # whether it may succeed later
         self._line = host.pool.backlog()  # blocks that found no room
         self._again = host.pool.backlog()  # blocks that failed, and were counted
         self._is_sweeping = False
@@ -128,7 +129,7 @@ class Demoter:
         if not hashes:
             return ()
         epoch = self.port.epoch  # before the leases: what they name was stored in this epoch or a later one
-        ancestors = self._failed_ancestors(hashes[0]) if self._failed else []
+        ancestors = self._failed_ancestors(hashes[0]) if self.failed else []
         if self._admission is not None:
             hashes = self._admitted(hashes, self._admission)
         if ancestors:
@@ -166,27 +167,8 @@ class Demoter:
         if not self._num_waiting:  # else some of them may be on their way here
             self.sweep_soon()
 
-    def write(self, lease: Lease, epoch: int) -> list[Outcome]:
-        """Re-hash, compare with the checksum taken at seal, and write: on an I/O thread."""
-        if epoch != self.port.epoch:
-            return [Outcome.EPOCH] * len(lease)
-        if not self.port.writable:
-            return [Outcome.BREAKER_OPEN] * len(lease)
-        slots = lease.slots
-        records = [record for slot in slots if (record := self.host.records[slot]) is not None]
-        payloads = [self.host.region.slot(slot) for slot in slots]
-        if self._failed and self._parent_failed(records[0].parent):
-            return [Outcome.PARENT_FAILED] * len(slots)
-        sums = self.host.region.checksums(slots)
-        same = [found == record.checksum for found, record in zip(sums, records, strict=True)]
-        whole = same.index(False) if False in same else len(same)
-        outcomes = self.port.write(records[:whole], payloads[:whole], epoch) if whole else []
-        if whole < len(same):
-            self._metrics.corrupted(L2, 1)
-            outcomes += [Outcome.CHECKSUM] + [Outcome.PARENT_FAILED] * (len(same) - whole - 1)
-        return outcomes
-
     def settle(self, job: "_WriteJob", outcomes: Sequence[Outcome]) -> None:
+        """A write has ended, or was not queued for want of room."""
         hashes = job.hashes
         good = [h for h, outcome in zip(hashes, outcomes, strict=True) if outcome is Outcome.OK]
         again = [h for h, outcome in zip(hashes, outcomes, strict=True) if outcome in _PASSING]
@@ -194,7 +176,7 @@ class Demoter:
             self._num_waiting -= len(hashes)
             self.num_written += len(good)
             for chain_hash in good:
-                self._failed.pop(chain_hash, None)
+                self.failed.pop(chain_hash, None)
             if len(good) < len(hashes):
                 self._remember_failed(
                     {
@@ -205,7 +187,7 @@ class Demoter:
                 )
             if again or job.is_repeated:
                 self._pace(job, has_failed=bool(again))
-        self._metrics.stored(self.port.name, len(good))
+        self.metrics.stored(self.port.name, len(good))
         for outcome in set(outcomes) - {Outcome.OK}:
             lost = [h for h, each in zip(hashes, outcomes, strict=True) if each is outcome]
             self._not_written(lost, outcome, is_repeated=job.is_repeated)
@@ -227,10 +209,10 @@ class Demoter:
 
         What failed waits a while before it is tried again, unless `at_once`.
         """
-        if at_once:
-            self._again_at = -math.inf
         if not (self._line.is_used or self._again.is_used):
             return
+        if at_once:
+            self._again_at = -math.inf
         if self.is_awaiting:
             self._look_again(self.due_in)
             return
@@ -264,7 +246,7 @@ class Demoter:
         is_away = not self.port.breakers["write"].closed
         self._note_lost(look=True)
         if num_left := len(self._line) + num_dirty:
-            self._metrics.dropped(self.port.name, Outcome.CLOSED, num_left)
+            self.metrics.dropped(self.port.name, Outcome.CLOSED, num_left)
         if num_left + len(self._again):
             why = _TOO_LATE if not (is_away or len(self._again)) else _AWAY if is_away else _REFUSED
             _log.warning(_NOT_WRITTEN, self.port.name, num_left + len(self._again), why)
@@ -275,7 +257,7 @@ class Demoter:
         num_queued = 0
         for run, parent in _runs(names, parents):
             chain = run
-            if parent is not None and self._failed and self._parent_failed(parent):
+            if parent is not None and self.failed and self.has_failed(parent):
                 with self._lock:
                     self._remember_failed(dict.fromkeys(run, True))
                 if not is_repeated:  # it goes with its parent
@@ -283,7 +265,7 @@ class Demoter:
                     self._again.add(run)
                     continue
                 chain = [*self._failed_ancestors(run[0]), *run]
-                if self._parent_failed(self.host.parent_of(chain[0]) or b""):  # L2 has lost it, or it never succeeds
+                if self.has_failed(self.host.parent_of(chain[0]) or b""):  # L2 has lost it, or it never succeeds
                     continue
             with self._lock:
                 self._num_waiting += len(chain)
@@ -294,7 +276,7 @@ class Demoter:
     def _not_written(self, hashes: Sequence[ChainHash], reason: Outcome, *, is_repeated: bool = False) -> None:
         """Count blocks that the tier did not get, but for what was counted when it failed first."""
         if not (is_repeated and reason in _PASSING):
-            self._metrics.dropped(self.port.name, reason, len(hashes))
+            self.metrics.dropped(self.port.name, reason, len(hashes))
         self.port.not_stored(hashes, reason)
 
     def _keep_in_line(self, good: Sequence[ChainHash], again: Sequence[ChainHash]) -> None:
@@ -332,7 +314,7 @@ class Demoter:
         lost = self._line.take_lost(look=look)
         self._again.take_lost(look=look)  # were counted when they failed
         if lost:
-            self._metrics.dropped(self.port.name, Outcome.EVICTED, lost)
+            self.metrics.dropped(self.port.name, Outcome.EVICTED, lost)
         with self._lock:
             self._num_lost += lost
             if not self._num_lost or self.clock() - self._told_at < _LOG_EVERY:
@@ -353,10 +335,10 @@ class Demoter:
         self, hashes: Sequence[ChainHash], epoch: int, ended: BlocksEnded | None = None, *, is_repeated: bool = False
     ) -> None:
         """Queue blocks that count as waiting, a batch a job."""
-        if self._failed:
+        if self.failed:
             with self._lock:
                 for chain_hash in hashes:  # tried anew
-                    self._failed.pop(chain_hash, None)
+                    self.failed.pop(chain_hash, None)
             self._line.remove(hashes)  # ancestors that came along
             self._again.remove(hashes)
         for first in range(0, len(hashes), self._batch):
@@ -396,20 +378,20 @@ class Demoter:
 
     def _show(self) -> None:
         self._note_lost(look=True)
-        self._metrics.waiting(self.port.name, self._num_waiting + self.num_in_line)
+        self.metrics.waiting(self.port.name, self._num_waiting + self.num_in_line)
         if self._admission is not None:
             self._admission.is_selective(self._filling())
 
     def _remember_failed(self, hashes: Mapping[ChainHash, bool]) -> None:
-        self._failed.update(hashes)
-        while len(self._failed) > _MAX_FAILED:
-            self._failed.popitem(last=False)
+        self.failed.update(hashes)
+        while len(self.failed) > _MAX_FAILED:
+            self.failed.popitem(last=False)
 
     def _failed_ancestors(self, chain_hash: ChainHash) -> list[ChainHash]:
         """The blocks before it that failed for now and that L2 still holds: without them nobody could reach it."""
         found: list[ChainHash] = []
         parent = self.host.parent_of(chain_hash) if self.port.writable else None
-        while parent is not None and self._failed.get(parent):
+        while parent is not None and self.failed.get(parent):
             grandparent = self.host.parent_of(parent)
             if grandparent is None:  # L2 has lost it
                 break
@@ -417,9 +399,9 @@ class Demoter:
             parent = grandparent
         return found[::-1]
 
-    def _parent_failed(self, parent: ChainHash) -> bool:
+    def has_failed(self, parent: ChainHash) -> bool:
         with self._lock:
-            return parent in self._failed
+            return parent in self.failed
 
 
 def _runs(
@@ -447,10 +429,29 @@ class _WriteJob:
     deadline: float = math.inf  # waiting hurts nobody; `run` sets it
 
     def run(self) -> list[Outcome]:
-        self.deadline = self.demoter.clock() + self.demoter.port.settings.deadline
-        held = len(self.lease.hashes)  # shorter than asked if an eviction or a reset came before the lease
-        outcomes = self.demoter.write(self.lease, self.epoch) if held else []
-        return [*outcomes, *[Outcome.EVICTED] * (len(self.hashes) - held)]
+        """Re-hash, compare with the checksums taken at seal, and write: on an I/O thread."""
+        demoter, slots = self.demoter, self.lease.slots
+        host, port = demoter.host, demoter.port
+        self.deadline = demoter.clock() + port.settings.deadline
+        # The lease is shorter than asked if an eviction or a reset came before it.
+        gone = [Outcome.EVICTED] * (len(self.hashes) - len(slots))
+        if not slots:
+            return gone
+        if self.epoch != port.epoch:
+            return [Outcome.EPOCH] * len(slots) + gone
+        if not port.writable:
+            return [Outcome.BREAKER_OPEN] * len(slots) + gone
+        records = [record for slot in slots if (record := host.records[slot]) is not None]
+        if demoter.failed and demoter.has_failed(records[0].parent):
+            return [Outcome.PARENT_FAILED] * len(slots) + gone
+        same = [found == r.checksum for found, r in zip(host.region.checksums(slots), records, strict=True)]
+        whole = same.index(False) if False in same else len(same)
+        payloads = [host.region.slot(slot) for slot in slots[:whole]]
+        outcomes = port.write(records[:whole], payloads, self.epoch) if whole else []
+        if whole < len(same):
+            demoter.metrics.corrupted(L2, 1)
+            outcomes += [Outcome.CHECKSUM] + [Outcome.PARENT_FAILED] * (len(same) - whole - 1)
+        return outcomes + gone
 
     def end(self, result: list[Outcome] | Outcome, *, late: bool) -> None:
         self.lease.release()
@@ -466,20 +467,17 @@ class _WriteJob:
 
 
 @dataclass(eq=False, slots=True)
-class _SweepJob:
-    """Queues what stands in line. Implements `Job`."""
+class _SweepJob(Job):
+    """Queues what stands in line."""
 
     demoter: Demoter
-    deadline: float = math.inf  # memory only: it cannot hang
+    deadline: float = math.inf
 
     def run(self) -> None:
         self.demoter.sweep()
 
     def end(self, result: Outcome | None, *, late: bool) -> None:
         self.demoter.swept()
-
-    def overdue(self) -> None:
-        """Never told: there is no deadline."""
 
 
 class Why(StrEnum):
@@ -504,7 +502,7 @@ class TierAdmission:
         self._tier = tier
         self._departures = departures
         self._gaps = gaps
-        self._metrics = metrics
+        self.metrics = metrics
         self._clock = clock
         self._lock = Lock()
         self._reasons: set[Why] = set()
@@ -533,7 +531,7 @@ class TierAdmission:
         """How many leading blocks were here before: they left a tier, or were not stored in one."""
         departures = self._departures()
         for count, name in enumerate(hashes):
-            if all(each.find(name) is None for each in departures):
+            if not why_gone(departures, name).tier:
                 return count
         return len(hashes)
 
@@ -570,7 +568,7 @@ class TierAdmission:
 
     def _show(self) -> None:
         for why in Why:
-            self._metrics.selective(self._tier, why, why in self._reasons)
+            self.metrics.selective(self._tier, why, why in self._reasons)
 
 
 def _median(counts: NDArray[np.int64] | NDArray[np.float64]) -> int:

@@ -38,7 +38,7 @@ class Job(Protocol):
     `overdue` is called at most once, only while `run` runs, and has returned before `end` is called.
     """
 
-    deadline: float  # on the queue's clock
+    deadline: float  # on the queue's clock; inf: memory only, it cannot hang
 
     def run(self) -> Any:
         """Do the I/O, on an I/O thread, and return what came of it."""
@@ -51,6 +51,7 @@ class Job(Protocol):
 
     def overdue(self) -> None:
         """It runs past its deadline: nobody waits for it any more; `end` still follows. Must not wait for I/O."""
+        return
 
 
 class JoinedJob(ABC):

@@ -11,7 +11,7 @@ import numpy as np
 
 from kvtier.tiers import BATCH_BYTES, L2, BlockRecord, ChainHash, Metrics, Outcome, checksum
 from kvtier.tiers.hierarchy.cache_tiers import PENDING, Claim, NewsCondition, Pending
-from kvtier.tiers.hierarchy.io_queue import IoQueue, JoinedJob
+from kvtier.tiers.hierarchy.io_queue import IoQueue, Job, JoinedJob
 from kvtier.tiers.hierarchy.lower_tier import TierPort
 from kvtier.tiers.hierarchy.stores import Sealing
 from kvtier.tiers.host import HostTier
@@ -113,14 +113,14 @@ class TierRead(JoinedJob):
 
 
 @dataclass(eq=False, slots=True)
-class HostCheck:
-    """A check of consecutive blocks that L2 holds, under a lease of its own until its end. Implements `Job`."""
+class HostCheck(Job):
+    """A check of consecutive blocks that L2 holds, under a lease of its own until its end."""
 
     owner: "Promoter"
     claim: LocalClaim
     first: int  # of its blocks, in the run
     lease: Lease
-    deadline: float = math.inf  # memory only: it cannot hang
+    deadline: float = math.inf
 
     def run(self) -> tuple[int, Outcome]:
         """Compare names and checksums, up to the first block that is not what was stored."""
@@ -137,9 +137,6 @@ class HostCheck:
         """What was not checked is not promised."""
         num_whole, outcome = (0, result) if isinstance(result, Outcome) else result
         self.owner.checked(self, num_whole, outcome)
-
-    def overdue(self) -> None:
-        """Never told: there is no deadline."""
 
 
 class Promoter:

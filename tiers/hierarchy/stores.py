@@ -13,7 +13,7 @@ from typing import Final
 from kvtier.tiers import L2, BlockRecord, ChainHash, Metrics, Outcome
 from kvtier.tiers.hierarchy.cache_tiers import Filled, NewsCondition, Wanted
 from kvtier.tiers.hierarchy.demote import SOONEST, Demoter
-from kvtier.tiers.hierarchy.io_queue import IoQueue
+from kvtier.tiers.hierarchy.io_queue import IoQueue, Job
 from kvtier.tiers.hierarchy.lower_tier import HierarchySettings, TierPort
 from kvtier.tiers.host import HostTier
 from kvtier.tiers.pool import Lease, Reservation
@@ -58,12 +58,12 @@ def next_part(waiting: deque[Sealing]) -> list[Sealing]:
 
 
 @dataclass(eq=False, slots=True)
-class SealJob:
-    """Hashing and publishing all that waits when its turn comes: a step's stores are one job. Implements `Job`."""
+class SealJob(Job):
+    """Hashing and publishing all that waits when its turn comes: a step's stores are one job."""
 
     stores: "StoreQueue"
     sealings: list[Sealing] | None = None  # once its turn has come
-    deadline: float = math.inf  # memory only: it cannot hang
+    deadline: float = math.inf
 
     def run(self) -> list[Outcome]:
         """On the sealing thread."""
@@ -78,9 +78,6 @@ class SealJob:
             self.stores.sealed(self.sealings, [result] * sum(len(each.stores) for each in self.sealings))
         else:
             self.stores.sealed(self.sealings, result)
-
-    def overdue(self) -> None:
-        """Never told: there is no deadline."""
 
 
 class StoreQueue:
@@ -173,7 +170,8 @@ class StoreQueue:
             except Exception:
                 _log.exception("a step's stores could not be sealed; counted as %s", Outcome.IO_ERROR)
                 outcomes = [Outcome.IO_ERROR] * len(stores)
-            self._give_up_lost(stores, outcomes)
+            if outcomes.count(Outcome.OK) < len(outcomes):
+                self._give_up_lost(stores, outcomes)
             return
         with self._lock:
             is_queued, room = bool(waiting), max(0, _MAX_SEALING - self._num_waiting)
@@ -237,8 +235,7 @@ class StoreQueue:
     def tick(self) -> None:
         """Have what waits for room in a lower tier, or failed there, offered again if it is time. Cheap."""
         for demoter in self._demoters:
-            if demoter.num_in_line:
-                demoter.sweep_soon()
+            demoter.sweep_soon()
 
     def _look_again(self, seconds: float) -> None:
         """Tick in so many seconds, whoever else does: behind an engine that is idle nobody would."""

@@ -61,7 +61,7 @@ class Departures:
         self.ages = np.zeros(NUM_AGES + 1, np.int64)
         self._clock = clock
         self._start = int(clock())  # whole seconds, so that tiers with one clock agree which of them came last
-        self._entry, self._came = memoryview(self.entries), memoryview(self.came_at)  # for one at a time
+        self.entry, self._came = memoryview(self.entries), memoryview(self.came_at)  # for one at a time
 
     def now(self) -> int:
         """The second, from 1 on."""
@@ -94,15 +94,6 @@ class Departures:
         low = np.uint64(self.now() << 8 | _CODE[cause])
         self.entries[self._places(mixed)] = mixed << np.uint64(32) | low
 
-    def find(self, name: ChainHash) -> tuple[int, str] | None:
-        """The second a block left, and why; None: not known."""
-        first, _, _, last = _FOUR(name, 0)
-        mixed = first * _MIX_FIRST + last * _MIX_LAST & _U64
-        found: int = self._entry[(mixed >> 32) * len(self.entries) >> 32]
-        if not found or found >> 32 != mixed & _U32:
-            return None
-        return found >> 8 & _MOST_SECONDS, _CAUSES[(found & 0xFF) - 1]
-
     def find_each(self, words: Words) -> NDArray[np.uint64]:
         """The low half of each name's entry, 0 where it is not known: comparable, the later is the larger."""
         mixed = words @ NAME_MIX
@@ -120,12 +111,15 @@ Causes = Mapping[tuple[str, str], int]
 def why_gone(tiers: Sequence[Departures], name: ChainHash) -> Departure:
     """What became of a block that no tier holds: where it left last. One that was lost was evicted above knowingly."""
     latest = Departure(NEVER_SEEN)
+    first, _, _, last = _FOUR(name, 0)
+    mixed = first * _MIX_FIRST + last * _MIX_LAST & _U64
     for departures in tiers:
-        if (found := departures.find(name)) is not None:
-            ago = departures.now() - found[0]
-            is_below = found[1] == LOST and latest.cause == EVICTED
+        entry = departures.entry[(mixed >> 32) * len(departures.entry) >> 32]
+        if entry and entry >> 32 == mixed & _U32:
+            cause, ago = _CAUSES[(entry & 0xFF) - 1], departures.now() - (entry >> 8 & _MOST_SECONDS)
+            is_below = cause == LOST and latest.cause == EVICTED
             if not latest.tier or ago <= latest.seconds or is_below:
-                latest = Departure(found[1], departures.tier, ago)
+                latest = Departure(cause, departures.tier, ago)
     return latest
 
 
