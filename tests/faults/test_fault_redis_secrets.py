@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 import redis
 import xxhash
-from doubles import BLOCK_SIZE, SLOT_BYTES, chain_of, payload_of, store, wait_until
-from fault_rig import fetch, forget_l2, settle
+from doubles import BLOCK_SIZE, SLOT_BYTES, chain_of, payload_of, wait_until
 from redis_rig import NO_REDIS, RedisServer
 from redis_stories import (
     CHAIN,
@@ -22,7 +21,6 @@ from redis_stories import (
     key_of,
     opened,
     options,
-    over_redis,
     protection,
     read,
     whole,
@@ -243,13 +241,3 @@ def test_a_secret_and_a_key_file_together_or_a_short_secret_are_one_line(server:
         with pytest.raises(ConfigError, match=r"^\[redis\] secret \(not shown\): ") as told:
             options(server.url, **more)
         assert "hunter2" not in str(told.value)
-
-
-def test_a_hierarchy_over_an_encrypted_tier_serves_what_it_stored(server: RedisServer, tmp_path: Path) -> None:
-    """Through L2: stored, forgotten there, prefetched, promised, every byte the key's own."""
-    hierarchy = over_redis(server.url, **protection("encrypted", tmp_path))
-    assert store(hierarchy, CHAIN) == 8
-    assert hierarchy.drain(60)
-    forget_l2(hierarchy)
-    assert fetch(hierarchy, CHAIN) == 8
-    settle(hierarchy)

@@ -240,18 +240,6 @@ def test_a_server_that_never_answers_at_start_is_as_one_that_is_down(over: Open,
 # 28: slow, in pieces, cut off.
 
 
-def test_late_answers_and_answers_in_pieces_are_whole_answers(proxy: ToxicProxy) -> None:
-    with opened(f"redis://127.0.0.1:{proxy.port}") as tier:
-        proxy.latency = 0.02
-        written(tier, CHAIN)
-        assert whole(read(tier, CHAIN))
-        proxy.heal()
-        proxy.piece = 1
-        written(tier, OTHER)
-        assert whole(read(tier, CHAIN))
-        assert tier.locate(OTHER.hashes) == 6
-
-
 def test_a_slow_line_gives_whole_blocks_until_the_deadline_and_no_half_one(proxy: ToxicProxy) -> None:
     with opened(f"redis://127.0.0.1:{proxy.port}") as tier:
         written(tier, CHAIN)
@@ -266,19 +254,6 @@ def test_a_slow_line_gives_whole_blocks_until_the_deadline_and_no_half_one(proxy
         reads_again(tier, CHAIN)
         written(tier, OTHER)
         assert whole(read(tier, OTHER))
-
-
-def test_an_answer_that_drips_cannot_outlast_the_deadline(proxy: ToxicProxy) -> None:
-    with opened(f"redis://127.0.0.1:{proxy.port}") as tier:
-        written(tier, CHAIN)
-        proxy.piece, proxy.rate = 1, 100  # always something, never a silence as long as the deadline: 5 minutes in all
-        with within(tier, 0.5):
-            reader = threading.Thread(target=read, args=(tier, CHAIN), daemon=True)
-            reader.start()
-            reader.join(60)
-            assert not reader.is_alive()
-        proxy.heal()
-        reads_again(tier, CHAIN)
 
 
 @pytest.mark.parametrize("how", ["reset", "close"])

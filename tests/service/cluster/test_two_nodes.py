@@ -79,7 +79,7 @@ def expected() -> list[list[int]]:
         return text(plain)
 
 
-@pytest.mark.exhaustive  # test_two_nodes_find_each_others_blocks_through_a_cluster, test_cluster_chat.py
+@pytest.mark.exhaustive  # test_redis_store.py, test_cluster_chat.py
 def test_a_prefix_computed_on_one_node_is_loaded_on_the_other(rack: Rack, expected: list[list[int]]) -> None:
     with engine_on(rack.one) as first:
         assert text(first) == expected
