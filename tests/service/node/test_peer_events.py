@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from doubles import SLOT_BYTES, chain_of, payload_of, store, wait_until
-from node_rig import free_port
 from object_rig import BUCKET, NO_OBJECTS, object_server
 from peers_rig import FINGERPRINT, Fleet, ScriptedPeer, TellingNode, block, buffers, following, key_file, record
 from redis_rig import NO_REDIS, standalone
@@ -20,7 +19,6 @@ from zmq.auth import create_certificates
 
 from kvtier.service.events.publisher import Publisher
 from kvtier.service.events.wire import AllBlocksCleared
-from kvtier.service.node.peer_feeds import PeerFeeds
 from kvtier.tiers.config.sections import EventsConfig
 from kvtier.tiers.hierarchy.cache_tiers import Attribution
 from kvtier.tiers.hierarchy.events import Removed, Stored
@@ -328,21 +326,6 @@ def test_nodes_read_one_another_with_the_publishers_own_keys(
             assert (tier.lookup(CHAIN.hashes), tier.locate(CHAIN.hashes)) == (0, 8)
 
 
-def test_a_publisher_without_peers_lets_no_node_in(tmp_path: Path) -> None:
-    before = os.umask(0o077)
-    for name in ("publisher", "reader"):
-        create_certificates(tmp_path, name)
-    os.umask(before)
-    ports = {name: f"tcp://127.0.0.1:{free_port()}" for name in ("publish", "replay")}
-    config = EventsConfig.model_validate({**ports, **guarded(tmp_path)})
-    names = announced.AnnouncedNames(announced.NamesRoom(100))
-    with Publisher(config) as publisher:
-        feed = PeerFeeds(config).open(FINGERPRINT, ports["publish"], ports["replay"], names)
-        wait_until(lambda: publisher.counts["keys_refused"] >= 1)
-        assert not feed.is_live
-        assert feed.close()
-
-
 @pytest.mark.parametrize(
     "at",
     [
@@ -493,20 +476,6 @@ def test_a_fleet_knows_what_it_holds_also_after_a_kill_and_a_restart(fleet_of: C
     knows(fleet, 1, 4)
     assert (load(second, other), load(again, chain)) == (4, 8)
     again.close()
-    second.close()
-
-
-def test_a_reset_on_one_node_ends_what_its_events_promise(fleet_of: Callable[..., Fleet]) -> None:
-    fleet, chain = fleet_of(2), chain_of(8)
-    first, second = (attach(path) for path in fleet.sockets)
-    assert store_at(first, chain) == 8
-    knows(fleet, 1, 8)
-    first.reset()
-    # What it stores from now on has other bytes, maybe: it is not lent.
-    assert store_at(first, chain) == 8
-    wait_until(lambda: time.sleep(0.1) or fleet.peers(1)["sure"] == 0)  # type: ignore[func-returns-value]
-    assert where(second, chain) == Attribution(8, miss=8)
-    first.close()
     second.close()
 
 
