@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket as sockets
 import subprocess
 import threading
 import time
@@ -13,7 +14,7 @@ from doubles import BLOCK_SIZE, SLOT_BYTES, payload_of
 from fault_rig import rest
 from fork_rig import SERVICES, Forked
 
-from kvtier.connector.daemon.handshake import Hello
+from kvtier.connector.daemon.handshake import Hello, pack_handshake
 from kvtier.connector.daemon.remote import RemoteTiers
 from kvtier.service.node.daemon import Daemon
 from kvtier.tiers.config.config import Config
@@ -197,6 +198,34 @@ def load(tiers: CacheTiers, chain: TokenChain) -> int:
     with tiers.take(claim) as lease:
         verify(tiers, lease)
         return len(lease)
+
+
+def raw(socket: Path) -> sockets.socket:
+    """A connection to a daemon, without manners."""
+    connection = sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM)
+    connection.settimeout(PATIENCE)
+    connection.connect(str(socket))
+    return connection
+
+
+def greeted(socket: Path) -> sockets.socket:
+    """A connection that was welcomed, and has no manners either."""
+    connection = raw(socket)
+    connection.sendall(pack_handshake(Hello(FINGERPRINT, BLOCK_SIZE, SLOT_BYTES, 64 * SLOT_BYTES, reset=False)))
+    assert b"Welcome" in connection.recv(4096)
+    return connection
+
+
+def client_child(socket: Path, *what: str) -> Forked:
+    """A client in a process of its own, `_client_child.py`."""
+    program = ROOT / "tests" / "service" / "node" / "_client_child.py"
+    return Forked([str(program), str(socket), *what], SERVICES, env=environment(), stdout=subprocess.PIPE)
+
+
+def says(process: Forked) -> str:
+    """Its next line."""
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
 
 
 def attached(tiers: RemoteTiers) -> bool:

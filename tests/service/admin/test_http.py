@@ -55,14 +55,6 @@ def guarded(home: Path) -> Iterator[DaemonProcess]:
     assert TOKEN not in "".join(daemon.lines)
 
 
-@pytest.fixture
-def served(home: Path) -> Iterator[ServedDaemon]:
-    daemon = ServedDaemon(home / "s", host={"size": 1 << 20})
-    yield daemon
-    daemon.check()
-    daemon.close()
-
-
 def url(daemon: DaemonProcess, path: str) -> str:
     return f"http://{daemon.http}{path}"
 

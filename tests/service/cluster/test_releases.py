@@ -13,7 +13,7 @@ import httpx2
 import pytest
 from node_rig import free_port
 from release_rig import last_release
-from server_rig import save_checkpoint, wait_for
+from server_rig import wait_for
 from service_rig import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.timeout(600)]
@@ -30,11 +30,6 @@ OPTIONS: Final = {
 @pytest.fixture(scope="module")
 def last(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return last_release(tmp_path_factory.mktemp("release"))
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_checkpoint(tmp_path_factory.mktemp("model"))
 
 
 @contextmanager

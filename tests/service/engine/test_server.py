@@ -3,7 +3,6 @@
 import json
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,18 +26,7 @@ from kvtier.tiers.naming.chain import root_hash
 
 LONG = "The quick brown fox jumps over the lazy dog, again and again. " * 3
 GREEDY: dict[str, Any] = {"temperature": 0, "extra_body": {"ignore_eos": True}}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_checkpoint(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def server(model: Path) -> Iterator[ServerThread]:
-    """One for the stories that only ask."""
-    with serving(model, cache={"store_generated": True}) as made:
-        yield made
+SERVER = {"cache": {"store_generated": True}}
 
 
 def cached(usage: Any) -> dict[str, int]:

@@ -3,7 +3,7 @@
 import json
 import random
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from doubles import wait_until
 from extent import brief
 from http_rig import talk
 from pydantic import ValidationError
-from server_rig import MODEL, ServerThread, client, save_checkpoint, serving
+from server_rig import MODEL, ServerThread, client, serving
 
 from kvtier.service.engine import process as server_process
 from kvtier.service.openai.bodies import ChatBody, CompletionBody, parse
@@ -28,18 +28,7 @@ PROMPT: dict[str, Any] = {"model": MODEL, "prompt": "hi", "max_tokens": 1}
 CHAT: dict[str, Any] = {"model": MODEL, "messages": USER, "max_tokens": 1}
 MANY_MARKS = {"type": "text", "text": "x", "kvtier": {f"x{number}": 1 for number in range(1000)}}
 VERBS = ("completions", "chat/completions")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_checkpoint(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def server(model: Path) -> Iterator[ServerThread]:
-    with serving(model, server={"max_waiting": 8}) as made:
-        yield made
-        assert made.status()["steps"]["failed"] == 0
+SERVER = {"server": {"max_waiting": 8}}
 
 
 def well(server: ServerThread) -> bool:

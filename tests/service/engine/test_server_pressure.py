@@ -11,7 +11,7 @@ from typing import Any
 import httpx2
 import openai
 import pytest
-from server_rig import BLOCK, MODEL, ServerThread, save_checkpoint, serving, wait_for
+from server_rig import BLOCK, MODEL, ServerThread, serving, wait_for
 
 from kvtier.service.openai.prompts import Prompts
 from kvtier.tiers.config.config import Config
@@ -19,11 +19,6 @@ from kvtier.tiers.naming.chain import TokenChain
 
 LONG = "The quick brown fox jumps over the lazy dog, again and again. " * 3
 ASK: dict[str, Any] = {"model": MODEL, "prompt": LONG, "temperature": 0, "extra_body": {"ignore_eos": True}}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_checkpoint(tmp_path_factory.mktemp("model"))
 
 
 @contextmanager

@@ -2,12 +2,11 @@
 
 import os
 import signal
-import socket as sockets
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from collections.abc import Callable
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,30 +15,31 @@ import pytest
 from command_rig import kvtier
 from doubles import SLOT_BYTES, chain_of, wait_until
 from extent import brief
-from fork_rig import SERVICES, Forked
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from service_rig import (
     FINGERPRINT,
-    PATIENCE,
     DaemonProcess,
     DaemonThread,
     ask,
     attached,
+    client_child,
     drops,
     end_child,
     environment,
     fill,
+    greeted,
     load,
     misses,
+    raw,
     records,
+    says,
     store,
     wanted,
     where,
 )
 from service_rig import attach as attach_client
 
-from kvtier.connector.daemon.handshake import Hello, pack_handshake
 from kvtier.connector.daemon.messages import Ask, Holds
 from kvtier.connector.daemon.remote import RemoteTiers
 from kvtier.connector.daemon.wire import pack_frame, pack_request
@@ -52,57 +52,8 @@ from kvtier.tiers.hierarchy.cache_tiers import Attribution
 from kvtier.tiers.naming.kv_probe import KVProbe
 from kvtier.tiers.tier import Outcome
 
-CHILD = Path(__file__).with_name("_client_child.py")
 Serve = Callable[..., DaemonThread]
 Attach = Callable[..., RemoteTiers]
-
-
-@pytest.fixture
-def serve(home: Path) -> Iterator[Serve]:
-    """Daemons of this process at `home / "s"`. At the end every client is gone, and the laws hold: I3."""
-    daemons: list[DaemonThread] = []
-
-    def start(**options: Any) -> DaemonThread:
-        options.setdefault("host", {"size": 1 << 20})
-        daemons.append(DaemonThread(home / "s", **options))
-        return daemons[-1]
-
-    yield start
-    for daemon in daemons:
-        daemon.check()
-        daemon.close()
-
-
-@pytest.fixture
-def attach(home: Path, serve: Serve) -> Iterator[Attach]:
-    """Clients of the daemon at `home / "s"`, which say goodbye at the end."""
-    clients: list[RemoteTiers] = []
-
-    def start(**options: Any) -> RemoteTiers:
-        clients.append(attach_client(home / "s", **options))
-        return clients[-1]
-
-    yield start
-    for tiers in clients:
-        tiers.close()
-
-
-def child(home: Path, *what: str) -> Forked:
-    command = [str(CHILD), str(home / "s"), *what]
-    return Forked(command, SERVICES, env=environment(), stdout=subprocess.PIPE)
-
-
-def says(process: Forked) -> str:
-    assert process.stdout is not None
-    return process.stdout.readline().strip()
-
-
-def raw(home: Path) -> sockets.socket:
-    """A connection without manners."""
-    connection = sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM)
-    connection.settimeout(PATIENCE)
-    connection.connect(str(home / "s"))
-    return connection
 
 
 # sharing
@@ -113,7 +64,7 @@ def test_what_one_process_stores_another_loads(home: Path, serve: Serve, attach:
     tiers, chain = attach(), chain_of(4)
     assert where(tiers, chain) == Attribution(4, miss=4)
     assert store(tiers, chain) == 4
-    reader = child(home, "load")
+    reader = client_child(home / "s", "load")
     assert says(reader) == "4"  # and every byte was right, in a process that never saw them
     assert reader.wait(60) == 0
     end_child(reader)
@@ -357,7 +308,7 @@ def test_a_daemon_that_is_started_anew(home: Path, disk_dir: Path, end: signal.S
 def test_a_killed_client_gives_everything_back(home: Path, serve: Serve, attach: Attach) -> None:
     served = serve()
     witness = attach()
-    holder = child(home, "hold")
+    holder = client_child(home / "s", "hold")
     assert says(holder) == "ready"
     held = [client for client in served.daemon.call(served.daemon.clients) if client.leases]
     assert [(client.pids, client.leases, client.reservations) for client in held] == [([holder.pid], 1, 1)]
@@ -373,7 +324,7 @@ def test_a_killed_client_gives_everything_back(home: Path, serve: Serve, attach:
 def test_slots_wait_for_a_worker_that_outlives_its_client(home: Path, serve: Serve) -> None:
     """A DMA may outlive the socket."""
     served = serve()
-    holder = child(home, "join")
+    holder = client_child(home / "s", "join")
     worker = int(says(holder).removeprefix("joined "))
     holder.kill()
     holder.wait(60)
@@ -394,7 +345,7 @@ def test_a_hundred_clients_killed_leave_nothing_behind(home: Path, attach: Attac
     witness = attach()
     store(witness, chain_of(4))
     files = len(os.listdir(f"/proc/{daemon.process.pid}/fd"))
-    cycles = child(home, "cycles", "100")
+    cycles = client_child(home / "s", "cycles", "100")
     assert says(cycles) == "done"
     assert cycles.wait(60) == 0
     end_child(cycles)
@@ -436,7 +387,7 @@ def test_a_stopped_client_holds_up_nobody_and_its_promise_lapses(serve: Serve, a
 def test_a_client_that_is_stopped_keeps_what_it_copies_from(home: Path, serve: Serve, attach: Attach) -> None:
     served = serve(host={"size": 16 * SLOT_BYTES})
     witness = attach()
-    holder = child(home, "hold")
+    holder = client_child(home / "s", "hold")
     assert says(holder) == "ready"
     holder.send_signal(signal.SIGSTOP)
     for n in range(4):  # eight slots are free or may go, whatever the stopped one does
@@ -494,9 +445,7 @@ def test_a_client_that_never_reads_is_cut_off(home: Path, serve: Serve, attach: 
     served = serve()
     tiers, chain = attach(), chain_of(4)
     store(tiers, chain)
-    rude = raw(home)
-    rude.sendall(pack_handshake(Hello(FINGERPRINT, 4, SLOT_BYTES, 1 << 18, reset=False)))
-    assert b"Welcome" in rude.recv(4096)
+    rude = greeted(home / "s")
 
     def ask_for_ever() -> None:
         for number in range(1, 10_000):
@@ -519,13 +468,11 @@ def test_a_name_given_twice_a_version_of_the_future_and_silence(home: Path, serv
         (b"\xff\xff\xff\x7f", "frame of 2147483647 bytes: this side takes 1 to 8192"),
         (b"GET / HTTP/1.1\r\n\r\n", "this side takes 1 to 8192"),
     ]:
-        with raw(home) as connection:
+        with raw(home / "s") as connection:
             connection.sendall(frame)
             assert why.encode() in connection.recv(4096)
             assert connection.recv(10) == b""
-    with raw(home) as connection:
-        connection.sendall(pack_handshake(Hello(FINGERPRINT, 4, SLOT_BYTES, 1 << 18, reset=False)))
-        assert b"Welcome" in connection.recv(4096)
+    with greeted(home / "s") as connection:
         connection.sendall(pack_request(0, [Ask(1, chain.root, 0, 4, [chain.hashes[0]] * 2)]))
         assert connection.recv(10) == b""
     wait_until(lambda: served.daemon.counts["malformed"] == 5)
@@ -538,7 +485,6 @@ def test_any_bytes_at_all(home: Path, serve: Serve, attach: Attach) -> None:
     served = serve()
     tiers, chain = attach(), chain_of(4)
     store(tiers, chain)
-    hello = pack_handshake(Hello(FINGERPRINT, 4, SLOT_BYTES, 1 << 18, reset=False))
     body = st.recursive(
         st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.binary(max_size=64)
         | st.text(max_size=8) | st.just(chain.hashes[0]) | st.just(b"".join(chain.hashes)),
@@ -552,15 +498,9 @@ def test_any_bytes_at_all(home: Path, serve: Serve, attach: Attach) -> None:
     @settings(max_examples=brief(40, 150), suppress_health_check=list(HealthCheck), database=None)
     @given(st.booleans(), st.lists(frame, min_size=1, max_size=4))
     def babble(greets: bool, frames: list[bytes]) -> None:
-        with raw(home) as connection:
-            try:
-                if greets:
-                    connection.sendall(hello)
-                    assert b"Welcome" in connection.recv(4096)
-                for each in frames:
-                    connection.sendall(each)
-            except OSError:  # cut off in the middle of it
-                pass
+        with (greeted if greets else raw)(home / "s") as connection, suppress(OSError):  # cut off in the midst of it
+            for each in frames:
+                connection.sendall(each)
 
     babble()
     # This process lives on, so what a connection held stays until its copies are known to have ended.
@@ -619,7 +559,7 @@ def test_a_daemon_without_files_takes_clients_in_later(home: Path, serve: Serve,
             return real.fileno()
 
     served.daemon.call(lambda: setattr(served.daemon._listener, "socket", NoFile()))
-    with raw(home):  # in the backlog
+    with raw(home / "s"):  # in the backlog
         wait_until(lambda: served.daemon.counts["not_accepted"] >= 1)
         began, before = time.monotonic(), served.daemon.counts["not_accepted"]
         time.sleep(0.3)
@@ -664,7 +604,7 @@ def test_an_engine_finds_the_daemon_by_its_configuration(home: Path, serve: Serv
     tiers.close()
 
 
-def test_a_client_whose_model_computes_other_kv_is_told_apart(home: Path, serve: Serve, attach: Attach) -> None:
+def test_a_client_whose_model_computes_other_kv_is_told_apart(serve: Serve, attach: Attach) -> None:
     """A namespace is of what its first client's model computes; one that was not asked may use it."""
     served = serve()
     planes = [np.random.default_rng(seed).normal(size=(2, 7, 32)) for seed in range(4)]

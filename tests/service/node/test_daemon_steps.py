@@ -3,56 +3,37 @@
 import json
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from doubles import SLOT_BYTES, chain_of, wait_until
-from fork_rig import SERVICES, Forked
 from service_rig import (
     PATIENCE,
     DaemonProcess,
     DaemonThread,
     attach,
     attached,
+    client_child,
     drops,
     end_child,
-    environment,
     fill,
     load,
     records,
+    says,
     wanted,
     where,
 )
 
 from kvtier.tiers.tier import Outcome
 
-CHILD = Path(__file__).with_name("_client_child.py")
 NUM_CLIENTS = 16
-
-
-@pytest.fixture
-def serve(home: Path) -> Iterator[DaemonThread]:
-    """A daemon of this process at `home / "s"`; I3 at the end."""
-    daemon = DaemonThread(home / "s", host={"size": 256 * SLOT_BYTES})
-    yield daemon
-    daemon.check()
-    daemon.close()
-
-
-def child(home: Path, *what: str) -> Forked:
-    return Forked([str(CHILD), str(home / "s"), *what], SERVICES, env=environment(), stdout=-1)
-
-
-def says(process: Forked) -> str:
-    assert process.stdout is not None
-    return process.stdout.readline().strip()
 
 
 def test_sixteen_clients_that_start_at_once_beside_busy_processes_keep_their_daemon(home: Path) -> None:
     daemon = DaemonProcess(home / "s", host__size="1MiB")
-    busy = [child(home, "busy") for _ in range(2)]
-    clients = [child(home, "steps", "20") for _ in range(NUM_CLIENTS)]
+    busy = [client_child(home / "s", "busy") for _ in range(2)]
+    clients = [client_child(home / "s", "steps", "20") for _ in range(NUM_CLIENTS)]
     told = [json.loads(says(each)) for each in clients]
     # However late an answer was: nobody's connection was given up, nobody met a daemon that was gone.
     assert [(each["lost"], each["gone"]) for each in told] == [(0, 0)] * NUM_CLIENTS
@@ -67,21 +48,22 @@ def test_sixteen_clients_that_start_at_once_beside_busy_processes_keep_their_dae
 
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_client_that_is_killed_within_a_step_leaves_nothing_filling(
-    home: Path, serve: DaemonThread, whole: bool
+    home: Path, serve: Callable[..., DaemonThread], whole: bool
 ) -> None:
     """FAULTS 41."""
+    served = serve(host={"size": 256 * SLOT_BYTES})
     witness = attach(home / "s", size=1 << 20)
-    client = child(home, "whole" if whole else "half")
+    client = client_child(home / "s", "whole" if whole else "half")
     assert says(client) == "ready"
     num_held = 64  # what the message reserves, or what it did not seal: it was never there as a whole
     wait_until(
-        lambda: [c.reservations for c in serve.daemon.call(serve.daemon.clients) if c.reservations] == [num_held]
+        lambda: [c.reservations for c in served.daemon.call(served.daemon.clients) if c.reservations] == [num_held]
     )
     end_child(client)
-    wait_until(lambda: len(serve.daemon.call(serve.daemon.clients)) == 1)
-    serve.check()
-    assert serve.daemon.counts["reservations_reclaimed"] == num_held
-    [namespace] = serve.daemon.call(serve.daemon.namespaces)
+    wait_until(lambda: len(served.daemon.call(served.daemon.clients)) == 1)
+    served.check()
+    assert served.daemon.counts["reservations_reclaimed"] == num_held
+    [namespace] = served.daemon.call(served.daemon.namespaces)
     assert namespace.hierarchy.host.pool.counts().filling == 0
     found = [load(witness, chain_of(1, first_token=100_000 + 64 * n)) for n in range(128)]
     assert found == ([1] * 64 + [0] * 64 if whole else [0] * 128)

@@ -1,0 +1,72 @@
+"""What the service's stories share: daemons of this process and clients of them, a tiny checkpoint and its server."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import service_rig
+
+if TYPE_CHECKING:
+    from http_rig import ServedDaemon
+    from server_rig import ServerThread
+
+    from kvtier.connector.daemon.remote import RemoteTiers
+
+
+@pytest.fixture
+def serve(home: Path) -> Iterator[Callable[..., service_rig.DaemonThread]]:
+    """Daemons of this process at `home / "s"`. At the end every client is gone, and the laws hold: I3."""
+    daemons: list[service_rig.DaemonThread] = []
+
+    def start(**options: Any) -> service_rig.DaemonThread:
+        daemons.append(service_rig.DaemonThread(home / "s", **{"host": {"size": 1 << 20}, **options}))
+        return daemons[-1]
+
+    yield start
+    for daemon in daemons:
+        daemon.check()
+        daemon.close()
+
+
+@pytest.fixture
+def attach(home: Path) -> "Iterator[Callable[..., RemoteTiers]]":
+    """Clients of the daemon at `home / "s"`, which say goodbye at the end: name it behind the daemon's fixture."""
+    clients: list[RemoteTiers] = []
+
+    def start(**options: Any) -> "RemoteTiers":
+        clients.append(service_rig.attach(home / "s", **options))
+        return clients[-1]
+
+    yield start
+    for tiers in clients:
+        tiers.close()
+
+
+@pytest.fixture
+def served(home: Path, request: pytest.FixtureRequest) -> "Iterator[ServedDaemon]":
+    """A daemon of this process at `home / "s"` with its pages, and the sections of its file's `SERVED`."""
+    from http_rig import ServedDaemon
+
+    daemon = ServedDaemon(home / "s", **{"host": {"size": 1 << 20}, **getattr(request.module, "SERVED", {})})
+    yield daemon
+    daemon.check()
+    daemon.close()
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny checkpoint that can chat. No story changes it."""
+    from server_rig import save_checkpoint  # takes torch along
+
+    return save_checkpoint(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def server(model: Path, request: pytest.FixtureRequest) -> "Iterator[ServerThread]":
+    """`kvtier engine` for a file's stories that only ask, with the sections of its `SERVER`; no step has failed."""
+    from server_rig import serving
+
+    with serving(model, **getattr(request.module, "SERVER", {})) as made:
+        yield made
+        assert made.status()["steps"]["failed"] == 0
