@@ -22,6 +22,7 @@ from kvtier.service.web.routes import page
 
 MODEL = FINGERPRINT.hex()[:16]
 _CLOSE = b"Connection: close\r\n"
+ServePages = Callable[..., "ServedDaemon"]  # the fixture `serve_pages` of tests/service/conftest.py
 
 
 class ServedDaemon(DaemonThread):

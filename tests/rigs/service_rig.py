@@ -6,7 +6,7 @@ import socket as sockets
 import subprocess
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -33,6 +33,8 @@ PATIENT: Final[Mapping[str, Mapping[str, str]]] = {
     "redis": {"connect_timeout": "20s", "deadline": "20s"},
 }
 """Options of daemons and engines whose stories are not about deadlines."""
+Attach = Callable[..., RemoteTiers]  # the fixtures `attach` and `serve` of tests/service/conftest.py
+Serve = Callable[..., "DaemonThread"]
 
 
 def patient(sections: Mapping[str, Mapping[str, object]]) -> dict[str, Mapping[str, object]]:

@@ -44,14 +44,26 @@ def attach(home: Path) -> "Iterator[Callable[..., RemoteTiers]]":
 
 
 @pytest.fixture
-def served(home: Path, request: pytest.FixtureRequest) -> "Iterator[ServedDaemon]":
-    """A daemon of this process at `home / "s"` with its pages, and the sections of its file's `SERVED`."""
+def serve_pages(home: Path) -> "Iterator[Callable[..., ServedDaemon]]":
+    """The same with their pages."""
     from http_rig import ServedDaemon
 
-    daemon = ServedDaemon(home / "s", **{"host": {"size": 1 << 20}, **getattr(request.module, "SERVED", {})})
-    yield daemon
-    daemon.check()
-    daemon.close()
+    daemons: list[ServedDaemon] = []
+
+    def start(**options: Any) -> "ServedDaemon":
+        daemons.append(ServedDaemon(home / "s", **{"host": {"size": 1 << 20}, **options}))
+        return daemons[-1]
+
+    yield start
+    for daemon in daemons:
+        daemon.check()
+        daemon.close()
+
+
+@pytest.fixture
+def served(serve_pages: "Callable[..., ServedDaemon]", request: pytest.FixtureRequest) -> "ServedDaemon":
+    """A daemon of this process at `home / "s"` with its pages, and the sections of its file's `SERVED`."""
+    return serve_pages(**getattr(request.module, "SERVED", {}))
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from service_rig import (
     FINGERPRINT,
+    Attach,
     DaemonProcess,
     DaemonThread,
+    Serve,
     ask,
     attached,
     client_child,
@@ -51,10 +52,6 @@ from kvtier.tiers.errors import ConfigError, KVMismatch
 from kvtier.tiers.hierarchy.cache_tiers import Attribution
 from kvtier.tiers.naming.kv_probe import KVProbe
 from kvtier.tiers.tier import Outcome
-
-Serve = Callable[..., DaemonThread]
-Attach = Callable[..., RemoteTiers]
-
 
 # sharing
 

@@ -1,13 +1,25 @@
 """Partial hits through the daemon: a client is told of the blocks that follow its last common one, and of no others."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
 from doubles import BLOCK_SIZE, wait_until
-from service_rig import FINGERPRINT, PATIENCE, DaemonThread, ask, fill, greeted, load, store, store_tail, verify
+from service_rig import (
+    FINGERPRINT,
+    PATIENCE,
+    Attach,
+    DaemonThread,
+    Serve,
+    ask,
+    fill,
+    greeted,
+    load,
+    store,
+    store_tail,
+    verify,
+)
 
 from kvtier.connector.daemon.messages import Ask, News, Reserve, Seal
 from kvtier.connector.daemon.remote import RemoteTiers
@@ -18,8 +30,6 @@ from kvtier.tiers.naming.chain import TokenChain, root_hash
 from kvtier.tiers.tier import BlockRecord, ChildBlock
 
 ROOT = root_hash(FINGERPRINT)
-Serve = Callable[..., DaemonThread]
-Attach = Callable[..., RemoteTiers]
 
 
 def prompt(*tokens: int, salt: str | None = None) -> TokenChain:

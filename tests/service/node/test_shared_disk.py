@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from doubles import SLOT_BYTES, chain_of
 from fault_rig import rest
-from service_rig import DaemonThread, load, store, where
+from service_rig import Attach, DaemonThread, load, store, where
 from service_rig import attach as attach_client
 
 from kvtier.connector.daemon.remote import RemoteTiers
@@ -16,7 +16,6 @@ from kvtier.tiers.file.file_io import FileIO
 GIB = 1 << 30
 MODELS = [name * 32 for name in (b"a", b"b", b"c")]
 Start = Callable[..., DaemonThread]
-Attach = Callable[..., RemoteTiers]
 CHAIN = chain_of(8)
 
 
