@@ -205,15 +205,3 @@ def test_tenants_with_different_salts_never_meet(models: dict[str, Path], tmp_pa
             assert sum(output.num_cached_tokens for output in vllm.run(PROMPTS, salt="b")) == 0
             vllm.forget_l1()
             assert vllm.run(PROMPTS, salt="a")[0].num_cached_tokens == 6 * BLOCK
-
-
-@pytest.mark.exhaustive
-def test_another_models_store_is_no_hit(models: dict[str, Path], tmp_path: Path) -> None:
-    other = make_checkpoint("llama", tmp_path / "other", seed=1)
-    with engine(models["llama"], tiers(tmp_path / "kv")) as vllm:
-        vllm.text(PROMPTS)
-    with engine(other) as plain:
-        expected = plain.text(PROMPTS)
-    with engine(other, tiers(tmp_path / "kv")) as vllm:
-        assert vllm.text(PROMPTS) == expected
-        assert vllm.found_in("file") == vllm.found_in("l2") == 0

@@ -122,16 +122,6 @@ def test_through_a_daemon(model: Path, expected: list[list[int]], daemon: Node) 
         assert ask(second, PROMPTS) == (expected[1:], list(SHARED))
 
 
-@pytest.mark.exhaustive  # a block's parts are of any model's layout
-@pytest.mark.parametrize("family", ["mistral-window", "qwen3"])
-def test_other_models(family: str, tmp_path: Path) -> None:
-    path = make_checkpoint(family, tmp_path / "model")
-    with engine(path) as plain:
-        right = plain.text([BASE, *PROMPTS])
-    with engine(path, tiers()) as vllm:
-        assert ask(vllm, [BASE, *PROMPTS]) == (right, [0, *SHARED])
-
-
 def test_several_groups_of_layers_stay_at_whole_blocks(tmp_path: Path) -> None:
     path = make_checkpoint("gemma3", tmp_path / "model")
     with engine(path) as plain:

@@ -315,14 +315,3 @@ def test_what_a_client_makes_up_changes_nothing(
     with engine(model, transfer=of_role("kv_consumer", told(redis, "600s"))) as decode:
         outputs = ask(decode, PROMPTS[:1], [{"kvtier": said}])
         assert (texts(outputs), cached(outputs)) == (expected[:1], [0])
-
-
-def test_a_prompt_that_is_not_the_one_handed_over_is_not_waited_for(
-    model: Path, expected: list[list[int]], redis: RedisServer, caplog: pytest.LogCaptureFixture
-) -> None:
-    handed = prefill(model, told(redis), PROMPTS)
-    with engine(model, transfer=of_role("kv_consumer", told(redis, "600s"))) as decode:
-        rename(redis, hide=True)
-        outputs = ask(decode, PROMPTS[:1], handed[2:])
-        assert (texts(outputs), cached(outputs)) == (expected[:1], [0])
-    assert "the prompt differs: have the proxy send both nodes the same prompt" in caplog.text
