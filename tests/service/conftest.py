@@ -1,6 +1,7 @@
 """What the service's stories share: daemons of this process and clients of them, a tiny checkpoint and its server."""
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,7 @@ import service_rig
 
 if TYPE_CHECKING:
     from http_rig import ServedDaemon
+    from peers_rig import Fleet
     from server_rig import ServerThread
 
     from kvtier.connector.daemon.remote import RemoteTiers
@@ -64,6 +66,19 @@ def serve_pages(home: Path) -> "Iterator[Callable[..., ServedDaemon]]":
 def served(serve_pages: "Callable[..., ServedDaemon]", request: pytest.FixtureRequest) -> "ServedDaemon":
     """A daemon of this process at `home / "s"` with its pages, and the sections of its file's `SERVED`."""
     return serve_pages(**getattr(request.module, "SERVED", {}))
+
+
+@pytest.fixture
+def fleet_of(home: Path, tmp_path: Path) -> "Iterator[Callable[..., Fleet]]":
+    """`fleet_of(count, **options)`: daemons in processes of their own that lend to each other."""
+    from peers_rig import Fleet, key_file
+
+    with ExitStack() as stack:
+
+        def make(count: int, **options: Any) -> "Fleet":
+            return stack.enter_context(closing(Fleet(home, key_file(tmp_path), count, **options)))
+
+        yield make
 
 
 @pytest.fixture(scope="session")

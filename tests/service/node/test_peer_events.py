@@ -423,18 +423,6 @@ def test_off_means_that_peers_are_asked(key: Path, node: TellingNode) -> None:
 # Daemons as processes
 
 
-@pytest.fixture
-def fleet_of(home: Path, tmp_path: Path) -> Iterator[Callable[..., Fleet]]:
-    with ExitStack() as stack:
-
-        def make(count: int, **options: Any) -> Fleet:
-            fleet = Fleet(home, key_file(tmp_path), count, tell=True, **options)
-            stack.callback(fleet.close)
-            return fleet
-
-        yield make
-
-
 def knows(fleet: Fleet, number: int, num_told: int, num_sure: int = 1) -> None:
     """Wait until a daemon knows so many blocks of others, and need not ask so many nodes."""
 
@@ -447,7 +435,7 @@ def knows(fleet: Fleet, number: int, num_told: int, num_sure: int = 1) -> None:
 
 
 def test_a_fleet_knows_what_it_holds_also_after_a_kill_and_a_restart(fleet_of: Callable[..., Fleet]) -> None:
-    fleet, chain = fleet_of(2), chain_of(8)
+    fleet, chain = fleet_of(2, tell=True), chain_of(8)
     other, mine = chain_of(4, first_token=900), chain_of(2, first_token=500)
     assert "knows what others hold by their KV events" in "".join(fleet.daemons[0].lines)
     first, second = (attach(path) for path in fleet.sockets)
@@ -521,7 +509,7 @@ def test_what_a_node_is_known_to_hold_is_not_asked_of_what_all_share(
                 ]
                 return sum(int(float(line.split()[-1])) for line in counts)
 
-        fleet = fleet_of(2, **shared)
+        fleet = fleet_of(2, tell=True, **shared)
         first, second = (attach(path) for path in fleet.sockets)
         for chain in (*chains, *others):
             assert store_at(first, chain) == 8
