@@ -153,9 +153,7 @@ def test_a_mistake_is_one_line_and_status_2(
     assert output.out == ""
 
 
-def test_other_failures_are_one_line_and_status_1(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_other_failures_are_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def locked() -> None:
         raise StoreLocked('[file] path "/kv": pid 7 has it open; stop it or choose another path')
 

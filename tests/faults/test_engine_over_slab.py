@@ -214,9 +214,7 @@ def test_a_second_engine_on_the_same_slab_is_refused_by_name(house: House) -> No
 @pytest.mark.parametrize(
     ("family", "dtype"), [("mistral-window", "float32"), *brief([], [("llama", "float32"), ("qwen3", "bfloat16")])]
 )
-def test_a_crowd_of_random_requests_with_aborts_preemption_and_tiny_tiers(
-    house: House, family: str, dtype: str
-) -> None:
+def test_a_random_crowd_with_aborts_preemption_and_tiny_tiers(house: House, family: str, dtype: str) -> None:
     """FAULTS 18, 19, 20, 22: every answer is the cache-off run's, bit for bit; nothing leaks."""
     rng = np.random.default_rng(9)
     shared = [prompt(100 + i, 80) for i in range(4)]

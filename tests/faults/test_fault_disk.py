@@ -89,7 +89,7 @@ def ticked(hierarchy: Hierarchy) -> bool:
 
 @pytest.mark.parametrize("length", [*brief([], [4096, 9000]), 0, 1 << 16])
 @pytest.mark.parametrize("mode", MODES)
-def test_a_slab_cut_short_while_open_is_a_miss_detaches_and_comes_back(
+def test_a_slab_cut_short_while_open_detaches_and_returns(
     opened: Open, disk_dir: Path, mode: Mode, length: int
 ) -> None:
     """No SIGBUS (we would not be here), no wrong byte, no exception; the tier goes and comes without a restart."""
@@ -224,9 +224,7 @@ def test_a_file_size_limit_set_while_open_drops_stores_and_kills_nobody(tmp_path
 
 @pytest.mark.parametrize("key", [None, bytes(range(32))], ids=["plain", "encrypted"])
 @pytest.mark.parametrize("mode", brief(["direct"], MODES))
-def test_whichever_call_fails_nothing_is_raised_and_nothing_wrong_is_served(
-    disk_dir: Path, mode: Mode, key: bytes | None
-) -> None:
+def test_whichever_call_fails_nothing_wrong_is_served(disk_dir: Path, mode: Mode, key: bytes | None) -> None:
     chains = [chain_of(8, first_token=first) for first in range(0, 5000, 1000)]  # one more than the slab holds
 
     def story(directory: Path, io: FaultyIO) -> None:
@@ -328,7 +326,7 @@ def test_a_hung_disk_blocks_nobody_exhausts_nothing_and_is_taken_back(opened: Op
     assert fetch(hierarchy, CHAIN) == 8
 
 
-def test_a_disk_that_hangs_altogether_is_left_alone_with_the_defaults_until_its_calls_end(
+def test_a_disk_that_hangs_altogether_is_left_alone_till_it_ends(
     opened: Open, caplog: pytest.LogCaptureFixture
 ) -> None:
     io, defaults = FaultyIO(), PortSettings()
@@ -423,9 +421,7 @@ def test_a_directory_without_permission_costs_one_warning_and_attaches_when_allo
     in_child(without_permission, tmp_path)
 
 
-def test_a_missing_directory_is_made_and_a_deleted_one_is_made_anew_and_filled(
-    disk_dir: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_missing_or_deleted_directory_is_made_and_filled(disk_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
     home = disk_dir / "not" / "there" / "yet"
     hierarchy = stored(over_slab(home))
     shutil.rmtree(disk_dir / "not")
@@ -466,9 +462,7 @@ def test_a_slab_removed_while_it_is_open_is_made_anew(
     assert fetch(hierarchy, late) == 4
 
 
-def test_a_file_system_that_turns_read_only_detaches_with_one_warning(
-    opened: Open, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_file_system_turned_read_only_costs_one_warning(opened: Open, caplog: pytest.LogCaptureFixture) -> None:
     io = FaultyIO()
     io.code = errno.EROFS
     hierarchy = stored(opened(io))

@@ -49,9 +49,7 @@ OTHERS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("change", OTHERS, ids=lambda change: "-".join(change))
-def test_over_one_directory_no_model_finds_anothers_blocks_and_each_finds_its_own(
-    tmp_path: Path, change: dict[str, Any]
-) -> None:
+def test_in_one_directory_each_model_finds_only_its_own_blocks(tmp_path: Path, change: dict[str, Any]) -> None:
     """34: the very same chain hashes, so that only the slab's fingerprint keeps the models apart."""
     chain = chain_of(4)
     models = [IDENTITY.fingerprint(), replace(IDENTITY, **change).fingerprint()]

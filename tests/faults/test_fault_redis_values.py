@@ -111,9 +111,7 @@ def test_a_server_that_evicts_costs_hits_alone(policy: str) -> None:
         wait_until(lambda: whole(write(tier, chains[0])) and whole(read(tier, chains[0])))
 
 
-def test_a_key_gone_between_lookup_and_read_is_a_miss_and_the_index_learns(
-    tier: RedisStore, server: RedisServer
-) -> None:
+def test_a_key_gone_between_lookup_and_read_is_a_miss(tier: RedisStore, server: RedisServer) -> None:
     server.cli("DEL", key_of(tier, CHAIN.hashes[3]))
     assert tier.lookup(CHAIN.hashes) == 8  # what this process knows
     outcomes = read(tier, CHAIN)
@@ -213,9 +211,7 @@ def hostile(value: bytes, other: bytes, path: Path) -> Iterator[bytes]:
 
 
 @in_every_form
-def test_hostile_values_are_misses_take_no_memory_and_run_no_code(
-    tier: RedisStore, server: RedisServer, tmp_path: Path
-) -> None:
+def test_hostile_values_are_misses_and_run_no_code(tier: RedisStore, server: RedisServer, tmp_path: Path) -> None:
     """Each is rejected, forgotten, and does not come back; the blocks beside it are served."""
     key = key_of(tier, CHAIN.hashes[2])
     value, other = server.value_of(key), server.value_of(key_of(tier, CHAIN.hashes[3]))

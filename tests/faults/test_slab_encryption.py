@@ -294,9 +294,7 @@ def test_events_tell_an_entry_that_is_not_authentic_without_tokens(slab_path: Pa
     store.close()
 
 
-def test_slabs_of_other_keys_are_trimmed_and_removed_beside_ours(
-    slab_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_slabs_of_other_keys_are_trimmed_beside_ours(slab_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     # Whoever lacks the key can tell which rows are used, and cut the unused end off.
     caplog.set_level(logging.WARNING)
     size_before = slab_path.stat().st_size

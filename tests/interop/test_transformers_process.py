@@ -59,7 +59,7 @@ def processes_of(tmp_path: Path, disk_dir: Path) -> Callable[..., Processes]:
 
 
 @pytest.mark.slow
-def test_what_a_killed_process_stored_is_found_by_transformers_and_by_our_engine(
+def test_what_a_killed_process_stored_is_found_by_both_engines(
     processes_of: Callable[..., Processes],
 ) -> None:
     processes = processes_of("llama", torch.float32)
@@ -77,9 +77,7 @@ def test_what_a_killed_process_stored_is_found_by_transformers_and_by_our_engine
 
 
 @pytest.mark.parametrize("family", ["qwen3", "mistral-window"])
-def test_bf16_is_the_same_to_the_last_bit_in_another_process(
-    processes_of: Callable[..., Processes], family: str
-) -> None:
+def test_bf16_is_the_same_bit_by_bit_in_another_process(processes_of: Callable[..., Processes], family: str) -> None:
     processes = processes_of(family, torch.bfloat16)
     stored = processes.run("store", PROMPTS)
     loaded = processes.run("load", PROMPTS)
@@ -88,7 +86,7 @@ def test_bf16_is_the_same_to_the_last_bit_in_another_process(
     assert stored[0]["digest"] != stored[1]["digest"]
 
 
-def test_a_segment_that_a_killed_process_computed_is_found_at_another_place(
+def test_a_segment_of_a_killed_process_is_found_elsewhere(
     processes_of: Callable[..., Processes],
 ) -> None:
     processes = processes_of("llama", torch.float32)

@@ -237,9 +237,7 @@ def test_a_worker_that_cannot_map_the_schedulers_memory_goes_on_without(
     assert caplog.text.count("the scheduler's memory cannot be mapped here") == 1
 
 
-def test_a_worker_that_could_not_map_the_memory_tries_again(
-    model: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_tries_to_map_again(model: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     """A daemon too busy to let a rank join in time must not cost the engine its cache for ever."""
     monkeypatch.setattr("kvtier.connector.vllm.worker._TRY_AGAIN", 0.0)
     attach, tries = RegionHandle.attach, []
@@ -261,9 +259,7 @@ def test_a_worker_that_could_not_map_the_memory_tries_again(
         assert len(tries) == 2
 
 
-def test_a_load_that_came_too_late_for_its_step_is_computed_again(
-    model: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_load_too_late_is_recomputed(model: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that was stopped for a while: the deadline passes, the step computes, and then the load ends well."""
     computed = threading.Event()
     copy, start_load, poll = PartCopier.copy, WorkerSide.start_load, WorkerSide.poll

@@ -197,9 +197,7 @@ def test_the_tests_can_fail_rot_that_nobody_can_tell_changes_the_answer(house: H
 
 
 @pytest.mark.parametrize(("state", "reason"), [*brief([], [("failing", "io_error")]), ("silent", "timeout")])
-def test_a_bad_disk_never_reaches_the_engine_and_is_used_again_when_it_is_well(
-    house: House, state: str, reason: str
-) -> None:
+def test_a_bad_disk_never_reaches_the_engine_and_is_used_once_well(house: House, state: str, reason: str) -> None:
     extra = tier(house.copy(state))
     extra["secondary_tiers"][0]["breaker"] = {"failures": 2, "retry_after": "10ms"}
     bad, well = {"do": "disk", "state": state}, {"do": "disk", "state": "well"}

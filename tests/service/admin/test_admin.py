@@ -81,7 +81,7 @@ def says(daemon: DaemonProcess, *arguments: str, stdin: str = "") -> str:
 # forgetting
 
 
-def test_a_reset_forgets_one_model_or_all_and_clients_hear_of_it(
+def test_a_reset_of_one_model_or_all_reaches_clients(
     daemon: DaemonProcess, client_of: Callable[..., RemoteTiers]
 ) -> None:
     one, other = client_of(size=32 * SLOT_BYTES), client_of(size=32 * SLOT_BYTES, fingerprint=OTHER)
@@ -110,9 +110,7 @@ def test_a_reset_forgets_one_model_or_all_and_clients_hear_of_it(
     assert unknown.status_code == 404
 
 
-def test_an_evicted_prompt_is_gone_from_every_tier_and_its_neighbour_is_not(
-    daemon: DaemonProcess, tiers: RemoteTiers
-) -> None:
+def test_an_evicted_prompt_leaves_every_tier_and_no_other_does(daemon: DaemonProcess, tiers: RemoteTiers) -> None:
     secret, other = prompt(4, salt="alice"), prompt(4, salt="bob")
     for chain in (secret, other):
         store(tiers, chain)
@@ -143,9 +141,7 @@ def test_a_prompt_is_named_by_its_text_as_well(daemon: DaemonProcess, tiers: Rem
     assert shown == "evicted 4 from l2, 4 from file; 1 pins let go\n"
 
 
-def test_blocks_an_engine_is_loading_are_evicted_under_its_feet_and_stay_right(
-    daemon: DaemonProcess, tiers: RemoteTiers
-) -> None:
+def test_blocks_evicted_while_an_engine_loads_them_stay_right(daemon: DaemonProcess, tiers: RemoteTiers) -> None:
     chain = prompt(4)
     store(tiers, chain)
     claim, promised = ask(tiers, chain)
@@ -214,9 +210,7 @@ def test_quotas_by_command_hold_for_models_to_come(
 # to a file and back
 
 
-def test_a_model_goes_to_a_file_and_comes_back_while_it_is_served(
-    home: Path, daemon: DaemonProcess, tiers: RemoteTiers
-) -> None:
+def test_a_served_model_is_exported_and_imported(home: Path, daemon: DaemonProcess, tiers: RemoteTiers) -> None:
     chains = [prompt(6, 100 * number) for number in range(4)]
     for chain in chains:
         store(tiers, chain)

@@ -129,9 +129,7 @@ def test_an_engine_that_asks_again_while_it_waits_is_one_lookup(served: ServedDa
     assert model["lookups"]["l2"] in (8, 12)  # the first of them may still be the question that was in vain
 
 
-def test_a_daemon_whose_loop_hangs_says_so_and_answers_at_once(
-    served: ServedDaemon, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_daemon_whose_loop_hangs_answers_at_once(served: ServedDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_app, "_HEALTHY", 0.2)
     stuck = Event()
     served.daemon.submit(lambda: stuck.wait(30))
@@ -146,9 +144,7 @@ def test_a_daemon_whose_loop_hangs_says_so_and_answers_at_once(
     wait_until(lambda: served.client.get("/healthz").status_code == 200)
 
 
-def test_a_detached_tier_is_named_and_no_reason_to_send_nobody(
-    disk_dir: Path, serve_pages: ServePages, attach: Attach
-) -> None:
+def test_a_detached_tier_is_named_and_is_no_outage(disk_dir: Path, serve_pages: ServePages, attach: Attach) -> None:
     file, breaker = {"path": str(disk_dir), "size": "4MiB"}, {"retry_after": "60s"}
     served = serve_pages(host={"size": 1 << 20}, file=file, breaker=breaker)
     attach()
@@ -326,9 +322,7 @@ def test_nobody_there_is_one_line_and_status_1() -> None:
         )
 
 
-def test_a_daemon_that_is_stopped_is_one_line_and_status_1_long_before_a_long_verb_ends(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stopped_daemon_is_one_line_long_before_a_long_verb_ends(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert http_client._STATUS < http_client._ANSWER / 5
     monkeypatch.setattr(http_client, "_STATUS", 0.5)
     daemon = DaemonProcess(home / "s")

@@ -295,9 +295,7 @@ def test_a_cancelled_export_leaves_neither_file_nor_lease(tmp_path: Path) -> Non
     settle(source)
 
 
-def test_an_export_cancelled_while_its_file_is_created_leaves_no_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_export_cancelled_at_file_creation_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = slab_of(tmp_path / "slab", [chain_of(4)])
     asked, may_open = Event(), Event()
 

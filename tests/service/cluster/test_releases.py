@@ -65,7 +65,7 @@ def ask(url: str) -> tuple[str, int]:
 
 
 @pytest.mark.parametrize("newer", ["engine", "daemon"])
-def test_an_engine_finds_what_it_left_with_a_daemon_of_another_release(
+def test_an_engine_finds_its_blocks_with_another_releases_daemon(
     last: Path, model: Path, home: Path, newer: str
 ) -> None:
     daemons_tree, engines_tree = (last, ROOT) if newer == "engine" else (ROOT, last)

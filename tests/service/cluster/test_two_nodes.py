@@ -89,9 +89,7 @@ def test_another_tenant_finds_nothing_on_either_node(rack: Rack, expected: list[
 
 
 @pytest.mark.parametrize("delay", brief([0.05], [0.0, 0.05, 0.2]))
-def test_a_master_killed_in_the_middle_of_loads_costs_hits_and_nothing_else(
-    rack: Rack, expected: list[list[int]], delay: float
-) -> None:
+def test_a_master_killed_amid_loads_costs_only_hits(rack: Rack, expected: list[list[int]], delay: float) -> None:
     with engine_on(rack.one) as first:
         assert text(first) == expected
     with engine_on(rack.other) as second:

@@ -76,9 +76,7 @@ def test_a_stream_tells_the_same_text(server: ServerThread) -> None:
     assert len(list(server.client.completions.create(**ask, stream=True))) == len(chunks) - 1  # no usage unless asked
 
 
-def test_an_event_is_one_line_whatever_a_client_takes_for_a_lines_end(
-    server: ServerThread, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_event_is_one_line_for_every_client(server: ServerThread, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Detokenizer, "push", lambda *_: "\u2028\u0085\v\r\n😀")
     body = {"model": MODEL, "prompt": "a", "max_tokens": 3, "stream": True, "ignore_eos": True}
     with server.http.stream("POST", "/v1/completions", json=body) as answer:

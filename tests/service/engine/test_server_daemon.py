@@ -11,9 +11,7 @@ from kvtier.service.command_line import Exit
 from kvtier.tiers.tier import Outcome
 
 
-def test_an_engine_that_a_full_daemon_refuses_starts_without_it_and_has_it_once_there_is_room(
-    home: Path, model: Path
-) -> None:
+def test_an_engine_refused_by_a_full_daemon_starts_and_attaches_later(home: Path, model: Path) -> None:
     daemon = DaemonThread(home / "s", host={"size": 16 << 20})
     try:
         other = attach(home / "s", size=16 << 20)  # takes all of it

@@ -53,7 +53,7 @@ def test_unknown_fields_are_ignored_and_counted(server: ServerThread, caplog: py
         ("prompt_logprobs", 1, None),
     ],
 )
-def test_what_would_change_the_answer_is_refused_by_name(
+def test_a_field_that_changes_answers_is_refused(
     server: ServerThread, field: str, value: object, neutral: object
 ) -> None:
     refused = server.post("chat/completions", **CHAT, **{field: value})

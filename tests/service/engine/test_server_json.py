@@ -97,9 +97,7 @@ def test_a_tool_has_to_be_called(server: ServerThread, chosen: str) -> None:
         ({"tools": [tool("pet", {"type": "objekt"})], "tool_choice": "required"}, "tools.0.function.parameters"),
     ],
 )
-def test_a_schema_that_cannot_be_followed_is_the_clients_error(
-    server: ServerThread, wrong: dict[str, Any], param: str
-) -> None:
+def test_an_impossible_schema_is_the_clients_error(server: ServerThread, wrong: dict[str, Any], param: str) -> None:
     answer = server.post("chat/completions", **ASK, **wrong)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
 

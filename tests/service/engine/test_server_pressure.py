@@ -165,9 +165,7 @@ def body(**options: Any) -> dict[str, Any]:
     return {"model": MODEL, "prompt": LONG, "temperature": 0, "ignore_eos": True, **options}
 
 
-def test_few_prompts_are_tokenized_at_once_and_none_is_waited_for_for_ever(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_few_prompts_are_tokenized_at_once_and_none_for_ever(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     go, tokenized = threading.Event(), Prompts.tokenized
     entered: list[object] = []
 

@@ -118,9 +118,7 @@ def test_a_stream_says_it_before_its_first_event(server: ServerThread, questions
     assert len(list(plain_stream.parse())) == 3
 
 
-def test_a_completion_names_its_segments_in_tokens_or_marks_its_parts(
-    server: ServerThread, questions: list[Asked]
-) -> None:
+def test_a_completion_names_segments_in_tokens_or_marks_parts(server: ServerThread, questions: list[Asked]) -> None:
     first, second = questions[0], questions[4]
     places = [[place * LENGTH, (place + 1) * LENGTH] for place in range(NUM_DOCUMENTS)]
     create: Any = server.client.completions.create

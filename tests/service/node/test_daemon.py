@@ -112,9 +112,7 @@ def test_a_socket_that_was_removed_is_there_again(
     assert load(attach(), chain) == 4
 
 
-def test_a_directory_that_was_moved_away_leaves_no_room_for_a_second_daemon(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_moved_directory_leaves_no_room_for_a_second_daemon(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtier.service.node.daemon._LOOK", 0.05)
     at = home / "run"
     at.mkdir()
@@ -136,9 +134,7 @@ def test_a_directory_that_was_moved_away_leaves_no_room_for_a_second_daemon(
             assert other.is_there  # nor does the end of this one take it away
 
 
-def test_a_directory_replaced_while_the_socket_is_made_keeps_the_other_daemons_socket(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_directory_replaced_at_start_keeps_the_other_socket(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     at, chmod, others = home / "run", os.chmod, list[Listener]()
     at.mkdir()
 
@@ -640,7 +636,7 @@ def test_sixteen_clients_that_start_at_once_beside_busy_processes_keep_their_dae
 
 
 @pytest.mark.parametrize("whole", [False, True])
-def test_a_client_that_is_killed_within_a_step_leaves_nothing_filling(
+def test_a_client_killed_within_a_step_leaves_no_slot(
     home: Path, serve: Callable[..., DaemonThread], whole: bool
 ) -> None:
     """FAULTS 41."""

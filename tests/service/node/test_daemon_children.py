@@ -169,9 +169,7 @@ def test_blocks_without_tokens_are_no_children(home: Path, serve: Serve, attach:
     assert load(tiers, stored) == 3
 
 
-def test_a_client_that_seals_more_tokens_than_a_block_has_harms_nobody(
-    home: Path, serve: Serve, attach: Attach
-) -> None:
+def test_a_client_that_seals_too_many_tokens_harms_nobody(home: Path, serve: Serve, attach: Attach) -> None:
     """FAULTS 39: what it says would be told to the others."""
     served = serve()
     tiers, stored = attach(), prompt(70, 71, 72, 1)

@@ -48,9 +48,7 @@ def test_settings_that_no_engine_could_use_are_said_before_one_comes(serve_pages
     assert (tiers.num_slots, tiers.wanting) == (64, {})
 
 
-def test_stores_that_find_no_room_are_a_reason_to_be_degraded_while_it_goes_on(
-    monkeypatch: pytest.MonkeyPatch, serve_pages: ServePages, attach: Attach
-) -> None:
+def test_refused_stores_degrade_it(monkeypatch: pytest.MonkeyPatch, serve_pages: ServePages, attach: Attach) -> None:
     served = serve_pages(host={"size": 8 * SLOT_BYTES})
     tiers = attach()
     chains = [chain_of(8, first_token=1000 * number) for number in range(2)]
@@ -80,9 +78,7 @@ def test_a_slab_directory_that_became_a_file_is_named(disk_dir: Path, serve_page
     assert "no directory that this user can write in" in wanting_in(served)[0]
 
 
-def test_a_directory_that_hangs_is_named_and_the_rest_is_looked_at(
-    disk_dir: Path, monkeypatch: pytest.MonkeyPatch, serve_pages: ServePages
-) -> None:
+def test_a_hanging_directory_is_named(disk_dir: Path, monkeypatch: pytest.MonkeyPatch, serve_pages: ServePages) -> None:
     gate = Event()
 
     def answers(config: Config) -> list[Finding]:
@@ -101,7 +97,7 @@ def test_a_directory_that_hangs_is_named_and_the_rest_is_looked_at(
         wait_until(lambda: not wanting_in(served))
 
 
-def test_a_slab_that_hangs_as_it_opens_costs_its_model_the_slab_and_another_nothing(
+def test_a_slab_that_hangs_at_open_costs_its_model_alone(
     disk_dir: Path, monkeypatch: pytest.MonkeyPatch, serve_pages: ServePages, attach: Attach
 ) -> None:
     gate, opening, open_slab = Event(), Event(), FileStore.open
@@ -134,9 +130,7 @@ def test_a_slab_that_hangs_as_it_opens_costs_its_model_the_slab_and_another_noth
     wait_until(lambda: served.client.get("/readyz").json()["degraded"] == [])
 
 
-def test_a_server_that_does_not_answer_is_named_until_it_does(
-    caplog: pytest.LogCaptureFixture, serve_pages: ServePages, attach: Attach
-) -> None:
+def test_a_silent_server_is_named(caplog: pytest.LogCaptureFixture, serve_pages: ServePages, attach: Attach) -> None:
     with standalone() as redis:
         served = serve_pages(redis={"url": redis.url})
         attach()  # idle: no breaker would tell

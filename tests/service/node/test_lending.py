@@ -323,9 +323,7 @@ def test_a_tag_is_computed_once_for_a_block_in_its_slot(node: Node, key: Path, m
     assert len(tags) == 36
 
 
-def test_without_a_thread_to_spare_a_caller_is_sent_away_and_the_next_is_served(
-    node: Node, key: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_spare_thread_a_caller_is_sent_away(node: Node, key: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     start = threading.Thread.start
 
     def none_left(thread: threading.Thread) -> None:

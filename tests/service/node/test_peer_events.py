@@ -122,9 +122,7 @@ def test_blocks_of_several_peers_and_of_the_one_that_has_to_be_asked(key: Path, 
         wait_until(lambda: [node.lender.counts["blocks"] for node in made] == [0, 5, 3])
 
 
-def test_a_hint_that_came_too_late_is_a_miss_and_is_not_given_twice(
-    key: Path, node: TellingNode, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_late_hint_is_a_miss_and_given_once(key: Path, node: TellingNode, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(announced, "_DOUBT", 1.0)
     store(node.hierarchy, CHAIN)
     node.tell()
@@ -239,9 +237,7 @@ def test_a_stream_that_ends_is_not_believed_and_the_peer_is_asked(key: Path, nod
         assert read(tier, CHAIN) == [Outcome.OK] * 8
 
 
-def test_a_slow_stream_delays_no_lookup_and_is_caught_up_with(
-    key: Path, node: TellingNode, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slow_stream_delays_no_lookup(key: Path, node: TellingNode, monkeypatch: pytest.MonkeyPatch) -> None:
     with following(key, node.address) as tier:
         sure(tier)
         send = node.publisher._publish_batch
@@ -474,7 +470,7 @@ def test_a_fleet_knows_what_it_holds_also_after_a_kill_and_a_restart(fleet_of: C
         pytest.param("objects", marks=pytest.mark.skipif(NO_OBJECTS is not None, reason=str(NO_OBJECTS))),
     ],
 )
-def test_what_a_node_is_known_to_hold_is_not_asked_of_what_all_share(
+def test_what_a_node_holds_is_not_asked_of_shared_tiers(
     fleet_of: Callable[..., Fleet], tmp_path: Path, tier: str
 ) -> None:
     chains = [chain_of(8, first_token=1000 * i) for i in range(1, 5)]

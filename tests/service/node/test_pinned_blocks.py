@@ -107,9 +107,7 @@ def test_a_pin_ends_by_itself(served: ServedDaemon, tiers: RemoteTiers) -> None:
     wait_until(lambda: namespace(served).hierarchy.host.pool.counts().leased == 0)
 
 
-def test_no_more_than_a_quarter_is_pinned_and_blocks_in_common_count_once(
-    served: ServedDaemon, tiers: RemoteTiers
-) -> None:
+def test_at_most_a_quarter_is_pinned_and_common_blocks_count_once(served: ServedDaemon, tiers: RemoteTiers) -> None:
     store(tiers, prompt(12))
     too_much = served.post("pin", tokens=tokens(9), ttl=60)
     assert too_much.status_code == 400

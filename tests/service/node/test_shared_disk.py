@@ -64,9 +64,7 @@ def slab_sizes(directory: Path) -> list[int]:
     return [path.stat().st_size for path in directory.glob("*.slab")]
 
 
-def test_three_models_over_one_daemon_all_have_their_share_and_stay_warm(
-    start: Start, attach: Attach, disk_dir: Path
-) -> None:
+def test_three_models_of_one_daemon_share_its_disk_and_stay_warm(start: Start, attach: Attach, disk_dir: Path) -> None:
     daemon = start(GIB)
     # Each stores as soon as it is there; the first had the whole gibibyte until then.
     clients = [attach(0)]
@@ -91,9 +89,7 @@ def test_three_models_over_one_daemon_all_have_their_share_and_stay_warm(
     assert sum(slab_sizes(disk_dir)) <= GIB
 
 
-def test_a_model_for_whose_blocks_there_is_no_room_runs_without_the_file_tier(
-    start: Start, attach: Attach, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_model_too_large_runs_without_a_slab(start: Start, attach: Attach, caplog: pytest.LogCaptureFixture) -> None:
     daemon = start(1 << 20)
     small, large = attach(0), attach(1, slot_bytes=100 << 10)
     huge = attach(2, slot_bytes=500 << 10)  # a third of the budget holds not one of its blocks

@@ -69,9 +69,7 @@ def live(router: RoutedReplicas) -> bool:
     return all((each["events"] or {}).get("state") == "live" for each in router.status()["replicas"])
 
 
-def test_a_conversation_stays_where_its_kv_is_and_survives_that_replica(
-    model: Path, engines: dict[str, ServerProcess]
-) -> None:
+def test_a_conversation_follows_its_kv_and_survives_a_replica(model: Path, engines: dict[str, ServerProcess]) -> None:
     specs = [engine.url for engine in engines.values()]
     with ExitStack() as stack, routed(*specs, model=str(model)) as router:
         url = f"http://{router.server.address}"

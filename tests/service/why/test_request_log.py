@@ -36,9 +36,7 @@ def daemon(home: Path) -> Iterator[DaemonProcess]:
     assert process.end(signal.SIGTERM) == 0
 
 
-def test_a_daemon_writes_a_line_for_each_request_of_its_engines(
-    home: Path, daemon: DaemonProcess, attach: Attach
-) -> None:
+def test_a_daemon_writes_a_line_for_each_engine_request(home: Path, daemon: DaemonProcess, attach: Attach) -> None:
     tiers = attach(size=32 * SLOT_BYTES)
     chain = TokenChain(root_hash(FINGERPRINT), BLOCK_SIZE)
     chain.extend(range(6 * BLOCK_SIZE))
