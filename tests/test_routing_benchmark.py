@@ -46,10 +46,6 @@ def serve(replica: SimulatedReplica, prompts: Sequence[TracePrompt]) -> list[Sim
     return requests
 
 
-def times(requests: Sequence[SimulatedRequest]) -> list[float | None]:
-    return [request.first_token for request in requests]
-
-
 def test_a_prompt_costs_what_is_not_cached() -> None:
     replica = SimulatedReplica("a", SLOW, 100)
     # Four blocks and a token, 200 tokens a step: 2 s of work and 1 s for the step, twice; a last step for the token.
@@ -72,15 +68,6 @@ def test_l2_holds_what_l1_had_to_give_up_and_loading_takes_its_time() -> None:
     num_loaded = again.cached["l2"]
     assert (num_loaded > 0, sum(again.cached.values())) == (True, 4)
     assert again.first_token == pytest.approx(240 + 2 * num_loaded + 1.01)
-
-
-def test_who_comes_while_others_run_waits_for_the_end_of_a_step() -> None:
-    replica = SimulatedReplica("a", SLOW, 100)
-    lines = [line(1, at=0, answer=50), line(2, at=5500), line(3, at=5600), line(4, at=5700)]
-    first, second, third, fourth = times(serve(replica, prompts_of(lines, 100)))
-    assert first == pytest.approx(1.01)  # then it decodes, a step a second: 2.01, …, 5.01, 6.01
-    # Two run at once, at most: the others come one after another.
-    assert [second, third, fourth] == pytest.approx([7.02, 8.03, 9.04])
 
 
 GOOD = {"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [1, 2]}

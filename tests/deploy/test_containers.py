@@ -31,11 +31,7 @@ from extent import brief
 
 from kvtier import __version__
 
-pytestmark = [
-    pytest.mark.skipif(not HAS_CONTAINERS, reason=NO_CONTAINERS),
-    pytest.mark.slow,
-    pytest.mark.timeout(600),
-]
+pytestmark = [pytest.mark.skipif(not HAS_CONTAINERS, reason=NO_CONTAINERS), pytest.mark.slow, pytest.mark.timeout(600)]
 
 USER = 10001
 NEXT = "9.9.9"

@@ -230,10 +230,7 @@ def test_a_key_file_that_cannot_be_used_is_one_line(server: RedisServer, tmp_pat
 
 
 def test_a_secret_and_a_key_file_together_or_a_short_secret_are_one_line(server: RedisServer, tmp_path: Path) -> None:
-    for more in (
-        {"secret": "hunter2"},
-        {"secret": "hunter2hunter2hunter2", **protection("encrypted", tmp_path)},
-    ):
+    for more in ({"secret": "hunter2"}, {"secret": "hunter2hunter2hunter2", **protection("encrypted", tmp_path)}):
         with pytest.raises(ConfigError, match=r"^\[redis\] secret \(not shown\): ") as told:
             options(server.url, **more)
         assert "hunter2" not in str(told.value)

@@ -153,9 +153,7 @@ def test_a_slot_on_its_way_to_another_master_is_a_miss_at_most_and_found_there(n
             node.cli("CLUSTER", "SETSLOT", slot, "NODE", ids[0])
 
 
-def test_a_server_that_turns_read_only_drops_stores_serves_on_and_takes_them_again(
-    redis_server: RedisServer,
-) -> None:
+def test_a_server_that_turns_read_only_drops_stores_serves_on_and_takes_them_again(redis_server: RedisServer) -> None:
     hierarchy = stored(over_redis(redis_server.url))
     redis_server.cli("REPLICAOF", "127.0.0.1", "1")  # of nobody: it serves what it has
     while not is_open(hierarchy, "write"):
@@ -175,9 +173,7 @@ def test_a_server_that_turns_read_only_drops_stores_serves_on_and_takes_them_aga
 # 31: passwords and certificates.
 
 
-def test_a_password_changed_while_running_is_misses_and_no_secret_is_logged(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_password_changed_while_running_is_misses_and_no_secret_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     with standalone(password=SECRET) as server:
         hierarchy = stored(over_redis(server.url, password=SECRET))

@@ -227,10 +227,7 @@ def test_what_comes_late_is_waited_for(family: str, redis: RedisServer, tmp_path
     handed = prefill(path, told(redis), [tokens], **options)
     in_all = handed[0]["kvtier"]["blocks"] * (160 if has_states else BLOCK)
     assert len(tokens) - in_all < (160 if has_states else BLOCK)
-    with (
-        engine(path, transfer=of_role("kv_consumer", told(redis)), **options) as decode,
-        late(redis, decode),
-    ):
+    with engine(path, transfer=of_role("kv_consumer", told(redis)), **options) as decode, late(redis, decode):
         outputs = ask(decode, [tokens], handed)
         assert (texts(outputs), cached(outputs)) == (right, [in_all])
 

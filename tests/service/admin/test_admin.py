@@ -291,19 +291,6 @@ def test_an_archive_in_the_clear_is_not_for_a_daemon_with_a_key(home: Path, disk
     assert daemon.end(signal.SIGTERM) == 0
 
 
-def test_a_prompt_goes_to_a_file_alone(home: Path, daemon: DaemonProcess, tiers: RemoteTiers) -> None:
-    mine, other = prompt(4), prompt(4, 500)
-    for chain in (mine, other):
-        store(tiers, chain)
-    file = home / "prompt.kva"
-    assert "exported 4 of 4 blocks" in says(
-        daemon, "export", str(file), "--blocks", "-", stdin=json.dumps([*range(16)])
-    )
-    says(daemon, "purge", "--all")
-    says(daemon, "import", str(file))
-    assert (load(tiers, mine), where(tiers, other).miss) == (4, 4)
-
-
 def test_what_is_imported_counts_into_quotas(home: Path, daemon: DaemonProcess, tiers: RemoteTiers) -> None:
     store(tiers, prompt(6, salt="alice"))
     file = home / "all.kva"
@@ -312,26 +299,6 @@ def test_what_is_imported_counts_into_quotas(home: Path, daemon: DaemonProcess, 
     says(daemon, "quota", "alice", "8KiB")
     says(daemon, "import", str(file))
     assert json.loads(says(daemon, "quota", "--json"))["quotas"][0]["used"] == {MODEL: 8192}
-
-
-def test_a_damaged_file_is_one_line_and_nobody_finds_a_bad_block(
-    home: Path, daemon: DaemonProcess, tiers: RemoteTiers
-) -> None:
-    chain = prompt(6)
-    store(tiers, chain)
-    file = home / "all.kva"
-    says(daemon, "export", str(file))
-    data = bytearray(file.read_bytes())
-    data[-100] ^= 1  # in the last block
-    file.write_bytes(data)
-    says(daemon, "purge", "--all")
-    ended = kvtier("import", str(file), "--http", daemon.http)
-    assert ended.returncode == 2
-    assert ended.stderr == f"kvtier: {file}: block 5 is damaged; 5 blocks were imported and stay\n"
-    assert load(tiers, chain) == 5
-    missing = kvtier("import", str(home / "none"), "--http", daemon.http)
-    assert missing.returncode == 2
-    assert missing.stderr == f"kvtier: {home / 'none'}: not a file; name a file that an export wrote\n"
 
 
 def test_an_export_nobody_waits_for_leaves_nothing(home: Path, daemon: DaemonProcess, tiers: RemoteTiers) -> None:

@@ -18,16 +18,7 @@ from typing import Any, TypeVar
 
 import pytest
 import xxhash
-from doubles import (
-    BLOCK_SIZE,
-    SLOT_BYTES,
-    MemoryTier,
-    bytes_in_l2,
-    chain_of,
-    hierarchy_of,
-    payload_of,
-    store,
-)
+from doubles import BLOCK_SIZE, SLOT_BYTES, MemoryTier, bytes_in_l2, chain_of, hierarchy_of, payload_of, store
 from extent import brief
 from fault_rig import FINGERPRINT, fetch, forget_l2, over_slab, settle
 from fork_rig import SERVICES, Forked

@@ -261,11 +261,7 @@ def test_the_command_from_a_model_of_ours_to_the_end(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "options", "line"),
     [
-        (
-            ["--model", "nowhere"],
-            {},
-            '--model "nowhere": no config.json there; name a local checkpoint directory',
-        ),
+        (["--model", "nowhere"], {}, '--model "nowhere": no config.json there; name a local checkpoint directory'),
         (
             ["--http", "0.0.0.0:0"],
             {},

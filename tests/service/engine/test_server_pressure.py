@@ -4,6 +4,7 @@ import json
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -38,30 +39,13 @@ def held(server: ServerThread, after: int = 0) -> Iterator[None]:
         server.engine.step = step  # type: ignore[method-assign]
 
 
-def beside(work: Callable[[], Any]) -> "Beside":
+def beside(work: Callable[[], Any]) -> "Future[Any]":
     """Do it on a thread."""
-    return Beside(work)
-
-
-class Beside:
-    def __init__(self, work: Callable[[], Any]) -> None:
-        self._result: Any = None
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(work,))
-        self._thread.start()
-
-    def _run(self, work: Callable[[], Any]) -> None:
-        try:
-            self._result = work()
-        except BaseException as error:
-            self._error = error
-
-    def result(self) -> Any:
-        self._thread.join(60)
-        assert not self._thread.is_alive()
-        if self._error is not None:
-            raise self._error
-        return self._result
+    thread = ThreadPoolExecutor(1)
+    try:
+        return thread.submit(work)
+    finally:
+        thread.shutdown(wait=False)
 
 
 def idle(server: ServerThread) -> bool:

@@ -136,9 +136,7 @@ def test_of_several_groups_the_one_that_keeps_prefixes_counts() -> None:
     assert not index.counts
 
 
-def test_who_tells_too_much_forgets_its_oldest_and_costs_nobody_else_anything(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_who_tells_too_much_forgets_its_oldest_and_costs_nobody_else_anything(caplog: pytest.LogCaptureFixture) -> None:
     index = PrefixIndex(SIZE, max_blocks=64)
     honest, tokens = prompt_hashes(TOKENS, SIZE), [*range(1000, 1400)]
     index.apply("honest", stored([1, 2, 3], TOKENS))

@@ -55,16 +55,6 @@ def test_a_block_that_another_client_wrote_to_is_a_miss(served: DaemonThread, at
     assert corrupted(served) == 1
 
 
-@pytest.mark.parametrize("at", [0, 1, SLOT_BYTES - 1])
-def test_every_byte_counts_wherever_it_is(served: DaemonThread, at: int, attach: Attach) -> None:
-    tiers, chain = attach(), chain_of(3)
-    store(tiers, chain)
-    assert tiers.region is not None
-    tiers.region.slot(slots_of(tiers, chain)[0])[at] ^= 0x80
-    assert load(tiers, chain) == 0
-    assert corrupted(served) == 1
-
-
 def test_two_blocks_that_changed_places(served: DaemonThread, attach: Attach) -> None:
     tiers, chain = attach(), chain_of(4)
     store(tiers, chain)

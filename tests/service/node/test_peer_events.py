@@ -4,13 +4,11 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 from doubles import SLOT_BYTES, chain_of, payload_of, store, wait_until
-from object_rig import BUCKET, NO_OBJECTS, object_server
 from peers_rig import FINGERPRINT, Fleet, ScriptedPeer, TellingNode, block, buffers, following, key_file, record
 from redis_rig import NO_REDIS, standalone
 from service_rig import attach, end_child, load, where
@@ -463,49 +461,19 @@ def test_a_fleet_knows_what_it_holds_also_after_a_kill_and_a_restart(fleet_of: C
     second.close()
 
 
-@pytest.mark.parametrize(
-    "tier",
-    [
-        pytest.param("redis", marks=pytest.mark.skipif(NO_REDIS is not None, reason=str(NO_REDIS))),
-        pytest.param("objects", marks=pytest.mark.skipif(NO_OBJECTS is not None, reason=str(NO_OBJECTS))),
-    ],
-)
-def test_what_a_node_holds_is_not_asked_of_shared_tiers(
-    fleet_of: Callable[..., Fleet], tmp_path: Path, tier: str
-) -> None:
+@pytest.mark.skipif(NO_REDIS is not None, reason=str(NO_REDIS))
+def test_what_a_node_holds_is_not_asked_of_shared_tiers(fleet_of: Callable[..., Fleet]) -> None:
     chains = [chain_of(8, first_token=1000 * i) for i in range(1, 5)]
     others = [chain_of(8, first_token=1000 * i) for i in range(5, 9)]
-    with ExitStack() as stack:
-        if tier == "redis":
-            server = stack.enter_context(standalone())
-            shared = {"redis__url": server.url, "redis__secret": "a secret of the fleet"}
+    with standalone() as server:
 
-            def asked() -> int:
-                """Questions for blocks, and blocks read."""
-                lines = server.cli("INFO", "commandstats").decode().splitlines()
-                calls = {line.split(":")[0]: int(line.split("calls=")[1].split(",")[0]) for line in lines[1:]}
-                return calls.get("cmdstat_exists", 0) + calls.get("cmdstat_get", 0)
-        else:
-            bucket = stack.enter_context(object_server(tmp_path))
-            login = {"access_key_id": "a node", "secret_access_key": "a secret of the node", "secret": 32 * "s"}
-            given = {
-                "bucket": BUCKET,
-                "endpoint": bucket.endpoint,
-                "connect_timeout": "20s",
-                "deadline": "20s",
-                **login,
-            }
-            shared = {f"objects__{name}": value for name, value in given.items()}
+        def asked() -> int:
+            """Questions for blocks, and blocks read."""
+            lines = server.cli("INFO", "commandstats").decode().splitlines()
+            calls = {line.split(":")[0]: int(line.split("calls=")[1].split(",")[0]) for line in lines[1:]}
+            return calls.get("cmdstat_exists", 0) + calls.get("cmdstat_get", 0)
 
-            def asked() -> int:
-                """Requests that bring something."""
-                lines = fleet.metrics(1).splitlines()
-                counts = [
-                    line for line in lines if line.startswith("kvtier_storage_requests_total") and 'kind="get"' in line
-                ]
-                return sum(int(float(line.split()[-1])) for line in counts)
-
-        fleet = fleet_of(2, tell=True, **shared)
+        fleet = fleet_of(2, tell=True, redis__url=server.url, redis__secret="a secret of the fleet")
         first, second = (attach(path) for path in fleet.sockets)
         for chain in (*chains, *others):
             assert store_at(first, chain) == 8
@@ -527,6 +495,6 @@ def test_what_a_node_holds_is_not_asked_of_shared_tiers(
             assert where(second, chain).miss == 0
         questions = asked() - before
         assert questions >= len(others)
-        assert told <= 1 < questions  # an object store's epoch is looked at now and then
+        assert told <= 1 < questions
         first.close()
         second.close()
