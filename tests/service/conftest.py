@@ -22,7 +22,8 @@ def serve(home: Path) -> Iterator[Callable[..., service_rig.DaemonThread]]:
     daemons: list[service_rig.DaemonThread] = []
 
     def start(**options: Any) -> service_rig.DaemonThread:
-        daemons.append(service_rig.DaemonThread(home / "s", **{"host": {"size": 1 << 20}, **options}))
+        all_options: dict[str, Any] = {"host": {"size": 1 << 20}, **options}
+        daemons.append(service_rig.DaemonThread(home / "s", **all_options))
         return daemons[-1]
 
     yield start
@@ -53,7 +54,8 @@ def serve_pages(home: Path) -> "Iterator[Callable[..., ServedDaemon]]":
     daemons: list[ServedDaemon] = []
 
     def start(**options: Any) -> "ServedDaemon":
-        daemons.append(ServedDaemon(home / "s", **{"host": {"size": 1 << 20}, **options}))
+        all_options: dict[str, Any] = {"host": {"size": 1 << 20}, **options}
+        daemons.append(ServedDaemon(home / "s", **all_options))
         return daemons[-1]
 
     yield start
