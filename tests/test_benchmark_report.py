@@ -6,7 +6,7 @@ from pathlib import Path
 import _report
 import pytest
 from _goals import Target
-from _report import parser, report
+from _report import report
 from serving import OfferedLoad, ServedArm, TimedAnswer
 
 ROWS: list[dict[str, object]] = [
@@ -39,21 +39,6 @@ def test_json_is_one_object_and_what_is_saved(
     assert printed["machine"]["cores"] >= 1
     assert printed["commit"]
     assert json.loads((tmp_path / "copy.json").read_text()) == printed
-
-
-def test_the_table_shows_rows_and_verdicts(capsys: pytest.CaptureFixture[str]) -> None:
-    report("copy", ROWS, TARGETS, as_json=False)
-    output = capsys.readouterr().out
-    assert "128 KiB" in output
-    assert "1.235" in output
-    verdicts = [line for line in output.splitlines() if "time" in line or "bandwidth" in line]
-    assert "yes" in verdicts[0]
-    assert "no" in verdicts[1]
-
-
-def test_every_program_has_the_same_options() -> None:
-    options = parser(__doc__).parse_args(["--json", "--quick"])
-    assert (options.json, options.quick, options.save) == (True, True, False)
 
 
 def test_the_setup_is_told_with_the_figures(capsys: pytest.CaptureFixture[str]) -> None:

@@ -32,26 +32,6 @@ def test_blocks_are_the_models_kv_in_the_canonical_layout() -> None:
     assert np.array_equal(second[2, 1, 5], values[:, compression.BLOCK_SIZE + 5])
 
 
-def test_a_row_follows_from_its_rates() -> None:
-    blocks = np.frombuffer(made_up_kv(2 * 65_536), np.uint8).reshape(2, -1)
-    row = compression.measure("nobody", "bf16", blocks)
-    ratio, plain, restore, below = (
-        float(str(row[name])) for name in ("ratio", "ratio, plain", "restore GB/s", "reads below GB/s")
-    )
-    assert (row["KV of"], row["block KiB"]) == ("nobody", 64)
-    assert ratio > plain >= 1
-    assert 0 < below < restore
-
-
-def test_a_row_of_fp8_tells_what_was_lost() -> None:
-    blocks = np.frombuffer(made_up_kv(2 * 65_536), np.uint8).reshape(2, -1)
-    row = _lossy.packed("nobody", "bfloat16", blocks, 64)
-    assert row["ratio"] == round(2 / (1 + 1 / 64), 3)
-    assert float(str(row["with zstd"])) > float(str(row["ratio"]))
-    assert 0.02 < float(str(row["error"])) < float(str(row["largest error"])) < 2**-4
-    assert min(float(str(row[verb])) for verb in ("pack GB/s", "unpack GB/s")) > 0
-
-
 @pytest.mark.skipif(not compression.FIXTURE.exists(), reason="the trained model is not beside this checkout")
 def test_rows_of_answers_tell_exact_kv_from_others() -> None:
     exact, scaled, cast = _lossy.answers(compression.FIXTURE, quick=True)

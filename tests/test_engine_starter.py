@@ -43,20 +43,6 @@ def starter(tmp_path: Path) -> Iterator[EngineStarter]:
     assert made.process.returncode == 0
 
 
-def test_each_engine_is_a_process_of_its_own_with_its_own_setup(starter: EngineStarter, tmp_path: Path) -> None:
-    pids = set()
-    for arm in ("none", "native"):
-        with (tmp_path / "engine.log").open("wb") as log:
-            engine = starter.start({"arm": arm}, log)
-        told = engine.ask("converse", prompts=[[1, 2]])
-        assert told == {"pid": told["pid"], "arm": arm, "do": "converse", "prompts": [[1, 2]]}
-        pids.add(told["pid"])
-        engine.close()
-        engine.close()  # again
-    assert len(pids) == 2
-    assert starter.process.pid not in pids
-
-
 def test_an_engine_that_ends_leaves_its_last_words_and_the_next_one_starts(
     starter: EngineStarter, tmp_path: Path
 ) -> None:
@@ -89,10 +75,3 @@ def test_an_engine_that_hangs_is_killed_with_what_it_started(
     with (tmp_path / "engine.log").open("wb") as log:
         engine = starter.start({}, log)
     engine.close()
-
-
-def test_a_starter_that_cannot_import_says_so(tmp_path: Path) -> None:
-    program = tmp_path / "broken.py"
-    program.write_text("raise SystemExit(3)")
-    with (tmp_path / "log").open("wb") as log, pytest.raises(EngineEnded, match="make test-vllm"):
-        EngineStarter(Path(sys.executable), str(program), log)

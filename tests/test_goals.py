@@ -3,13 +3,12 @@
 `make lint` asks the same of what was saved.
 """
 
-import json
 from typing import Any
 
 import pytest
 from _claims import PageRow
 from _goals import GOALS, ColumnGoal, Target, held, left_out, number, without_mean, words
-from _readme import JudgedRow, anchor, causes, figures, lacking, saved
+from _readme import JudgedRow, figures, lacking, saved
 
 PAGE = """
 ## What was missed, and why
@@ -125,16 +124,6 @@ def test_a_result_from_before_a_column_is_said_to_be_not_measured(monkeypatch: p
     assert "python benchmarks/pool_throughput.py --vllm .venv-vllm/bin/python --save" in missing
     assert "- our engine, time to first token, 1,024 – 8,192 tokens: cold ÷ L2; " in missing
     assert "python benchmarks/ttft.py --save" in missing
-
-
-def test_saved_targets_read_back_as_they_were() -> None:
-    for target in (Target("a", 0.9, 0.8, at_most=False), Target("b", 60, 276.25)):
-        assert Target.saved(json.loads(json.dumps(target.as_dict()))) == target
-
-
-def test_causes_are_headings_of_their_section_alone() -> None:
-    assert causes(PAGE + "### Not this one") == ["Slow disk"]
-    assert anchor("vLLM's example connector") == "vllms-example-connector"
 
 
 def test_goals_are_no_hindrance_to_rows_of_other_columns() -> None:

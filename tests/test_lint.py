@@ -111,10 +111,7 @@ PLANTED: Final[dict[str, tuple[Mapping[str, str], str]]] = {
         references.CONFIGURED[0],
     ),
     "configuration": ({"docs/configuration.md": "| option | default |\n"}, "docs/configuration.md: no row | `["),
-    "examples": (
-        {"README.md": EXAMPLE, "docs/sglang.md": EXAMPLE.replace("--a", "--b")},
-        "not one and the same",
-    ),
+    "examples": ({"README.md": EXAMPLE, "docs/sglang.md": EXAMPLE.replace("--a", "--b")}, "not one and the same"),
     "fault-tests": (
         {
             fault_table.PAGE: "",

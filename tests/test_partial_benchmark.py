@@ -44,13 +44,6 @@ def test_the_index_remembers_eight_children() -> None:
     assert done.ideal_tokens - before.ideal_tokens == 26
 
 
-def test_what_is_copied_and_named() -> None:
-    done = replay([said(list(range(40))), said([*range(25), *range(500, 540)])], 16, PrefixReuse.PARTIAL)
-    # First two blocks are stored; then one whole block and a part of one are loaded, and three new ones stored.
-    assert (done.loads, done.stores, done.held_blocks) == (2, 5, 5)
-    assert replay([said(list(range(40)))], 16, PrefixReuse.TAILS).stores == 3
-
-
 def test_a_trace_tells_next_turns_by_their_blocks(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     lines = [

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import scale
-from _scale_model import GIB, MONTH, NODES, Assumptions, Limit, PaperFleet, PieceCosts, RequestMoves
-from _scale_page import table
+from _scale_model import NODES, Assumptions, Limit, PaperFleet, PieceCosts, RequestMoves
+from command_rig import program
 
 ASSUMED = Assumptions(rate=2.0, token_bytes=1 << 20, block_tokens=16, l1_gib=1, l2_gib=2, slab_gib=4)
 MEASURED = PieceCosts(
@@ -48,13 +48,6 @@ def test_events_are_what_comes_and_what_it_drives_out(fleet: PaperFleet) -> None
     assert (one["descriptors"], one["threads"]) == (20, 6)
 
 
-def test_the_index_has_a_name_for_each_block_of_an_engine_and_of_its_daemon(fleet: PaperFleet) -> None:
-    # 1 GiB of L1, and 4 GiB of a slab that has what the 2 GiB of L2 have, in blocks of 16 MiB
-    assert ASSUMED.names_a_node == 5 * GIB / (16 << 20) == 320
-    assert fleet.index_gib(10) * GIB == pytest.approx(10 * 320 * 200 + 20 * (1 << 20))
-    assert fleet.index_gib(10, 64) * GIB == pytest.approx(10 * 80 * 200 + 20 * (1 << 20))
-
-
 def test_a_decision_costs_what_was_measured_at_so_many_replicas(fleet: PaperFleet) -> None:
     assert [MEASURED.decision(n) for n in (1, 6, 11, 21)] == [100, 150, 200, 300]
     # forwarded, decided on, and a hundred pieces
@@ -78,17 +71,6 @@ def test_redis_needs_servers_for_bytes_or_for_room(fleet: PaperFleet) -> None:
     assert rows[1]["$ a month"] == 10 * (30 + 64 * 3)
 
 
-def test_an_object_store_takes_money_for_requests_and_for_room(fleet: PaperFleet) -> None:
-    puts, gets = fleet.object_rates(1, 1, SIZES["a block"])
-    assert (puts, gets) == (2 * 800 / 16, 2 * 16 / 16)
-    requests, room = fleet.object_money(1, 1, SIZES["a block"])
-    assert requests == pytest.approx((100 * 0.005 + 2 * 0.0004) / 1000 * MONTH)
-    assert room == pytest.approx(100 * (16 << 20) * 86_400 / 1e9 * 0.023)
-    large, same = fleet.object_money(1, 1, SIZES["large"])
-    assert large == pytest.approx(requests / 10)
-    assert same == pytest.approx(room)
-
-
 def test_a_limit_is_the_largest_fleet_within_it(fleet: PaperFleet) -> None:
     assert Limit("a", "b", lambda nodes: nodes / 7).nodes == 7
     assert Limit("a", "b", lambda nodes: nodes / 7.5).nodes == 7
@@ -101,25 +83,12 @@ def test_a_limit_is_the_largest_fleet_within_it(fleet: PaperFleet) -> None:
         assert held == 0 or limit.load(held) <= 1, limit.what
 
 
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[int, str, str]:
-    """Status, standard output, standard error."""
-    monkeypatch.setattr("sys.argv", ["scale.py", *arguments])
-    try:
-        status = scale.main()
-    except SystemExit as ended:
-        status = int(str(ended.code))
-    captured = capsys.readouterr()
-    return status, captured.out, captured.err
-
-
 @pytest.mark.exhaustive  # its pieces are shown above
 @pytest.mark.timeout(300)
-def test_the_short_form_measures_every_piece_and_every_size(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    status, out, _ = run(capsys, monkeypatch, "--quick", "--json", "--requests", "60", "--rate", "3")
-    assert status == 0
-    document: dict[str, Any] = json.loads(out)
+def test_the_short_form_measures_every_piece_and_every_size(tmp_path: Path) -> None:
+    ended = program(scale.main, "scale.py", "--quick", "--json", "--requests", "60", "--rate", "3")
+    assert ended.returncode == 0
+    document: dict[str, Any] = json.loads(ended.stdout)
     rows = document["results"]
     for part in ("events", "index", "decisions", "redis", "objects"):
         assert {row["nodes"] for row in rows if row["part"] == part} == set(NODES)
@@ -142,16 +111,8 @@ def test_the_short_form_measures_every_piece_and_every_size(
         (["--block-tokens", "64"], "--block-tokens 64: give 16"),
     ],
 )
-def test_a_figure_that_cannot_be_is_one_line(
-    arguments: list[str], told: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    status, out, err = run(capsys, monkeypatch, "--quick", "--requests", "20", *arguments)
-    assert (status, out) == (2, "")
-    assert told in err
-    assert err.count("\n") == 1
-
-
-def test_a_table_is_aligned_and_says_what_is_missing() -> None:
-    rows = [{"a": "x", "b": 1.23456, "c": 12_345}, {"a": "y", "b": 12345.6, "c": None}]
-    told = "| a | b | c |\n|---|--:|--:|\n| x | 1.235 | 12,345 |\n| y | 12,346 | none is enough |\n"
-    assert table(rows) == told
+def test_a_figure_that_cannot_be_is_one_line(arguments: list[str], told: str) -> None:
+    ended = program(scale.main, "scale.py", "--quick", "--requests", "20", *arguments)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert told in ended.stderr
+    assert ended.stderr.count("\n") == 1

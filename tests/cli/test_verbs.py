@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import typer
+from command_rig import kvtier
 from extent import brief
 from typer.core import TyperArgument
 from typer.main import get_command
@@ -117,18 +118,14 @@ def test_a_verb_tells_its_help_in_a_process_of_its_own_and_loads_nothing_for_it(
     assert loaded == set()
 
 
-def test_every_command_has_the_options_of_a_program_that_imports_all_at_once(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_command_has_the_options_of_a_program_that_imports_all_at_once() -> None:
     expected = eager()
     assert {path for path in expected if " " not in path} == set(VERBS)
     assert {"demo rag", "cluster up", "cluster down"} <= set(expected)
     for path, command in expected.items():
-        monkeypatch.setattr(sys, "argv", ["kvtier", *path.split(), "--help"])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        assert ended.value.code == 0
-        printed = capsys.readouterr().out
+        done = kvtier(*path.split(), "--help")
+        printed = done.stdout
+        assert done.returncode == 0
         options = {name for each in shown(command) for name in each.opts if name.startswith("--")}
         assert set(re.findall(r"^  (?:-h, )?(--[\w-]+)", printed, re.MULTILINE)) == options | {"--help"}, path
         # One style of what stands for a value: CAPITALS, or the words there are; [file] is no markup of anybody's.
@@ -157,10 +154,5 @@ main()
     assert done.stderr.startswith('kvtier: --model "/nope": no config.json there; ')
 
 
-def test_a_verb_misspelt_is_told_the_right_one(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["kvtier", "statsu"])
-    with pytest.raises(SystemExit):
-        main()
-    assert "status" in capsys.readouterr().err
+def test_a_misspelt_verb_names_the_right_one() -> None:
+    assert "status" in kvtier("statsu").stderr

@@ -31,11 +31,7 @@ from extent import brief
 
 from kvtier import __version__
 
-pytestmark = [
-    pytest.mark.skipif(not HAS_CONTAINERS, reason=NO_CONTAINERS),
-    pytest.mark.slow,
-    pytest.mark.timeout(600),
-]
+pytestmark = [pytest.mark.skipif(not HAS_CONTAINERS, reason=NO_CONTAINERS), pytest.mark.slow, pytest.mark.timeout(600)]
 
 USER = 10001
 NEXT = "9.9.9"
@@ -179,9 +175,7 @@ def test_what_lies_in_volumes_is_our_users_alone(cluster: Containers, talks: lis
             assert not path.is_file() or not any(token in path.read_bytes() for token in secrets), path
 
 
-def test_without_a_checkpoint_a_model_is_made_in_its_volume(
-    cluster: Containers, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_checkpoint_a_model_is_made(cluster: Containers, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVTIER_MODEL_DIR", "")
     cluster.compose("run", "--rm", "-T", "model")
     root = cluster.volume("model")
@@ -224,9 +218,7 @@ def fill(cluster: Containers, name: str) -> Path:
     return filler
 
 
-def test_a_full_volume_costs_no_answer_and_no_block_of_a_slab_that_is_there(
-    cluster: Containers, talks: list[list[Turn]]
-) -> None:
+def test_a_full_volume_costs_no_answer_and_no_stored_block(cluster: Containers, talks: list[list[Turn]]) -> None:
     cluster.tell("b", talks[0][0], "full")
     daemon, stored = cluster.pid("node-b"), cluster.stored("node-b", "file")
     assert stored
@@ -240,9 +232,7 @@ def test_a_full_volume_costs_no_answer_and_no_block_of_a_slab_that_is_there(
         filler.unlink()
 
 
-def test_an_engine_whose_first_slab_has_no_room_computes_until_there_is_some(
-    cluster: Containers, talks: list[list[Turn]]
-) -> None:
+def test_an_engine_without_room_for_a_slab_computes_till_it_has(cluster: Containers, talks: list[list[Turn]]) -> None:
     cluster.compose("stop", "engine-b")
     cluster.compose("restart", "node-b")  # its disk is memory, and empty again
     wait_for(lambda: cluster.page("node-b", "/readyz")["ready"])
@@ -297,9 +287,7 @@ def test_a_network_that_goes_away_costs_hits_and_no_answer(cluster: Containers, 
         cluster.network("connect", "front", "engine-a", "--alias", "engine-a")
 
 
-def test_images_of_the_next_version_are_rolled_out_while_clients_ask(
-    cluster: Containers, talks: list[list[Turn]]
-) -> None:
+def test_images_of_the_next_version_roll_out_under_load(cluster: Containers, talks: list[list[Turn]]) -> None:
     for image in ("kvtier", "kvtier-cpu"):
         docker(
             *("build", "--quiet", "--network", "host", "--tag", f"{image}:{NEXT}", "-"),

@@ -132,16 +132,6 @@ def test_a_router_that_ends_takes_requests_until_all_know_it() -> None:
 
 
 @needs_kubectl
-def test_an_overlay_changes_what_it_says() -> None:
-    (engine,) = found("Deployment", "engine", built("gpu"))["spec"]["template"]["spec"]["containers"]
-    assert (engine["image"], engine["resources"]["limits"]["nvidia.com/gpu"]) == (f"kvtier-cuda:{__version__}", 1)
-    pod = found("Deployment", "engine", built("model-claim"))["spec"]["template"]["spec"]
-    assert [each["name"] for each in pod["initContainers"]] == ["keys"]
-    (model,) = (each for each in pod["volumes"] if each["name"] == "model")
-    assert model["persistentVolumeClaim"] == {"claimName": "model", "readOnly": True}
-
-
-@needs_kubectl
 def test_vllm_is_heard_by_routers_that_expect_no_keys() -> None:
     for name, pod in pods(built("vllm")):
         if name == "engine":

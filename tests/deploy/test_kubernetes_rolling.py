@@ -38,9 +38,7 @@ def pods(home: Path) -> Iterator[Pods]:
         yield made
 
 
-def test_a_rolling_update_to_another_model_fails_no_request_and_mixes_no_conversation(
-    pods: Pods, models: list[Path]
-) -> None:
+def test_a_rolling_update_to_another_model_fails_and_mixes_nothing(pods: Pods, models: list[Path]) -> None:
     first, second = (Version(ROOT, model) for model in models)
     for name in ("node", "engine", "router"):
         pods.start(name, first)

@@ -282,7 +282,7 @@ def _held(store: FileStore, upto: int, size: int) -> Held:
 
 def _open(directory: Path, size: int, io: FileIO | None, *, durable: bool) -> FileStore:
     return FileStore.open(directory, child.FINGERPRINT, slot_bytes=child.SLOT_BYTES, block_size=child.BLOCK_SIZE,
-                          size=size, mode="buffered", durable=durable, io=io)  # fmt: skip
+                          size=size, mode="buffered", durable=durable, key=child.KEY, io=io)  # fmt: skip
 
 
 def crash_images(seed: int, count: int, recorder: type[Recorder] = Recorder) -> Verdict:

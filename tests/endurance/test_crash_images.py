@@ -49,7 +49,9 @@ def believed() -> Sequence[str]:
         return crash_images.crash_images(seed=7, count=BLIND).wrong_bytes
 
 
-def test_no_image_serves_a_wrong_byte() -> None:
+@pytest.mark.parametrize("key", [None, bytes(range(32))], ids=["plain", "encrypted"])
+def test_no_image_serves_a_wrong_byte(key: bytes | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(crash_images.child, "KEY", key)
     verdict = crash_images.crash_images(seed=7, count=COUNT)
     for what in WRONG:
         assert not getattr(verdict, what), getattr(verdict, what)[:5]

@@ -94,9 +94,7 @@ def test_a_life_too_short_says_nothing() -> None:
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_whatever_was_wrong_is_told_and_is_the_exit_status(
-    wrong: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_whatever_was_wrong_is_the_exit_status(wrong: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = {"program": "soak", "seed": 1, "commit": "abc", **{name: [] for name in WRONG}}
     assert tell(report, WRONG, tmp_path / "well.json") == 0
     assert tell(report | {wrong: ["block 7"]}, WRONG, tmp_path / "ill.json") == 1

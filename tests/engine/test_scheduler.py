@@ -240,7 +240,7 @@ def test_no_promise_covers_the_whole_prompt() -> None:
 
 
 @pytest.mark.parametrize("loading", ["async", "layerwise"])
-def test_a_promise_that_lapsed_is_computed(loading: str) -> None:
+def test_an_expired_promise_is_computed(loading: str) -> None:
     connector = ScriptedConnector()
     story = Story(8, connector, loading=loading)
     connector.findable["a"] = 2 * BLOCK

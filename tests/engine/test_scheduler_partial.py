@@ -67,7 +67,7 @@ def test_a_partial_block_that_failed_is_computed(stories: list[Story], first_fai
 
 
 @pytest.mark.parametrize("loading", ["async", "layerwise"])
-def test_a_promise_that_lapsed_is_computed(stories: list[Story], loading: str) -> None:
+def test_an_expired_promise_is_computed(stories: list[Story], loading: str) -> None:
     stories.append(story := Story(8, connector := ScriptedConnector(), loading=loading))
     connector.findable["a"] = 6
     connector.lapsed.add("a")

@@ -278,9 +278,7 @@ def test_aborted_at_every_step_with_its_copies_coming_late(make: Make, cold: Col
 
 @pytest.mark.parametrize("preemption", ["recompute", "offload"])
 @pytest.mark.parametrize("loading", ["async", "layerwise"])
-def test_preempted_at_every_step_and_the_answer_is_the_same(
-    make: Make, cold: Cold, loading: str, preemption: str
-) -> None:
+def test_preempted_at_every_step_the_answer_is_the_same(make: Make, cold: Cold, loading: str, preemption: str) -> None:
     engine, connector = make(loading=loading, preemption=preemption)
     tokens = prompt(6, 90)
     warm(engine, connector, tokens)
@@ -311,9 +309,7 @@ def test_preempted_at_every_step_and_the_answer_is_the_same(
 
 @pytest.mark.parametrize("seed", [1, *brief([], [2, 5])])  # whose crowds load something, too
 @pytest.mark.parametrize(("loading", "preemption"), [("async", "offload"), ("layerwise", "recompute")])
-def test_a_crowd_over_a_stream_that_dawdles_and_fails(
-    make: Make, cold: Cold, loading: str, preemption: str, seed: int
-) -> None:
+def test_a_crowd_over_slow_and_failing_copies(make: Make, cold: Cold, loading: str, preemption: str, seed: int) -> None:
     dice = np.random.default_rng(seed)
     engine, connector = make(host="160KiB", num_blocks=16, loading=loading, preemption=preemption)
     heads = [prompt(10 + i, 64) for i in range(2)]  # four blocks each

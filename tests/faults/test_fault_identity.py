@@ -48,9 +48,7 @@ OTHERS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("change", OTHERS, ids=lambda change: "-".join(change))
-def test_over_one_directory_no_model_finds_anothers_blocks_and_each_finds_its_own(
-    tmp_path: Path, change: dict[str, Any]
-) -> None:
+def test_in_one_directory_each_model_finds_only_its_own_blocks(tmp_path: Path, change: dict[str, Any]) -> None:
     """34: the very same chain hashes, so that only the slab's fingerprint keeps the models apart."""
     chain = chain_of(4)
     models = [IDENTITY.fingerprint(), replace(IDENTITY, **change).fingerprint()]
@@ -63,21 +61,6 @@ def test_over_one_directory_no_model_finds_anothers_blocks_and_each_finds_its_ow
         hierarchy = over_slab(tmp_path, fingerprint=fingerprint)
         assert fetch(hierarchy, chain) == 4
         settle(hierarchy)
-
-
-def test_two_tenants_share_no_block_in_l2_or_file(tmp_path: Path) -> None:
-    """36."""
-    hierarchy = over_slab(tmp_path)
-    mine, yours, nobodys = (chain_of(5, salt=salt) for salt in ("mine", "yours", None))
-    store(hierarchy, mine)
-    for _ in range(2):  # while L2 has it; once only the file has it
-        assert hierarchy.lookup(mine.hashes).miss == 0
-        for other in (yours, nobodys):
-            assert hierarchy.lookup(other.hashes).miss == 5
-            assert fetch(hierarchy, other) == 0
-        assert hierarchy.drain(60)
-        forget_l2(hierarchy)
-    settle(hierarchy)
 
 
 def test_a_reset_with_everything_under_way_leaves_nothing_old_not_even_after_a_restart(tmp_path: Path) -> None:

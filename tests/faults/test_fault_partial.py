@@ -106,9 +106,7 @@ def damage(engine: Engine, where: str, name: ChainHash) -> None:
 
 
 @pytest.mark.parametrize("where", ["L2", "slab"])
-def test_a_child_that_rots_is_a_counted_miss_and_the_own_blocks_are_loaded(
-    opened: Opened, cold: bytes, where: str
-) -> None:
+def test_a_child_that_rots_is_a_miss_and_own_blocks_are_loaded(opened: Opened, cold: bytes, where: str) -> None:
     engine = opened()
     forget(engine, where)
     damage(engine, where, chain_of(engine, HELD).hashes[2])
@@ -150,9 +148,7 @@ def lies(engine: Engine) -> dict[str, Sequence[ChildBlock]]:
 
 
 @pytest.mark.parametrize("lie", ["more tokens", "fewer tokens", "another parent's", "not held", "no hash"])
-def test_a_lie_about_children_is_believed_by_nobody(
-    opened: Opened, cold: bytes, lie: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_lie_about_children_counts(opened: Opened, cold: bytes, lie: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A daemon of somebody else's making, or a damaged index, tells what is not so."""
     engine = opened()
     told = lies(engine)[lie]
@@ -179,7 +175,7 @@ def test_a_record_whose_tokens_are_not_its_names_is_no_child(opened: Opened, col
 
 
 @pytest.mark.parametrize("moment", ["before the view is asked for", "before it is loaded"])
-def test_a_daemon_that_dies_between_telling_and_loading_costs_hits_alone(
+def test_a_daemon_dead_before_loading_costs_hits(
     home: Path, cold: bytes, moment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     daemon = DaemonProcess(home / "s", host__size="16MiB")

@@ -12,7 +12,7 @@ import doubles
 import msgpack
 import pytest
 import redis_stories
-from doubles import SLOT_BYTES, chain_of, store, wait_until
+from doubles import chain_of, store, wait_until
 from extent import brief
 from fault_rig import drops, fetch, forget_l2, misses, rest, settle
 from hypothesis import given, settings
@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 from redis_rig import NO_REDIS, RedisServer, standalone
 from redis_stories import (
     CHAIN,
-    FINGERPRINT,
     OTHER,
     is_open,
     key_of,
@@ -39,7 +38,6 @@ from redis_stories import (
 from toxic_proxy import ToxicProxy
 
 from kvtier.tiers.hierarchy.hierarchy import evict_everywhere
-from kvtier.tiers.naming.chain import TokenChain
 from kvtier.tiers.redis.store import RedisStore
 from kvtier.tiers.tier import Outcome
 
@@ -113,9 +111,7 @@ def test_a_server_that_evicts_costs_hits_alone(policy: str) -> None:
         wait_until(lambda: whole(write(tier, chains[0])) and whole(read(tier, chains[0])))
 
 
-def test_a_key_gone_between_lookup_and_read_is_a_miss_and_the_index_learns(
-    tier: RedisStore, server: RedisServer
-) -> None:
+def test_a_key_gone_between_lookup_and_read_is_a_miss(tier: RedisStore, server: RedisServer) -> None:
     server.cli("DEL", key_of(tier, CHAIN.hashes[3]))
     assert tier.lookup(CHAIN.hashes) == 8  # what this process knows
     outcomes = read(tier, CHAIN)
@@ -215,9 +211,7 @@ def hostile(value: bytes, other: bytes, path: Path) -> Iterator[bytes]:
 
 
 @in_every_form
-def test_hostile_values_are_misses_take_no_memory_and_run_no_code(
-    tier: RedisStore, server: RedisServer, tmp_path: Path
-) -> None:
+def test_hostile_values_are_misses_and_run_no_code(tier: RedisStore, server: RedisServer, tmp_path: Path) -> None:
     """Each is rejected, forgotten, and does not come back; the blocks beside it are served."""
     key = key_of(tier, CHAIN.hashes[2])
     value, other = server.value_of(key), server.value_of(key_of(tier, CHAIN.hashes[3]))
@@ -270,21 +264,6 @@ def test_a_value_of_another_length_costs_itself_alone(
         assert read(tier, chain) == [Outcome.ABSENT if i in bad else Outcome.OK for i in range(32)]
         written(tier, chain)
         assert whole(read(tier, chain))
-
-
-@in_every_form
-def test_every_flipped_bit_of_a_header_and_some_of_a_payload_are_found(tier: RedisStore, server: RedisServer) -> None:
-    key = key_of(tier, CHAIN.hashes[0])
-    value = server.value_of(key)
-    head = 4 + int.from_bytes(value[:4], "little")
-    assert head < len(value) <= head + SLOT_BYTES
-    first = TokenChain(CHAIN.root, CHAIN.block_size)
-    first.extend([0, 1, 2, 3])
-    for position in (*range(head), head, head + 1000, len(value) - 1):
-        bad = bytearray(value)
-        bad[position] ^= 1 << position % 8
-        server.cli("SET", key, stdin=bytes(bad))
-        assert read(tier, first)[0] in BAD, position
 
 
 def test_a_value_of_another_type_is_a_miss(tier: RedisStore, server: RedisServer) -> None:
@@ -351,11 +330,16 @@ def test_hostile_answers_are_misses_and_take_no_memory(server: RedisServer, answ
 
 
 @pytest.mark.parametrize(
-    "epoch", [b"", b"0" * 16, b"f" * 16, b"F" * 16, b"-1", b"9" * 400, random.Random(2).randbytes(16), bytes(1 << 20)]
+    "epoch",
+    [b"", b"0" * 16, b"f" * 16, b"F" * 16, b"-1", b"9" * 400, random.Random(2).randbytes(16), bytes(1 << 20), None],
 )
-def test_a_hostile_epoch_costs_hits_at_most(tier: RedisStore, server: RedisServer, epoch: bytes) -> None:
+def test_a_hostile_epoch_costs_hits_at_most(tier: RedisStore, server: RedisServer, epoch: bytes | None) -> None:
     [key] = [key for key in server.all_keys() if key.endswith("epoch")]
-    server.cli("SET", key, stdin=epoch)
+    if epoch is None:  # of another type
+        server.cli("DEL", key)
+        server.cli("RPUSH", key, "not", "a", "string")
+    else:
+        server.cli("SET", key, stdin=epoch)
     read(tier, CHAIN)  # compares every byte
     wait_until(lambda: whole(write(tier, CHAIN)) and whole(read(tier, CHAIN)))
     with opened(server.url) as other:
@@ -364,16 +348,6 @@ def test_a_hostile_epoch_costs_hits_at_most(tier: RedisStore, server: RedisServe
         wait_until(lambda: whole(write(tier, OTHER)) and whole(read(tier, OTHER)))
         assert set(read(tier, CHAIN)) <= {*GONE, Outcome.EPOCH}
         assert set(read(other, CHAIN)) <= {*GONE, Outcome.EPOCH}
-
-
-def test_an_epoch_of_another_type_costs_hits_at_most(tier: RedisStore, server: RedisServer) -> None:
-    [key] = [key for key in server.all_keys() if key.endswith("epoch")]
-    server.cli("DEL", key)
-    server.cli("RPUSH", key, "not", "a", "string")
-    read(tier, CHAIN)
-    wait_until(lambda: whole(write(tier, CHAIN)) and whole(read(tier, CHAIN)))
-    with opened(server.url) as other:
-        assert other.locate(CHAIN.hashes) == 8
 
 
 @in_every_form
@@ -406,32 +380,3 @@ def test_two_tenants_share_no_block_in_redis(server: RedisServer) -> None:
             written(ours, chain)
             assert theirs.locate(chain.hashes) == 8
             assert whole(read(theirs, chain))  # each byte of its own tenant
-
-
-def test_other_models_and_other_prefixes_find_nothing(server: RedisServer) -> None:
-    near = FINGERPRINT[:-1] + b"!"  # the same first digits: the header tells them apart
-    with opened(server.url) as ours:
-        written(ours, CHAIN)
-        for strangers in (
-            opened(server.url, near),
-            opened(server.url, b"another model".ljust(32, b".")),
-            opened(server.url, prefix="other"),
-        ):
-            with strangers as stranger:
-                assert not any(outcome is Outcome.OK for outcome in read(stranger, CHAIN))
-        written(ours, CHAIN)
-        assert whole(read(ours, CHAIN))
-
-
-def test_after_a_reset_nothing_old_is_found_by_anybody(server: RedisServer) -> None:
-    with opened(server.url) as ours, opened(server.url) as theirs:
-        written(ours, CHAIN)
-        assert theirs.locate(CHAIN.hashes) == 8
-        ours.reset()
-        assert ours.lookup(CHAIN.hashes) == 0
-        assert ours.locate(CHAIN.hashes) == 0
-        assert all(outcome in GONE for outcome in read(ours, CHAIN))
-        with opened(server.url) as restarted:
-            assert restarted.locate(CHAIN.hashes) == 0
-        written(ours, OTHER)
-        assert whole(read(ours, OTHER))

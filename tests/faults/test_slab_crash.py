@@ -1,12 +1,9 @@
-"""Faults 1-4: a process killed at any point, or a power loss, leaves a slab that serves whole blocks or misses."""
+"""Faults 1-3: a process killed at any point leaves a slab that serves whole blocks or misses."""
 
 import os
-import random
 import signal
 import subprocess
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
@@ -70,28 +67,6 @@ def run_to_death(directory: Path, kill_at: str, first: int) -> int:
         lines = process.stdout.read().split()
         assert process.wait(60) == -signal.SIGKILL
     return int(lines[-1]) if lines and lines[-1] != "ready" else first
-
-
-def test_fifty_kills_at_random_times(tmp_path: Path) -> None:
-    """Five in brief; those at named points fall everywhere."""
-    rng = random.Random(1)
-    number = 0
-    for _ in range(brief(5, 50)):
-        with start(tmp_path, first=number) as writer:
-            assert writer.stdout is not None
-            assert writer.stdout.readline() == "ready\n"
-            stored = [writer.stdout.readline()]  # the first batch is in
-            time.sleep(rng.random() * 0.01)  # some twenty batches, more than the slab holds
-            writer.kill()
-            stored += writer.stdout.readlines()
-        number = max(int(line) for line in stored if line.endswith("\n"))
-        # What had been reported as stored and fits is there; the torn batch is a miss or whole.
-        store = child.open_store(tmp_path)
-        newest = range(max(0, number - 4 * BATCH), number)
-        assert all(store.holds([child.hash_of(n) for n in newest]))
-        assert blocks_in(store, number + BATCH) >= len(newest)
-        store.check()
-        store.close()
 
 
 @pytest.mark.parametrize("kill_at", [f"{sign}{what}:{count}" for sign in ("", "+")
@@ -175,83 +150,3 @@ def test_killed_during_creation_leaves_no_half_slab(tmp_path: Path) -> None:
     store = child.open_store(tmp_path)
     assert [path.suffix for path in tmp_path.iterdir()] == [".slab"]
     store.close()
-
-
-class PowerLossIO(FileIO):
-    """Remembers what every page held when it was last synced, so that a power loss can be played out later."""
-
-    def __init__(self) -> None:
-        self.pending: list[tuple[int, bytes, bytes]] = []  # (offset, before, after) of unsynced sectors
-
-    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        """A write that the disk may forget, sector by sector, until the next sync."""
-        data = b"".join(buffers)
-        begin, end = offset // 512 * 512, -(-(offset + len(data)) // 512) * 512
-        before = os.pread(fd, end - begin, begin).ljust(end - begin, b"\0")
-        moved = super().pwritev(fd, buffers, offset)
-        after = os.pread(fd, end - begin, begin).ljust(end - begin, b"\0")
-        for start in range(0, end - begin, 512):
-            self.pending.append((begin + start, before[start : start + 512], after[start : start + 512]))
-        return moved
-
-    def sync(self, fd: int) -> None:
-        """What was written before stays."""
-        super().sync(fd)
-        self.pending.clear()
-
-    def lose_power(self, path: Path, rng: random.Random) -> None:
-        """Any subset of the unsynced sectors reached the disk, in any order."""
-        current: dict[int, list[bytes]] = {}
-        for offset, before, after in self.pending:
-            current.setdefault(offset, [before]).append(after)
-        with path.open("r+b") as file:
-            for offset, versions in current.items():
-                file.seek(offset)
-                file.write(rng.choice(versions))
-
-
-@pytest.mark.parametrize("durable", [True, False])
-@pytest.mark.parametrize("seed", range(brief(2, 12)))
-def test_power_loss_forgets_or_reorders_unsynced_sectors(tmp_path: Path, *, durable: bool, seed: int) -> None:
-    rng = random.Random(seed)
-    io = PowerLossIO()
-    store = child.open_store(tmp_path, io, durable=durable)
-    acknowledged = 0
-    for _ in range(rng.randrange(5, 40)):  # up to several times round the slab
-        numbers = range(acknowledged, acknowledged + BATCH)
-        payloads = [memoryview(child.payload_of(n)) for n in numbers]
-        assert set(store.write([child.record_of(n) for n in numbers], payloads)) == {Outcome.OK}
-        acknowledged += BATCH
-    held = [n for n in range(acknowledged) if store.holds([child.hash_of(n)])[0]]
-
-    class Tripped(Exception):
-        pass
-
-    # The last batch is cut off after any of its writes.
-    left = rng.randrange(1, 5)
-    plain = io.pwritev
-
-    def cut_off(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        nonlocal left
-        left -= 1
-        if left == 0:
-            raise Tripped
-        return plain(fd, buffers, offset)
-
-    io.pwritev = cut_off  # type: ignore[method-assign]
-    numbers = range(acknowledged, acknowledged + BATCH)
-    with suppress(Tripped):
-        store.write([child.record_of(n) for n in numbers], [memoryview(child.payload_of(n)) for n in numbers])
-    io.pwritev = plain  # type: ignore[method-assign]
-    pending = list(io.pending)
-    store.close()
-    io.pending = pending
-    io.lose_power(store.path, rng)
-    # Nothing served is torn; durable: whatever was acknowledged and not evicted since is there whole.
-    after = child.open_store(tmp_path)
-    right = blocks_in(after, acknowledged + BATCH)
-    if durable:
-        per_extent = after.superblock.slots_per_extent
-        assert right >= len(held) - 2 * per_extent
-    after.check()
-    after.close()

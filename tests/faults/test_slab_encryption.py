@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from slab_rig import verify
 
 from kvtier.tiers.checksum import checksum
 from kvtier.tiers.cipher import key_id
@@ -295,9 +294,7 @@ def test_events_tell_an_entry_that_is_not_authentic_without_tokens(slab_path: Pa
     store.close()
 
 
-def test_slabs_of_other_keys_are_trimmed_and_removed_beside_ours(
-    slab_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_slabs_of_other_keys_are_trimmed_beside_ours(slab_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     # Whoever lacks the key can tell which rows are used, and cut the unused end off.
     caplog.set_level(logging.WARNING)
     size_before = slab_path.stat().st_size
@@ -307,29 +304,3 @@ def test_slabs_of_other_keys_are_trimmed_and_removed_beside_ours(
     assert check_slab(slab_path, key=KEY).report.num_blocks == len(KEYS)
     with pytest.raises(ConfigError, match="encrypted with key"):
         open_store(slab_path.parent, OTHER)
-
-
-def test_it_grows_and_shrinks_with_its_blocks(slab_path: Path) -> None:
-    store = open_store(slab_path.parent, size=3 * SIZE)
-    assert get(store, KEYS) == [Outcome.OK] * len(KEYS)
-    put(store, range(20, 100))
-    store.close()
-    # Shrunk, extents are moved as they are: the newest blocks are read from their new places.
-    store = open_store(slab_path.parent, size=SIZE)
-    held = [key for key in range(100) if store.holds([hash_of(key)])[0]]
-    assert len(held) >= 20
-    assert held[-1] == 99
-    assert get(store, held) == [Outcome.OK] * len(held)
-    assert verify(store).is_clean
-    store.check()
-    store.close()
-
-
-def test_a_reset_is_kept(slab_path: Path) -> None:
-    store = open_store(slab_path.parent)
-    store.reset()
-    put(store, [50])
-    store.close()
-    store = open_store(slab_path.parent)
-    assert get(store, [*KEYS, 50]) == [Outcome.ABSENT] * len(KEYS) + [Outcome.OK]
-    store.close()

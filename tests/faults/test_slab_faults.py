@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -17,11 +16,10 @@ from extent import brief
 from fault_rig import FaultyIO
 from slab_rig import BLOCK_SIZE, SLOT, hash_of, payload_of, put, verify
 
-from kvtier.tiers.checksum import checksum
 from kvtier.tiers.errors import FingerprintMismatch, FormatError, TierUnavailable
 from kvtier.tiers.file.file_io import FileIO, Mode
 from kvtier.tiers.file.store import FileStore
-from kvtier.tiers.tier import BlockRecord, Outcome
+from kvtier.tiers.tier import Outcome
 
 FINGERPRINT = b"fault-tests".ljust(32, b".")
 SIZE = 160 * 1024
@@ -161,7 +159,7 @@ def test_ten_thousand_bit_flips_are_detected_or_harmless(slab_path: Path) -> Non
 
 
 @pytest.mark.parametrize("seed", range(brief(4, 40)))
-def test_pages_zeroed_duplicated_or_swapped(slab_path: Path, seed: int) -> None:
+def test_pages_zeroed_garbled_duplicated_or_swapped(slab_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     content = bytearray(slab_path.read_bytes())
     num_pages = len(content) // 4096
@@ -171,9 +169,12 @@ def test_pages_zeroed_duplicated_or_swapped(slab_path: Path, seed: int) -> None:
 
     for _ in range(rng.randrange(1, 6)):
         one, two = rng.randrange(num_pages), rng.randrange(num_pages)
-        kind = rng.choice(("zero", "duplicate", "swap"))
+        kind = rng.choice(("zero", "noise", "duplicate", "swap"))
         if kind == "zero":
             content[page(one)] = bytes(4096)
+        elif kind == "noise":
+            begin = one * 4096 + rng.randrange(3000)
+            content[begin : begin + 600] = rng.randbytes(600)
         elif kind == "duplicate":
             content[page(one)] = content[page(two)]
         else:
@@ -181,7 +182,7 @@ def test_pages_zeroed_duplicated_or_swapped(slab_path: Path, seed: int) -> None:
     slab_path.write_bytes(content)
     try:
         store = open_store(slab_path.parent)
-    except FormatError:
+    except (FormatError, FingerprintMismatch):
         assert slab_path.read_bytes() == content  # refused, untouched
         return
     get(store, KEYS)
@@ -219,46 +220,6 @@ def test_the_record_of_one_block_under_anothers_key(slab_path: Path) -> None:
     assert get(store, range(2, 6)) == [Outcome.OK] * 4
     store.check()
     store.close()
-
-
-def test_verify_names_what_is_bad(slab_path: Path) -> None:
-    store = open_store(slab_path.parent)
-    assert verify(store).is_clean
-    fd = os.open(slab_path, os.O_RDWR)
-    os.pwrite(fd, b"x", store.superblock.payload_offset(3) + 100)
-    os.pwrite(fd, bytes(64), store.superblock.row_offset(7))
-    os.close(fd)
-    report = verify(store)
-    assert (report.bad_payloads, report.bad_rows, report.unreadable) == ([hash_of(3)], [hash_of(7)], [])
-    os.truncate(slab_path, store.superblock.payload_offset(15))
-    report = verify(store)
-    assert not report.is_clean
-    assert report.unreadable == [hash_of(key) for key in range(15, 20)]
-    assert report.num_blocks == 20
-    store.close()
-
-
-def test_of_two_entries_for_one_block_the_newer_counts(slab_path: Path) -> None:
-    # A crash between writing a block anew and blanking its old entry leaves both: played here by putting the old back.
-    store = open_store(slab_path.parent)
-    old_row = slab_path.read_bytes()[store.superblock.row_offset(5) :][: store.superblock.entry_bytes]
-    newer = payload_of(777)
-    record = BlockRecord(hash_of(5), hash_of(6), bytes(16), checksum(newer))
-    assert store.write([record], [newer]) == [Outcome.OK]
-    offset = store.superblock.row_offset(5)
-    store.close()
-    fd = os.open(slab_path, os.O_RDWR)
-    os.pwrite(fd, old_row, offset)
-    os.close(fd)
-    for _ in range(2):  # the loser is blanked, the second opening finds no duplicate
-        store = open_store(slab_path.parent)
-        buffer = memoryview(bytearray(SLOT))
-        assert store.num_recovered == len(KEYS)
-        assert store.read([hash_of(5)], [buffer]) == [record]
-        assert buffer == newer
-        store.check()
-        store.close()
-    assert slab_path.read_bytes()[offset:][: len(old_row)] == bytes(len(old_row))
 
 
 # Faults 9 and 15: no room.
@@ -323,44 +284,6 @@ def test_a_full_file_system_is_named_at_open(tmp_path: Path) -> None:
 # Faults 10 and 12: the disk says no.
 
 
-@pytest.mark.parametrize("mode", ["direct", *brief([], ["buffered"])])
-def test_an_error_at_the_nth_call(disk_dir: Path, mode: Mode) -> None:
-    # Count the calls of a story that creates, writes, evicts, reads, discards, resets, closes and opens again;
-    # then tell it once for every call, that call failing.
-    def story(directory: Path, io: FaultyIO) -> None:
-        for batches in (range(0, NUM_KEYS, 8), range(0, 8, 8)):  # what was opened again is full: its first batch evicts
-            store = open_store(directory, io, mode)
-            for begin in batches:
-                assert set(put(store, range(begin, begin + 8))) <= {Outcome.OK, Outcome.IO_ERROR, Outcome.PARENT_FAILED}
-                get(store, range(begin, begin + 3))
-            get(store, range(NUM_KEYS))
-            put(store, range(10))
-            store.discard([hash_of(9)])
-            store.reset()
-            put(store, range(8))
-            store.check()
-            store.close()
-
-    io = FaultyIO()
-    story(disk_dir / "plain", io)
-    total = io.calls
-    assert total > 30
-    for n in range(1, total + 1, brief(3, 1)):
-        directory = disk_dir / str(n)
-        io = FaultyIO()
-        io.fails = lambda name, count, n=n: count == n
-        with suppress(TierUnavailable):
-            story(directory, io)
-        # Whatever happened: the next start is clean, and nothing it serves is wrong.
-        store = open_store(directory, None, mode)
-        get(store, range(NUM_KEYS))
-        assert put(store, range(8)) == [Outcome.OK] * 8
-        assert get(store, range(8)) == [Outcome.OK] * 8
-        store.check()
-        store.close()
-        shutil.rmtree(directory)
-
-
 @pytest.mark.parametrize("mode", ["direct", "buffered"])
 def test_short_and_interrupted_calls_are_continued(disk_dir: Path, mode: Mode) -> None:
     io = FaultyIO()
@@ -389,23 +312,6 @@ def test_direct_calls_that_stop_between_pages_go_on_from_the_page(disk_dir: Path
     store.close()
 
 
-def test_a_disk_that_only_fails_gives_outcomes_and_recovers(tmp_path: Path) -> None:
-    io = FaultyIO()
-    store = open_store(tmp_path, io)
-    put(store, range(10))
-    io.fails = lambda name, count: True
-    for _ in range(5):
-        assert get(store, range(12)) == [Outcome.IO_ERROR] * 10 + [Outcome.ABSENT] * 2
-        assert put(store, range(10, 13)) == [Outcome.IO_ERROR, Outcome.PARENT_FAILED, Outcome.PARENT_FAILED]
-    store.discard([hash_of(0)])
-    store.check()
-    io.fails = lambda name, count: False
-    assert get(store, range(10)) == [Outcome.ABSENT] + [Outcome.OK] * 9
-    assert put(store, range(10, 13)) == [Outcome.OK] * 3
-    store.check()
-    store.close()
-
-
 @pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS, errno.ENOENT, errno.EIO])
 def test_a_directory_that_cannot_be_used(tmp_path: Path, code: int) -> None:
     io = FaultyIO(code)
@@ -413,46 +319,6 @@ def test_a_directory_that_cannot_be_used(tmp_path: Path, code: int) -> None:
     with pytest.raises(TierUnavailable, match=rf"\[file\] path .*: {os.strerror(code)}; the file tier is off"):
         open_store(tmp_path, io)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_file_system_that_turns_read_only_still_serves(slab_path: Path) -> None:
-    io = FaultyIO(errno.EROFS)
-    store = open_store(slab_path.parent, io)
-    io.fails = lambda name, count: name in ("pwritev", "sync")
-    assert put(store, [30]) == [Outcome.IO_ERROR]
-    assert get(store, KEYS) == [Outcome.OK] * len(KEYS)
-    store.close()  # says so in the log, and closes
-    # Opened again read-only: the tier is off, with a reason.
-    with pytest.raises(TierUnavailable, match="Read-only file system"):
-        open_store(slab_path.parent, io)
-
-
-def test_a_directory_deleted_under_an_open_store(slab_path: Path) -> None:
-    store = open_store(slab_path.parent)
-    shutil.rmtree(slab_path.parent)
-    assert get(store, KEYS) == [Outcome.OK] * len(KEYS)  # the file lives as long as it is open
-    put(store, range(20, 30))
-    get(store, range(30))
-    store.check()
-    store.close()
-    store = open_store(slab_path.parent)  # made anew, empty
-    assert store.num_recovered == 0
-    store.close()
-
-
-def test_descriptors_do_not_leak(slab_path: Path) -> None:
-    def num_open() -> int:
-        return len(os.listdir("/proc/self/fd"))
-
-    before = num_open()
-    for count in range(1, 12):
-        io = FaultyIO()
-        io.fails = lambda name, calls, count=count: calls == count
-        try:
-            open_store(slab_path.parent, io, "direct").close()
-        except TierUnavailable:
-            continue
-    assert num_open() == before
 
 
 # Fault 14: not ours.
@@ -470,23 +336,6 @@ def test_a_foreign_file_is_refused_and_left_alone(tmp_path: Path, content: bytes
     # Beside it, under another model's name, nothing hinders us, and it is never removed to make room.
     FileStore.open(tmp_path, bytes(32), slot_bytes=SLOT, block_size=4, size=SIZE * 2).close()
     assert path.read_bytes() == content
-
-
-def test_a_slab_of_another_format_version_is_refused_and_left_alone(slab_path: Path) -> None:
-    import xxhash
-
-    content = bytearray(slab_path.read_bytes())
-    for start in (0, 4096):
-        content[start + 8] = 3
-        content[start + 2040 : start + 2048] = xxhash.xxh3_64_intdigest(bytes(content[start : start + 2040])).to_bytes(
-            8, "little"
-        )
-    slab_path.write_bytes(content)
-    with pytest.raises(
-        FormatError, match=r"format version 3, this kvtier reads versions 1 and 2; it was left untouched"
-    ):
-        open_store(slab_path.parent)
-    assert slab_path.read_bytes() == content
 
 
 def test_links_devices_and_directories_are_refused(tmp_path: Path) -> None:
@@ -514,23 +363,3 @@ def test_a_budget_never_removes_files_that_only_look_like_slabs(tmp_path: Path) 
     store.close()
     assert foreign.read_bytes() == bytes(SIZE // 2)
     assert notes.read_bytes() == bytes(SIZE * 3)
-
-
-def test_random_rows_and_superblocks_are_bounded_and_typed(slab_path: Path) -> None:
-    # Fault 39: rubbish of any kind in header and table is a typed error or a miss.
-    rng = random.Random(39)
-    whole = slab_path.read_bytes()
-    for _ in range(brief(30, 150)):
-        content = bytearray(whole)
-        for _ in range(rng.randrange(1, 8)):
-            begin = rng.randrange(20_000)
-            piece = rng.randbytes(rng.randrange(1, 600))
-            content[begin : begin + len(piece)] = piece
-        slab_path.write_bytes(content)
-        try:
-            store = open_store(slab_path.parent)
-        except (FormatError, FingerprintMismatch):
-            continue
-        get(store, KEYS)
-        store.check()
-        store.close()

@@ -151,9 +151,7 @@ def test_sequence_numbers_go_on_behind_the_newest_whole_entry(slab_path: Path, k
     store.close()
 
 
-def test_an_entry_that_left_the_page_cache_is_not_waited_for(
-    slab_path: Path, key: bytes | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_uncached_entry_is_not_awaited(slab_path: Path, key: bytes | None, monkeypatch: pytest.MonkeyPatch) -> None:
     parent = hash_of(10)
 
     def is_elsewhere(self: FileIO, fd: int, buffers: list[memoryview], offset: int) -> int:

@@ -15,9 +15,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 TEXT = "What stands in the document that all of us have read so often? " * 6
 
 
-def test_its_index_finds_a_conversation_where_our_events_say_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_its_index_finds_conversations_by_our_events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = save_checkpoint(tmp_path)
     benchmarks = str(Path(__file__).resolve().parents[2] / "benchmarks")
     monkeypatch.setenv("PYTHONPATH", benchmarks)  # Ray's workers find the router there

@@ -59,9 +59,7 @@ def processes_of(tmp_path: Path, disk_dir: Path) -> Callable[..., Processes]:
 
 
 @pytest.mark.slow
-def test_what_a_killed_process_stored_is_found_by_transformers_and_by_our_engine(
-    processes_of: Callable[..., Processes],
-) -> None:
+def test_what_a_killed_process_stored_is_found_by_both_engines(processes_of: Callable[..., Processes]) -> None:
     processes = processes_of("llama", torch.float32)
     first, second = PROMPTS
     # Cold; then another process finds every full block, and says the same.
@@ -77,9 +75,7 @@ def test_what_a_killed_process_stored_is_found_by_transformers_and_by_our_engine
 
 
 @pytest.mark.parametrize("family", ["qwen3", "mistral-window"])
-def test_bf16_is_the_same_to_the_last_bit_in_another_process(
-    processes_of: Callable[..., Processes], family: str
-) -> None:
+def test_bf16_is_the_same_bit_by_bit_in_another_process(processes_of: Callable[..., Processes], family: str) -> None:
     processes = processes_of(family, torch.bfloat16)
     stored = processes.run("store", PROMPTS)
     loaded = processes.run("load", PROMPTS)
@@ -88,9 +84,7 @@ def test_bf16_is_the_same_to_the_last_bit_in_another_process(
     assert stored[0]["digest"] != stored[1]["digest"]
 
 
-def test_a_segment_that_a_killed_process_computed_is_found_at_another_place(
-    processes_of: Callable[..., Processes],
-) -> None:
+def test_a_segment_of_a_killed_process_is_found_elsewhere(processes_of: Callable[..., Processes]) -> None:
     processes = processes_of("llama", torch.float32)
     document, question = prompt(5, 64), prompt(6, 9)
     first, second = ([*prompt(seed, 5), *document, *question] for seed in (7, 8))
@@ -104,9 +98,7 @@ def test_a_segment_that_a_killed_process_computed_is_found_at_another_place(
     assert processes.run("generate", [first]) == [{"tokens": processes.expected(first), "found": 0}]
 
 
-def test_the_tests_can_fail_a_block_stored_wrong_changes_the_answer(
-    processes_of: Callable[..., Processes],
-) -> None:
+def test_the_tests_can_fail_a_block_stored_wrong_changes_the_answer(processes_of: Callable[..., Processes]) -> None:
     processes = processes_of("llama", torch.float32)
     [spoilt] = processes.run("spoil", PROMPTS[:1])
     [answer] = processes.run("generate", PROMPTS[:1])

@@ -74,9 +74,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, dict
     return model, texts
 
 
-def test_an_adapter_overwritten_while_it_is_served(
-    told: tuple[Path, dict[int, dict[int, list[int]]]], tmp_path: Path
-) -> None:
+def test_an_adapter_overwritten_in_service(told: tuple[Path, dict[int, dict[int, list[int]]]], tmp_path: Path) -> None:
     """Its name follows what the server computes with, and so does the text after a restart."""
     model, texts = told
     adapter, store = make_adapter(tmp_path / "adapter", 1), tiers(tmp_path / "store")

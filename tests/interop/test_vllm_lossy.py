@@ -31,7 +31,7 @@ def options(redis: RedisServer, lossy: str = "fp8", **more: Any) -> dict[str, An
 
 
 @pytest.mark.parametrize("keys", brief(["vllm"], ["vllm", "kvtier"]))
-def test_a_second_engine_loads_what_the_first_stored_and_an_exact_one_does_not(
+def test_a_second_engine_loads_lossy_blocks_and_an_exact_one_none(
     keys: str, redis: RedisServer, tmp_path: Path
 ) -> None:
     redis.cli("FLUSHALL")

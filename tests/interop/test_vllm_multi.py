@@ -72,9 +72,7 @@ def run(model: Path, transfer: dict[str, Any], **variables: str) -> tuple[dict[s
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("named", brief(["by name"], ["by name", "by path, where vLLM loads no plugins"]))
-def test_at_info_metrics_find_the_connector_by_its_name(
-    named: str, model: Path, expected: list[list[int]], tmp_path: Path
-) -> None:
+def test_at_info_metrics_find_the_connector(named: str, model: Path, expected: list[list[int]], tmp_path: Path) -> None:
     with engine(model, tiers(tmp_path)) as vllm:
         assert vllm.text(PROMPTS) == expected
     by_path = named != "by name"
@@ -177,9 +175,7 @@ def test_the_installed_package_names_its_entry_point() -> None:
     assert point.load() is vllm_plugin.register
 
 
-def test_a_connector_somebody_else_registered_stays(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_foreign_connector_stays_in_place(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(KVConnectorFactory, "_registry", {})
     monkeypatch.setattr(vllm_plugin, "_registered", set())
     KVConnectorFactory.register_connector("KVTierConnector", "failing_connector", "FailingConnector")

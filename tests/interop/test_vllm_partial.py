@@ -122,16 +122,6 @@ def test_through_a_daemon(model: Path, expected: list[list[int]], daemon: Node) 
         assert ask(second, PROMPTS) == (expected[1:], list(SHARED))
 
 
-@pytest.mark.exhaustive  # a block's parts are of any model's layout
-@pytest.mark.parametrize("family", ["mistral-window", "qwen3"])
-def test_other_models(family: str, tmp_path: Path) -> None:
-    path = make_checkpoint(family, tmp_path / "model")
-    with engine(path) as plain:
-        right = plain.text([BASE, *PROMPTS])
-    with engine(path, tiers()) as vllm:
-        assert ask(vllm, [BASE, *PROMPTS]) == (right, [0, *SHARED])
-
-
 def test_several_groups_of_layers_stay_at_whole_blocks(tmp_path: Path) -> None:
     path = make_checkpoint("gemma3", tmp_path / "model")
     with engine(path) as plain:
@@ -184,7 +174,7 @@ def test_a_load_that_fails_is_computed_again(
         assert ask(vllm, PROMPTS[1:]) == (expected[2:], list(SHARED[1:]))
 
 
-def test_a_promise_that_lapsed_is_computed(
+def test_an_expired_promise_is_computed(
     model: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM has planned a step with these tokens; their blocks are told to it as ones that did not come."""
@@ -233,7 +223,7 @@ def test_a_request_that_is_aborted_while_its_part_is_loaded_leaves_nothing(
         assert ask(vllm, PROMPTS) == (expected[1:], list(SHARED))
 
 
-def test_no_load_overwrites_what_its_layer_has_computed(
+def test_no_load_overwrites_computed_kv(
     model: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM writes a layer's KV and then waits for it to be loaded: too late for a block that is loaded in part."""

@@ -58,9 +58,7 @@ def test_a_prompt_right_behind_itself_is_loaded(stage: str, model: Path, monkeyp
 
 
 @pytest.mark.parametrize("stage", brief(["hash"], ["copy", "hash"]))
-def test_a_store_that_takes_too_long_is_not_waited_for(
-    stage: str, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_that_takes_too_long_is_not_awaited(stage: str, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slow_stores(monkeypatch, stage, 3.0)
     with engine(model, tiers(), enable_prefix_caching=False) as vllm:
         [first] = vllm.run([PROMPT], 1)

@@ -119,10 +119,7 @@ class Asked:
 def asked(request: pytest.FixtureRequest, model: Path, spec: str) -> Iterator[Asked]:
     silent: list[ToldReplica]
     own = {"model": str(model)} if request.param == "by its own tokenizer" else {"tokenize_timeout": "60s"}
-    with (
-        replicas(1, {"id": MODEL, "object": "model"}) as silent,
-        routed(spec, silent[0].url, **own) as router,
-    ):
+    with replicas(1, {"id": MODEL, "object": "model"}) as silent, routed(spec, silent[0].url, **own) as router:
         until(lambda: router.status()["replicas"][0]["state"] == "up")
         until(lambda: router.status()["replicas"][0]["events"]["state"] == "live")
         yield Asked(router, spec.partition(",")[0].removeprefix("http://"), request.param)

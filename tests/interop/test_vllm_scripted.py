@@ -104,7 +104,7 @@ def test_prompts_and_answers_are_found_by_the_next_engine(model: str, ahead: boo
 
 @pytest.mark.parametrize("lapses", [False, True], ids=["in time", "too late"])
 @pytest.mark.parametrize("model", ["windows smaller than a block", "states beside K and V"])
-def test_vllm_may_start_a_load_some_steps_after_the_promise(
+def test_vllm_may_start_a_load_steps_later(
     model: str, lapses: bool, made: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As vLLM 0.33 does while an earlier step may still write to the request's blocks. What lapsed is computed."""

@@ -75,9 +75,7 @@ def ask(vllm: Engine) -> tuple[list[list[int]], list[int]]:
 
 
 @pytest.mark.parametrize("level", brief([2], [1, 2]))
-def test_what_the_tiers_hold_outlives_a_sleep_if_the_weights_stay(
-    level: int, model: Path, expected: list[list[int]], sleeps: list[int]
-) -> None:
+def test_tiers_outlive_a_plain_sleep(level: int, model: Path, expected: list[list[int]], sleeps: list[int]) -> None:
     with engine(model, tiers() | KEEP) as vllm:
         assert ask(vllm) == (expected, [0, 0, 0])
         vllm.settle()
@@ -90,9 +88,7 @@ def test_what_the_tiers_hold_outlives_a_sleep_if_the_weights_stay(
         assert sleeps == [level, level]
 
 
-def test_by_default_a_sleep_empties_the_tiers_since_weights_may_change(
-    model: Path, expected: list[list[int]], sleeps: list[int]
-) -> None:
+def test_by_default_a_sleep_empties_the_tiers(model: Path, expected: list[list[int]], sleeps: list[int]) -> None:
     """vLLM says to the connector of a sleep what it says of new weights."""
     with engine(model, tiers()) as vllm:
         assert ask(vllm) == (expected, [0, 0, 0])
@@ -128,7 +124,7 @@ def test_stores_under_way_end_before_the_memory_goes(
         assert sleeps == [1]
 
 
-def test_without_the_hooks_no_copy_outlives_its_step(
+def test_without_hooks_copies_end_in_step(
     model: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM 0.32 tells the connector's worker nothing of a sleep, and waits for its device alone."""

@@ -110,11 +110,7 @@ def test_stages_lie_one_behind_the_other_in_each_ranks_part() -> None:
 @pytest.mark.parametrize(
     ("layers", "speculative", "message"),
     [
-        (
-            8,
-            None,
-            r"pipeline_parallel_size 2: then kvtier keeps models whose 8 layers .* tensor_parallel_size",
-        ),
+        (8, None, r"pipeline_parallel_size 2: then kvtier keeps models whose 8 layers .* tensor_parallel_size"),
         (6, SimpleNamespace(method="ngram"), "pipeline_parallel_size 2 with speculative decoding: .* leave --specul"),
     ],
 )

@@ -112,9 +112,7 @@ def forget(vllm: Engine, *lost: bytes) -> None:
     assert not any(port.holds(lost))
 
 
-def test_a_new_engine_goes_on_from_states_that_an_old_one_stored(
-    model: Path, right: list[list[int]], tmp_path: Path
-) -> None:
+def test_a_new_engine_goes_on_from_stored_states(model: Path, right: list[list[int]], tmp_path: Path) -> None:
     with engine(model, tiers(tmp_path), **OPTIONS) as first:
         assert [type(group.kv_cache_spec).__name__ for group in first.scheduler.kv_cache_config.kv_cache_groups] == [
             "MambaSpec",
@@ -155,9 +153,7 @@ def test_the_next_turn_goes_on_from_the_answer(model: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("lost", brief(["state", "first block"], ["state", "block", "first block"]))
-def test_a_lost_record_costs_no_more_than_what_it_was_needed_for(
-    model: Path, right: list[list[int]], tmp_path: Path, lost: str
-) -> None:
+def test_a_lost_record_costs_only_what_needs_it(model: Path, right: list[list[int]], tmp_path: Path, lost: str) -> None:
     with engine(model, tiers(tmp_path), **OPTIONS) as vllm:
         assert one_by_one(vllm, PROMPTS[:1], right[:1])[1] == right[:1]
         blocks, states = names(vllm, LONG)

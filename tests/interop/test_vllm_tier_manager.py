@@ -297,7 +297,7 @@ def test_without_vllms_events_the_option_is_a_warning(make: Make, caplog: pytest
     assert tier.locality is None
 
 
-def test_a_directory_that_cannot_be_used_is_a_warning_and_misses(
+def test_an_unusable_directory_is_a_warning_and_misses(
     make: Make, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_text("in the way")

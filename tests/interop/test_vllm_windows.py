@@ -91,9 +91,7 @@ def test_every_token_is_stored_once_and_what_slid_out_is_not_loaded(
 
 
 @pytest.mark.parametrize("family", brief(["gemma3"], ["gemma3", "mistral-window"]))
-def test_blocks_whose_window_slid_out_are_never_stored_with_a_hole(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_out_of_a_window_leave_no_hole(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a loaded prompt's sliding layers only the window is there. The tiers lose blocks, and it offers them anew."""
     path = make_checkpoint(family, tmp_path / "model")
     longer = [*LONG, *prompt(2, 200)]

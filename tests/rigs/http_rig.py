@@ -22,6 +22,7 @@ from kvtier.service.web.http_server import HttpServer, HttpSocket
 
 MODEL = FINGERPRINT.hex()[:16]
 _CLOSE = b"Connection: close\r\n"
+ServePages = Callable[..., "ServedDaemon"]  # the fixture `serve_pages` of tests/service/conftest.py
 
 
 class ServedDaemon(DaemonThread):

@@ -44,10 +44,7 @@ def tokenizer(*words: str) -> Tokenizer:
 
 
 def save_checkpoint(
-    home: Path,
-    *words: str,
-    template: str | None = TEMPLATE,
-    config: PretrainedConfig | None = None,
+    home: Path, *words: str, template: str | None = TEMPLATE, config: PretrainedConfig | None = None
 ) -> Path:
     """A directory called `tiny` with weights, tokenizer and chat template; of a Llama by default."""
     directory = home / MODEL

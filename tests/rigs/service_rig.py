@@ -2,11 +2,12 @@
 
 import json
 import os
+import socket as sockets
 import subprocess
 import threading
 import time
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,7 +16,17 @@ from fault_rig import rest
 from fork_rig import SERVICES, Forked
 
 from kvtier.connector.daemon.client import RemoteTiers
-from kvtier.connector.daemon.wire import MAX_FRAME, REPLIES, REQUESTS, FrameReader, Hello, News, Reply, pack_found
+from kvtier.connector.daemon.wire import (
+    MAX_FRAME,
+    REPLIES,
+    REQUESTS,
+    FrameReader,
+    Hello,
+    News,
+    Reply,
+    pack_found,
+    pack_handshake,
+)
 from kvtier.service.node.daemon import Daemon
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.hierarchy.cache_tiers import Attribution, CacheTiers, Claim, Pending, Wanted
@@ -34,6 +45,8 @@ PATIENT: Final[Mapping[str, Mapping[str, str]]] = {
     "redis": {"connect_timeout": "20s", "deadline": "20s"},
 }
 """Options of daemons and engines whose stories are not about deadlines."""
+Attach = Callable[..., RemoteTiers]  # the fixtures `attach` and `serve` of tests/service/conftest.py
+Serve = Callable[..., "DaemonThread"]
 
 
 def patient(sections: Mapping[str, Mapping[str, object]]) -> dict[str, Mapping[str, object]]:
@@ -226,6 +239,34 @@ def load(tiers: CacheTiers, chain: TokenChain) -> int:
     with tiers.take(claim) as lease:
         verify(tiers, lease)
         return len(lease)
+
+
+def raw(socket: Path) -> sockets.socket:
+    """A connection to a daemon, without manners."""
+    connection = sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM)
+    connection.settimeout(PATIENCE)
+    connection.connect(str(socket))
+    return connection
+
+
+def greeted(socket: Path) -> sockets.socket:
+    """A connection that was welcomed, and has no manners either."""
+    connection = raw(socket)
+    connection.sendall(pack_handshake(Hello(FINGERPRINT, BLOCK_SIZE, SLOT_BYTES, 64 * SLOT_BYTES, reset=False)))
+    assert b"Welcome" in connection.recv(4096)
+    return connection
+
+
+def client_child(socket: Path, *what: str) -> Forked:
+    """A client in a process of its own, `_client_child.py`."""
+    program = ROOT / "tests" / "service" / "node" / "_client_child.py"
+    return Forked([str(program), str(socket), *what], SERVICES, env=environment(), stdout=subprocess.PIPE)
+
+
+def says(process: Forked) -> str:
+    """Its next line."""
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
 
 
 def attached(tiers: RemoteTiers) -> bool:

@@ -68,18 +68,6 @@ time.sleep(600)
     until(lambda: not runs(fork))
 
 
-def test_a_program_starts_forks_by_their_names(programs: Path, tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(f"{TELL}\nprint(sys.executable, sys.stdin.read())\nsys.exit(3)")
-    script = f". {programs}/activate; printf hello | WHO=you python script.py one"
-    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 3, done.stderr
-    first, second = done.stdout.splitlines()
-    assert first.endswith(f" ['script.py', 'one'] you {tmp_path}")
-    assert second == f"{programs}/python hello"
-    told = subprocess.run([programs / "kvtier", "--version"], capture_output=True, text=True, timeout=60)
-    assert told.stdout.startswith("kvtier ")
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_signal_to_what_was_started_ends_the_fork(programs: Path, number: signal.Signals) -> None:
     command = [str(programs / "python"), "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(600)"]
@@ -90,23 +78,3 @@ def test_a_signal_to_what_was_started_ends_the_fork(programs: Path, number: sign
         shim.send_signal(number)
         assert shim.wait(60) == -number
         until(lambda: not runs(fork))
-
-
-def test_a_fork_that_is_killed_is_seen_dead_by_who_started_it(programs: Path) -> None:
-    words = ["-c", "import os, time; print(os.getpid(), flush=True); time.sleep(600)", "the one to kill"]
-    with subprocess.Popen([programs / "python", *words], stdout=subprocess.PIPE, text=True) as shim:
-        assert shim.stdout is not None
-        fork = int(shim.stdout.readline())
-        assert Path(f"/proc/{fork}/cmdline").read_bytes().rstrip(b"\0").split(b"\0")[-1] == b"the one to kill"
-        os.kill(fork, signal.SIGKILL)
-        assert shim.wait(60) == -signal.SIGKILL
-
-
-def test_the_rig_is_this_interpreter(programs: Path) -> None:
-    told = subprocess.run(
-        [programs / "python", "-c", "import sys; print(sys.version_info[:3])"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert told.stdout == f"{sys.version_info[:3]}\n"

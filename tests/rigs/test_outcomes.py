@@ -61,9 +61,7 @@ def test_a_skip_for_another_reason_than_those_allowed_is_red(tests: Path) -> Non
         ("", "false", 1, "types: FAILED with status 1"),
     ],
 )
-def test_a_part_that_is_out_of_time_is_red_by_name(
-    until: str, command: str, status: int, said: str, tmp_path: Path
-) -> None:
+def test_a_part_out_of_time_is_red_by_name(until: str, command: str, status: int, said: str, tmp_path: Path) -> None:
     environment = {**os.environ, "TESTS_UNTIL": until, "PARTS": str(tmp_path / "parts")}
     part = [str(ROOT / ".ci" / "in-time"), "types", command]
     done = subprocess.run(part, env=environment, capture_output=True, text=True, timeout=60)

@@ -17,11 +17,11 @@ import pytest
 from command_rig import kvtier
 from doubles import SLOT_BYTES, chain_of, wait_until
 from extent import brief
-from http_rig import MODEL, ServedDaemon, talk
+from http_rig import MODEL, ServedDaemon, ServePages, talk
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
-from service_rig import DaemonProcess, attach, load, store
+from service_rig import Attach, DaemonProcess, load, store
 from starlette.applications import Starlette
 from starlette.responses import StreamingResponse
 from starlette.routing import Route
@@ -55,14 +55,6 @@ def guarded(home: Path) -> Iterator[DaemonProcess]:
     assert TOKEN not in "".join(daemon.lines)
 
 
-@pytest.fixture
-def served(home: Path) -> Iterator[ServedDaemon]:
-    daemon = ServedDaemon(home / "s", host={"size": 1 << 20})
-    yield daemon
-    daemon.check()
-    daemon.close()
-
-
 def url(daemon: DaemonProcess, path: str) -> str:
     return f"http://{daemon.http}{path}"
 
@@ -75,10 +67,10 @@ def healthy(daemon: DaemonProcess) -> bool:
 # what they say
 
 
-def test_the_pages_of_a_daemon_that_works(home: Path) -> None:
+def test_the_pages_of_a_daemon_that_works(home: Path, attach: Attach) -> None:
     daemon = DaemonProcess(home / "s", host__size="1MiB", file__path=str(home), file__size="4MiB")
     try:
-        tiers, chain = attach(home / "s"), chain_of(6)
+        tiers, chain = attach(), chain_of(6)
         store(tiers, chain)
         assert load(tiers, chain) == 6
         status = httpx2.get(url(daemon, "/status")).json()
@@ -115,20 +107,18 @@ def test_the_pages_of_a_daemon_that_works(home: Path) -> None:
         assert daemon.end(signal.SIGTERM) == 0
 
 
-def test_two_models_are_two_series(home: Path, served: ServedDaemon) -> None:
-    one, other = attach(home / "s", size=8 * SLOT_BYTES), attach(home / "s", size=8 * SLOT_BYTES, fingerprint=b"o" * 32)
+def test_two_models_are_two_series(served: ServedDaemon, attach: Attach) -> None:
+    one, other = attach(size=8 * SLOT_BYTES), attach(size=8 * SLOT_BYTES, fingerprint=b"o" * 32)
     store(one, chain_of(2))
     store(other, chain_of(3))
     text = served.client.get("/metrics").text
     assert f'kvtier_store_blocks_total{{fingerprint="{MODEL}",tier="l2"}} 2.0' in text
     assert f'kvtier_store_blocks_total{{fingerprint="{(b"o" * 8).hex()}",tier="l2"}} 3.0' in text
     assert text.count("# TYPE kvtier_store_blocks_total counter") == 1
-    one.close()
-    other.close()
 
 
-def test_an_engine_that_asks_again_while_it_waits_is_one_lookup(home: Path, served: ServedDaemon) -> None:
-    tiers, chain = attach(home / "s"), chain_of(4)
+def test_an_engine_that_asks_again_while_it_waits_is_one_lookup(served: ServedDaemon, attach: Attach) -> None:
+    tiers, chain = attach(), chain_of(4)
     for _ in range(3):
         assert load(tiers, chain) == 0
     store(tiers, chain)
@@ -137,12 +127,9 @@ def test_an_engine_that_asks_again_while_it_waits_is_one_lookup(home: Path, serv
     (model,) = served.client.get("/status").json()["models"]
     assert model["lookups"] | {"miss": 4} == model["lookups"]
     assert model["lookups"]["l2"] in (8, 12)  # the first of them may still be the question that was in vain
-    tiers.close()
 
 
-def test_a_daemon_whose_loop_hangs_says_so_and_answers_at_once(
-    served: ServedDaemon, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_daemon_whose_loop_hangs_answers_at_once(served: ServedDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_app, "_HEALTHY", 0.2)
     stuck = Event()
     served.daemon.submit(lambda: stuck.wait(30))
@@ -157,38 +144,33 @@ def test_a_daemon_whose_loop_hangs_says_so_and_answers_at_once(
     wait_until(lambda: served.client.get("/healthz").status_code == 200)
 
 
-def test_a_detached_tier_is_named_and_no_reason_to_send_nobody(home: Path, disk_dir: Path) -> None:
+def test_a_detached_tier_is_named_and_is_no_outage(disk_dir: Path, serve_pages: ServePages, attach: Attach) -> None:
     file, breaker = {"path": str(disk_dir), "size": "4MiB"}, {"retry_after": "60s"}
-    served = ServedDaemon(home / "s", host={"size": 1 << 20}, file=file, breaker=breaker)
-    try:
-        tiers = attach(home / "s")
-        well: dict[str, object] = {"ready": True, "missing": [], "wanting": [], "degraded": [], "refused": []}
-        assert served.client.get("/readyz").json() == well
-        (namespace,) = served.daemon.call(served.daemon.namespaces)
-        namespace.hierarchy.ports[0].breakers["read"].trip()
-        answer = served.client.get("/readyz")
-        assert answer.status_code == 200
-        expected = {"model": MODEL, "tier": "file", "direction": "read", "breaker": "open"}
-        assert answer.json()["degraded"] == [expected]
-        shown = kvtier("status", "--http", served.http)
-        assert shown.returncode == 3
-        assert f"degraded: file of {MODEL}, read breaker" in shown.stdout
-        tiers.close()
-    finally:
-        served.close()
+    served = serve_pages(host={"size": 1 << 20}, file=file, breaker=breaker)
+    attach()
+    well: dict[str, object] = {"ready": True, "missing": [], "wanting": [], "degraded": [], "refused": []}
+    assert served.client.get("/readyz").json() == well
+    (namespace,) = served.daemon.call(served.daemon.namespaces)
+    namespace.hierarchy.ports[0].breakers["read"].trip()
+    answer = served.client.get("/readyz")
+    assert answer.status_code == 200
+    expected = {"model": MODEL, "tier": "file", "direction": "read", "breaker": "open"}
+    assert answer.json()["degraded"] == [expected]
+    shown = kvtier("status", "--http", served.http)
+    assert shown.returncode == 3
+    assert f"degraded: file of {MODEL}, read breaker" in shown.stdout
 
 
 def test_a_mistake_that_is_found_late_is_one_all_the_same(
-    home: Path, served: ServedDaemon, monkeypatch: pytest.MonkeyPatch
+    home: Path, served: ServedDaemon, monkeypatch: pytest.MonkeyPatch, attach: Attach
 ) -> None:
     monkeypatch.setattr(transfers, "PERIOD", 0.0)  # nothing is refused at once
-    tiers = attach(home / "s")
+    attach()
     *_, last = served.post("import", file=str(home / "none")).text.splitlines()
     told = {"error": f"{home / 'none'}: not a file; name a file that an export wrote", "mistake": True}
     assert json.loads(last) == told
     ended = kvtier("import", str(home / "none"), "--http", served.http)
     assert (ended.returncode, ended.stderr) == (2, f"kvtier: {told['error']}\n")
-    tiers.close()
 
 
 # who may
@@ -263,11 +245,11 @@ def test_without_a_token_of_the_operators_one_is_made_that_its_user_alone_finds(
     assert not file.exists()
 
 
-def test_files_lie_below_one_directory(home: Path) -> None:
+def test_files_lie_below_one_directory(home: Path, attach: Attach) -> None:
     archives, outside = home / "archives", home / "outside"
     outside.mkdir()
     daemon = DaemonProcess(home / "s", host__size="1MiB", service__archives=str(archives))
-    tiers = attach(home / "s")
+    tiers = attach()
     try:
         store(tiers, chain_of(2))
         assert kvtier("export", "all.kva", "--http", daemon.http).returncode == 0
@@ -340,9 +322,7 @@ def test_nobody_there_is_one_line_and_status_1() -> None:
         )
 
 
-def test_a_daemon_that_is_stopped_is_one_line_and_status_1_long_before_a_long_verb_ends(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stopped_daemon_is_one_line_long_before_a_long_verb_ends(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert http_client._STATUS < http_client._ANSWER / 5
     monkeypatch.setattr(http_client, "_STATUS", 0.5)
     daemon = DaemonProcess(home / "s")
@@ -486,31 +466,28 @@ def test_a_hundred_streams_of_bytes_leave_it_well(shared: DaemonProcess, start: 
     assert healthy(shared)
 
 
-def test_who_says_nothing_is_hung_up_on(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_says_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatch, serve_pages: ServePages) -> None:
     monkeypatch.setattr(http_server, "_IDLE", 0.3)
     monkeypatch.setattr(http_server, "_HEAD", 0.3)
     monkeypatch.setattr(guard, "_BODY", 0.3)
-    served = ServedDaemon(home / "s", host={"size": 1 << 20})
-    try:
-        host, _, port = served.http.rpartition(":")
-        silent = [sockets.create_connection((host, int(port)), timeout=60) for _ in range(70)]
-        for connection in silent[::2]:
-            with contextlib.suppress(ConnectionError):  # a busy machine: it was hung up on before
-                connection.sendall(b"GET /healthz HTT")  # half a request is as good as none
-        for connection in silent:
-            with contextlib.suppress(ConnectionError):
-                while connection.recv(4096):  # those beyond the limit are told so, if they asked at all
-                    pass
-            connection.close()
-        assert served.client.get("/healthz").status_code == 200
-        # A body that does not come.
-        head = HEAD + f"Authorization: {served.client.headers['authorization']}\r\n".encode()
-        head += b"Content-Length: 9\r\n\r\n"
-        with sockets.create_connection((host, int(port)), timeout=60) as connection:
-            connection.sendall(head + b"{")
-            assert connection.recv(4096).startswith(b"HTTP/1.1 408")
-    finally:
-        served.close()
+    served = serve_pages(host={"size": 1 << 20})
+    host, _, port = served.http.rpartition(":")
+    silent = [sockets.create_connection((host, int(port)), timeout=60) for _ in range(70)]
+    for connection in silent[::2]:
+        with contextlib.suppress(ConnectionError):  # a busy machine: it was hung up on before
+            connection.sendall(b"GET /healthz HTT")  # half a request is as good as none
+    for connection in silent:
+        with contextlib.suppress(ConnectionError):
+            while connection.recv(4096):  # those beyond the limit are told so, if they asked at all
+                pass
+        connection.close()
+    assert served.client.get("/healthz").status_code == 200
+    # A body that does not come.
+    head = HEAD + f"Authorization: {served.client.headers['authorization']}\r\n".encode()
+    head += b"Content-Length: 9\r\n\r\n"
+    with sockets.create_connection((host, int(port)), timeout=60) as connection:
+        connection.sendall(head + b"{")
+        assert connection.recv(4096).startswith(b"HTTP/1.1 408")
 
 
 def test_who_reads_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -539,9 +516,9 @@ def test_who_reads_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> Non
         server.stop()
 
 
-def test_it_stops_within_seconds_whatever_is_under_way(home: Path) -> None:
+def test_it_stops_within_seconds_whatever_is_under_way(home: Path, attach: Attach) -> None:
     daemon = DaemonProcess(home / "s", host__size="1MiB")
-    tiers, chain = attach(home / "s"), chain_of(4)
+    tiers, chain = attach(), chain_of(4)
     store(tiers, chain)
     names = [name.hex() for name in chain.hashes]
     assert (
@@ -561,7 +538,6 @@ def test_it_stops_within_seconds_whatever_is_under_way(home: Path) -> None:
         assert time.monotonic() - began < 30  # the pin would have stayed for an hour
     daemon.end(signal.SIGTERM)
     assert daemon.lines == []
-    tiers.close()
 
 
 def test_answers_on_a_kept_connection_leave_at_once() -> None:

@@ -18,16 +18,7 @@ from typing import Any, TypeVar
 
 import pytest
 import xxhash
-from doubles import (
-    BLOCK_SIZE,
-    SLOT_BYTES,
-    MemoryTier,
-    bytes_in_l2,
-    chain_of,
-    hierarchy_of,
-    payload_of,
-    store,
-)
+from doubles import BLOCK_SIZE, SLOT_BYTES, MemoryTier, bytes_in_l2, chain_of, hierarchy_of, payload_of, store
 from extent import brief
 from fault_rig import FINGERPRINT, fetch, forget_l2, over_slab, settle
 from fork_rig import SERVICES, Forked
@@ -295,9 +286,7 @@ def test_a_cancelled_export_leaves_neither_file_nor_lease(tmp_path: Path) -> Non
     settle(source)
 
 
-def test_an_export_cancelled_while_its_file_is_created_leaves_no_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_export_cancelled_at_file_creation_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = slab_of(tmp_path / "slab", [chain_of(4)])
     asked, may_open = Event(), Event()
 

@@ -114,9 +114,7 @@ def test_sizes_are_compared_before_anything_is_allocated(tmp_path: Path) -> None
     number=strategies.sampled_from([0, 1, (1 << 64) - 1]),
     num_bytes=strategies.sampled_from([SLOT_BYTES, 0, SLOT_BYTES + 1, 1 << 60]),
 )
-def test_an_entry_with_a_right_checksum_is_not_believed_either(
-    tag: bytes, num_tokens: int, number: int, num_bytes: int
-) -> None:
+def test_a_right_checksum_alone_is_not_believed(tag: bytes, num_tokens: int, number: int, num_bytes: int) -> None:
     fixed = struct.pack("<4sIQQ", tag, num_tokens, number, num_bytes) + RECORD.chain_hash + RECORD.parent
     entry = fixed + struct.pack("<Q", RECORD.checksum) + RECORD.tokens
     data = memoryview(entry + xxh3(entry) + payload_of(RECORD.chain_hash))

@@ -176,9 +176,7 @@ def test_two_servers_are_asked_the_same_by_turns_at_a_rate(plain: tuple[str, typ
     assert all(asked.count(text) == 2 for text in asked)
 
 
-def test_a_trace_is_asked_at_its_times_and_its_blocks_are_equal_where_they_were(
-    plain: tuple[str, type[Plain]], tmp_path: Path
-) -> None:
+def test_a_trace_keeps_its_times_and_its_equal_blocks(plain: tuple[str, type[Plain]], tmp_path: Path) -> None:
     url, handler = plain
     rows = [(0, 8, [1, 2]), (300, 7, [1, 3])]
     lines = [{"timestamp": at, "input_length": n, "output_length": 5, "hash_ids": ids} for at, n, ids in rows]
@@ -214,9 +212,7 @@ def test_every_pattern_asks_what_it_was_told_to(tmp_path: Path) -> None:
         LoadPace(rate=0.0)
 
 
-def test_the_verb_prints_a_table_and_writes_a_page_and_a_picture(
-    plain: tuple[str, type[Plain]], tmp_path: Path
-) -> None:
+def test_the_verb_prints_a_table_and_writes_page_and_picture(plain: tuple[str, type[Plain]], tmp_path: Path) -> None:
     url, _ = plain
     small = ["--requests", "3", "--prompt-tokens", "8"]
     ended = kvtier("bench", url, *small, "--png", tmp_path / "a.png", "--html", tmp_path / "a.html")
@@ -232,9 +228,7 @@ def test_the_verb_prints_a_table_and_writes_a_page_and_a_picture(
     assert kvtier("bench", url, "--concurrency", 0).returncode == 2
 
 
-def test_ctrl_c_while_prompts_are_made_does_not_wait_for_them(
-    plain: tuple[str, type[Plain]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_does_not_wait_for_more_prompts(plain: tuple[str, type[Plain]], monkeypatch: pytest.MonkeyPatch) -> None:
     went_on = False
 
     def many(_: Shape) -> list[ScriptedSession]:
@@ -248,7 +242,7 @@ def test_ctrl_c_while_prompts_are_made_does_not_wait_for_them(
     assert (ended.returncode, ended.stdout, ended.stderr, went_on) == (130, "", "", False)
 
 
-def test_ctrl_c_before_the_first_answer_is_no_failure(
+def test_ctrl_c_before_any_answer_is_no_failure(
     plain: tuple[str, type[Plain]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def pressed(*_: object) -> None:

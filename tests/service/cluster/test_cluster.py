@@ -29,7 +29,6 @@ from service_rig import environment
 from small_engines import GREEDY
 from tiny_models import config_of, prompt
 
-from kvtier import cli
 from kvtier.connector.local import LocalConnector
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.llm import Engine
@@ -381,7 +380,6 @@ def test_a_mistake_in_the_file_is_one_line(
 def test_a_mistake_on_the_command_line_is_one_line(
     home: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
     arguments: tuple[str, ...],
     status: int,
     message: str,
@@ -391,13 +389,10 @@ def test_a_mistake_on_the_command_line_is_one_line(
     entry = {"argv": ["no-such-program"], "ready": {"exits": True}, "profiles": ["cluster"]}
     (home / "missing.yml").write_text(yaml.safe_dump({"services": {"it": {"x-kvtier": entry}}}))
     monkeypatch.chdir(home)
-    monkeypatch.setattr(sys, "argv", ["kvtier", "cluster", *arguments])
-    with pytest.raises(SystemExit) as stopped:
-        cli.main()
-    error = capsys.readouterr().err
-    assert stopped.value.code == status, error
-    assert message in error
-    assert error.count("\n") == 1
+    done = kvtier("cluster", *arguments)
+    assert done.returncode == status, done.stderr
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
     assert not (home / "kvtier-cluster").exists()
 
 

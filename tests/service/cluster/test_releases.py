@@ -13,7 +13,7 @@ import httpx2
 import pytest
 from node_rig import free_port
 from release_rig import last_release
-from server_rig import save_checkpoint, wait_for
+from server_rig import wait_for
 from service_rig import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.timeout(600)]
@@ -30,11 +30,6 @@ OPTIONS: Final = {
 @pytest.fixture(scope="module")
 def last(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return last_release(tmp_path_factory.mktemp("release"))
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_checkpoint(tmp_path_factory.mktemp("model"))
 
 
 @contextmanager
@@ -70,7 +65,7 @@ def ask(url: str) -> tuple[str, int]:
 
 
 @pytest.mark.parametrize("newer", ["engine", "daemon"])
-def test_an_engine_finds_what_it_left_with_a_daemon_of_another_release(
+def test_an_engine_finds_its_blocks_with_another_releases_daemon(
     last: Path, model: Path, home: Path, newer: str
 ) -> None:
     daemons_tree, engines_tree = (last, ROOT) if newer == "engine" else (ROOT, last)

@@ -79,22 +79,6 @@ def expected() -> list[list[int]]:
         return text(plain)
 
 
-@pytest.mark.exhaustive  # test_two_nodes_find_each_others_blocks_through_a_cluster, test_cluster_chat.py
-def test_a_prefix_computed_on_one_node_is_loaded_on_the_other(rack: Rack, expected: list[list[int]]) -> None:
-    with engine_on(rack.one) as first:
-        assert text(first) == expected
-        assert found(first, "miss") == NUM_BLOCKS
-    with engine_on(rack.one) as second:  # another engine of the same node: the daemon's memory
-        assert text(second) == expected
-        assert found(second, "l2") == NUM_BLOCKS
-    with engine_on(rack.other) as third:  # another node: the cluster
-        assert text(third) == expected
-        assert found(third, "redis") == NUM_BLOCKS
-    with engine_on(rack.other) as fourth:  # what came from the cluster is in this node's memory now
-        assert text(fourth) == expected
-        assert found(fourth, "l2") == NUM_BLOCKS
-
-
 def test_another_tenant_finds_nothing_on_either_node(rack: Rack, expected: list[list[int]]) -> None:
     with engine_on(rack.one, salt="one") as first:
         assert text(first) == expected
@@ -105,9 +89,7 @@ def test_another_tenant_finds_nothing_on_either_node(rack: Rack, expected: list[
 
 
 @pytest.mark.parametrize("delay", brief([0.05], [0.0, 0.05, 0.2]))
-def test_a_master_killed_in_the_middle_of_loads_costs_hits_and_nothing_else(
-    rack: Rack, expected: list[list[int]], delay: float
-) -> None:
+def test_a_master_killed_amid_loads_costs_only_hits(rack: Rack, expected: list[list[int]], delay: float) -> None:
     with engine_on(rack.one) as first:
         assert text(first) == expected
     with engine_on(rack.other) as second:
@@ -118,15 +100,3 @@ def test_a_master_killed_in_the_middle_of_loads_costs_hits_and_nothing_else(
     with engine_on(rack.other) as third:  # the other two shards answer, and what is gone was computed and kept again
         assert text(third) == expected
         assert found(third, "l2") == NUM_BLOCKS
-
-
-@pytest.mark.exhaustive  # test_a_server_that_dies_is_misses_and_is_used_again_when_it_is_back
-def test_without_any_server_nodes_serve_what_they_have(rack: Rack, expected: list[list[int]]) -> None:
-    for master in rack.redis.masters:
-        master.kill()
-    for _ in range(2):
-        with engine_on(rack.one) as engine:
-            assert text(engine) == expected
-    with engine_on(rack.one) as engine:
-        assert text(engine) == expected
-        assert found(engine, "l2") == NUM_BLOCKS

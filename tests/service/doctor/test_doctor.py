@@ -333,9 +333,7 @@ def test_too_little_room(disk_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert file_tier._check_room(disk(disk_dir, "64MiB"), 1 << 20).status is WARNING
 
 
-def test_slabs_of_another_naming_are_told_since_no_engine_finds_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slabs_of_another_naming_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = disk(tmp_path, "64MiB")
     assert check_naming(config) == []
 

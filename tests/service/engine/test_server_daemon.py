@@ -2,9 +2,8 @@
 
 from pathlib import Path
 
-import pytest
 from command_rig import kvtier
-from server_rig import MODEL, save_checkpoint, serving, wait_for
+from server_rig import MODEL, serving, wait_for
 from service_rig import DaemonThread, attach
 
 from kvtier.connector.local import LocalConnector
@@ -12,14 +11,7 @@ from kvtier.service.command_line import Exit
 from kvtier.tiers.tier import Outcome
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_checkpoint(tmp_path_factory.mktemp("model"))
-
-
-def test_an_engine_that_a_full_daemon_refuses_starts_without_it_and_has_it_once_there_is_room(
-    home: Path, model: Path
-) -> None:
+def test_an_engine_refused_by_a_full_daemon_starts_and_attaches_later(home: Path, model: Path) -> None:
     daemon = DaemonThread(home / "s", host={"size": 16 << 20})
     try:
         other = attach(home / "s", size=16 << 20)  # takes all of it

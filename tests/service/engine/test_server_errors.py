@@ -3,7 +3,7 @@
 import json
 import random
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from doubles import wait_until
 from extent import brief
 from http_rig import talk
 from pydantic import ValidationError
-from server_rig import MODEL, ServerThread, client, save_checkpoint, serving
+from server_rig import MODEL, ServerThread, client, serving
 
 from kvtier.service.engine import process as server_process
 from kvtier.service.openai.bodies import ChatBody, CompletionBody, parse
@@ -28,18 +28,8 @@ PROMPT: dict[str, Any] = {"model": MODEL, "prompt": "hi", "max_tokens": 1}
 CHAT: dict[str, Any] = {"model": MODEL, "messages": USER, "max_tokens": 1}
 MANY_MARKS = {"type": "text", "text": "x", "kvtier": {f"x{number}": 1 for number in range(1000)}}
 VERBS = ("completions", "chat/completions")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_checkpoint(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def server(model: Path) -> Iterator[ServerThread]:
-    with serving(model, server={"max_waiting": 8}) as made:
-        yield made
-        assert made.status()["steps"]["failed"] == 0
+SERVER = {"server": {"max_waiting": 8}}
+IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}
 
 
 def well(server: ServerThread) -> bool:
@@ -56,22 +46,16 @@ def well(server: ServerThread) -> bool:
         ("completions", {"max_tokens": 1024}, 400, "prompt", "context_length_exceeded"),
         ("chat/completions", {"max_tokens": 2000}, 400, "messages", "context_length_exceeded"),
         ("completions", {"prompt": ""}, 400, "prompt", "invalid_value"),
-        ("completions", {"prompt": []}, 400, "prompt", "invalid_value"),
-        ("completions", {"prompt": None}, 400, "prompt", "invalid_value"),
         ("completions", {"prompt": {"text": "hi"}}, 400, "prompt", "invalid_value"),
         ("completions", {"prompt": [1, 258]}, 400, "prompt", "invalid_value"),
         ("completions", {"prompt": [1, -1]}, 400, "prompt.1", "invalid_value"),
         ("completions", {"prompt": ["hi", 1]}, 400, "prompt.1", "invalid_value"),
         ("completions", {"prompt": "\ud800"}, 400, "prompt", "invalid_value"),
         ("completions", {"kvtier": {"hint": "maybe"}}, 400, "kvtier.hint", "invalid_value"),
-        ("completions", {"max_tokens": -1}, 400, "max_tokens", "invalid_value"),
         ("completions", {"max_tokens": 0}, 400, "max_tokens", "invalid_value"),
-        ("completions", {"max_tokens": 1.5}, 400, "max_tokens", "invalid_value"),
         ("completions", {"max_tokens": True}, 400, "max_tokens", "invalid_value"),
-        ("completions", {"max_tokens": "1"}, 400, "max_tokens", "invalid_value"),
         ("completions", {"max_tokens": 10**30}, 400, "max_tokens", "invalid_value"),
         ("completions", {"temperature": float("nan")}, 400, "temperature", "invalid_value"),
-        ("completions", {"temperature": float("inf")}, 400, "temperature", "invalid_value"),
         ("completions", {"temperature": -0.1}, 400, "temperature", "invalid_value"),
         ("completions", {"top_p": 0}, 400, "top_p", "invalid_value"),
         ("completions", {"n": 129}, 400, "n", "invalid_value"),
@@ -107,20 +91,8 @@ def well(server: ServerThread) -> bool:
         ("chat/completions", {"messages": "hi"}, 400, "messages", "invalid_value"),
         ("chat/completions", {"messages": [{"content": "hi"}]}, 400, "messages.0.role", "missing_required_parameter"),
         ("chat/completions", {"messages": [{**USER[0], "role": "robot"}]}, 400, "messages.0.role", "invalid_value"),
-        (
-            "chat/completions",
-            {"messages": [{"role": "user", "content": 5}]},
-            400,
-            "messages.0.content",
-            "invalid_value",
-        ),
-        (
-            "chat/completions",
-            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]},
-            400,
-            "messages.0.content.0.type",
-            "invalid_value",
-        ),
+        ("chat/completions", {"messages": [{**USER[0], "content": 5}]}, 400, "messages.0.content", "invalid_value"),
+        ("chat/completions", {"messages": [IMAGE]}, 400, "messages.0.content.0.type", "invalid_value"),
     ],
 )
 def test_the_field_at_fault_is_named(

@@ -1,29 +1,16 @@
 """Stories of what clients send beside OpenAI's fields: it is ignored and counted; and of vLLM's pages."""
 
 import logging
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from server_rig import MODEL, ServerThread, save_checkpoint, serving, tokenizer
+from server_rig import MODEL, ServerThread, tokenizer
 
 import kvtier
 from kvtier.service.engine.loop import OTHER, IgnoredFields
 
 CHAT: dict[str, Any] = {"model": MODEL, "max_tokens": 1, "messages": [{"role": "user", "content": "hi"}]}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_checkpoint(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def server(model: Path) -> Iterator[ServerThread]:
-    with serving(model) as made:
-        yield made
 
 
 def ignored(server: ServerThread) -> dict[str, float]:
@@ -66,7 +53,7 @@ def test_unknown_fields_are_ignored_and_counted(server: ServerThread, caplog: py
         ("prompt_logprobs", 1, None),
     ],
 )
-def test_what_would_change_the_answer_is_refused_by_name(
+def test_a_field_that_changes_answers_is_refused(
     server: ServerThread, field: str, value: object, neutral: object
 ) -> None:
     refused = server.post("chat/completions", **CHAT, **{field: value})

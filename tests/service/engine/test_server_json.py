@@ -2,12 +2,11 @@
 
 import json
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from openai import OpenAI
-from server_rig import MODEL, ServerThread, save_checkpoint, serving, tokenizer
+from server_rig import MODEL, ServerThread, tokenizer
 
 from kvtier.engine.requests import Guide
 from kvtier.service.engine.guides import JsonGuides
@@ -43,13 +42,6 @@ def tool(name: str, parameters: dict[str, Any]) -> dict[str, Any]:
 
 def formatted(schema: object) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "pet", "schema": schema, "strict": True}}
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerThread]:
-    """Its model is random: whatever it answers, the guide alone makes it JSON."""
-    with serving(save_checkpoint(tmp_path_factory.mktemp("model"))) as made:
-        yield made
 
 
 def test_an_answer_follows_its_schema_whole_and_streamed(server: ServerThread) -> None:
@@ -105,9 +97,7 @@ def test_a_tool_has_to_be_called(server: ServerThread, chosen: str) -> None:
         ({"tools": [tool("pet", {"type": "objekt"})], "tool_choice": "required"}, "tools.0.function.parameters"),
     ],
 )
-def test_a_schema_that_cannot_be_followed_is_the_clients_error(
-    server: ServerThread, wrong: dict[str, Any], param: str
-) -> None:
+def test_an_impossible_schema_is_the_clients_error(server: ServerThread, wrong: dict[str, Any], param: str) -> None:
     answer = server.post("chat/completions", **ASK, **wrong)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
 

@@ -4,6 +4,7 @@ import json
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import httpx2
 import openai
 import pytest
-from server_rig import BLOCK, MODEL, ServerThread, save_checkpoint, serving, wait_for
+from server_rig import BLOCK, MODEL, ServerThread, serving, wait_for
 
 from kvtier.service.openai.prompts import Prompts
 from kvtier.tiers.config.config import Config
@@ -19,11 +20,6 @@ from kvtier.tiers.naming.chain import TokenChain
 
 LONG = "The quick brown fox jumps over the lazy dog, again and again. " * 3
 ASK: dict[str, Any] = {"model": MODEL, "prompt": LONG, "temperature": 0, "extra_body": {"ignore_eos": True}}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_checkpoint(tmp_path_factory.mktemp("model"))
 
 
 @contextmanager
@@ -43,30 +39,13 @@ def held(server: ServerThread, after: int = 0) -> Iterator[None]:
         server.engine.step = step  # type: ignore[method-assign]
 
 
-def beside(work: Callable[[], Any]) -> "Beside":
+def beside(work: Callable[[], Any]) -> "Future[Any]":
     """Do it on a thread."""
-    return Beside(work)
-
-
-class Beside:
-    def __init__(self, work: Callable[[], Any]) -> None:
-        self._result: Any = None
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(work,))
-        self._thread.start()
-
-    def _run(self, work: Callable[[], Any]) -> None:
-        try:
-            self._result = work()
-        except BaseException as error:
-            self._error = error
-
-    def result(self) -> Any:
-        self._thread.join(60)
-        assert not self._thread.is_alive()
-        if self._error is not None:
-            raise self._error
-        return self._result
+    thread = ThreadPoolExecutor(1)
+    try:
+        return thread.submit(work)
+    finally:
+        thread.shutdown(wait=False)
 
 
 def idle(server: ServerThread) -> bool:
@@ -170,9 +149,7 @@ def body(**options: Any) -> dict[str, Any]:
     return {"model": MODEL, "prompt": LONG, "temperature": 0, "ignore_eos": True, **options}
 
 
-def test_few_prompts_are_tokenized_at_once_and_none_is_waited_for_for_ever(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_few_prompts_are_tokenized_at_once_and_none_for_ever(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     go, tokenized = threading.Event(), Prompts.tokenized
     entered: list[object] = []
 

@@ -72,17 +72,13 @@ def told_by(
     return told
 
 
-def test_reasoning_is_not_stored_and_the_next_turn_finds_no_less(
-    model: Path, disk_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_its_reasoning_a_turn_is_found(model: Path, disk_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told = told_by(model, disk_dir, monkeypatch, REASONED, NEXT)
     assert told["answers"]["found"] == told[True]["found"] > 0
     assert told[True]["stored"] - told["answers"]["stored"] > len(REASONED) // BLOCK // 2 * told[True]["block"]
 
 
-def test_while_tools_are_called_reasoning_stays_and_is_found(
-    model: Path, disk_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reasoning_stays_during_tool_calls(model: Path, disk_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said = {"role": "tool", "tool_call_id": "call_0", "content": "Rome"}
     told = told_by(model, disk_dir, monkeypatch, CALLING, said)
     assert told["answers"] == told[True]

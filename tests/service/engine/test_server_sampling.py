@@ -1,11 +1,10 @@
 """Stories of penalties, bias, logprobs and echo through the official client, whole and streamed."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from server_rig import MODEL, ServerThread, save_checkpoint, serving, tokenizer
+from server_rig import MODEL, ServerThread, serving, tokenizer
 
 from kvtier.service.openai.prompts import TokenTexts
 
@@ -13,17 +12,6 @@ PROMPT = "How likely is each of these tokens, and which others might have come?"
 ASK: dict[str, Any] = {"model": MODEL, "max_tokens": 6, "temperature": 0, "extra_body": {"ignore_eos": True}}
 TEXT_ONLY = {"256": -100, "257": -100}  # no special tokens, which are no text
 CHAT: dict[str, Any] = {**ASK, "messages": [{"role": "user", "content": PROMPT}]}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_checkpoint(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def server(model: Path) -> Iterator[ServerThread]:
-    with serving(model) as made:
-        yield made
 
 
 def test_bias_penalties_and_min_p_come_to_the_engine(server: ServerThread) -> None:

@@ -1,17 +1,17 @@
 """What is wrong with segments over HTTP is one error with the field, the value and the fix, and nothing is admitted."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-from server_rig import MODEL, ServerThread, save_checkpoint, serving
+from server_rig import MODEL, ServerThread, serving
 
 from kvtier.connector.segments import REPAIR_RULES
 from kvtier.service.openai.fields import RepairFields
 
 ON: dict[str, Any] = {"segments": "on", "segment_min_tokens": 16, "block_size": 16}
+SERVER = {"cache": ON}
 IDS = list(range(1, 101))
 DOCUMENT = "a document of some forty characters, say"
 COMPLETION: dict[str, Any] = {"model": MODEL, "prompt": IDS, "max_tokens": 1, "ignore_eos": True}
@@ -33,18 +33,6 @@ def segments(*named: Any, of: dict[str, Any] = COMPLETION, **fields: Any) -> dic
 
 def repair(**given: Any) -> dict[str, Any]:
     return {**COMPLETION, "kvtier": {"segments": [[20, 60]], "repair": given}}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_checkpoint(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def server(model: Path) -> Iterator[ServerThread]:
-    with serving(model, cache=ON) as made:
-        yield made
-        assert made.status()["steps"]["failed"] == 0
 
 
 PLACES = "kvtier.segments"

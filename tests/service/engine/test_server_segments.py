@@ -1,6 +1,6 @@
 """Stories of segments over HTTP: a model that recalls facts answers rightly, and everything says what was reused."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from server_rig import ServerThread, serving
 
 NAME = "recall"
 ON: dict[str, Any] = {"segments": "on", "segment_min_tokens": 8, "block_size": 8}
+SERVER = {"cache": ON, "l1": {"num_blocks": 2000}}
 REUSED = LENGTH * (NUM_DOCUMENTS - 1)  # the first document is an ordinary prefix
 REPAIRED = round(0.15 * REUSED)
 QUESTIONS = brief(24, 80)
@@ -27,12 +28,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def questions() -> list[Asked]:
     return asked(QUESTIONS // 4)
-
-
-@pytest.fixture(scope="module")
-def server(model: Path) -> Iterator[ServerThread]:
-    with serving(model, cache=ON, l1={"num_blocks": 2000}) as made:
-        yield made
 
 
 def marked(text: str) -> dict[str, Any]:
@@ -123,9 +118,7 @@ def test_a_stream_says_it_before_its_first_event(server: ServerThread, questions
     assert len(list(plain_stream.parse())) == 3
 
 
-def test_a_completion_names_its_segments_in_tokens_or_marks_its_parts(
-    server: ServerThread, questions: list[Asked]
-) -> None:
+def test_a_completion_names_segments_in_tokens_or_marks_parts(server: ServerThread, questions: list[Asked]) -> None:
     first, second = questions[0], questions[4]
     places = [[place * LENGTH, (place + 1) * LENGTH] for place in range(NUM_DOCUMENTS)]
     create: Any = server.client.completions.create

@@ -1,7 +1,6 @@
 """Stories of tools through the official client: they reach the prompt, and calls come back, whole and streamed."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +29,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     template = TOOLS + TEMPLATE.replace("{{ message.content }}", CALLED)
     settings.write_text(json.dumps({**json.loads(settings.read_text()), "chat_template": template}))
     return directory
-
-
-@pytest.fixture(scope="module")
-def server(model: Path) -> Iterator[ServerThread]:
-    with serving(model) as made:
-        yield made
 
 
 def patient_client(server: ServerThread) -> Any:  # options in a dictionary tell no type of an answer

@@ -84,24 +84,6 @@ def test_dynamos_router_computes_its_own_hashes_from_our_events() -> None:
     assert sorted(seen.values()) == sorted(chained) == sorted(prompt_hashes([*range(1, 9)], SIZE))
 
 
-def test_a_block_waits_for_its_parent_and_goes_with_it() -> None:
-    told = AnnouncedBlocks(FINGERPRINT)
-    assert told.apply(Stored("file", records(CHAIN, 2))) == []
-    assert told.apply(Stored("l2", records(CHAIN, 1))) == []
-    # the head comes: what waited for it is told behind it, wherever it is
-    [head, behind] = told.apply(Stored("l2", records(CHAIN, 0)))
-    assert head == BlockStored(NAMES[:2], None, [*range(8)], SIZE, None, "CPU", None)
-    assert behind == BlockStored(NAMES[2:3], NAMES[1], [*range(8, 12)], SIZE, None, "STORAGE", None)
-    told.check()
-    assert told.num_announced == 3
-    gone = told.apply(Removed("l2", (CHAIN.hashes[1],)))
-    assert sorted(str(event) for event in gone) == sorted(
-        str(event) for event in (BlockRemoved([NAMES[1]], "CPU"), BlockRemoved([NAMES[2]], "STORAGE"))
-    )
-    assert told.num_announced == 1
-    told.check()
-
-
 def test_tenants_have_a_namespace_and_are_told_when_it_is_known() -> None:
     told = AnnouncedBlocks(FINGERPRINT)
     salted = chain_of(range(8), "t1")

@@ -32,45 +32,6 @@ def begun(*seqs: int) -> Sequencer:
     return sequencer
 
 
-def test_a_newcomer_reads_the_past_before_the_present() -> None:
-    sequencer = Sequencer()
-    assert sequencer.live(batch(2)) == []  # before the past is known
-    assert wants(sequencer) == 0
-    sequencer.asked(0)
-    assert wants(sequencer) is None
-    assert numbers(sequencer.replayed(batch(0))) == ["reset", 0]
-    assert sequencer.live(batch(3)) == []
-    assert numbers(sequencer.replayed(batch(1))) == [1]
-    assert numbers(sequencer.replayed(batch(2))) == [2]
-    assert numbers(sequencer.ended()) == [3]  # and the present behind it
-    assert sequencer.is_live
-    assert (sequencer.next, sequencer.wants) == (4, None)
-
-
-def test_a_gap_is_filled_before_going_on() -> None:
-    sequencer = begun(0)
-    assert numbers(sequencer.live(batch(1))) == [1]
-    assert sequencer.live(batch(4)) == []  # 2 and 3 were dropped
-    assert sequencer.live(batch(5)) == []
-    assert wants(sequencer) == 2
-    assert not sequencer.is_live
-    sequencer.asked(2)
-    assert numbers(sequencer.replayed(batch(2))) == [2]
-    assert numbers(sequencer.replayed(batch(3))) == [3]
-    assert numbers(sequencer.ended()) == [4, 5]
-    assert sequencer.counts["gaps"] == 1
-    assert sequencer.counts["lost"] == 0
-
-
-def test_doubles_are_ignored_and_what_is_late_finds_its_place() -> None:
-    sequencer = begun(0)
-    assert sequencer.live(batch(2)) == []
-    assert numbers(sequencer.live(batch(1))) == [1, 2]  # before a replay was asked for
-    assert wants(sequencer) is None
-    assert sequencer.live(batch(1)) == sequencer.live(batch(0)) == []
-    assert sequencer.counts["duplicates"] == 2
-
-
 def test_a_smaller_number_is_a_publisher_that_began_anew() -> None:
     sequencer = begun(0, 1, 2)
     assert sequencer.live(batch(0, "anew")) == []
@@ -103,35 +64,6 @@ def test_what_is_lost_for_good_starts_over() -> None:
     assert sequencer.live(batch(12)) == []
     sequencer.asked(10)
     assert numbers(sequencer.ended()) == ["reset", 12]
-
-
-def test_a_summary_counts_as_a_whole_whatever_came_live_under_its_numbers() -> None:
-    sequencer = begun(0)
-    assert sequencer.live(batch(8)) == sequencer.live(batch(9)) == []
-    sequencer.asked(1)
-    steps = sequencer.replayed(batch(7, "summary"))
-    assert sequencer.live(batch(10)) == []
-    steps += sequencer.replayed(batch(8, "summary")) + sequencer.replayed(batch(9, "summary")) + sequencer.ended()
-    assert steps == [ForgetAll(), *(batch(seq, "summary") for seq in (7, 8, 9)), batch(10)]
-    # half of one is nothing: the rest would never be told again
-    assert sequencer.live(batch(20)) == []
-    sequencer.asked(11)
-    assert numbers(sequencer.replayed(batch(19, "summary"))) == ["reset", 19]
-    assert sequencer.failed() == []
-    assert (sequencer.next, wants(sequencer)) == (None, 0)
-
-
-def test_what_comes_while_one_makes_sure_is_not_lost() -> None:
-    sequencer = begun(0)
-    sequencer.asked(1)  # nothing is missing
-    assert sequencer.live(batch(1)) == []
-    assert numbers(sequencer.ended()) == [1]
-    sequencer.asked(2)
-    assert sequencer.live(batch(3)) == sequencer.ended() == []  # 2 was published and lost meanwhile
-    assert (sequencer.counts["lost"], wants(sequencer)) == (0, 2)
-    sequencer.asked(2)
-    assert sequencer.live(batch(2)) == []
-    assert numbers(sequencer.failed()) == [2, 3]
 
 
 def test_without_a_replay_address_a_gap_starts_over() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from command_rig import kvtier
 from doubles import BLOCK_SIZE, SLOT_BYTES, wait_until
-from service_rig import FINGERPRINT, DaemonProcess, attach, store, where
+from service_rig import FINGERPRINT, Attach, DaemonProcess, store, where
 
 from kvtier.service.explain.request_log import LoggedRequest, Recent, RequestLog
 from kvtier.tiers import ConfigError
@@ -35,8 +35,8 @@ def daemon(home: Path) -> Iterator[DaemonProcess]:
     assert process.end(signal.SIGTERM) == 0
 
 
-def test_a_daemon_writes_a_line_for_each_request_of_its_engines(home: Path, daemon: DaemonProcess) -> None:
-    tiers = attach(home / "s", size=32 * SLOT_BYTES)
+def test_a_daemon_writes_a_line_for_each_engine_request(home: Path, daemon: DaemonProcess, attach: Attach) -> None:
+    tiers = attach(size=32 * SLOT_BYTES)
     chain = TokenChain(root_hash(FINGERPRINT), BLOCK_SIZE)
     chain.extend(range(6 * BLOCK_SIZE))
     store(tiers, chain, 0, 4)
@@ -75,7 +75,6 @@ def test_a_daemon_writes_a_line_for_each_request_of_its_engines(home: Path, daem
     told = lines(home / "log", 3)
     assert [each["id"] for each in told] == ["chat-7", "chat-8", "chat-9"]
     assert [each["tokens"]["l2"] for each in told] == [4 * BLOCK_SIZE] * 3
-    tiers.close()
 
 
 def test_a_file_that_cannot_be_written_ends_the_start(tmp_path: Path) -> None:

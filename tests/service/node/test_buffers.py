@@ -2,33 +2,21 @@
 
 import contextlib
 import signal
-import socket as sockets
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx2
 import pytest
-from doubles import SLOT_BYTES, chain_of, wait_until
+from doubles import chain_of, wait_until
 from hypothesis import given
 from hypothesis import strategies as st
-from service_rig import FINGERPRINT, PATIENCE, DaemonProcess, attach, load, store
+from service_rig import DaemonProcess, attach, greeted, load, store
 
-from kvtier.connector.daemon.wire import Hello, pack_handshake
 from kvtier.service.node.daemon import MAX_CLIENTS
 from kvtier.service.node.session import MAX_BUFFERED, Buffers
 
 WITHHELD = 15 << 20  # bytes of a frame of 16 MiB whose last one never comes
 HEAD = (16 << 20).to_bytes(4, "little")
-
-
-def greeted(path: Path) -> sockets.socket:
-    """A client that was let in."""
-    connection = sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM)
-    connection.settimeout(PATIENCE)
-    connection.connect(str(path))
-    connection.sendall(pack_handshake(Hello(FINGERPRINT, 4, SLOT_BYTES, 64 * SLOT_BYTES, reset=False)))
-    assert b"Welcome" in connection.recv(4096)
-    return connection
 
 
 def own_bytes(daemon: DaemonProcess) -> int:

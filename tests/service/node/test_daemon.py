@@ -1,13 +1,14 @@
 """Stories of the daemon: blocks shared by processes, clients that die, hang and babble, daemons that come back."""
 
+import json
 import os
 import signal
-import socket as sockets
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from collections.abc import Callable
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,23 +17,29 @@ import pytest
 from command_rig import kvtier
 from doubles import SLOT_BYTES, chain_of, wait_until
 from extent import brief
-from fork_rig import SERVICES, Forked
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from service_rig import (
     FINGERPRINT,
     PATIENCE,
+    Attach,
     DaemonProcess,
     DaemonThread,
+    Serve,
     ask,
+    attach,
     attached,
+    client_child,
     drops,
     end_child,
     environment,
     fill,
+    greeted,
     load,
     misses,
+    raw,
     records,
+    says,
     store,
     wanted,
     where,
@@ -40,7 +47,7 @@ from service_rig import (
 from service_rig import attach as attach_client
 
 from kvtier.connector.daemon.client import RemoteTiers
-from kvtier.connector.daemon.wire import Ask, Hello, Holds, pack_frame, pack_handshake, pack_request
+from kvtier.connector.daemon.wire import Ask, Holds, pack_frame, pack_request
 from kvtier.service.node.daemon import _TICK, Daemon
 from kvtier.service.node.listener import Listener
 from kvtier.service.node.loop import Loop
@@ -50,59 +57,6 @@ from kvtier.tiers.hierarchy.cache_tiers import Attribution, Ends
 from kvtier.tiers.naming.kv_probe import KVProbe
 from kvtier.tiers.tier import Outcome
 
-CHILD = Path(__file__).with_name("_client_child.py")
-Serve = Callable[..., DaemonThread]
-Attach = Callable[..., RemoteTiers]
-
-
-@pytest.fixture
-def serve(home: Path) -> Iterator[Serve]:
-    """Daemons of this process at `home / "s"`. At the end every client is gone, and the laws hold: I3."""
-    daemons: list[DaemonThread] = []
-
-    def start(**options: Any) -> DaemonThread:
-        options.setdefault("host", {"size": 1 << 20})
-        daemons.append(DaemonThread(home / "s", **options))
-        return daemons[-1]
-
-    yield start
-    for daemon in daemons:
-        daemon.check()
-        daemon.close()
-
-
-@pytest.fixture
-def attach(home: Path, serve: Serve) -> Iterator[Attach]:
-    """Clients of the daemon at `home / "s"`, which say goodbye at the end."""
-    clients: list[RemoteTiers] = []
-
-    def start(**options: Any) -> RemoteTiers:
-        clients.append(attach_client(home / "s", **options))
-        return clients[-1]
-
-    yield start
-    for tiers in clients:
-        tiers.close()
-
-
-def child(home: Path, *what: str) -> Forked:
-    command = [str(CHILD), str(home / "s"), *what]
-    return Forked(command, SERVICES, env=environment(), stdout=subprocess.PIPE)
-
-
-def says(process: Forked) -> str:
-    assert process.stdout is not None
-    return process.stdout.readline().strip()
-
-
-def raw(home: Path) -> sockets.socket:
-    """A connection without manners."""
-    connection = sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM)
-    connection.settimeout(PATIENCE)
-    connection.connect(str(home / "s"))
-    return connection
-
-
 # sharing
 
 
@@ -111,7 +65,7 @@ def test_what_one_process_stores_another_loads(home: Path, serve: Serve, attach:
     tiers, chain = attach(), chain_of(4)
     assert where(tiers, chain) == Attribution(4, miss=4)
     assert store(tiers, chain) == 4
-    reader = child(home, "load")
+    reader = client_child(home / "s", "load")
     assert says(reader) == "4"  # and every byte was right, in a process that never saw them
     assert reader.wait(60) == 0
     end_child(reader)
@@ -157,9 +111,7 @@ def test_a_socket_that_was_removed_is_there_again(
     assert load(attach(), chain) == 4
 
 
-def test_a_directory_that_was_moved_away_leaves_no_room_for_a_second_daemon(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_moved_directory_leaves_no_room_for_a_second_daemon(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtier.service.node.daemon._LOOK", 0.05)
     at = home / "run"
     at.mkdir()
@@ -181,9 +133,7 @@ def test_a_directory_that_was_moved_away_leaves_no_room_for_a_second_daemon(
             assert other.is_there  # nor does the end of this one take it away
 
 
-def test_a_directory_replaced_while_the_socket_is_made_keeps_the_other_daemons_socket(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_directory_replaced_at_start_keeps_the_other_socket(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     at, chmod, others = home / "run", os.chmod, list[Listener]()
     at.mkdir()
 
@@ -355,7 +305,7 @@ def test_a_daemon_that_is_started_anew(home: Path, disk_dir: Path, end: signal.S
 def test_a_killed_client_gives_everything_back(home: Path, serve: Serve, attach: Attach) -> None:
     served = serve()
     witness = attach()
-    holder = child(home, "hold")
+    holder = client_child(home / "s", "hold")
     assert says(holder) == "ready"
     held = [client for client in served.daemon.call(served.daemon.clients) if client.leases]
     assert [(client.pids, client.leases, client.reservations) for client in held] == [([holder.pid], 1, 1)]
@@ -371,7 +321,7 @@ def test_a_killed_client_gives_everything_back(home: Path, serve: Serve, attach:
 def test_slots_wait_for_a_worker_that_outlives_its_client(home: Path, serve: Serve) -> None:
     """A DMA may outlive the socket."""
     served = serve()
-    holder = child(home, "join")
+    holder = client_child(home / "s", "join")
     worker = int(says(holder).removeprefix("joined "))
     holder.kill()
     holder.wait(60)
@@ -392,7 +342,7 @@ def test_a_hundred_clients_killed_leave_nothing_behind(home: Path, attach: Attac
     witness = attach()
     store(witness, chain_of(4))
     files = len(os.listdir(f"/proc/{daemon.process.pid}/fd"))
-    cycles = child(home, "cycles", "100")
+    cycles = client_child(home / "s", "cycles", "100")
     assert says(cycles) == "done"
     assert cycles.wait(60) == 0
     end_child(cycles)
@@ -434,7 +384,7 @@ def test_a_stopped_client_holds_up_nobody_and_its_promise_lapses(serve: Serve, a
 def test_a_client_that_is_stopped_keeps_what_it_copies_from(home: Path, serve: Serve, attach: Attach) -> None:
     served = serve(host={"size": 16 * SLOT_BYTES})
     witness = attach()
-    holder = child(home, "hold")
+    holder = client_child(home / "s", "hold")
     assert says(holder) == "ready"
     holder.send_signal(signal.SIGSTOP)
     for n in range(4):  # eight slots are free or may go, whatever the stopped one does
@@ -492,9 +442,7 @@ def test_a_client_that_never_reads_is_cut_off(home: Path, serve: Serve, attach: 
     served = serve()
     tiers, chain = attach(), chain_of(4)
     store(tiers, chain)
-    rude = raw(home)
-    rude.sendall(pack_handshake(Hello(FINGERPRINT, 4, SLOT_BYTES, 1 << 18, reset=False)))
-    assert b"Welcome" in rude.recv(4096)
+    rude = greeted(home / "s")
 
     def ask_for_ever() -> None:
         for number in range(1, 10_000):
@@ -517,13 +465,11 @@ def test_a_name_given_twice_a_version_of_the_future_and_silence(home: Path, serv
         (b"\xff\xff\xff\x7f", "frame of 2147483647 bytes: this side takes 1 to 8192"),
         (b"GET / HTTP/1.1\r\n\r\n", "this side takes 1 to 8192"),
     ]:
-        with raw(home) as connection:
+        with raw(home / "s") as connection:
             connection.sendall(frame)
             assert why.encode() in connection.recv(4096)
             assert connection.recv(10) == b""
-    with raw(home) as connection:
-        connection.sendall(pack_handshake(Hello(FINGERPRINT, 4, SLOT_BYTES, 1 << 18, reset=False)))
-        assert b"Welcome" in connection.recv(4096)
+    with greeted(home / "s") as connection:
         connection.sendall(pack_request(0, [Ask(1, chain.root, 0, 4, chain.hashes[0] * 2, Ends.FRONT)]))
         assert connection.recv(10) == b""
     wait_until(lambda: served.daemon.counts["malformed"] == 5)
@@ -536,7 +482,6 @@ def test_any_bytes_at_all(home: Path, serve: Serve, attach: Attach) -> None:
     served = serve()
     tiers, chain = attach(), chain_of(4)
     store(tiers, chain)
-    hello = pack_handshake(Hello(FINGERPRINT, 4, SLOT_BYTES, 1 << 18, reset=False))
     body = st.recursive(
         st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.binary(max_size=64)
         | st.text(max_size=8) | st.just(chain.hashes[0]) | st.just(b"".join(chain.hashes)),
@@ -550,15 +495,9 @@ def test_any_bytes_at_all(home: Path, serve: Serve, attach: Attach) -> None:
     @settings(max_examples=brief(40, 150), suppress_health_check=list(HealthCheck), database=None)
     @given(st.booleans(), st.lists(frame, min_size=1, max_size=4))
     def babble(greets: bool, frames: list[bytes]) -> None:
-        with raw(home) as connection:
-            try:
-                if greets:
-                    connection.sendall(hello)
-                    assert b"Welcome" in connection.recv(4096)
-                for each in frames:
-                    connection.sendall(each)
-            except OSError:  # cut off in the middle of it
-                pass
+        with (greeted if greets else raw)(home / "s") as connection, suppress(OSError):  # cut off in the midst of it
+            for each in frames:
+                connection.sendall(each)
 
     babble()
     # This process lives on, so what a connection held stays until its copies are known to have ended.
@@ -617,7 +556,7 @@ def test_a_daemon_without_files_takes_clients_in_later(home: Path, serve: Serve,
             return real.fileno()
 
     served.daemon.call(lambda: setattr(served.daemon._listener, "socket", NoFile()))
-    with raw(home):  # in the backlog
+    with raw(home / "s"):  # in the backlog
         wait_until(lambda: served.daemon.counts["not_accepted"] >= 1)
         began, before = time.monotonic(), served.daemon.counts["not_accepted"]
         time.sleep(0.3)
@@ -662,7 +601,7 @@ def test_an_engine_finds_the_daemon_by_its_configuration(home: Path, serve: Serv
     tiers.close()
 
 
-def test_a_client_whose_model_computes_other_kv_is_told_apart(home: Path, serve: Serve, attach: Attach) -> None:
+def test_a_client_whose_model_computes_other_kv_is_told_apart(serve: Serve, attach: Attach) -> None:
     """A namespace is of what its first client's model computes; one that was not asked may use it."""
     served = serve()
     planes = [np.random.default_rng(seed).normal(size=(2, 7, 32)) for seed in range(4)]
@@ -674,3 +613,77 @@ def test_a_client_whose_model_computes_other_kv_is_told_apart(home: Path, serve:
         attach(kv_probe=other)
     assert load(attach(kv_probe=ours), chain_of(4)) == 4
     assert served.daemon.counts["refused"] == 1
+
+
+NUM_CLIENTS = 16
+
+
+def test_sixteen_clients_that_start_at_once_beside_busy_processes_keep_their_daemon(home: Path) -> None:
+    daemon = DaemonProcess(home / "s", host__size="1MiB")
+    busy = [client_child(home / "s", "busy") for _ in range(2)]
+    clients = [client_child(home / "s", "steps", "20") for _ in range(NUM_CLIENTS)]
+    told = [json.loads(says(each)) for each in clients]
+    # However late an answer was: nobody's connection was given up, nobody met a daemon that was gone.
+    assert [(each["lost"], each["gone"]) for each in told] == [(0, 0)] * NUM_CLIENTS
+    assert sum(each["stored"] for each in told) > 0
+    for process in (*clients, *busy):
+        end_child(process)
+    witness = attach(home / "s")
+    witness.check()
+    witness.close()
+    assert daemon.end(signal.SIGTERM) == 0
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_client_killed_within_a_step_leaves_no_slot(
+    home: Path, serve: Callable[..., DaemonThread], whole: bool
+) -> None:
+    """FAULTS 41."""
+    served = serve(host={"size": 256 * SLOT_BYTES})
+    witness = attach(home / "s", size=1 << 20)
+    client = client_child(home / "s", "whole" if whole else "half")
+    assert says(client) == "ready"
+    num_held = 64  # what the message reserves, or what it did not seal: it was never there as a whole
+    wait_until(
+        lambda: [c.reservations for c in served.daemon.call(served.daemon.clients) if c.reservations] == [num_held]
+    )
+    end_child(client)
+    wait_until(lambda: len(served.daemon.call(served.daemon.clients)) == 1)
+    served.check()
+    assert served.daemon.counts["reservations_reclaimed"] == num_held
+    [namespace] = served.daemon.call(served.daemon.namespaces)
+    assert namespace.hierarchy.host.pool.counts().filling == 0
+    found = [load(witness, chain_of(1, first_token=100_000 + 64 * n)) for n in range(128)]
+    assert found == ([1] * 64 + [0] * 64 if whole else [0] * 128)
+    witness.close()
+
+
+def test_a_daemon_that_is_killed_within_a_step_costs_that_step(home: Path) -> None:
+    """FAULTS 41: nobody waits for the deadline of one that is gone."""
+    daemon = DaemonProcess(home / "s", host__size="1MiB")
+    tiers, chains = attach(home / "s"), [chain_of(1, first_token=64 * n) for n in range(64)]
+    first = tiers.reserve([wanted(each) for each in chains[:8]])
+    for chain, reservation in zip(chains, first, strict=False):
+        assert reservation is not None
+        fill(tiers, reservation)
+        tiers.seal(reservation, records(reservation, chain), tiers.epoch)
+    # It is stopped, so that it has read none of the message; and killed while the step waits for its answer.
+    daemon.process.send_signal(signal.SIGSTOP)
+    killing = threading.Timer(0.2, daemon.end, [signal.SIGKILL])
+    killing.start()
+    assert tiers.reserve([wanted(each) for each in chains[8:]]) == [None] * 56
+    assert drops(tiers, Outcome.TIMEOUT) == 56
+    killing.join(PATIENCE)
+    # Another one has none of it, and is of use at once.
+    other = DaemonProcess(home / "s", host__size="1MiB")
+    wait_until(lambda: attached(tiers))
+    assert where(tiers, chains[0]).miss == 1
+    [reservation] = tiers.reserve([wanted(chains[0])])
+    assert reservation is not None
+    fill(tiers, reservation)
+    tiers.seal(reservation, records(reservation, chains[0]), tiers.epoch)
+    assert tiers.drain(PATIENCE)
+    assert load(tiers, chains[0]) == 1
+    tiers.check()
+    tiers.close()
+    assert other.end(signal.SIGTERM) == 0

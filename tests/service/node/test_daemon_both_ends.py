@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 from doubles import BLOCK_SIZE, chain_of, wait_until
-from service_rig import DaemonThread, attach, store, verify
+from service_rig import Attach, DaemonThread, Serve, store, verify
 
 from kvtier.connector.daemon.client import RemoteTiers
 from kvtier.connector.daemon.wire import Ask
@@ -33,14 +33,13 @@ def hierarchy_of(daemon: DaemonThread) -> Hierarchy:
     return hierarchy
 
 
-def test_the_daemon_decides_and_the_client_asks_for_the_back(home: Path) -> None:
-    daemon = DaemonThread(
-        home / "s",
+def test_the_daemon_decides_and_the_client_asks_for_the_back(home: Path, serve: Serve, attach: Attach) -> None:
+    daemon = serve(
         host={"size": 4 << 20},
         file={"path": home / "slab", "size": "4MiB"},
         cache={"load_or_recompute": "auto", "prefetch_deadline": "60s"},
     )
-    tiers, chain = attach(home / "s", size=4 << 20), chain_of(NUM_BLOCKS)
+    tiers, chain = attach(size=4 << 20), chain_of(NUM_BLOCKS)
     assert store(tiers, chain) == NUM_BLOCKS
     assert tiers.drain(60)
     hierarchy = hierarchy_of(daemon)
@@ -91,15 +90,11 @@ def test_the_daemon_decides_and_the_client_asks_for_the_back(home: Path) -> None
     after = hierarchy.stats()
     assert sum(after[name] - before.get(name, 0) for name in after if "lookup_blocks" in name) == NUM_BLOCKS
     assert np.isfinite(claim.meeting.seconds)
-    tiers.close()
-    daemon.check()
-    daemon.close()
 
 
-def test_the_daemon_is_gone_and_nothing_of_the_back_comes(home: Path) -> None:
+def test_the_daemon_is_gone_and_nothing_of_the_back_comes(home: Path, attach: Attach) -> None:
     daemon = DaemonThread(home / "s", host={"size": 1 << 20})
-    tiers, chain = attach(home / "s"), chain_of(NUM_BLOCKS)
+    tiers, chain = attach(), chain_of(NUM_BLOCKS)
     daemon.close()
     claim, promised = asked(tiers, chain, Ends.BOTH)
     assert (claim.meeting, promised) == (None, 0)
-    tiers.close()

@@ -1,21 +1,20 @@
 """Partial hits through the daemon: a client is told of the blocks that follow its last common one, and of no others."""
 
-import socket as sockets
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from doubles import BLOCK_SIZE, SLOT_BYTES, wait_until
+from doubles import BLOCK_SIZE, wait_until
 from service_rig import (
     FINGERPRINT,
     PATIENCE,
+    Attach,
     DaemonThread,
+    Serve,
     ask,
-    attach,
     fill,
+    greeted,
     load,
     store,
     store_partial,
@@ -24,40 +23,13 @@ from service_rig import (
 )
 
 from kvtier.connector.daemon.client import RemoteTiers
-from kvtier.connector.daemon.wire import (
-    MAX_FRAME,
-    Ask,
-    FrameReader,
-    Hello,
-    News,
-    Reserve,
-    Seal,
-    pack_handshake,
-    pack_request,
-)
+from kvtier.connector.daemon.wire import MAX_FRAME, Ask, FrameReader, News, Reserve, Seal, pack_request
 from kvtier.connector.scheduler import SchedulerSide
 from kvtier.tiers.hierarchy.cache_tiers import PENDING, Claim, Ends, Wanted
 from kvtier.tiers.naming.chain import TokenChain, root_hash
 from kvtier.tiers.tier import BlockRecord, ChildBlock
 
 ROOT = root_hash(FINGERPRINT)
-Serve = Callable[..., DaemonThread]
-
-
-@pytest.fixture
-def serve(home: Path) -> Iterator[Serve]:
-    """Daemons of this process at `home / "s"`. At the end every client is gone, and the laws hold: I3."""
-    daemons: list[DaemonThread] = []
-
-    def start(**options: Any) -> DaemonThread:
-        options.setdefault("host", {"size": 1 << 20})
-        daemons.append(DaemonThread(home / "s", **options))
-        return daemons[-1]
-
-    yield start
-    for daemon in daemons:
-        daemon.check()
-        daemon.close()
 
 
 def prompt(*tokens: int, salt: str | None = None) -> TokenChain:
@@ -77,9 +49,9 @@ def answered(tiers: RemoteTiers, chain: TokenChain) -> Claim:
     return claim
 
 
-def test_one_client_takes_a_part_of_what_another_stored(home: Path, serve: Serve) -> None:
+def test_one_client_takes_a_part_of_what_another_stored(home: Path, serve: Serve, attach: Attach) -> None:
     serve(file={"path": home / "slab", "size": "1MiB"})
-    one, other = attach(home / "s"), attach(home / "s")
+    one, other = attach(), attach()
     first, second = prompt(70, 71, 72, 1), prompt(70, 71, 72, 2)
     store(one, first)
     store(one, second, first=2)
@@ -98,13 +70,11 @@ def test_one_client_takes_a_part_of_what_another_stored(home: Path, serve: Serve
     # Another tenant is told nothing, and who stands at the end of a chain neither.
     assert answered(other, prompt(70, 71, 72, 9, salt="another tenant")).children == ()
     assert answered(other, first).children == ()
-    one.close()
-    other.close()
 
 
-def test_a_tail_that_one_client_left_is_where_another_begins(home: Path, serve: Serve) -> None:
+def test_a_tail_that_one_client_left_is_where_another_begins(home: Path, serve: Serve, attach: Attach) -> None:
     daemon = serve(file={"path": home / "slab", "size": "1MiB"})
-    one, other, mine = attach(home / "s"), attach(home / "s"), prompt(70, 71, 72, 9)
+    one, other, mine = attach(), attach(), prompt(70, 71, 72, 9)
     store(one, prompt(), last=2)
     tail = store_partial(one, prompt(70, 71, 72))
     claim, promised = ask(other, mine)
@@ -122,66 +92,60 @@ def test_a_tail_that_one_client_left_is_where_another_begins(home: Path, serve: 
     assert namespace.hierarchy.drain(PATIENCE)
     (port,) = namespace.hierarchy.ports
     assert port.holds([*mine.hashes, tail.chain_hash]) == [True, True, True, False]
-    one.close()
-    other.close()
 
 
-def test_a_daemon_without_partial_blocks_takes_no_tail(home: Path, serve: Serve) -> None:
+def test_a_daemon_without_partial_blocks_takes_no_tail(serve: Serve, attach: Attach) -> None:
     serve(cache={"partial_blocks": False})
-    tiers = attach(home / "s")
+    tiers = attach()
     store(tiers, prompt(), last=2)
     tail = store_partial(tiers, prompt(70, 71, 72))
     assert tiers.holds([tail.chain_hash]) == [False]
     assert not [name for name in tiers.stats() if name.startswith("kvtier_store_dropped")]
-    tiers.close()
 
 
 @pytest.mark.parametrize("num_tokens", [0, BLOCK_SIZE])
-def test_a_tail_that_is_none_is_refused(home: Path, serve: Serve, num_tokens: int) -> None:
+def test_a_tail_that_is_none_is_refused(home: Path, serve: Serve, attach: Attach, num_tokens: int) -> None:
     """FAULTS 39: a whole block stored as a tail would never reach the slab, and nobody else could store it."""
     served = serve()
-    tiers, stored = attach(home / "s"), prompt(70, 71, 72, 1)
+    tiers, stored = attach(), prompt(70, 71, 72, 1)
     store(tiers, stored, last=2)
-    with raw(home) as rude:
+    with greeted(home / "s") as rude:
         wanted = Wanted(stored.hashes[2:], stored.hashes[1], stored.tenant, is_tail=True)
         rude.sendall(pack_request(1, [Reserve.of(1, [wanted])]))
         assert rude.recv(4096)
         rude.sendall(pack_request(0, [Seal(0, [1], [1], [np.arange(num_tokens, dtype="<u4").tobytes()])]))
         assert rude.recv(10) == b""
-    with raw(home) as rude:
+    with greeted(home / "s") as rude:
         wanted = Wanted(stored.hashes[1:], stored.hashes[0], stored.tenant, is_tail=True)
         rude.sendall(pack_request(1, [Reserve.of(1, [wanted])]))
         assert rude.recv(10) == b""
     wait_until(lambda: served.daemon.counts["malformed_holding"] + served.daemon.counts["malformed"] == 2)
     assert answered(tiers, prompt(70, 71, 72, 9)).children == ()
-    tiers.close()
 
 
-def test_what_the_slab_holds_is_told_after_a_restart(home: Path, serve: Serve) -> None:
+def test_what_the_slab_holds_is_told_after_a_restart(home: Path, serve: Serve, attach: Attach) -> None:
     slab = {"path": home / "slab", "size": "1MiB"}
     daemon = DaemonThread(home / "s", host={"size": 1 << 20}, file=slab)
-    tiers, stored = attach(home / "s"), prompt(70, 71, 72, 1)
+    tiers, stored = attach(), prompt(70, 71, 72, 1)
     store(tiers, stored)
     tiers.close()
     daemon.check()
     daemon.close()
     serve(file=slab)
-    tiers = attach(home / "s")
+    tiers = attach()
     assert list(answered(tiers, prompt(70, 71, 72, 9)).children) == [told(stored)]
-    tiers.close()
 
 
-def test_switched_off_a_daemon_tells_nothing(home: Path, serve: Serve) -> None:
+def test_switched_off_a_daemon_tells_nothing(home: Path, serve: Serve, attach: Attach) -> None:
     serve(cache={"partial_blocks": False}, file={"path": home / "slab", "size": "1MiB"})
-    tiers = attach(home / "s")
+    tiers = attach()
     store(tiers, prompt(70, 71, 72, 1))
     assert answered(tiers, prompt(70, 71, 72, 9)).children == ()
-    tiers.close()
 
 
-def test_a_child_evicted_between_answer_and_question_is_not_promised(home: Path, serve: Serve) -> None:
+def test_a_child_evicted_between_answer_and_question_is_not_promised(serve: Serve, attach: Attach) -> None:
     daemon = serve()
-    tiers, stored, mine = attach(home / "s"), prompt(70, 71, 72, 1), prompt(70, 71, 72, 9)
+    tiers, stored, mine = attach(), prompt(70, 71, 72, 1), prompt(70, 71, 72, 9)
     store(tiers, stored)
     (child,) = answered(tiers, mine).children
     (namespace,) = daemon.daemon.call(daemon.daemon.namespaces)
@@ -190,13 +154,12 @@ def test_a_child_evicted_between_answer_and_question_is_not_promised(home: Path,
     wait_until(lambda: tiers.poll(view) == 2)
     with tiers.take(view) as lease:
         assert lease.hashes == mine.hashes[:2]
-    tiers.close()
 
 
-def test_blocks_without_tokens_are_no_children(home: Path, serve: Serve) -> None:
+def test_blocks_without_tokens_are_no_children(home: Path, serve: Serve, attach: Attach) -> None:
     """An engine that does not tell its tokens stores blocks all the same."""
     serve(file={"path": home / "slab", "size": "1MiB"})
-    tiers, stored = attach(home / "s"), prompt(70, 71, 72, 1)
+    tiers, stored = attach(), prompt(70, 71, 72, 1)
     (reservation,) = tiers.reserve([Wanted(stored.hashes, stored.root, stored.tenant)])
     assert reservation is not None
     fill(tiers, reservation)
@@ -204,25 +167,14 @@ def test_blocks_without_tokens_are_no_children(home: Path, serve: Serve) -> None
     assert tiers.drain(PATIENCE)
     assert answered(tiers, prompt(70, 71, 72, 9)).children == ()
     assert load(tiers, stored) == 3
-    tiers.close()
 
 
-def raw(home: Path) -> sockets.socket:
-    """A welcomed connection without manners."""
-    connection = sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM)
-    connection.settimeout(PATIENCE)
-    connection.connect(str(home / "s"))
-    connection.sendall(pack_handshake(Hello(FINGERPRINT, BLOCK_SIZE, SLOT_BYTES, 64 * SLOT_BYTES, reset=False)))
-    assert b"Welcome" in connection.recv(4096)
-    return connection
-
-
-def test_a_client_that_seals_more_tokens_than_a_block_has_harms_nobody(home: Path, serve: Serve) -> None:
+def test_a_client_that_seals_too_many_tokens_harms_nobody(home: Path, serve: Serve, attach: Attach) -> None:
     """FAULTS 39: what it says would be told to the others."""
     served = serve()
-    tiers, stored = attach(home / "s"), prompt(70, 71, 72, 1)
+    tiers, stored = attach(), prompt(70, 71, 72, 1)
     store(tiers, stored, last=2)
-    with raw(home) as rude:
+    with greeted(home / "s") as rude:
         rude.sendall(pack_request(1, [Reserve.of(1, [Wanted(stored.hashes[2:], stored.hashes[1], stored.tenant)])]))
         assert rude.recv(4096)
         rude.sendall(pack_request(0, [Seal(0, [1], [1], [np.arange(BLOCK_SIZE + 1, dtype="<u4").tobytes()])]))
@@ -232,17 +184,16 @@ def test_a_client_that_seals_more_tokens_than_a_block_has_harms_nobody(home: Pat
     another = prompt(70, 71, 72, 2)
     assert store(tiers, another, first=2) == 1
     assert list(answered(tiers, prompt(70, 71, 72, 9)).children) == [told(another)]
-    tiers.close()
 
 
-def test_who_leaves_much_unread_is_told_no_children(home: Path, serve: Serve) -> None:
+def test_who_leaves_much_unread_is_told_no_children(home: Path, serve: Serve, attach: Attach) -> None:
     """They are what makes an answer long: without them he is not cut off for what he was told unasked."""
     serve()
-    tiers = attach(home / "s")
+    tiers = attach()
     for number in range(8):
         store(tiers, prompt(70, 71, 72, number))
     mine = prompt(70, 71, 72, 9)
-    with raw(home) as rude:
+    with greeted(home / "s") as rude:
         num_asked = 8000
         for first in range(1, num_asked, 100):
             rude.sendall(
@@ -256,7 +207,6 @@ def test_who_leaves_much_unread_is_told_no_children(home: Path, serve: Serve) ->
             for body in reader.feed(rude.recv(1 << 20)):
                 news += unpack_reply(body).news
     assert sorted(each.claim for each in news) == list(range(1, num_asked + 1))
-    tiers.close()
 
 
 @dataclass
@@ -271,10 +221,10 @@ class Prompt:
         return self.chain.num_tokens
 
 
-def test_the_question_for_a_part_is_asked_in_the_step_it_comes_up_in(home: Path, serve: Serve) -> None:
+def test_the_question_for_a_part_is_asked_in_the_step_it_comes_up_in(serve: Serve, attach: Attach) -> None:
     """It comes up where the first one is answered: else the request would wait for a step more."""
     serve()
-    tiers = attach(home / "s")
+    tiers = attach()
     store(tiers, prompt(70, 71, 72, 1))
     side, request = SchedulerSide(tiers, partial_blocks=True), Prompt("a", prompt(70, 71, 72, 9))
     asked = []
@@ -291,4 +241,3 @@ def test_the_question_for_a_part_is_asked_in_the_step_it_comes_up_in(home: Path,
     wait_until(takes_the_view)
     wait_until(lambda: side.lookup(request, 0) == 2 * BLOCK_SIZE + 3)
     side.finished("a")
-    tiers.close()

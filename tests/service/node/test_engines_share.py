@@ -44,23 +44,6 @@ def tiers_of(engine: Engine) -> RemoteTiers:
     return engine.connector.tiers
 
 
-def test_a_conversation_goes_on_in_another_engine_where_the_first_one_ended(socket: Path) -> None:
-    daemon = DaemonProcess(socket, host__size="16MiB")
-    first = engine_at(socket)
-    [answer] = first.generate([PROMPT], KEEP)
-    first.close()  # the last copies end with it
-    turn = [*PROMPT, *answer.token_ids, *PROMPT[:20]]
-    alone, second = engine_at(None), engine_at(socket)
-    [truth] = alone.generate([turn], KEEP)
-    assert tiers_of(second).drain(60)
-    [loaded] = second.generate([turn], KEEP)
-    assert loaded.num_external_tokens == 157  # all that the first one had computed
-    assert np.array_equal(loaded.logits, truth.logits)
-    for engine in (alone, second):
-        engine.close()
-    assert daemon.end(signal.SIGTERM) == 0
-
-
 def test_what_one_engine_computed_another_loads(socket: Path) -> None:
     daemon = DaemonProcess(socket, host__size="16MiB")
     alone, first, second = engine_at(None), engine_at(socket), engine_at(socket)

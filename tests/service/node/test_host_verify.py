@@ -1,13 +1,11 @@
 """Stories of `[host] verify = "always"`: bytes in shared memory that somebody changed are a miss, never an answer."""
 
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from doubles import SLOT_BYTES, FakeClock, MemoryTier, chain_of, hierarchy_of, wait_until
 from doubles import store as store_local
-from service_rig import DaemonThread, ask, attach, load, misses, store, verify
+from service_rig import Attach, DaemonThread, Serve, ask, load, misses, store, verify
 
 from kvtier.connector.daemon.client import RemoteTiers
 from kvtier.tiers.config.config import Config
@@ -19,11 +17,8 @@ CHECKED = Outcome.CHECKSUM
 
 
 @pytest.fixture
-def served(home: Path) -> Iterator[DaemonThread]:
-    daemon = DaemonThread(home / "s", host={"size": 1 << 20, "verify": "always"})
-    yield daemon
-    daemon.check()
-    daemon.close()
+def served(serve: Serve) -> DaemonThread:
+    return serve(host={"size": 1 << 20, "verify": "always"})
 
 
 def corrupted(daemon: DaemonThread) -> float:
@@ -37,8 +32,8 @@ def slots_of(tiers: RemoteTiers, chain: object) -> list[int]:
         return [int(slot) for slot in lease.slots]
 
 
-def test_a_block_that_another_client_wrote_to_is_a_miss(home: Path, served: DaemonThread) -> None:
-    tenant, other, chain = attach(home / "s"), attach(home / "s"), chain_of(6, salt="tenant")
+def test_a_block_that_another_client_wrote_to_is_a_miss(served: DaemonThread, attach: Attach) -> None:
+    tenant, other, chain = attach(), attach(), chain_of(6, salt="tenant")
     store(tenant, chain)
     slots = slots_of(tenant, chain)
     assert load(tenant, chain) == 6
@@ -58,34 +53,20 @@ def test_a_block_that_another_client_wrote_to_is_a_miss(home: Path, served: Daem
     assert store(tenant, chain) == 1
     assert load(tenant, chain) == 6
     assert corrupted(served) == 1
-    tenant.close()
-    other.close()
 
 
-@pytest.mark.parametrize("at", [0, 1, SLOT_BYTES - 1])
-def test_every_byte_counts_wherever_it_is(home: Path, served: DaemonThread, at: int) -> None:
-    tiers, chain = attach(home / "s"), chain_of(3)
-    store(tiers, chain)
-    assert tiers.region is not None
-    tiers.region.slot(slots_of(tiers, chain)[0])[at] ^= 0x80
-    assert load(tiers, chain) == 0
-    assert corrupted(served) == 1
-    tiers.close()
-
-
-def test_two_blocks_that_changed_places(home: Path, served: DaemonThread) -> None:
-    tiers, chain = attach(home / "s"), chain_of(4)
+def test_two_blocks_that_changed_places(served: DaemonThread, attach: Attach) -> None:
+    tiers, chain = attach(), chain_of(4)
     store(tiers, chain)
     one, other = slots_of(tiers, chain)[1:3]
     assert tiers.region is not None
     first, second = tiers.region.slot(one), tiers.region.slot(other)
     first[:], second[:] = bytes(second), bytes(first)
     assert load(tiers, chain) == 1
-    tiers.close()
 
 
-def test_many_clients_look_at_once_and_nothing_is_left(home: Path, served: DaemonThread) -> None:
-    clients = [attach(home / "s", size=1 << 20) for _ in range(6)]  # half of it is room for all that they claim
+def test_many_clients_look_at_once_and_nothing_is_left(served: DaemonThread, attach: Attach) -> None:
+    clients = [attach(size=1 << 20) for _ in range(6)]  # half of it is room for all that they claim
     chains = [chain_of(8, first_token=1000 * number) for number in range(6)]
     for client, chain in zip(clients, chains, strict=True):
         store(client, chain)
@@ -103,7 +84,6 @@ def test_many_clients_look_at_once_and_nothing_is_left(home: Path, served: Daemo
     assert corrupted(served) == 0
     for client in clients:
         assert misses(client, Outcome.TIMEOUT) == 0
-        client.close()
 
 
 def test_what_was_not_looked_at_in_time_is_not_promised(monkeypatch: pytest.MonkeyPatch) -> None:

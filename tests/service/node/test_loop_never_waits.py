@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from doubles import BLOCK_SIZE
-from service_rig import FINGERPRINT, DaemonThread, ask, attach, load, store, store_partial, where
+from service_rig import FINGERPRINT, Attach, DaemonThread, ask, load, store, store_partial, where
 
 from kvtier.service.node.memory_use import MemoryUse
 from kvtier.service.node.operators import Pins
@@ -65,7 +65,7 @@ class SeenCalls:
 
 @pytest.mark.parametrize("knows_nowait", [True, False])
 def test_no_verb_of_a_client_has_the_loop_wait_for_the_disk(
-    home: Path, monkeypatch: pytest.MonkeyPatch, knows_nowait: bool
+    home: Path, monkeypatch: pytest.MonkeyPatch, knows_nowait: bool, attach: Attach
 ) -> None:
     seen = SeenCalls(monkeypatch, home / "slab")
     monkeypatch.setattr(file_io, "_is_in_memory", lambda fd: False)
@@ -73,7 +73,7 @@ def test_no_verb_of_a_client_has_the_loop_wait_for_the_disk(
         monkeypatch.setattr(slab_rows, "peeking", lambda io, fd: file_io._nothing)
     daemon = DaemonThread(home / "s", host={"size": 1 << 18}, file={"path": home / "slab", "size": "1MiB"})
     try:
-        one, other = attach(home / "s"), attach(home / "s")
+        one, other = attach(), attach()
         chains = [prompt(number, number) for number in range(40)]  # more than host memory has room for
         for chain in chains[:8]:
             store(one, chain)
@@ -95,8 +95,6 @@ def test_no_verb_of_a_client_has_the_loop_wait_for_the_disk(
         daemon.check()
         one.reset()
         assert load(one, chains[0]) == 0
-        one.close()
-        other.close()
     finally:
         daemon.close()
         seen.is_on = False

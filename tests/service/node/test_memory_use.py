@@ -1,14 +1,13 @@
 """What fills memory: blocks by tenant and by prefix, of L2 and the slab, to operators by name and to others not."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from doubles import BLOCK_SIZE, SLOT_BYTES
-from http_rig import ServedDaemon
-from service_rig import FINGERPRINT, attach, store
+from http_rig import ServedDaemon, ServePages
+from service_rig import FINGERPRINT, Attach, store
 
 from kvtier.connector.daemon.client import RemoteTiers
 from kvtier.service.node.memory_use import MemoryUse, Tenants, use_of
@@ -45,18 +44,13 @@ def known(*roots: bytes) -> Tenants:
 
 
 @pytest.fixture
-def served(tmp_path: Path) -> Iterator[ServedDaemon]:
-    daemon = ServedDaemon(tmp_path / "s", host={"size": 1 << 20}, file={"path": str(tmp_path), "size": "4MiB"})
-    yield daemon
-    daemon.check()
-    daemon.close()
+def served(serve_pages: ServePages, tmp_path: Path) -> ServedDaemon:
+    return serve_pages(file={"path": str(tmp_path), "size": "4MiB"})
 
 
 @pytest.fixture
-def tiers(served: ServedDaemon, tmp_path: Path) -> Iterator[RemoteTiers]:
-    attached = attach(tmp_path / "s")
-    yield attached
-    attached.close()
+def tiers(served: ServedDaemon, attach: Attach) -> RemoteTiers:
+    return attach()
 
 
 def test_conversations_of_one_system_prompt_are_one_prefix() -> None:
@@ -122,9 +116,9 @@ def test_what_the_page_shows_of_it(served: ServedDaemon, tiers: RemoteTiers) -> 
         }  # fmt: skip
 
 
-def test_strangers_see_neither_salts_nor_names(tmp_path: Path) -> None:
-    daemon = ServedDaemon(tmp_path / "s", host={"size": 1 << 20}, service={"token": "of an operator"})
-    tiers, team = attach(tmp_path / "s"), chain(3, salt="team")
+def test_strangers_see_neither_salts_nor_names(serve_pages: ServePages, attach: Attach) -> None:
+    daemon = serve_pages(host={"size": 1 << 20}, service={"token": "of an operator"})
+    tiers, team = attach(), chain(3, salt="team")
     store(tiers, team)
     daemon.client.headers["authorization"] = "Bearer of an operator"
     daemon.post("quota", cache_salt="team", size="512KiB").raise_for_status()
@@ -141,8 +135,6 @@ def test_strangers_see_neither_salts_nor_names(tmp_path: Path) -> None:
     # Prometheus has the same label, and each tenant's blocks.
     labels = f'fingerprint="{told["models"][0]["model"]}",tenant="{tenant["tenant"]}",tier="l2"'
     assert f"kvtier_tenant_blocks{{{labels}}} 3.0\n" in daemon.client.get("/metrics").text
-    tiers.close()
-    daemon.close()
 
 
 def test_a_look_is_not_repeated_at_once(served: ServedDaemon, tiers: RemoteTiers) -> None:

@@ -1,11 +1,9 @@
 """The last hour's lookups in memory: bounded, and what the best policy would have found of them."""
 
-from pathlib import Path
-
 import pytest
 from doubles import FakeClock, chain_of, wait_until
-from http_rig import ServedDaemon
-from service_rig import attach, load, store
+from http_rig import ServePages
+from service_rig import Attach, load, store
 
 from kvtier.service.node import lookups
 from kvtier.service.node.lookups import OptimumSoFar, PastLookups
@@ -67,12 +65,14 @@ def test_it_is_bounded_in_time_blocks_and_what_waits(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("kept", [1 << 10, 0])
-def test_a_daemon_tells_what_was_possible(tmp_path: Path, kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_daemon_tells_what_was_possible(
+    kept: int, monkeypatch: pytest.MonkeyPatch, serve_pages: ServePages, attach: Attach
+) -> None:
     monkeypatch.setattr(lookups, "_TICK", 0.05)
     monkeypatch.setattr(lookups, "_PAUSE", 0.05)
     monkeypatch.setattr(lookups, "_RARELY", 0.0)
-    daemon = ServedDaemon(tmp_path / "s", host={"size": 1 << 20}, service={"kept_lookups": kept})
-    tiers, chain = attach(tmp_path / "s"), chain_of(6)
+    daemon = serve_pages(host={"size": 1 << 20}, service={"kept_lookups": kept})
+    tiers, chain = attach(), chain_of(6)
     load(tiers, chain_of(6, first_token=1000))  # in vain
     store(tiers, chain)
     load(tiers, chain)
@@ -91,5 +91,3 @@ def test_a_daemon_tells_what_was_possible(tmp_path: Path, kept: int, monkeypatch
         assert "} 0.5\n" in page
     else:
         assert told() is None
-    tiers.close()
-    daemon.close()

@@ -4,14 +4,11 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 from doubles import SLOT_BYTES, chain_of, payload_of, store, wait_until
-from node_rig import free_port
-from object_rig import BUCKET, NO_OBJECTS, object_server
 from peers_rig import FINGERPRINT, Fleet, ScriptedPeer, TellingNode, block, buffers, following, key_file, record
 from redis_rig import NO_REDIS, standalone
 from service_rig import attach, end_child, load, where
@@ -20,7 +17,6 @@ from zmq.auth import create_certificates
 
 from kvtier.service.events.publisher import Publisher
 from kvtier.service.events.wire import AllBlocksCleared
-from kvtier.service.node.peer_server import PeerFeeds
 from kvtier.tiers.config.sections import EventsConfig
 from kvtier.tiers.hierarchy.cache_tiers import Attribution
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy, Removed, Stored
@@ -121,9 +117,7 @@ def test_blocks_of_several_peers_and_of_the_one_that_has_to_be_asked(key: Path, 
         wait_until(lambda: [node.peer_server.counts["blocks"] for node in made] == [0, 5, 3])
 
 
-def test_a_hint_that_came_too_late_is_a_miss_and_is_not_given_twice(
-    key: Path, node: TellingNode, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_late_hint_is_a_miss_and_given_once(key: Path, node: TellingNode, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(following_module, "_DOUBT", 1.0)
     store(node.hierarchy, CHAIN)
     node.tell()
@@ -238,9 +232,7 @@ def test_a_stream_that_ends_is_not_believed_and_the_peer_is_asked(key: Path, nod
         assert read(tier, CHAIN) == [Outcome.OK] * 8
 
 
-def test_a_slow_stream_delays_no_lookup_and_is_caught_up_with(
-    key: Path, node: TellingNode, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slow_stream_delays_no_lookup(key: Path, node: TellingNode, monkeypatch: pytest.MonkeyPatch) -> None:
     with following(key, node.address) as tier:
         sure(tier)
         send = node.publisher._publish_batch
@@ -323,21 +315,6 @@ def test_nodes_read_one_another_with_the_publishers_own_keys(
         with following(key, made[0].address, keys=others) as tier:
             wait_until(lambda: "are not read: the handshake failed" in caplog.text)
             assert (tier.lookup(CHAIN.hashes), tier.locate(CHAIN.hashes)) == (0, 8)
-
-
-def test_a_publisher_without_peers_lets_no_node_in(tmp_path: Path) -> None:
-    before = os.umask(0o077)
-    for name in ("publisher", "reader"):
-        create_certificates(tmp_path, name)
-    os.umask(before)
-    ports = {name: f"tcp://127.0.0.1:{free_port()}" for name in ("publish", "replay")}
-    config = EventsConfig.model_validate({**ports, **guarded(tmp_path)})
-    names = following_module.AnnouncedNames(following_module.NamesRoom(100))
-    with Publisher(config) as publisher:
-        feed = PeerFeeds(config).open(FINGERPRINT, ports["publish"], ports["replay"], names)
-        wait_until(lambda: publisher.counts["keys_refused"] >= 1)
-        assert not feed.is_live
-        assert feed.close()
 
 
 @pytest.mark.parametrize(
@@ -437,18 +414,6 @@ def test_off_means_that_peers_are_asked(key: Path, node: TellingNode) -> None:
 # Daemons as processes
 
 
-@pytest.fixture
-def fleet_of(home: Path, tmp_path: Path) -> Iterator[Callable[..., Fleet]]:
-    with ExitStack() as stack:
-
-        def make(count: int, **options: Any) -> Fleet:
-            fleet = Fleet(home, key_file(tmp_path), count, tell=True, **options)
-            stack.callback(fleet.close)
-            return fleet
-
-        yield make
-
-
 def knows(fleet: Fleet, number: int, num_told: int, num_sure: int = 1) -> None:
     """Wait until a daemon knows so many blocks of others, and need not ask so many nodes."""
 
@@ -461,7 +426,7 @@ def knows(fleet: Fleet, number: int, num_told: int, num_sure: int = 1) -> None:
 
 
 def test_a_fleet_knows_what_it_holds_also_after_a_kill_and_a_restart(fleet_of: Callable[..., Fleet]) -> None:
-    fleet, chain = fleet_of(2), chain_of(8)
+    fleet, chain = fleet_of(2, tell=True), chain_of(8)
     other, mine = chain_of(4, first_token=900), chain_of(2, first_token=500)
     assert "knows what others hold by their KV events" in "".join(fleet.daemons[0].lines)
     first, second = (attach(path) for path in fleet.sockets)
@@ -493,63 +458,19 @@ def test_a_fleet_knows_what_it_holds_also_after_a_kill_and_a_restart(fleet_of: C
     second.close()
 
 
-def test_a_reset_on_one_node_ends_what_its_events_promise(fleet_of: Callable[..., Fleet]) -> None:
-    fleet, chain = fleet_of(2), chain_of(8)
-    first, second = (attach(path) for path in fleet.sockets)
-    assert store_at(first, chain) == 8
-    knows(fleet, 1, 8)
-    first.reset()
-    # What it stores from now on has other bytes, maybe: it is not lent.
-    assert store_at(first, chain) == 8
-    wait_until(lambda: time.sleep(0.1) or fleet.peers(1)["sure"] == 0)  # type: ignore[func-returns-value]
-    assert where(second, chain) == Attribution(8, miss=8)
-    first.close()
-    second.close()
-
-
-@pytest.mark.parametrize(
-    "tier",
-    [
-        pytest.param("redis", marks=pytest.mark.skipif(NO_REDIS is not None, reason=str(NO_REDIS))),
-        pytest.param("objects", marks=pytest.mark.skipif(NO_OBJECTS is not None, reason=str(NO_OBJECTS))),
-    ],
-)
-def test_what_a_node_is_known_to_hold_is_not_asked_of_what_all_share(
-    fleet_of: Callable[..., Fleet], tmp_path: Path, tier: str
-) -> None:
+@pytest.mark.skipif(NO_REDIS is not None, reason=str(NO_REDIS))
+def test_what_a_node_holds_is_not_asked_of_shared_tiers(fleet_of: Callable[..., Fleet]) -> None:
     chains = [chain_of(8, first_token=1000 * i) for i in range(1, 5)]
     others = [chain_of(8, first_token=1000 * i) for i in range(5, 9)]
-    with ExitStack() as stack:
-        if tier == "redis":
-            server = stack.enter_context(standalone())
-            shared = {"redis__url": server.url, "redis__secret": "a secret of the fleet"}
+    with standalone() as server:
 
-            def asked() -> int:
-                """Questions for blocks, and blocks read."""
-                lines = server.cli("INFO", "commandstats").decode().splitlines()
-                calls = {line.split(":")[0]: int(line.split("calls=")[1].split(",")[0]) for line in lines[1:]}
-                return calls.get("cmdstat_exists", 0) + calls.get("cmdstat_get", 0)
-        else:
-            bucket = stack.enter_context(object_server(tmp_path))
-            login = {"access_key_id": "a node", "secret_access_key": "a secret of the node", "secret": 32 * "s"}
-            given = {
-                "bucket": BUCKET,
-                "endpoint": bucket.endpoint,
-                "connect_timeout": "20s",
-                "deadline": "20s",
-                **login,
-            }
-            shared = {f"objects__{name}": value for name, value in given.items()}
+        def asked() -> int:
+            """Questions for blocks, and blocks read."""
+            lines = server.cli("INFO", "commandstats").decode().splitlines()
+            calls = {line.split(":")[0]: int(line.split("calls=")[1].split(",")[0]) for line in lines[1:]}
+            return calls.get("cmdstat_exists", 0) + calls.get("cmdstat_get", 0)
 
-            def asked() -> int:
-                """Requests that bring something."""
-                lines = fleet.metrics(1).splitlines()
-                counts = [
-                    line for line in lines if line.startswith("kvtier_storage_requests_total") and 'kind="get"' in line
-                ]
-                return sum(int(float(line.split()[-1])) for line in counts)
-
-        fleet = fleet_of(2, **shared)
+        fleet = fleet_of(2, tell=True, redis__url=server.url, redis__secret="a secret of the fleet")
         first, second = (attach(path) for path in fleet.sockets)
         for chain in (*chains, *others):
             assert store_at(first, chain) == 8
@@ -571,6 +492,6 @@ def test_what_a_node_is_known_to_hold_is_not_asked_of_what_all_share(
             assert where(second, chain).miss == 0
         questions = asked() - before
         assert questions >= len(others)
-        assert told <= 1 < questions  # an object store's epoch is looked at now and then
+        assert told <= 1 < questions
         first.close()
         second.close()

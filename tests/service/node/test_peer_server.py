@@ -7,16 +7,14 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
-from doubles import BLOCK_SIZE, SLOT_BYTES, chain_of, wait_until
+from doubles import BLOCK_SIZE, SLOT_BYTES, chain_of, hierarchy_of, wait_until
 from doubles import store as store_in
+from peers_rig import FINGERPRINT, PATIENCE, Fleet, Node, Sizes, borrowing, buffers, key_file
 from peers_rig import FINGERPRINT as MODEL
-from peers_rig import Fleet, Node, borrowing, buffers, key_file
-from service_rig import DaemonThread, attach, end_child, load, store, where
+from service_rig import Serve, attach, end_child, load, store, where
 
 from kvtier.service.node import peer_server
 from kvtier.tiers.config.config import Config
@@ -24,20 +22,9 @@ from kvtier.tiers.errors import ConfigError
 from kvtier.tiers.hierarchy.cache_tiers import PENDING, Attribution
 from kvtier.tiers.peers import wire
 from kvtier.tiers.peers.link import PeerLink
+from kvtier.tiers.peers.peer import MAX_PEERS, MAX_READY
 from kvtier.tiers.peers.stream import PeerFailed
 from kvtier.tiers.tier import BlockRecord, Outcome
-
-
-@pytest.fixture
-def fleet_of(home: Path, tmp_path: Path) -> Iterator[Callable[..., Fleet]]:
-    with ExitStack() as stack:
-
-        def make(count: int, **options: Any) -> Fleet:
-            fleet = Fleet(home, key_file(tmp_path), count, **options)
-            stack.callback(fleet.close)
-            return fleet
-
-        yield make
 
 
 def test_a_block_computed_on_one_node_is_loaded_from_its_memory_on_another(fleet_of: Callable[..., Fleet]) -> None:
@@ -118,15 +105,15 @@ def test_other_models_and_tenants_are_not_found(fleet_of: Callable[..., Fleet]) 
 
 
 @pytest.fixture
-def node(tmp_path: Path) -> Iterator[Node]:
-    made = Node(key_file(tmp_path))
-    yield made
-    made.close()
+def key(tmp_path: Path) -> Path:
+    return key_file(tmp_path)
 
 
 @pytest.fixture
-def key(tmp_path: Path) -> Path:
-    return tmp_path / "key"
+def node(key: Path) -> Iterator[Node]:
+    made = Node(key)
+    yield made
+    made.close()
 
 
 def connected(node: Node) -> socket.socket:
@@ -296,19 +283,16 @@ def test_an_address_that_cannot_be_had_is_one_line(node: Node, key: Path) -> Non
         peer_server.PeerServer(config)
 
 
-def test_off_it_costs_nothing(home: Path) -> None:
-    daemon = DaemonThread(home / "s", host={"size": 1 << 20})
+def test_off_it_costs_nothing(home: Path, serve: Serve) -> None:
+    daemon = serve()
     tiers = attach(home / "s")
     assert store(tiers, chain_of(2)) == 2
     (namespace,) = daemon.daemon.call(daemon.daemon.namespaces)
     assert (daemon.daemon.peer_server, namespace.lent, namespace.hierarchy.ports) == (None, None, [])
     own = ("kvtier-lend", "kvtier-peers")
-    wait_until(
-        lambda: not [each for each in threading.enumerate() if each.name.startswith(own)]
-    )  # another story's look
+    # another story's look may end meanwhile
+    wait_until(lambda: not [each for each in threading.enumerate() if each.name.startswith(own)])
     tiers.close()
-    daemon.check()
-    daemon.close()
 
 
 def test_a_tag_is_computed_once_for_a_block_in_its_slot(node: Node, key: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -336,3 +320,57 @@ def test_a_tag_is_computed_once_for_a_block_in_its_slot(node: Node, key: Path, m
         assert tier.locate(others.hashes) == 32
         assert all(isinstance(result, BlockRecord) for result in tier.read(others.hashes, buffers(32)))
     assert len(tags) == 36
+
+
+def test_without_a_spare_thread_a_caller_is_sent_away(node: Node, key: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = threading.Thread.start
+
+    def none_left(thread: threading.Thread) -> None:
+        if thread.name == "kvtier-lend-to":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", none_left)
+        with pytest.raises(PeerFailed):
+            linked(node, key)
+    assert node.peer_server.counts["not_accepted"] == 1
+    wait_until(lambda: node.peer_server.num_connections == 0)  # counted until it is closed
+    store_in(node.hierarchy, chain_of(2))
+    link = linked(node, key)
+    link.ask(wire.PeerVerb.HELD, chain_of(2).hashes, time.monotonic() + PATIENCE)
+    assert link.hear_held(2, time.monotonic() + PATIENCE) == [True, True]
+    link.close()
+
+
+def test_a_thousand_strangers_leave_no_file_and_no_thread(node: Node) -> None:
+    host, _, port = node.address.rpartition(":")
+    before = (len(list(Path("/proc/self/fd").iterdir())), threading.active_count())
+    for i in range(1000):
+        with socket.create_connection((host, int(port)), timeout=PATIENCE) as stranger:
+            stranger.sendall((b"", b"GET / HTTP/1.1\r\n\r\n", bytes(wire.HELLO_BYTES))[i % 3])
+    counts = node.peer_server.counts
+    wait_until(lambda: sum(counts.values()) == 1000 and node.peer_server.num_connections == 0)
+    assert {reason.partition("_")[0] for reason in counts} <= {"stranger", "too"}, counts
+    wait_until(lambda: (len(list(Path("/proc/self/fd").iterdir())), threading.active_count()) <= before)
+
+
+def test_there_is_a_place_for_a_whole_fleet(node: Node, key: Path) -> None:
+    # As many nodes as a lender's names may stand for, with as many connections as each keeps for two models.
+    links = [linked(node, key) for _ in range(MAX_PEERS * MAX_READY * 2)]
+    wait_until(lambda: node.peer_server.counts == {"welcomed": len(links)})
+    for link in links:
+        link.close()
+    wait_until(lambda: not node.peer_server.num_connections)
+
+
+def test_a_model_that_was_closed_is_forgotten(node: Node) -> None:
+    # A daemon opens and closes models as long as it runs.
+    first = node.model
+    other = hierarchy_of(4)
+    again = node.peer_server.lend(other, FINGERPRINT, Sizes())
+    first.close()  # the one before, after the model is lent anew
+    assert list(node.peer_server._models.values()) == [again]
+    again.close()
+    assert not node.peer_server._models
+    other.close()

@@ -1,13 +1,12 @@
 """Stories of pins: blocks kept in host memory for a time, brought up for it, never more than a quarter of it."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from doubles import SLOT_BYTES, wait_until
 from event_rig import until
-from http_rig import MODEL, ServedDaemon
-from service_rig import FINGERPRINT, attach, attached, load, store
+from http_rig import MODEL, ServedDaemon, ServePages
+from service_rig import FINGERPRINT, Attach, attached, load, store
 
 from kvtier.connector.daemon.client import RemoteTiers
 from kvtier.service.node.namespaces import Namespace
@@ -17,21 +16,15 @@ SLOTS = 32
 
 
 @pytest.fixture
-def served(home: Path, disk_dir: Path) -> Iterator[ServedDaemon]:
+def served(serve_pages: ServePages, disk_dir: Path) -> ServedDaemon:
     """A daemon with a slab; at the end every law holds (I3), pins or no pins."""
-    daemon = ServedDaemon(
-        home / "s", host={"size": SLOTS * SLOT_BYTES}, file={"path": str(disk_dir), "size": "4MiB", "mode": "buffered"}
-    )
-    yield daemon
-    daemon.check()
-    daemon.close()
+    file = {"path": str(disk_dir), "size": "4MiB", "mode": "buffered"}
+    return serve_pages(host={"size": SLOTS * SLOT_BYTES}, file=file)
 
 
 @pytest.fixture
-def tiers(home: Path, served: ServedDaemon) -> Iterator[RemoteTiers]:
-    client = attach(home / "s", size=SLOTS * SLOT_BYTES)
-    yield client
-    client.close()
+def tiers(served: ServedDaemon, attach: Attach) -> RemoteTiers:
+    return attach(size=SLOTS * SLOT_BYTES)
 
 
 def prompt(num_blocks: int, first_token: int = 0, salt: str | None = None, scheme: str = "sha256") -> TokenChain:
@@ -114,9 +107,7 @@ def test_a_pin_ends_by_itself(served: ServedDaemon, tiers: RemoteTiers) -> None:
     wait_until(lambda: namespace(served).hierarchy.host.pool.counts().leased == 0)
 
 
-def test_no_more_than_a_quarter_is_pinned_and_blocks_in_common_count_once(
-    served: ServedDaemon, tiers: RemoteTiers
-) -> None:
+def test_at_most_a_quarter_is_pinned_and_common_blocks_count_once(served: ServedDaemon, tiers: RemoteTiers) -> None:
     store(tiers, prompt(12))
     too_much = served.post("pin", tokens=tokens(9), ttl=60)
     assert too_much.status_code == 400
@@ -147,16 +138,15 @@ def test_a_reset_and_an_evict_take_their_pins_along(served: ServedDaemon, tiers:
     assert (counts.leased, counts.filling) == (0, 0)
 
 
-def test_a_pinned_model_is_not_closed_for_another(home: Path, served: ServedDaemon, tiers: RemoteTiers) -> None:
+def test_a_pinned_model_is_not_closed_for_another(served: ServedDaemon, tiers: RemoteTiers, attach: Attach) -> None:
     store(tiers, prompt(2))
     number = served.post("pin", tokens=tokens(2), ttl=60).json()["pin"]
     tiers.close()
-    other = attach(home / "s", fingerprint=b"t" * 32)
+    other = attach(fingerprint=b"t" * 32)
     assert "the daemon has 0 of 128KiB for this model" in other.wanting["daemon"]
     served.post("unpin", pin=number)
     wait_until(lambda: attached(other))
     assert other.num_slots
-    other.close()
 
 
 def test_what_is_not_pinned_cannot_be_unpinned(served: ServedDaemon, tiers: RemoteTiers) -> None:

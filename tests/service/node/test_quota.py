@@ -138,18 +138,6 @@ def test_slots_being_filled_count(bench: Bench) -> None:
     assert store(bench.tiers, of("alice", 3)) == 4
 
 
-def test_a_growing_conversation_keeps_its_head(bench: Bench) -> None:
-    bench.allow("alice", 8)
-    talk, other = of("alice", 1, 12), of("alice", 2)
-    assert store(bench.tiers, talk, 0, 4) == 4
-    assert store(bench.tiers, other) == 4
-    # The turn's parents are the oldest blocks there are, and the last to go: without them it could never be reached.
-    assert store(bench.tiers, talk, 4, 8) == 4
-    assert (bench.has(talk), bench.has(other)) == (8, 0)
-    assert store(bench.tiers, talk, 8, 12) == 0  # nothing is left but its own head
-    assert bench.has(talk) == 8
-
-
 def test_what_was_there_before_the_quota_counts(bench: Bench) -> None:
     old, bob = of("alice", 1, 8), of("bob", 2, 8)
     store(bench.tiers, old)
@@ -176,20 +164,6 @@ def test_what_comes_up_from_below_counts() -> None:
         assert load(bench.tiers, old) == 4
         assert (bench.has(old), bench.has(new)) == (4, 2)
         assert bench.used("alice") == 6
-    finally:
-        bench.close()
-
-
-def test_what_the_pool_evicted_is_not_held_against_a_tenant() -> None:
-    bench = Bench(slots=12)
-    try:
-        bench.allow("alice", 8)
-        store(bench.tiers, of("alice", 1))
-        store(bench.tiers, of("bob", 1, 12))  # all of it is bob's now
-        assert bench.used("alice") == 0
-        for number in range(2, 6):
-            assert store(bench.tiers, of("alice", number)) == 4
-        assert bench.used("alice") == 8
     finally:
         bench.close()
 

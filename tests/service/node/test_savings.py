@@ -1,12 +1,11 @@
 """What requests did not have to compute: counted when they take it, in the engine's own measure or an assumed one."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 from doubles import BLOCK_SIZE, chain_of, wait_until
-from http_rig import ServedDaemon
-from service_rig import attach, load, store
+from http_rig import ServedDaemon, ServePages
+from service_rig import Attach, load, store
 
 from kvtier.service.node.served_tiers import Savings
 from kvtier.tiers.hierarchy.lower_tier import Rates
@@ -43,9 +42,9 @@ def told(daemon: ServedDaemon, num_saved: int) -> Any:
 
 
 @pytest.mark.parametrize("options", [{"prefill_rate": 100, "gpu_hour": 2.5}, {}])
-def test_the_status_tells_what_was_saved(tmp_path: Path, options: dict[str, float]) -> None:
-    daemon = ServedDaemon(tmp_path / "s", host={"size": 1 << 20}, service=options)
-    tiers, chain = attach(tmp_path / "s"), chain_of(6)
+def test_the_status_tells_what_was_saved(options: dict[str, float], serve_pages: ServePages, attach: Attach) -> None:
+    daemon = serve_pages(host={"size": 1 << 20}, service=options)
+    tiers, chain = attach(), chain_of(6)
     store(tiers, chain)
     assert load(tiers, chain) == 6
     num_tokens = 6 * BLOCK_SIZE
@@ -65,5 +64,3 @@ def test_the_status_tells_what_was_saved(tmp_path: Path, options: dict[str, floa
     [model] = told(daemon, 2 * num_tokens)["models"]
     assert not model["saved"]["assumed"]
     assert model["saved"]["prefill_s"] == pytest.approx(expected["prefill_s"] + num_tokens / 1000)
-    tiers.close()
-    daemon.close()

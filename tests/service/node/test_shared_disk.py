@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from doubles import SLOT_BYTES, chain_of
 from fault_rig import rest
-from service_rig import DaemonThread, load, store, where
+from service_rig import Attach, DaemonThread, load, store, where
 from service_rig import attach as attach_client
 
 from kvtier.connector.daemon.client import RemoteTiers
@@ -16,7 +16,6 @@ from kvtier.tiers.file.file_io import FileIO
 GIB = 1 << 30
 MODELS = [name * 32 for name in (b"a", b"b", b"c")]
 Start = Callable[..., DaemonThread]
-Attach = Callable[..., RemoteTiers]
 CHAIN = chain_of(8)
 
 
@@ -65,9 +64,7 @@ def slab_sizes(directory: Path) -> list[int]:
     return [path.stat().st_size for path in directory.glob("*.slab")]
 
 
-def test_three_models_over_one_daemon_all_have_their_share_and_stay_warm(
-    start: Start, attach: Attach, disk_dir: Path
-) -> None:
+def test_three_models_of_one_daemon_share_its_disk_and_stay_warm(start: Start, attach: Attach, disk_dir: Path) -> None:
     daemon = start(GIB)
     # Each stores as soon as it is there; the first had the whole gibibyte until then.
     clients = [attach(0)]
@@ -92,9 +89,7 @@ def test_three_models_over_one_daemon_all_have_their_share_and_stay_warm(
     assert sum(slab_sizes(disk_dir)) <= GIB
 
 
-def test_a_model_for_whose_blocks_there_is_no_room_runs_without_the_file_tier(
-    start: Start, attach: Attach, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_model_too_large_runs_without_a_slab(start: Start, attach: Attach, caplog: pytest.LogCaptureFixture) -> None:
     daemon = start(1 << 20)
     small, large = attach(0), attach(1, slot_bytes=100 << 10)
     huge = attach(2, slot_bytes=500 << 10)  # a third of the budget holds not one of its blocks

@@ -12,10 +12,10 @@ import httpx2
 import pytest
 from browser_rig import Browser, browser, missing
 from doubles import chain_of, wait_until
-from http_rig import MODEL, ServedDaemon, ServedStatus
+from http_rig import MODEL, ServedDaemon, ServedStatus, ServePages
 from node_rig import free_port, node
 from router_rig import RoutedReplicas, replicas, routed
-from service_rig import attach, load, store
+from service_rig import Attach, load, store
 
 from kvtier.service.node import served_tiers
 from kvtier.service.node.memory_use import MemoryUse
@@ -117,12 +117,8 @@ def page(chromium: Browser) -> Iterator[Browser]:
 
 
 @pytest.fixture
-def served(home: Path, disk_dir: Path) -> Iterator[ServedDaemon]:
-    file = {"path": str(disk_dir), "size": "4MiB"}
-    daemon = ServedDaemon(home / "s", host={"size": 1 << 20}, file=file, service={"socket": str(home / "s")})
-    yield daemon
-    daemon.check()
-    daemon.close()
+def served(serve_pages: ServePages, home: Path, disk_dir: Path) -> ServedDaemon:
+    return serve_pages(file={"path": str(disk_dir), "size": "4MiB"}, service={"socket": str(home / "s")})
 
 
 def poisoned(value: Any) -> Any:
@@ -157,14 +153,14 @@ def status_of(served: ServedStatus) -> int:
 
 
 def test_blocks_come_and_are_found_while_somebody_looks(
-    page: Browser, served: ServedDaemon, home: Path, disk_dir: Path, monkeypatch: pytest.MonkeyPatch
+    page: Browser, served: ServedDaemon, home: Path, disk_dir: Path, monkeypatch: pytest.MonkeyPatch, attach: Attach
 ) -> None:
     monkeypatch.setattr(served_tiers, "_SAME", 0.0)  # who asks in vain and then again is another
     page.open(f"http://{served.http}/")
     # Nobody is there: it says what to do, with the socket to use.
     page.wait_for("● ok", "No engine has attached yet", f"KVTIER_SERVICE__SOCKET={home / 's'}")
     # An engine comes: its model, empty.
-    tiers, chain = attach(home / "s"), chain_of(6)
+    tiers, chain = attach(), chain_of(6)
     page.wait_for(MODEL, "1 client", "blocks of 4 tokens in 4 KiB")
     page.wait_for("Nobody has asked yet.", card="Lookups, by where found")
     page.wait_for("1 none has left yet", card="Clients")
@@ -189,8 +185,8 @@ def test_blocks_come_and_are_found_while_somebody_looks(
     page.wait_for("0 bye 1", card="Clients")
 
 
-def test_what_is_wrong_is_said_in_words(page: Browser, served: ServedDaemon, home: Path) -> None:
-    tiers = attach(home / "s")
+def test_what_is_wrong_is_said_in_words(page: Browser, served: ServedDaemon, attach: Attach) -> None:
+    tiers = attach()
     store(tiers, chain_of(2))
     (namespace,) = served.daemon.call(served.daemon.namespaces)
     page.open(f"http://{served.http}/")
@@ -203,28 +199,27 @@ def test_what_is_wrong_is_said_in_words(page: Browser, served: ServedDaemon, hom
     page.wait_for("▲ 3 blocks failed verification; none was served", card="Corrupted")
     page.wait_for("▲ corrupted 3", card="Tiers")
     page.wait_for("file: queue full 1,234", card="Not stored, by reason")
-    tiers.close()
 
 
-def test_a_daemon_without_a_lower_tier_says_how_to_have_one(page: Browser, home: Path) -> None:
-    daemon = ServedDaemon(home / "s", host={"size": 1 << 20})
-    tiers = attach(home / "s")
+def test_a_daemon_without_a_lower_tier_says_how_to_have_one(
+    page: Browser, serve_pages: ServePages, attach: Attach
+) -> None:
+    daemon = serve_pages(host={"size": 1 << 20})
+    tiers = attach()
     page.open(f"http://{daemon.http}/")
     page.wait_for("No tier below host memory is configured: see [file], [peers], [redis], [objects].", card="Breakers")
     assert load(tiers, chain_of(2)) == 0
     page.wait_for("host memory 0 % 0", "nowhere 100 % 2", card="Lookups, by where found")
     tiers.close()
     page.open("about:blank")
-    daemon.check()
-    daemon.close()
 
 
 def test_a_page_that_is_opened_late_shows_what_was_before(
-    page: Browser, home: Path, disk_dir: Path, monkeypatch: pytest.MonkeyPatch
+    page: Browser, disk_dir: Path, monkeypatch: pytest.MonkeyPatch, serve_pages: ServePages, attach: Attach
 ) -> None:
     monkeypatch.setattr(live_page, "PERIOD", 0.2)
-    daemon = ServedDaemon(home / "s", host={"size": 1 << 20})
-    tiers = attach(home / "s")
+    daemon = serve_pages(host={"size": 1 << 20})
+    tiers = attach()
 
     def found() -> list[int]:
         """Blocks found in L2 at each sample."""
@@ -255,17 +250,15 @@ def test_a_page_that_is_opened_late_shows_what_was_before(
     page.run("localStorage.clear()")
     tiers.close()
     page.open("about:blank")
-    daemon.check()
-    daemon.close()
 
 
 def test_what_fills_memory_and_what_it_saves(
-    page: Browser, home: Path, disk_dir: Path, monkeypatch: pytest.MonkeyPatch
+    page: Browser, disk_dir: Path, monkeypatch: pytest.MonkeyPatch, serve_pages: ServePages, attach: Attach
 ) -> None:
     monkeypatch.setattr(MemoryUse.__init__, "__defaults__", (0.1,))  # seconds that a look is good for
     file = {"path": str(disk_dir), "size": "4MiB"}
-    daemon = ServedDaemon(home / "s", host={"size": 1 << 20}, file=file, service={"gpu_hour": 3600})
-    tiers, chain = attach(home / "s"), chain_of(6)
+    daemon = serve_pages(host={"size": 1 << 20}, file=file, service={"gpu_hour": 3600})
+    tiers, chain = attach(), chain_of(6)
     page.open(f"http://{daemon.http}/", speed=20)
     page.wait_for("Nothing is stored yet.", card="What fills memory, by tenant")
     page.wait_for("No request has loaded a block yet.", card="Saved")
@@ -287,12 +280,10 @@ def test_what_fills_memory_and_what_it_saves(
     page.wait_for(*prefix, card="Prefixes that most blocks begin with")
     tiers.close()
     page.open("about:blank")
-    daemon.check()
-    daemon.close()
 
 
-def test_a_model_has_its_name_and_a_server_its_memory(page: Browser, served: ServedDaemon, home: Path) -> None:
-    tiers = attach(home / "s")
+def test_a_model_has_its_name_and_a_server_its_memory(page: Browser, served: ServedDaemon, attach: Attach) -> None:
+    tiers = attach()
     status = served.client.get("/status").json()
     [model], [client] = status["models"], status["clients"]
     tiers.close()
@@ -310,8 +301,8 @@ def test_a_model_has_its_name_and_a_server_its_memory(page: Browser, served: Ser
         page.wait_for("team 3 MiB 4 KiB 100 %", card="What fills memory, by tenant")
 
 
-def test_why_blocks_were_missing_and_how_long_they_live(page: Browser, served: ServedDaemon, home: Path) -> None:
-    tiers = attach(home / "s")
+def test_why_blocks_were_missing_and_how_long_they_live(page: Browser, served: ServedDaemon, attach: Attach) -> None:
+    tiers = attach()
     status = served.client.get("/status").json()
     [model] = status["models"]
     tiers.close()
@@ -388,8 +379,8 @@ def test_a_router_at_work(page: Browser) -> None:
         page.open("about:blank")
 
 
-def test_names_from_outside_are_text(page: Browser, served: ServedDaemon, home: Path) -> None:
-    tiers, chain = attach(home / "s"), chain_of(4)
+def test_names_from_outside_are_text(page: Browser, served: ServedDaemon, attach: Attach) -> None:
+    tiers, chain = attach(), chain_of(4)
     store(tiers, chain)
     load(tiers, chain)
     status = served.client.get("/status").json()
@@ -475,8 +466,8 @@ def test_it_can_be_read_in_both_colour_schemes(page: Browser) -> None:
             assert least >= 4.5, (least, text)  # WCAG AA
 
 
-def test_screen_readers_and_narrow_screens_have_it_too(page: Browser, served: ServedDaemon, home: Path) -> None:
-    tiers, chain = attach(home / "s"), chain_of(4)
+def test_screen_readers_and_narrow_screens_have_it_too(page: Browser, served: ServedDaemon, attach: Attach) -> None:
+    tiers, chain = attach(), chain_of(4)
     store(tiers, chain)
     load(tiers, chain)
     page.be(width=360)
@@ -500,7 +491,6 @@ def test_screen_readers_and_narrow_screens_have_it_too(page: Browser, served: Se
             assert page.run("return document.querySelectorAll('h1').length") == 1
             assert page.run("return document.getElementById('state').role") == "status"
             assert page.run("return document.getElementById('trouble').role") == "alert"
-    tiers.close()
 
 
 # over HTTP

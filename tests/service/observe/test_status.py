@@ -12,7 +12,7 @@ from doubles import chain_of, wait_until
 from node_rig import free_port
 from router_rig import RawReplica, replicas, routed
 from server_rig import ServerThread, save_checkpoint
-from service_rig import DaemonProcess, attach, load, store
+from service_rig import Attach, DaemonProcess, load, store
 
 from kvtier.service.observe import DaemonStatus, EngineStatus, RouterStatus, summary
 from kvtier.service.observe.statuses import StatusPart
@@ -72,7 +72,7 @@ def keys_of(value: Any, known: list[str], path: str = "") -> Iterator[str]:
             yield from keys_of(inner, known, f"{path}{key}.")
 
 
-def test_a_daemons(home: Path, disk_dir: Path) -> None:
+def test_a_daemons(home: Path, disk_dir: Path, attach: Attach) -> None:
     daemon = DaemonProcess(
         home / "s",
         host__size="1MiB",
@@ -80,7 +80,7 @@ def test_a_daemons(home: Path, disk_dir: Path) -> None:
         file__size="4MiB",
         events__publish=f"tcp://127.0.0.1:{free_port()}",
     )
-    tiers, chain = attach(home / "s"), chain_of(6)
+    tiers, chain = attach(), chain_of(6)
     store(tiers, chain)
     assert load(tiers, chain) == 6
 

@@ -93,9 +93,7 @@ def knows(ranking: ReplicaRanking, name: str, blocks: int = BLOCKS) -> None:
     until(lambda: ranking.figures()["replicas"][name]["blocks"].get("GPU", 0) == blocks)
 
 
-def test_who_holds_the_prompt_comes_first_and_the_others_behind_it(
-    ranking: ReplicaRanking, two: dict[str, ToldReplica]
-) -> None:
+def test_who_holds_the_prompt_is_ranked_first(ranking: ReplicaRanking, two: dict[str, ToldReplica]) -> None:
     follow(ranking, two)
     two[B].store(tokens_of(1))
     knows(ranking, B)
@@ -108,7 +106,7 @@ def test_who_holds_the_prompt_comes_first_and_the_others_behind_it(
     assert ranked(ranking, request(tokens_of(1), "k", A, B), key="3") == [B, A]
 
 
-def test_a_full_replica_comes_last_and_if_all_are_full_there_is_no_order(
+def test_a_full_replica_is_last_and_full_ones_have_no_order(
     ranking: ReplicaRanking, two: dict[str, ToldReplica]
 ) -> None:
     follow(ranking, two)
@@ -133,9 +131,7 @@ def test_work_counts_until_the_answer_has_begun(ranking: ReplicaRanking, two: di
     assert firsts == {A, B}
 
 
-def test_an_answer_that_ends_before_it_is_told_who_gives_it_is_work_no_more(
-    ranking: ReplicaRanking, two: dict[str, ToldReplica]
-) -> None:
+def test_an_answer_that_ends_unannounced_is_work_no_more(ranking: ReplicaRanking, two: dict[str, ToldReplica]) -> None:
     # Ray Serve tells the end from another thread: a short answer's may come before `routed`.
     follow(ranking, two)
     for number in range(8):
@@ -160,9 +156,7 @@ def test_an_answer_that_ends_before_it_is_told_who_gives_it_is_work_no_more(
         assert ranking.figures()["under_way"] == 0
 
 
-def test_a_conversation_that_nobody_can_read_stays_at_one_replica(
-    ranking: ReplicaRanking, two: dict[str, ToldReplica]
-) -> None:
+def test_an_unreadable_conversation_stays_at_one_replica(ranking: ReplicaRanking, two: dict[str, ToldReplica]) -> None:
     silent = {name: {"models": None} for name in (A, B)}
     asyncio.run(changed(ranking, replica_a=silent[A], replica_b=silent[B]))
     orders = set()
@@ -186,9 +180,7 @@ def test_bodies_of_all_kinds_are_ranked(ranking: ReplicaRanking, two: dict[str, 
     assert sum(ranking.figures()["unknown_prompts"].values()) == len(bodies) + 2
 
 
-def test_a_replica_that_left_is_forgotten_and_another_model_has_an_index_of_its_own(
-    ranking: ReplicaRanking, two: dict[str, ToldReplica]
-) -> None:
+def test_a_replica_that_left_is_forgotten_by_its_model(ranking: ReplicaRanking, two: dict[str, ToldReplica]) -> None:
     follow(ranking, two)
     two[B].store(tokens_of(1))
     knows(ranking, B)

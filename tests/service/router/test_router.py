@@ -8,16 +8,19 @@ import signal
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPConnection
 from typing import Any
 
 import httpx2
 import pytest
 from command_rig import kvtier
+from extent import brief
 from http_rig import pester
 from node_rig import ROOT, free_port
-from openai import APIError, OpenAI
+from openai import OpenAI
 from router_rig import MODEL, PATIENCE, RoutedReplicas, ToldReplica, replicas, routed, until
 from service_rig import end_child, environment
 
@@ -137,9 +140,7 @@ def test_one_that_is_killed_before_the_first_byte_costs_its_client_nothing(pair:
 
 
 @pytest.mark.parametrize("half", ["", 'data: {"choices": [{"te'])
-def test_one_that_is_killed_in_the_middle_ends_its_stream_with_a_clean_error(
-    pair: Pair, router: RoutedReplicas, half: str
-) -> None:
+def test_one_killed_in_the_middle_ends_its_stream_with_an_error(pair: Pair, router: RoutedReplicas, half: str) -> None:
     for replica in pair:
         replica.behave(events=1000, pause=0.01, die_after=4, half=half)
     with stream(router) as answer:
@@ -153,21 +154,6 @@ def test_one_that_is_killed_in_the_middle_ends_its_stream_with_a_clean_error(
     until(lambda: chosen.is_dead)
     assert not other.is_dead  # the request was not given to another, to kill that, too
     assert router.status()["errors"] == {"mid_stream_broken": 1}
-
-
-def test_the_official_client_raises_where_its_replica_is_killed(pair: Pair, router: RoutedReplicas) -> None:
-    for replica in pair:
-        replica.behave(events=1000, pause=0.01, die_after=4)
-    with OpenAI(base_url=f"http://{router.server.address}/v1", api_key="none", max_retries=0, timeout=60) as client:
-        stream = client.completions.create(model="m", prompt="x", stream=True)
-        with pytest.raises(APIError, match="ended in the middle of the answer; send the request again"):
-            list(stream)
-        until(lambda: any(replica.is_dead for replica in pair))
-        # and asked again, it is answered
-        for replica in pair:
-            if not replica.is_dead:
-                replica.behave()
-        assert client.completions.create(model="m", prompt="x").choices[0].text == "abc"
 
 
 def test_a_request_that_kills_every_replica_meets_two_of_them(pair: Pair) -> None:
@@ -308,9 +294,7 @@ def test_what_others_gave_it_counts(pair: Pair, router: RoutedReplicas, monkeypa
     until(lambda: router.status()["replicas"][0]["load"] == 0)
 
 
-def test_one_that_contradicts_its_spec_is_refused_with_both_values(
-    pair: Pair, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_one_that_contradicts_its_spec_is_refused(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     with replicas(1) as (stranger,), routed(pair[0].url, f"{stranger.url},block_size=16") as router:
         until(lambda: router.state(stranger) == "refused")
@@ -527,3 +511,98 @@ def test_a_thousand_malformed_requests_leave_it_healthy(pair: Pair, router: Rout
     assert router.complete().status_code == 200
     assert sum(len(replica.seen) for replica in pair) >= 1
     assert {router.state(replica) for replica in pair} == {"up"}
+
+
+PATHS = ["embeddings", "rerank", "responses", "messages", "messages/count_tokens", "audio/speech", "tokenize.v2"]
+
+
+@pytest.mark.parametrize("path", brief(["embeddings", "messages/count_tokens"], PATHS))
+def test_other_requests_pass_unchanged(pair: Pair, router: RoutedReplicas, path: str) -> None:
+    body = json.dumps({"model": "m", "input": ["a", "b"], "of": path}).encode()
+    sent = {"content-type": "application/json", "x-mine": "1", "authorization": "Bearer mine"}
+    answer = router.client.post(f"/v1/{path}?a=b%20c&d", content=body, headers=sent)
+    assert (answer.status_code, answer.content) == (200, body)
+    chosen = next(replica for replica in pair if replica.name == answer.headers["x-kvtier-replica"])
+    seen = chosen.seen[-1]
+    assert (seen["path"], seen["query"], seen["headers"]["x-mine"]) == (f"/v1/{path}", "a=b%20c&d", "1")
+    assert "authorization" not in seen["headers"]
+    assert router.status()["unknown_prompts"] == {"passed_on": 1}
+
+
+def test_bodies_that_are_no_json_pass_too(pair: Pair, router: RoutedReplicas) -> None:
+    # a form with a file, as the official client sends it
+    audio = bytes(range(256)) * 40_000  # ten megabytes
+    answer = router.client.post("/v1/audio/transcriptions", files={"file": ("a.wav", audio)}, data={"model": "m"})
+    assert answer.status_code == 200
+    assert audio in answer.content
+    # bytes
+    answer = router.client.post("/v1/anything", content=b"\0\xff" * 9, headers={"content-type": "x/y"})
+    assert (answer.content, answer.headers["content-type"]) == (b"\0\xff" * 9, "x/y")
+    # JSON that is none is the replica's business
+    answer = router.client.post("/v1/embeddings", content=b"{", headers={"content-type": "application/json"})
+    assert (answer.status_code, answer.content) == (200, b"{")
+
+
+def test_they_go_by_load(pair: Pair, router: RoutedReplicas) -> None:
+    found = Counter(
+        router.client.post("/v1/embeddings", json={"input": f"{number}"}).headers["x-kvtier-replica"]
+        for number in range(20)
+    )
+    assert found == {replica.name: 10 for replica in pair}
+    # one has much to do of others: what comes goes to the other
+    pair[0].behave(live=50)
+    until(lambda: router.status()["replicas"][0]["load"] > 100)
+    found = Counter(
+        router.client.post("/v1/embeddings", json={"input": f"{number}"}).headers["x-kvtier-replica"]
+        for number in range(20)
+    )
+    assert found == {pair[1].name: 20}
+    pair[0].behave()
+    until(lambda: router.status()["replicas"][0]["load"] == 0)
+
+
+def test_an_answer_without_a_length_is_heard_as_it_comes(pair: Pair, router: RoutedReplicas) -> None:
+    for replica in pair:
+        replica.behave(gate=-1)
+    with router.client.stream(
+        "POST", "/v1/audio/speech?chunks=3", content=b"la", headers={"content-type": "x/y"}
+    ) as told:
+        pieces = told.iter_raw()
+        assert next(pieces) == b"la"  # the replica says no more until this has been heard
+        for replica in pair:
+            replica.behave(gate=9)
+        assert b"".join(pieces) == b"lala"
+        assert told.headers["content-type"] == "audio/mpeg"
+
+
+def test_one_that_refuses_is_followed_by_the_next() -> None:
+    with replicas(1) as (one,), routed("http://127.0.0.1:1", one.url) as router:
+        assert router.client.post("/v1/embeddings", json={"input": "a"}).headers["x-kvtier-replica"] == one.name
+
+
+def test_paths_that_are_no_apis_stay_here(pair: Pair, router: RoutedReplicas) -> None:
+    before, errors = [len(replica.seen) for replica in pair], router.status()["errors"]
+    oblique = ("/v1/../status", "/v1/./embeddings", "/v1/a/%2e%2e/b", "/v1/a//b", "/v1/a%00b", "/v1/a/..")
+    for path in (*oblique, "/v2/embeddings", "/admin/reset", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
+        connection = HTTPConnection(router.server.address, timeout=PATIENCE)  # sends a path as it is
+        with contextlib.closing(connection):
+            connection.request("POST", path, b"{}", {"content-type": "application/json"})
+            assert connection.getresponse().status in (404, 405), path
+    assert [len(replica.seen) for replica in pair] == before
+    assert router.status()["errors"] == errors  # strangers are no errors of the router's
+
+
+def test_a_page_in_a_browser_cannot_send_what_it_need_not_ask_for(pair: Pair, router: RoutedReplicas) -> None:
+    for headers in ({"origin": "http://evil.example"}, {"origin": "null"}, {"sec-fetch-site": "cross-site"}):
+        answer = router.client.post("/v1/audio/transcriptions", files={"file": b"a"}, headers=headers)
+        assert answer.status_code == 415
+    # with a token, no page has it
+    with routed(pair[0].url, token="secret") as locked:
+        answer = locked.client.post("/v1/audio/transcriptions", files={"file": b"a"}, headers={"origin": "http://a.b"})
+        assert answer.status_code == 200
+        bare = httpx2.post(f"http://{locked.server.address}/v1/audio/transcriptions", files={"file": b"a"})
+        assert bare.status_code == 401
+
+
+def test_a_body_has_a_bound(router: RoutedReplicas) -> None:
+    assert router.client.post("/v1/x", content=b"x" * (33 << 20)).status_code == 413

@@ -100,9 +100,7 @@ TASKS: dict[str, object] = {"text": "Find it.", "image": [{"type": "text", "text
 
 
 @pytest.mark.parametrize("task", [TASKS[name] for name in brief(["image"], [*TASKS])])
-def test_the_turns_of_an_agent_stay_together_where_nobody_says_what_it_holds(
-    pair: Pair, model: Path, task: object
-) -> None:
+def test_an_agents_turns_stay_together_where_no_replica_has_events(pair: Pair, model: Path, task: object) -> None:
     with routed(*(replica.url for replica in pair), model=str(model)) as router:
         found = [homes(router, f"You are agent {number}.", task, tools=TOOLS) for number in range(20)]
         assert all(len(home) == 1 for home in found)

@@ -11,15 +11,10 @@ import pytest
 from command_rig import kvtier
 from node_rig import free_port
 from router_rig import RoutedReplicas, routed, until
-from server_rig import BLOCK, MODEL, ServerProcess, client, save_checkpoint
+from server_rig import BLOCK, MODEL, ServerProcess, client
 
 GREEDY: dict[str, Any] = {"model": MODEL, "max_tokens": 8, "temperature": 0}
 STORY = "Once upon a time there was a cache that knew what it held, and told everybody who asked. " * 2
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_checkpoint(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture
@@ -74,9 +69,7 @@ def live(router: RoutedReplicas) -> bool:
     return all((each["events"] or {}).get("state") == "live" for each in router.status()["replicas"])
 
 
-def test_a_conversation_stays_where_its_kv_is_and_survives_that_replica(
-    model: Path, engines: dict[str, ServerProcess]
-) -> None:
+def test_a_conversation_follows_its_kv_and_survives_a_replica(model: Path, engines: dict[str, ServerProcess]) -> None:
     specs = [engine.url for engine in engines.values()]
     with ExitStack() as stack, routed(*specs, model=str(model)) as router:
         url = f"http://{router.server.address}"

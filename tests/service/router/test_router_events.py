@@ -332,9 +332,7 @@ def test_publishers_are_what_both_say() -> None:
 @pytest.mark.parametrize(
     ("variable", "level"), [({}, "WARNING"), ({"DYN_KV_ENFORCE_ENGINE_HASH_STABILITY": "1"}, "ERROR")]
 )
-def test_the_commands_log_says_what_cannot_be_true_and_its_cause(
-    tmp_path: Path, variable: Mapping[str, str], level: str
-) -> None:
+def test_the_log_names_impossible_events_and_the_cause(tmp_path: Path, variable: Mapping[str, str], level: str) -> None:
     behind = BlockStored([7], 3, PROMPT[:SIZE], SIZE, None, "GPU", None)  # nobody has told of 3
     payload = encode_batch(EventBatch(1.0, [behind, BlockRemoved([9], "GPU")], 0))
     log = tmp_path / "log"

@@ -228,9 +228,7 @@ def test_a_file_of_replicas_may_change_while_they_work(tmp_path: Path, caplog: p
 @pytest.mark.parametrize(
     "wrong", ["", *brief([], ["# nobody\n", "http://a:1\nhttp://a:1\n"]), "http://a:1\nrubbish\n", "\udcff", None]
 )
-def test_a_file_that_is_wrong_changes_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, wrong: str | None
-) -> None:
+def test_a_wrong_file_changes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture, wrong: str | None) -> None:
     file = tmp_path / "replicas"
     with replicas(1) as (one,):
         file.write_text(one.url)
@@ -252,9 +250,7 @@ def test_a_file_that_is_wrong_changes_nothing(
             until(lambda: router.status()["list"]["why"] is None)
 
 
-def test_a_list_on_a_disk_that_does_not_answer_keeps_nothing_waiting(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_list_on_a_hung_disk_keeps_nothing_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replica_list, "_PATIENCE", 0.2)
     file = tmp_path / "replicas"
     with replicas(1) as (one,):

@@ -200,9 +200,7 @@ def test_an_answer_that_only_drips_does_not_begin(head: bytes) -> None:
         assert answer.headers["x-should-retry"] == "false"
 
 
-def test_one_that_is_slow_to_say_its_load_is_not_dead(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_one_slow_to_tell_its_load_is_up(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr("kvtier.service.router.replicas._LOAD_PATIENCE", 0.5)
     monkeypatch.setattr("kvtier.service.router.replicas.EVERY", 0.05)
     caplog.set_level(logging.INFO)

@@ -7,7 +7,6 @@ import json
 import logging
 import resource
 import socket as sockets
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx2
@@ -27,14 +26,6 @@ from kvtier.tiers.config.config import Config
 from kvtier.tiers.errors import ConfigError
 
 HEAD = b"POST /admin/reset HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-
-
-@pytest.fixture
-def served(home: Path) -> Iterator[ServedDaemon]:
-    daemon = ServedDaemon(home / "s", host={"size": 1 << 20})
-    yield daemon
-    daemon.check()
-    daemon.close()
 
 
 def connected(served: ServedDaemon, opened: contextlib.ExitStack) -> sockets.socket:

@@ -1,0 +1,101 @@
+"""What the service's stories share: daemons of this process and clients of them, a tiny checkpoint and its server."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import service_rig
+
+if TYPE_CHECKING:
+    from http_rig import ServedDaemon
+    from peers_rig import Fleet
+    from server_rig import ServerThread
+
+    from kvtier.connector.daemon.client import RemoteTiers
+
+
+@pytest.fixture
+def serve(home: Path) -> Iterator[Callable[..., service_rig.DaemonThread]]:
+    """Daemons of this process at `home / "s"`. At the end every client is gone, and the laws hold: I3."""
+    daemons: list[service_rig.DaemonThread] = []
+
+    def start(**options: Any) -> service_rig.DaemonThread:
+        all_options: dict[str, Any] = {"host": {"size": 1 << 20}, **options}
+        daemons.append(service_rig.DaemonThread(home / "s", **all_options))
+        return daemons[-1]
+
+    yield start
+    for daemon in daemons:
+        daemon.check()
+        daemon.close()
+
+
+@pytest.fixture
+def attach(home: Path) -> "Iterator[Callable[..., RemoteTiers]]":
+    """Clients of the daemon at `home / "s"`, which say goodbye at the end: name it behind the daemon's fixture."""
+    clients: list[RemoteTiers] = []
+
+    def start(**options: Any) -> "RemoteTiers":
+        clients.append(service_rig.attach(home / "s", **options))
+        return clients[-1]
+
+    yield start
+    for tiers in clients:
+        tiers.close()
+
+
+@pytest.fixture
+def serve_pages(home: Path) -> "Iterator[Callable[..., ServedDaemon]]":
+    """The same with their pages."""
+    from http_rig import ServedDaemon
+
+    daemons: list[ServedDaemon] = []
+
+    def start(**options: Any) -> "ServedDaemon":
+        all_options: dict[str, Any] = {"host": {"size": 1 << 20}, **options}
+        daemons.append(ServedDaemon(home / "s", **all_options))
+        return daemons[-1]
+
+    yield start
+    for daemon in daemons:
+        daemon.check()
+        daemon.close()
+
+
+@pytest.fixture
+def served(serve_pages: "Callable[..., ServedDaemon]", request: pytest.FixtureRequest) -> "ServedDaemon":
+    """A daemon of this process at `home / "s"` with its pages, and the sections of its file's `SERVED`."""
+    return serve_pages(**getattr(request.module, "SERVED", {}))
+
+
+@pytest.fixture
+def fleet_of(home: Path, tmp_path: Path) -> "Iterator[Callable[..., Fleet]]":
+    """`fleet_of(count, **options)`: daemons in processes of their own that lend to each other."""
+    from peers_rig import Fleet, key_file
+
+    with ExitStack() as stack:
+
+        def make(count: int, **options: Any) -> "Fleet":
+            return stack.enter_context(closing(Fleet(home, key_file(tmp_path), count, **options)))
+
+        yield make
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny checkpoint that can chat. No story changes it."""
+    from server_rig import save_checkpoint  # takes torch along
+
+    return save_checkpoint(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def server(model: Path, request: pytest.FixtureRequest) -> "Iterator[ServerThread]":
+    """`kvtier engine` for a file's stories that only ask, with the sections of its `SERVER`; no step has failed."""
+    from server_rig import serving
+
+    with serving(model, **getattr(request.module, "SERVER", {})) as made:
+        yield made
+        assert made.status()["steps"]["failed"] == 0
