@@ -14,12 +14,12 @@ import torch
 from doubles import wait_until
 from lazy_cuda import LazyCuda, LazyDriver, pin
 
-from kvtier.tiers.copies import cuda_event, cuda_transfer, packer, tensor_copier
+from kvtier.tiers.copies import cuda_event, cuda_transfer, tensor_copier
 from kvtier.tiers.copies.copy_ways import CopyChoice, CopyWays
 from kvtier.tiers.copies.cuda_event import CudaEvent
 from kvtier.tiers.copies.cuda_transfer import CudaCopyStream
 from kvtier.tiers.copies.engine_blocks import BlockPart, EngineBlocks
-from kvtier.tiers.copies.transfer import BlockCopies, HostEvent
+from kvtier.tiers.copies.transfer import BlockCopies
 from kvtier.tiers.host.host import HostRegion
 from kvtier.tiers.host.pinning import PinnedPieces
 
@@ -165,37 +165,6 @@ def test_without_an_event_a_copy_follows_the_callers_compute(
     assert stream.fence(event, 0)
     assert repr(device.log[-1]) == "('wait', compute, loads)"
     device.busy = False
-    stream.close(1)
-
-
-def test_a_copy_waits_for_the_event_given(device: FakeDevice, region: HostRegion, l1: torch.Tensor) -> None:
-    stream = CudaCopyStream(l1, region)
-    layer_done = FakeEvent(device)
-    layer_done.record(device.compute)
-    device.log.clear()
-    stored = stream.store(pairs([0], [0]), after=layer_done)
-    stream.load(pairs([1], [0]), after=stored)
-    assert [entry for entry in device.log if entry[0] == "wait"] == [
-        ("wait", stream._streams["store"], device.compute),
-        ("wait", stream._streams["load"], stream._streams["store"]),
-    ]
-    with pytest.raises(TypeError, match=r"torch\.cuda\.Event"):
-        stream.load(pairs([1], [0]), after=HostEvent())
-    stream.close(1)
-
-
-def test_an_event_is_pending_until_the_device_passes_it(
-    device: FakeDevice, region: HostRegion, l1: torch.Tensor
-) -> None:
-    stream = CudaCopyStream(l1, region)
-    device.busy = True
-    event = stream.store(pairs([0], [0]))
-    assert not event.done()
-    assert not event.wait(0.001)
-    assert not stream.drain(0.001)
-    device.busy = False
-    assert event.wait(1)
-    assert stream.drain(0)
     stream.close(1)
 
 
@@ -406,52 +375,6 @@ def tensors_of(rank: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(rank)
     shape = (NUM_BLOCKS, 4, 16, LAYER_BYTES // 2 // 4 // 16)
     return [torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8) for _ in range(NUM_LAYERS)]
-
-
-def test_ranks_fill_a_slot_together(device: FakeDevice, region: HostRegion, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packer, "STAGING_BYTES", BLOCK_BYTES)  # two halves of a slot at a time
-    device.named = iter(("loads", "stores") * 2)
-    ranks = [tensors_of(0), tensors_of(1)]
-    streams = [CudaCopyStream(rank_of_two(rank, tensors), region) for rank, tensors in enumerate(ranks)]
-    region.array[:] = 0x5A
-    # each rank stores the same three blocks from block tables of its own
-    for stream, blocks in zip(streams, ([1, 2, 3], [7, 5, 6]), strict=True):
-        event = stream.store(pairs(blocks, [4, 5, 9]))
-        assert event.wait(0)
-        assert event.error is None
-    slots = torch.from_numpy(region.array).view(NUM_SLOTS, 2, NUM_LAYERS, 16, 4, -1)
-    for slot, of_ranks in ((4, (1, 7)), (5, (2, 5)), (9, (3, 6))):
-        for rank, block in enumerate(of_ranks):
-            for number, layer in enumerate(ranks[rank]):
-                assert torch.equal(slots[slot, rank, number], layer[block].transpose(0, 1))
-    assert (region.array[[0, 1, 2, 3, 6, 7, 8, 10]] == 0x5A).all()
-    # one rank takes the middle layer of a slot back, and nobody else sees anything of it
-    before = [layer.clone() for layer in (*ranks[0], *ranks[1])]
-    kept = region.array.copy()
-    assert streams[1].load(pairs([0, 11], [5, 9], (1, 2))).wait(0)
-    before[4][0], before[4][11] = before[4][5], before[4][6]
-    assert all(map(torch.equal, (*ranks[0], *ranks[1]), before))
-    assert np.array_equal(region.array, kept)
-    for stream in streams:
-        stream.close(1)
-
-
-def test_engine_blocks_are_ordered_as_our_own(device: FakeDevice, region: HostRegion) -> None:
-    stream = CudaCopyStream(rank_of_two(0, tensors_of(0)), region)
-    stored = stream.store(pairs([0, 1], [0, 1]))
-    assert repr(device.log) == "[('record', compute), ('wait', stores, compute), ('record', stores)]"
-    device.log.clear()
-    device.busy = True
-    loaded = stream.load(pairs([2], [0]), after=stored)
-    assert stream.fence(loaded, 0)
-    assert repr(device.log) == "[('wait', loads, stores), ('record', loads), ('wait', compute, loads)]"
-    assert not loaded.done()
-    device.busy = False
-    assert stream.drain(1)
-    # ids of blocks, slots and layers are checked against the engine's
-    for copies in (pairs([NUM_BLOCKS], [0]), pairs([0], [NUM_SLOTS]), pairs([0], [0], (2, 4))):
-        assert stream.store(copies).error is not None
-    stream.close(1)
 
 
 def test_engine_blocks_a_full_device_refuses_fail_and_the_next_go_on(

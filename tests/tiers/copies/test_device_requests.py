@@ -7,9 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
-from extent import brief
 
-from kvtier.tiers.compiled import extension
 from kvtier.tiers.copies.device import BlockPool
 from kvtier.tiers.naming.shape import KVShape
 from kvtier.tiers.tier import ChainHash
@@ -130,29 +128,6 @@ class Requests:
             self.copied()
         while self.running:
             self.end()
-
-
-@pytest.mark.parametrize("seed", range(brief(4, 20)))
-def test_both_ways_give_the_same_blocks_to_the_same_requests(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    if extension("kvtier.tiers.pool.core_compiled") is None:
-        pytest.skip("not built: `make compiled`")
-    compiled = BlockPool(SHAPE, NUM_BLOCKS)
-    with monkeypatch.context() as patch:
-        patch.setenv("KVTIER_COMPILED", "off")
-        python = BlockPool(SHAPE, NUM_BLOCKS)
-    assert type(compiled._core) is not type(python._core)
-    one, other = Requests(compiled, seed), Requests(python, seed)
-    for number in range(300):
-        assert one.step() == other.step()
-        if number % 50 == 0:
-            compiled.check()
-            python.check()
-    one.finish()
-    other.finish()
-    for pool in (compiled, python):
-        pool.check()
-        assert pool.num_free_blocks == NUM_BLOCKS
-    assert compiled.allocate(NUM_BLOCKS) == python.allocate(NUM_BLOCKS)
 
 
 @pytest.mark.usefixtures("way")

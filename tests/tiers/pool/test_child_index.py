@@ -110,20 +110,6 @@ def test_half_full_it_forgets_less_than_one_block_in_fifty() -> None:
     index.check()
 
 
-def test_edges() -> None:
-    index = made(1)
-    assert index.find(name(1)) == []
-    enter(index, {})
-    index.remove([0])
-    enter(index, {0: 1})
-    assert index.find(name(1)) == [0]
-    index.reset()
-    assert index.find(name(1)) == []
-    enter(index, {0: 2})
-    assert index.find(name(2)) == [0]
-    index.check()
-
-
 @pytest.mark.skipif(extension("kvtier.tiers.pool.core_compiled") is None, reason="not built: `make compiled`")
 @given(
     st.lists(st.dictionaries(st.integers(0, 29), st.integers(0, 5), max_size=15), max_size=20),

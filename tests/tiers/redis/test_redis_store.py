@@ -43,7 +43,6 @@ from kvtier.tiers.redis.doctor import check_redis
 from kvtier.tiers.redis.lanes import Lane
 from kvtier.tiers.redis.options import _untrusted
 from kvtier.tiers.redis.store import RedisStore
-from kvtier.tiers.redis.wire import Wire
 from kvtier.tiers.returns import MOST_AHEAD, Returns, ToldEnd
 from kvtier.tiers.tier import Locates, Outcome, Tier
 
@@ -321,25 +320,6 @@ def test_an_idle_connection_the_server_closed_costs_nothing(server: RedisServer,
     assert whole(read(store, CHAIN))
 
 
-def test_one_of_two_idle_connections_that_died_costs_no_block(server: RedisServer, store: RedisStore) -> None:
-    chains = [chain_of(40, first_token=100_000 * n) for n in range(2)]
-    with ThreadPoolExecutor(2) as pool:
-        for _ in range(20):  # until both were needed at once
-            assert all(whole(outcomes) for outcomes in pool.map(lambda chain: write(store, chain), chains))
-            if len(payload_connections(server)) == 2:
-                break
-        server.cli("CLIENT", "KILL", "ID", payload_connections(server)[0])
-        for outcomes in pool.map(lambda chain: read(store, chain), chains * 4):
-            assert whole(outcomes)
-    assert len(payload_connections(server)) <= 2
-
-
-def payload_connections(server: RedisServer) -> list[str]:
-    """Their ids, as the server knows them."""
-    lines = server.cli("CLIENT", "LIST").decode().splitlines()
-    return [line.split()[0].removeprefix("id=") for line in lines if "cmd=client" not in line]
-
-
 def calls(server: RedisServer, command: str) -> int:
     """How often it was called since CONFIG RESETSTAT."""
     lines = server.cli("INFO", "commandstats").decode().splitlines()
@@ -360,30 +340,6 @@ def test_no_length_is_asked_for_and_no_block_that_is_known_to_be_gone(server: Re
         assert calls(server, "pexpire") == 200
         assert 99 <= calls(server, "get") <= 99 + 20
         assert calls(server, "strlen") == 0
-
-
-def test_values_that_are_no_records_cost_one_moment_and_themselves(server: RedisServer) -> None:
-    """Each is shorter than a block's: the first makes its group wait in vain, the others are read one by one."""
-    with opened(server.url, in_flight="40KiB") as store:
-        long = chain_of(200)
-        written(store, long)
-        bad = range(0, 200, 5)
-        for position in bad:
-            hexed = long.hashes[position].hex()
-            server.cli("SET", next(key for key in block_keys(server) if key.endswith(hexed)), "rubbish")
-        runs: list[int] = []
-        original = Wire._run
-
-        def counted(wire: Wire, head_bytes: int, into: Sequence[memoryview]) -> list[bytes]:
-            heads = original(wire, head_bytes, into)
-            runs.append(len(heads))
-            return heads
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Wire, "_run", counted)
-            assert read(store, long) == [Outcome.CHECKSUM if position in bad else OK for position in range(200)]
-        assert runs.count(0) == 1
-        assert read(store, long) == [ABSENT if position in bad else OK for position in range(200)]
 
 
 def test_a_read_that_deletes_bad_records_has_one_deadline(server: RedisServer) -> None:
