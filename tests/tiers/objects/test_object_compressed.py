@@ -1,4 +1,4 @@
-"""Objects over a real S3 server, compressed and plain: shorter, shared, side by side; what is damaged or lies is a miss."""
+"""Objects over a real S3 server, compressed and plain: shorter, shared, side by side; what is damaged is a miss."""
 
 import hashlib
 import logging
