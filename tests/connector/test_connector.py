@@ -74,21 +74,6 @@ def test_lookup_is_idempotent_counted_once_and_relative_to_l1(bench: Bench) -> N
     bench.scheduler.finished("a")
 
 
-def test_the_load_starts_behind_what_l1_has(bench: Bench) -> None:
-    request = request_of(4)
-    store(bench.hierarchy, request.chain)
-    assert bench.scheduler.lookup(request, 0) == 4 * BLOCK_SIZE
-    assert bench.scheduler.lookup(request, BLOCK_SIZE) == 3 * BLOCK_SIZE
-    bench.scheduler.allocated("a", [3, 4, 5, 6, 7], 2 * BLOCK_SIZE)  # room for two of the three
-    (op,) = bench.step().loads
-    assert op.device_blocks == (4, 5)
-    bench.stream.complete_all()
-    assert bench.l1[4].tobytes() == payload_of(request.chain.hashes[1])
-    assert bench.l1[5].tobytes() == payload_of(request.chain.hashes[2])
-    bench.update()
-    bench.scheduler.finished("a")
-
-
 def test_pending_until_the_blocks_arrive_or_the_deadline_passes() -> None:
     tier, clock = MemoryTier(), FakeClock()
     request, slow = request_of(3), request_of(3, "slow", first_token=100)
@@ -378,21 +363,6 @@ def test_compute_never_waits_for_another_requests_asynchronous_load(bench: Bench
     bench.scheduler.finished("a")
 
 
-def test_recompute_when_it_is_faster() -> None:
-    tier = MemoryTier()
-    bench = Bench(tier)
-    bench.hierarchy.rates.policy = "auto"
-    request = request_of(3)
-    tier.fill(request.chain)
-    bench.hierarchy.rates.loaded("file", 1000, 1.0)  # a slow disk: 1 kB/s
-    bench.hierarchy.rates.computed(1000, 1.0)
-    assert bench.scheduler.lookup(request, 0) == 0
-    assert not tier.reads
-    assert bench.hierarchy.stats()['kvtier_miss_total{reason="recompute"}'] == 3
-    bench.scheduler.finished("a")
-    bench.close()
-
-
 def test_shutdown_with_copies_in_flight_leaks_nothing() -> None:
     """FAULTS 25."""
     bench = Bench()
@@ -428,17 +398,6 @@ def test_a_dead_copy_costs_one_deadline_however_many_layers_wait(bench: Bench) -
     bench.stream.complete_all()
     assert bench.worker.arrived()
     assert len(bench.update().loaded) == 4
-
-
-def test_a_request_that_finds_no_room_waits_for_it(bench: Bench) -> None:
-    requests = [request_of(8, str(n), first_token=1000 * n) for n in range(3)]
-    for request in requests:
-        store(bench.hierarchy, request.chain)
-    assert [bench.scheduler.lookup(request, 0) for request in requests] == [8 * BLOCK_SIZE, 8 * BLOCK_SIZE, PENDING]
-    bench.scheduler.finished("0")
-    assert bench.scheduler.lookup(requests[2], 0) == 8 * BLOCK_SIZE
-    for name in ("1", "2"):
-        bench.scheduler.finished(name)
 
 
 def test_recomputing_is_decided_once_for_a_request() -> None:

@@ -374,29 +374,6 @@ def test_a_device_without_room_for_a_state_costs_hits_and_no_token(
     assert run(engine, turns) == list(told.values())
 
 
-@pytest.mark.parametrize("kind", ["qwen3.5", "mamba2"])
-def test_a_state_that_was_stored_while_its_request_waited_is_loaded(open_engine: Open, kind: str) -> None:
-    tokens = prompt(1, 100)
-    turn = [*tokens, *said(kind, tokens), *prompt(3, 40)]
-    engine = open_engine(kind, slab=False, max_num_seqs=1)
-    params = SamplingParams(max_tokens=NEW, ignore_eos=True)
-    before, waiting = engine.add_request(tokens, params), engine.add_request(turn, params)
-    scheduler: Any = engine.scheduler
-    while before in scheduler.live:
-        scheduler._look_ahead_at = 0.0
-        engine.step()
-    asked = scheduler._connector.requests[waiting]
-    assert asked.found is not None
-    assert not asked.found.loadable  # no tier had anything of it then
-    settled(engine)
-    engine.pool.reset()
-    request = engine.request(waiting)
-    while engine.has_unfinished:
-        engine.step()
-    assert request.generated == said(kind, turn)
-    assert request.cached_tokens["L2"] == request.num_external_tokens > 0
-
-
 @pytest.mark.parametrize("kind", ["qwen3.5", *brief([], ["mamba2", "jamba"])])
 def test_random_stories_say_what_transformers_says(open_engine: Open, kind: str) -> None:
     """Turns of chats, shared beginnings, aborts and lost blocks, in a pool that is too small."""

@@ -35,20 +35,6 @@ def test_long_prompts_are_cut_to_the_budget_and_answers_go_first(stories: list[S
     assert story.ended["b"] == FinishReason.LENGTH
 
 
-def test_stop_tokens_end_an_answer(stories: list[Story]) -> None:
-    stories.append(story := Story(16))
-    story.add("eos", tokens(1, 3), max_tokens=9)
-    story.add("stop", tokens(50, 3), max_tokens=9, stop_token_ids=[0, 9], ignore_eos=True)
-    story.step(token=7)
-    story.step(token=9)  # a stop token of the second alone
-    assert story.ended == {"stop": FinishReason.STOP}
-    story.add("deaf", tokens(80, 3), max_tokens=2, ignore_eos=True)
-    story.step(token=0)  # the end-of-sequence token
-    assert story.ended == {"stop": FinishReason.STOP, "eos": FinishReason.STOP}
-    story.step(token=0)
-    assert story.ended["deaf"] == FinishReason.LENGTH
-
-
 def test_a_finished_request_leaves_its_blocks_to_the_next_turn(stories: list[Story]) -> None:
     stories.append(story := Story(16))
     first = story.add("a", tokens(1, 6), max_tokens=7)
@@ -58,14 +44,6 @@ def test_a_finished_request_leaves_its_blocks_to_the_next_turn(stories: list[Sto
     story.add("b", [*first.token_ids, 33, 34])
     assert story.step() == [("b", 12, 15)]
     assert story.live["b"].num_l1_tokens == 12
-
-
-def test_the_last_token_is_always_computed(stories: list[Story]) -> None:
-    stories.append(story := Story(16))
-    story.add("a", tokens(1, 8))
-    story.run()
-    story.add("b", tokens(1, 8))  # all of it is in L1
-    assert story.step() == [("b", 4, 8)]  # a whole block is computed, not loaded
 
 
 def test_generated_blocks_stay_private_when_asked(stories: list[Story]) -> None:
@@ -120,18 +98,6 @@ def test_a_shared_prefix_is_computed_once_within_a_batch(stories: list[Story]) -
     assert story.step() == [("a", 8, 9), ("b", 8, 9), ("c", 0, 3)]
     assert story.live["a"].block_table[:2] != []
     assert story.live["b"].num_l1_tokens == 8
-    story.run()
-
-
-def test_sharers_use_the_same_blocks(stories: list[Story]) -> None:
-    stories.append(story := Story(6))  # 2 shared + 2 tails, and one to grow for each
-    story.add("a", [*tokens(1, 8), 50], max_tokens=4)
-    story.add("b", [*tokens(1, 8), 60], max_tokens=4)
-    story.step()
-    story.step()
-    a, b = story.live["a"].block_table, story.live["b"].block_table
-    assert a[:2] == b[:2]
-    assert a[2] != b[2]
     story.run()
 
 

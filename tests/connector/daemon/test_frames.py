@@ -13,12 +13,6 @@ from hypothesis import strategies as st
 
 from kvtier.connector.daemon.fields import pack_numbers
 from kvtier.connector.daemon.handshake import (
-    Hello,
-    Join,
-    Joined,
-    Refused,
-    Welcome,
-    pack_handshake,
     unpack_handshake,
     unpack_handshake_reply,
 )
@@ -44,7 +38,6 @@ from kvtier.connector.daemon.messages import (
     Take,
     taken_along,
 )
-from kvtier.connector.daemon.versions import OLDEST, VERSION, UnspokenVersion
 from kvtier.connector.daemon.wire import (
     MAX_CHILDREN_BYTES,
     MAX_FRAME,
@@ -278,20 +271,6 @@ def test_any_value_is_a_grant_or_a_format_error(value: Any) -> None:
         unpack_grants(value, [1, 2], 8)
     except FormatError:
         return
-
-
-def test_handshakes_come_out_as_they_went_in() -> None:
-    for asked in (Hello(b"f" * 32, 16, 1 << 20, 1 << 34, reset=True), Join(b"c" * 16)):
-        assert unpack_handshake(body_of(pack_handshake(asked))) == asked
-    for answer in (Welcome(b"c" * 16, b"i" * 16, 8, 4096, 3, True, 60.0), Joined(), Refused("no room")):
-        assert unpack_handshake_reply(body_of(pack_handshake(answer))) == answer
-
-
-def test_another_version_is_named_on_both_sides() -> None:
-    for unpack in (unpack_handshake, unpack_handshake_reply):
-        for version, which in ((OLDEST - 1, "the other side"), (VERSION + 1, "this side")):
-            with pytest.raises(UnspokenVersion, match=f"version {version}, this side speaks .*: upgrade {which};"):
-                unpack(["kvtier", version, "whatever", {"may": "follow"}])
 
 
 @given(st.lists(operation, min_size=1, max_size=3), st.lists(st.integers(1, 50), min_size=1))

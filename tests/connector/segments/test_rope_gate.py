@@ -5,10 +5,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from small_engines import Make
 from tiny_models import FAMILIES, SIZES, plain
 
-from kvtier.connector.segments.rope import rotated
 from kvtier.connector.segments.rope_gate import require_rotatable
 from kvtier.tiers.errors import ConfigError
 
@@ -111,19 +109,3 @@ def test_values_that_move_are_refused() -> None:
     layer.forward = shifted
     with pytest.raises(ConfigError, match=r"layer 1 has (values|keys) that"):
         require_rotatable(module)
-
-
-def test_the_engine_measures_its_own_model(make: Make) -> None:
-    engine = make(segments="on")
-    assert engine.model.module.config._attn_implementation == "kvtier-paged"
-    answer = engine.generate([[5, 6, 7]])
-    assert answer[0].token_ids
-
-
-def test_a_rotation_leaves_what_it_is_given() -> None:
-    keys = torch.randn(5, 2, 16)
-    before, inv_freq = keys.clone(), torch.tensor([1.0, 0.1])
-    there = rotated(keys, 40, inv_freq)
-    assert torch.equal(keys, before)
-    assert torch.equal(there[..., 4:], keys[..., 4:])  # not rotated: beyond twice the frequencies
-    assert torch.allclose(rotated(there, -40, inv_freq), keys, atol=1e-5)

@@ -121,22 +121,6 @@ def test_what_is_loaded_is_what_was_stored_bit_for_bit(open_tier: Open, name: st
     assert kept == ({0, 1} if name in SHARING else {0, 1, 2, 3})
 
 
-@pytest.mark.parametrize("name", brief(["deepseek-v3", "longcat-flash"], LATENT))
-def test_a_block_of_mla_is_one_latent_for_each_token(open_tier: Open, name: str) -> None:
-    """The canonical block of such a model: what attention reads of a token lies in one piece."""
-    kv = open_tier(model_of(name))
-    if int(transformers.__version__.split(".")[1]) < 19:
-        pytest.skip("this transformers caches K and V of all heads")
-    tokens = prompt(1, 70)
-    stored: Any = computed(kv, tokens)
-    kv.store(tokens, stored)
-    blocks = slots_of(kv, tokens)
-    assert kv._form.shape == KVShape(4, 1, 576, 16, "float32", num_kv=1)
-    for number, layer in enumerate(stored.layers):
-        both = torch.cat([layer.keys, layer.values], dim=-1)[0, 0, :64]
-        assert torch.equal(blocks.view(4, 4, 16, 576)[:, number].flatten(0, 1), both)
-
-
 @pytest.mark.parametrize("name", ["deepseek-v3.2", "gemma4", "mimo-v2-flash"])
 def test_a_block_holds_layer_by_layer_what_each_keeps(open_tier: Open, name: str) -> None:
     kv = open_tier(model_of(name))
@@ -181,18 +165,6 @@ def test_the_identity_names_what_every_layer_keeps() -> None:
     assert differing.kind == "full"
     assert differing.forms == ("2(keys:32)/2(values:32)", "2(keys:64)/2(values:64)") * 2
     assert (sharing.layers, sharing.forms) == ((0, 1), None)  # canonical blocks of two layers
-
-
-@pytest.mark.parametrize("names", [*brief([], [("deepseek-v2", "deepseek-v3")]), ("gemma4", "gemma4-shared")])
-def test_two_models_over_one_directory_find_nothing_of_each_other(open_tier: Open, names: tuple[str, str]) -> None:
-    tokens = prompt(1, 90)
-    for name in names:
-        model = model_of(name)
-        kv = open_tier(model, name="m")
-        assert torch.equal(kv.generate(tokens, **GREEDY), model.generate(tokens, **GREEDY))
-        assert kv.num_cached_tokens == 0
-        assert kv.drain()
-        kv.close()
 
 
 def test_a_cache_of_another_form_is_not_kept(open_tier: Open, caplog: pytest.LogCaptureFixture) -> None:

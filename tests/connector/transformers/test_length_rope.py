@@ -9,13 +9,10 @@ from kv_tier_rig import Open
 from tiny_models import SIZES, config_of, prompt
 from transformers import AutoModelForCausalLM, Phi3Config
 
-from kvtier.connector.models import cache_option, returned_cache
+from kvtier.connector.models import cache_option
 from kvtier.connector.models.hf_model import identity_of
 from kvtier.connector.models.length_rope import rope_limit
 from kvtier.connector.transformers.cache_form import CacheForm
-from kvtier.engine.config import EngineConfig
-from kvtier.engine.llm import Engine
-from kvtier.engine.sequence import SamplingParams
 from kvtier.tiers.errors import ConfigError
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -86,28 +83,6 @@ def test_a_text_that_grows_out_of_its_rope_is_loaded_and_its_answer_not_kept(ope
         model(torch.cat([tokens, tokens], dim=1)[:, 112:], **cache_option(model, cache))
     kv.store(tokens, cache)  # computed with the RoPE of 240 tokens from the 113th on
     assert kv.load(torch.cat([tokens[:, :112], tokens[:, :10]], dim=1))[1] == 112
-
-
-def test_the_keys_of_short_and_long_texts_do_differ() -> None:
-    """Without this the stories above prove nothing."""
-    for kind in ("longrope", "dynamic"):
-        model = model_of(kind)
-        tokens = torch.tensor([prompt(1, 150)])
-        with torch.inference_mode():
-            short, long = (returned_cache(model(part, use_cache=True)) for part in (tokens[:, :90], tokens))
-        assert not torch.allclose(short.layers[0].keys, long.layers[0].keys[:, :, :90], atol=1e-2)
-
-
-def test_our_engine_ends_where_rope_changes() -> None:
-    tokens = prompt(1, 90)
-    for kind, limit in (("longrope", 128), ("dynamic", 127)):
-        with Engine.from_config(config(kind), EngineConfig(block_size=16, num_blocks=32)) as engine:
-            assert engine.max_model_len == limit
-            [answer] = engine.generate([tokens], SamplingParams(max_tokens=8, ignore_eos=True))
-            plain: Any = engine.model.module
-            plain.set_attn_implementation("sdpa")
-            expected: Any = plain.generate(torch.tensor([tokens]), **GREEDY)
-            assert answer.token_ids == expected[0, 90:].tolist()
 
 
 def test_another_kind_that_depends_on_the_length_is_refused_by_name() -> None:

@@ -100,16 +100,6 @@ def test_a_mask_that_transformers_infers_is_heeded(open_tier: Open) -> None:
     assert assert_exact(kv, model, tokens[1].tolist()) == 64
 
 
-def test_a_batch_without_padding_may_have_a_mask_all_the_same(open_tier: Open) -> None:
-    model = model_of("llama")
-    batch = left_padded([prompt(1, 70), prompt(2, 70)])
-    kv = open_tier(model)
-    expected = model.generate(**batch, **GREEDY)
-    for by_row in ([0, 0], [64, 64]):
-        assert torch.equal(kv.generate(**batch, **GREEDY), expected)
-        assert kv.cached_tokens_by_row == by_row
-
-
 @pytest.mark.parametrize("pad", [0, "eos"])
 def test_padding_behind_an_answer_that_ended_is_not_named(open_tier: Open, pad: int | str) -> None:
     model = model_of("llama")

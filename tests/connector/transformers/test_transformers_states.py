@@ -1,7 +1,6 @@
 """Stories of KVTier with models that keep recurrent states: where prompts go on, and what a lost record costs."""
 
 import mmap
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -10,7 +9,6 @@ import torch
 import transformers
 from extent import brief
 from kv_tier_rig import Open
-from service_rig import PATIENCE, DaemonThread
 from state_models import COARSE_STEPS, CONFIGS, FROM_ZERO, ONE_BY_ONE, PURE, SHOWN, model_of
 from tiny_models import VOCAB, prompt
 
@@ -19,7 +17,6 @@ from kvtier.connector.transformers import state_calls
 from kvtier.connector.transformers.adapter import KVTier
 from kvtier.connector.transformers.cache_form import CacheForm, empty_cache
 from kvtier.connector.transformers.state_gate import GoingOn, how_it_goes_on
-from kvtier.tiers.config.config import Config
 from kvtier.tiers.errors import ConfigError
 from kvtier.tiers.hierarchy.evict import evict_everywhere
 
@@ -129,21 +126,6 @@ def test_rows_of_a_batch_go_on_from_one_border(open_tier: Open, kind: str) -> No
     assert kv.num_cached_tokens == 0
 
 
-@pytest.mark.parametrize("kind", [*brief([], ["mamba2"]), "qwen3.5"])
-def test_the_test_can_fail_another_state_gives_another_text(open_tier: Open, kind: str) -> None:
-    model = model_of(kind)
-    tokens = ids(prompt(1, 391))
-    kv = open_tier(model)
-    expected = kv.generate(tokens, **GREEDY)
-    states: Any = kv._states
-    put = states._states.put
-    with pytest.MonkeyPatch.context() as patch:
-        flipped = lambda self, cache, rows, device: put(cache, rows.flip(1), device)  # noqa: E731
-        patch.setattr(type(states._states), "put", flipped)
-        assert not torch.equal(kv.generate(tokens, **GREEDY), expected)
-    assert torch.equal(kv.generate(tokens, **GREEDY), expected)
-
-
 @pytest.mark.parametrize("kind", ["falcon-h1", *brief([], ["mamba2", "qwen3.5"])])
 def test_a_lost_state_costs_hits_and_nothing_else(open_tier: Open, kind: str) -> None:
     model = model_of(kind)
@@ -205,24 +187,6 @@ def test_a_corrupt_state_in_the_slab_is_a_miss(open_tier: Open, kind: str) -> No
     assert again.stats()['kvtier_corruption_total{tier="file"}'] == 1
 
 
-def test_another_model_and_another_tenant_find_nothing(open_tier: Open) -> None:
-    tokens = ids(prompt(1, 391))
-    kv = open_tier(model_of("qwen3.5"))
-    kv.generate(tokens, **GREEDY)
-    kv.close()
-    salted: dict[str, Any] = {"cache_salt": "t"}
-    others: list[tuple[Any, dict[str, Any]]] = [
-        (model_of("qwen3.5", seed=1), {}),
-        (model_of("qwen3.5", torch.bfloat16), {}),
-        (model_of("qwen3.5"), salted),
-    ]
-    for model, cache in others:
-        other = open_tier(model, **cache)
-        assert torch.equal(other.generate(tokens, **GREEDY), model.generate(tokens, **GREEDY))
-        assert other.num_cached_tokens == 0
-        other.close()
-
-
 @pytest.mark.parametrize("kind", ["mamba2", *brief([], ["qwen3.5"])])
 def test_after_a_reset_no_state_is_found(open_tier: Open, kind: str) -> None:
     model = model_of(kind)
@@ -275,24 +239,6 @@ def test_a_model_that_is_another_one_in_some_pass_leaves_no_state_of_that_text(o
             kv.generate(tokens, **GREEDY)
             assert kv.num_cached_tokens == found
     assert not looks  # a call by itself changes nothing of the model
-
-
-@pytest.mark.parametrize("kind", [*brief([], ["mamba2"]), "qwen3.5"])
-def test_over_a_daemon_a_state_is_found_as_in_the_process(tmp_path: Path, disk_dir: Path, kind: str) -> None:
-    cache = {"block_size": BLOCK, "load_or_recompute": "load", "prefetch_deadline": "60s"}
-    file = {"path": str(disk_dir), "size": "64MiB", "deadline": "60s"}
-    daemon = DaemonThread(tmp_path / "s", host={"size": "16MiB"}, file=file, cache=cache)
-    config = Config.load(host={"size": "16MiB"}, cache=cache, service={"socket": str(tmp_path / "s")})
-    model = model_of(kind)
-    tokens = ids(prompt(1, 391))
-    expected = model.generate(tokens, **GREEDY)
-    for num_cached in (0, 384):  # of two clients, one after the other
-        with KVTier(model, config) as kv:
-            assert torch.equal(kv.generate(tokens, **GREEDY), expected)
-            assert kv.num_cached_tokens == num_cached
-            assert kv.drain(PATIENCE)
-    daemon.check()
-    daemon.close()
 
 
 def test_segments_are_refused_with_a_state(open_tier: Open) -> None:
@@ -400,20 +346,6 @@ def test_a_loop_of_ones_own_needs_no_positions(open_tier: Open, kind: str, ends:
         # A caller's own positions are the caller's.
         shifted = torch.arange(7, 7 + 385)[None]
         assert torch.equal(model(tokens, position_ids=shifted).logits, plain(tokens, position_ids=shifted).logits)
-
-
-@pytest.mark.parametrize("kind", brief(["jamba"], ONE_BY_ONE))
-def test_load_leaves_one_token_to_a_model_that_takes_no_more(open_tier: Open, kind: str) -> None:
-    model = model_of(kind)
-    tokens = ids(prompt(1, 391))
-    kv = open_tier(model)
-    kv.generate(tokens, **GREEDY)
-    cache, num_tokens = kv.load(tokens)
-    assert (kv.num_cached_tokens, num_tokens) == (384, 390)
-    with torch.no_grad():
-        loaded = model(tokens[:, 390:], **cache_option(model, cache), use_cache=True).logits[0, -1]
-        whole = model(tokens).logits[0, -1]
-    assert torch.allclose(loaded, whole, atol=1e-4 * float(whole.abs().max()))
 
 
 def test_chunks_of_a_prompt_leave_nothing_if_the_model_loses_its_state_between_them(

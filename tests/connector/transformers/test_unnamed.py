@@ -27,7 +27,7 @@ from kvtier.connector.models.hf_model import weights_of
 from kvtier.connector.transformers.adapter import KVTier
 from kvtier.connector.transformers.calls import other_tokens
 from kvtier.engine.model import Model
-from kvtier.tiers import ConfigError, RequestError
+from kvtier.tiers import ConfigError
 from kvtier.tiers.config import Config
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
@@ -282,22 +282,6 @@ def test_threads_take_turns_and_each_gets_its_own_text(open_tier: Open) -> None:
     for each, text in zip(tokens, expected, strict=True):
         assert torch.equal(kv.generate(each, **GREEDY), text)
         assert kv.num_cached_tokens == 64
-
-
-def test_a_call_from_inside_a_call_is_refused(open_tier: Open) -> None:
-    model: Any = plain("llama")
-    kv, said = open_tier(model), []
-    tokens = torch.tensor([prompt(1, 60)])
-
-    def nested(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        with pytest.raises(RequestError, match="from inside one of its own calls") as refused:
-            kv.load(tokens)
-        said.append(str(refused.value))
-        return scores
-
-    kv.generate(tokens, logits_processor=[nested], **GREEDY)
-    assert len(said) == 6
-    assert kv.load(tokens)[1] == 48
 
 
 def test_while_a_call_runs_nobody_makes_another_tier_over_its_model(open_tier: Open) -> None:

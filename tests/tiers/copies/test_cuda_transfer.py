@@ -184,22 +184,6 @@ def test_a_driver_error_becomes_the_events_error(device: FakeDevice, region: Hos
     stream.close(1)
 
 
-def test_a_copy_the_driver_refuses_fails_and_the_next_goes_on(
-    device: FakeDevice, region: HostRegion, l1: torch.Tensor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise RuntimeError("CUDA error: out of memory")
-
-    stream = CudaCopyStream(l1, region)
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.Tensor, "copy_", refuse)
-        failed = stream.store(pairs([0], [0]))
-    assert failed.done()
-    assert failed.error == "CUDA error: out of memory"
-    assert stream.store(pairs([0], [0])).error is None
-    stream.close(1)
-
-
 def test_what_was_enqueued_before_a_failure_is_waited_for(
     device: FakeDevice, region: HostRegion, l1: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -221,21 +205,6 @@ def test_what_was_enqueued_before_a_failure_is_waited_for(
     device.busy = False
     assert loaded.done()
     assert loaded.error == "CUDA error: out of memory"
-    stream.close(1)
-
-
-def test_a_device_that_takes_no_event_fails_the_copy(
-    device: FakeDevice, region: HostRegion, l1: torch.Tensor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object) -> None:
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    stream = CudaCopyStream(l1, region)
-    with monkeypatch.context() as patch:
-        patch.setattr(FakeEvent, "record", refuse)
-        event = stream.store(pairs([0], [0]))
-    assert event.done()
-    assert event.error == "CUDA error: an illegal memory access was encountered"
     stream.close(1)
 
 
@@ -394,19 +363,6 @@ def test_engine_blocks_a_full_device_refuses_fail_and_the_next_go_on(
     assert stream.store(pairs([0], [3])).error is None
     assert region.array[3].any()
     stream.close(1)
-
-
-def test_engine_blocks_over_a_pageable_region_are_copied_by_a_thread(device: FakeDevice) -> None:
-    region = HostRegion.allocate(NUM_SLOTS, BLOCK_BYTES)  # not pinned
-    with torch.inference_mode():  # as engines make theirs; the thread is not in it
-        tensors = tensors_of(1)
-    stream = CudaCopyStream(rank_of_two(1, tensors), region)
-    loaded = stream.load(pairs([11], [3]), after=stream.store(pairs([2], [3])))
-    assert loaded.wait(60)
-    assert loaded.error is None
-    assert all(torch.equal(layer[11], layer[2]) for layer in tensors)
-    stream.close(10)
-    region.close()
 
 
 def test_engine_blocks_of_another_size_are_refused(device: FakeDevice, region: HostRegion) -> None:

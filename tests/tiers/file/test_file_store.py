@@ -201,16 +201,6 @@ def test_a_block_named_twice_in_a_batch_is_stored_once(open_store: OpenStore) ->
     assert get(store, [1, 2, 3]) == [Outcome.OK] * 3
 
 
-def test_blocks_in_use_survive_others(open_store: OpenStore) -> None:
-    store = open_store(2 << 20)
-    put(store, range(10))
-    for begin in range(100, brief(1500, 3000), 10):
-        get(store, [0, 1, 2])  # somebody keeps asking for these
-        put(store, range(begin, begin + 10))
-    assert get(store, [0, 1, 2]) == [Outcome.OK] * 3
-    assert get(store, [9]) == [Outcome.ABSENT]
-
-
 def test_a_reset_under_a_write_wins(open_store: OpenStore) -> None:
     io = Interrupted()
     store = open_store(io=io)
@@ -332,13 +322,6 @@ def test_shrinking_is_not_misled_by_an_entry_that_went_bad(open_store: OpenStore
     smaller = open_store(size=store.superblock.file_bytes * 3 // 4)
     assert smaller.superblock.num_slots < store.superblock.num_slots
     assert get(smaller, [0]) == [Outcome.OK]
-
-
-def test_a_part_filled_slab_shrinks_without_loss(open_store: OpenStore) -> None:
-    store = open_store(2 << 20)
-    put(store, range(40))
-    store.close()
-    assert get(open_store(1 << 20), range(40)) == [Outcome.OK] * 40
 
 
 def test_another_model_gets_its_own_slab_beside_it(open_store: OpenStore, disk_dir: Path) -> None:

@@ -16,7 +16,6 @@ from slab_rig import get, hash_of, put, record_of
 
 from kvtier.tiers.file import payload_io, read_queue
 from kvtier.tiers.file.file_io import FileIO, address, writable_address
-from kvtier.tiers.file.payload_io import PayloadIO
 from kvtier.tiers.file.read_queue import ReadQueue
 from kvtier.tiers.file.slab_rows import SlabRows
 from kvtier.tiers.file.store import FileStore
@@ -161,24 +160,6 @@ def test_what_the_queue_does_not_bring_whole_is_read_without_it(
     keys = every_other(store)
     change_what_came(monkeypatch, lambda number, moved: moved if number % 3 else bad)
     assert get(store, keys, aligned(len(keys))) == [Outcome.OK] * len(keys)
-
-
-def test_a_bad_sector_costs_its_block_alone(open_store: OpenStore, queue: ReadQueue, monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    store = open_store()
-    keys = every_other(store)
-    slot = store._blocks.index.find_one(hash_of(keys[5]))
-    bad_place = store.superblock.payload_offset(slot)
-    ordered = sorted(store._blocks.index.find([hash_of(key) for key in keys]).tolist())
-    read_each = PayloadIO.read_each
-
-    def refuses(self: PayloadIO, offset: int, into: list[memoryview]) -> list[bool]:
-        return [False] if offset == bad_place else read_each(self, offset, into)
-
-    change_what_came(monkeypatch, lambda number, moved: -errno.EIO if number == ordered.index(slot) else moved)
-    monkeypatch.setattr(PayloadIO, "read_each", refuses)
-    outcomes = get(store, keys, aligned(len(keys)))
-    assert outcomes == [Outcome.IO_ERROR if i == 5 else Outcome.OK for i in range(len(keys))]
-    assert store.holds([hash_of(keys[5])]) == [False]  # the disk answers, but not for it: not promised again
 
 
 def test_a_kernel_that_loses_the_queue_costs_no_block(

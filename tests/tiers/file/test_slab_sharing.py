@@ -23,7 +23,6 @@ from kvtier.tiers.errors import StoreLocked, TierUnavailable
 from kvtier.tiers.file import slab, slab_tail
 from kvtier.tiers.file.file_io import FileIO
 from kvtier.tiers.file.slab_check import check_slab
-from kvtier.tiers.file.slab_tail import Calls
 from kvtier.tiers.file.store import FileStore
 from kvtier.tiers.tier import Outcome
 
@@ -261,19 +260,6 @@ def test_a_file_that_a_kill_left_longer_than_its_slab_counts_until_it_is_really_
     fill(second)
     assert taken(tmp_path) <= SIZE
     assert first.path.stat().st_size <= whole
-
-
-def test_a_call_that_comes_after_the_close_keeps_no_file_open() -> None:
-    released: list[bool] = []
-    calls = Calls(lambda: released.append(True))
-    with calls.enter() as is_open:
-        assert is_open
-        assert not calls.quiet(0.01)  # a cut that waits for us in vain: calls that come now are of another round
-        calls.close()
-        with calls.enter() as is_still_open:
-            assert not is_still_open
-        assert not released
-    assert released == [True]
 
 
 class DyingIO(FileIO):

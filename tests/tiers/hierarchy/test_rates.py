@@ -110,17 +110,6 @@ def test_reads_that_never_pause_are_counted_eight_at_a_time_and_no_second_twice(
     assert samples == [(80, 9.0), (80, 8.0), (80, 8.0), (80, 8.0)]  # 10 bytes a second; 5 by each read's own time
 
 
-def test_a_read_that_brought_nothing_adds_no_time() -> None:
-    busy = BusyTime()
-    busy.begin()
-    assert busy.end(0, 0.0, 9.0) is None
-    # Nor does one that fails late beside one that was well.
-    busy.begin()
-    busy.begin()
-    assert busy.end(100, 10.0, 11.0) is None
-    assert busy.end(0, 10.0, 70.0) == (100, 1.0)
-
-
 def known(bytes_per_second: int = 1000, tokens_per_second: int = 1000, policy: LoadPolicy = "auto") -> Rates:
     rates = Rates(policy)
     rates.loaded("file", bytes_per_second, 1.0)
@@ -178,10 +167,3 @@ def test_the_front_is_longer_where_compute_is_dearer_behind() -> None:
     exact = 4096 * (math.sqrt(2.5) - 1)
     assert further.block == pytest.approx(exact / 16, rel=0.08)
     assert further.seconds < half.seconds
-
-
-def test_steps_at_one_place_say_nothing_of_growth() -> None:
-    rates = Rates("auto")
-    for number in range(64):
-        rates.computed(1000, 1.0 + number % 2, 100.0 + number % 3)
-    assert rates._growth.slope == 0.0

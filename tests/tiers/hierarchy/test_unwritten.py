@@ -213,22 +213,6 @@ def test_a_tier_that_is_away_gets_what_l2_kept_when_it_is_back(node: Open) -> No
     assert num_failed <= sum(map(story.dropped, reasons)) <= 20  # each once at most, however often it was tried
 
 
-def test_a_tier_that_was_never_there_gets_it_too(node: Open) -> None:
-    story = node(slots=64)
-    [port] = story.hierarchy.ports
-    story.is_there = False
-    port._detach(port.tier)
-    port.breakers["read"].trip()
-    port.breakers["write"].trip()
-    chains = conversations(20, 5)
-    story.store(*chains)
-    story.rest()
-    assert story.missing(*chains) == [*chains[0].hashes, *chains[1].hashes]
-    story.is_there = True
-    story.pass_time(1.0)
-    assert not story.missing(*chains)
-
-
 def test_a_burst_that_meets_an_outage_loses_its_right_to_stay_and_not_its_place(node: Open) -> None:
     story = node(slots=32)
     tier, [chain] = story.tiers["file"], conversations(20)

@@ -16,7 +16,6 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.tiers.naming import chain as chain_module
 from kvtier.tiers.naming.chain import (
     BlockExtraKeys,
     TokenChain,
@@ -95,29 +94,6 @@ def test_growing_in_any_steps_equals_one_shot(
     assert [root, *chain.hashes] == [chain.parent(i) for i in range(len(chain.hashes) + 1)]
     packed = b"".join(chain.block_tokens(i) for i in range(len(chain.hashes)))
     assert packed == struct.pack(f"<{len(packed) // 4}I", *tokens[: len(packed) // 4])
-
-
-def test_a_token_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    hashed: list[bytes] = []
-    real = hashlib.sha256
-
-    def counting(data: bytes = b"") -> "hashlib._Hash":
-        hashed.append(data)
-        return real(data)
-
-    root = root_hash(FINGERPRINT)
-    chain = TokenChain(root, 16)
-    monkeypatch.setattr(chain_module, "compiled", lambda: None)
-    monkeypatch.setattr(hashlib, "sha256", counting)
-    chain.extend(range(1600))
-    assert len(hashed) == 100
-    # sixteen decoded tokens, one at a time: nothing is hashed before the block is full, then that block alone
-    for token in range(1600, 1615):
-        chain.extend((token,))
-    assert len(hashed) == 100
-    chain.extend((1615,))
-    assert len(hashed) == 101
-    assert chain.hashes == chain_hashes(root, range(1616), 16)
 
 
 def test_parts_of_a_page_have_names_of_their_own() -> None:

@@ -106,17 +106,6 @@ def test_arrays_of_any_type_fare_alike(dtype: type) -> None:
         both_ways(array(code, [1, 2, 3]))
 
 
-def test_a_long_list_is_read_in_pieces_and_its_last_id_is_checked() -> None:
-    num_ids = 2 * chain.IDS + 3
-    ids = list(range(num_ids))
-    assert token_array(ids).tolist() == ids
-    for wrong in (2**32, -1, 2**100):
-        ids[-1] = wrong
-        with pytest.raises(ValueError, match=f"token id {wrong} at position {num_ids - 1}"):
-            token_array(ids)
-    both_ways([*ids[:-1], None])
-
-
 def test_ids_are_copied() -> None:
     for tokens in ([1, 2, 3], array("I", [1, 2, 3]), np.array([1, 2, 3], np.uint32)):
         grown: TokenChain = TokenChain(ROOT, 2)
@@ -185,20 +174,6 @@ def test_kept_runs_are_found_alike_and_never_another_tenant_s(
             reference.extend(tokens)
         assert list(kept._runs.items()) == list(plain._runs.items())  # the order of use, too
         assert kept.num_bytes == plain.num_bytes
-
-
-def test_a_run_under_another_run_s_key_is_not_taken() -> None:
-    kept = HashCache()
-    whole = [7] * (2 * RUN)
-    made = TokenChain(ROOT, 2, kept=kept)
-    made.extend(whole)
-    [(key, (made_of, names))] = kept._runs.items()
-    kept._runs[key] = (made_of[:-1] + b"\xff", names)  # as if somebody had aimed at the key
-    again = TokenChain(ROOT, 2, kept=kept)
-    with mock.patch.object(HashCache, "enter"):
-        again.extend(whole)
-    assert again.hashes == made.hashes
-    assert all(mine is not theirs for mine, theirs in zip(again.hashes, names, strict=True))  # hashed anew
 
 
 def test_what_is_out_of_bounds_is_refused() -> None:

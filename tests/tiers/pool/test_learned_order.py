@@ -149,16 +149,6 @@ def test_blocks_that_become_idle_after_the_end_belong_to_it() -> None:
     served.pool.check()
 
 
-def test_memory_is_bounded_however_many_requests_end() -> None:
-    served = Served(64)
-    for number in range(2000):
-        served.clock.now += 0.1
-        served.serve(chain(number, length=3), 3)
-    assert served.pool._learned is not None
-    assert served.pool._learned.num_rows <= 65
-    served.pool.check()
-
-
 def test_without_eviction_the_notes_stay_bounded_too() -> None:
     served, names = Served(64), chain("same", length=4)
     reservation = served.pool.reserve(names)
