@@ -94,33 +94,6 @@ def test_pending_until_the_blocks_arrive_or_the_deadline_passes() -> None:
     bench.close()
 
 
-@pytest.mark.parametrize("point", ["looked up", "pending", "allocated", "planned", "copied"])
-def test_an_abort_at_any_point_leaks_nothing(point: str) -> None:
-    """FAULTS 18."""
-    tier = MemoryTier()
-    bench = Bench(tier)
-    request = request_of(3)
-    tier.fill(request.chain) if point == "pending" else store(bench.hierarchy, request.chain)
-    if point == "pending":
-        tier.gate.clear()
-    bench.scheduler.lookup(request, 0)
-    if point in ("allocated", "planned", "copied"):
-        bench.scheduler.allocated("a", [0, 1, 2, 3], 3 * BLOCK_SIZE)
-    if point in ("planned", "copied"):
-        bench.step()
-    if point == "copied":
-        bench.stream.complete_all()
-    bench.scheduler.finished("a")
-    bench.scheduler.finished("a")  # idempotent
-    tier.gate.set()
-    bench.step()
-    bench.stream.complete_all()
-    update = bench.update()
-    assert update.loaded == (() if point in ("looked up", "pending") else ("a",))  # its L1 blocks may go only now
-    wait_until(lambda: bench.hierarchy.promoter.idle)
-    bench.close()
-
-
 def test_a_failed_load_is_named_with_its_first_block_and_counted(bench: Bench) -> None:
     """FAULTS 24."""
     request = request_of(4)
@@ -361,20 +334,6 @@ def test_compute_never_waits_for_another_requests_asynchronous_load(bench: Bench
     bench.stream.complete_all()
     bench.update()
     bench.scheduler.finished("a")
-
-
-def test_shutdown_with_copies_in_flight_leaks_nothing() -> None:
-    """FAULTS 25."""
-    bench = Bench()
-    loading, storing = request_of(2), request_of(2, "b", first_token=100)
-    store(bench.hierarchy, loading.chain)
-    bench.scheduler.lookup(loading, 0)
-    bench.scheduler.allocated("a", [0, 1, 2], 2 * BLOCK_SIZE)
-    bench.scheduler.lookup(storing, 0)
-    bench.scheduler.allocated("b", [3, 4, 5], 0)
-    bench.scheduler.store("b", 0, [3, 4])
-    bench.step()
-    bench.close()  # neither copy was ever completed
 
 
 def test_a_dead_copy_costs_one_deadline_however_many_layers_wait(bench: Bench) -> None:

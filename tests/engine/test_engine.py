@@ -29,14 +29,6 @@ def test_a_batch_answers_each_prompt_as_if_alone(make: Make) -> None:
         assert answer.ttft > 0
 
 
-def test_salts_separate_tenants(make: Make) -> None:
-    engine = make()
-    engine.generate([prompt(1, 40)], GREEDY, cache_salt="a")
-    assert engine.generate([prompt(1, 40)], GREEDY, cache_salt="b")[0].num_l1_tokens == 0
-    assert engine.generate([prompt(1, 40)], GREEDY)[0].num_l1_tokens == 0
-    assert engine.generate([prompt(1, 40)], GREEDY, cache_salt="a")[0].num_l1_tokens == 32
-
-
 def test_caching_off_hashes_and_finds_nothing(make: Make) -> None:
     engine = make(enable_prefix_caching=False)
     first, second = (engine.generate([prompt(1, 40)], KEEP)[0] for _ in range(2))

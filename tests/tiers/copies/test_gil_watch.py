@@ -35,12 +35,6 @@ class Time:
         self.now += 20e-6 + waited + self.off_core.get(piece, 0.0)
 
 
-def test_without_a_wait_every_piece_goes_alone() -> None:
-    time = Time()
-    assert time.watch().copy_each(time.copy, 300, 64 << 10) == 300
-    assert time.copied == list(range(300))
-
-
 def test_the_first_wait_for_the_gil_ends_it_for_a_while() -> None:
     time = Time()
     time.asleep = {0: 0.005}
@@ -50,26 +44,6 @@ def test_the_first_wait_for_the_gil_ends_it_for_a_while() -> None:
     time.now += 0.6
     time.asleep.clear()
     assert watch.copy_each(time.copy, 100, MIB) == 100
-
-
-def test_a_wait_later_on_is_seen_within_a_mebibyte() -> None:
-    time = Time()
-    time.asleep = dict.fromkeys(range(40, 300), 0.005)
-    num_copied = time.watch().copy_each(time.copy, 300, 128 << 10)
-    assert 40 < num_copied <= 40 + 2 * 8
-    assert time.copied == list(range(num_copied))
-
-
-def test_a_busy_machine_is_no_busy_gil() -> None:
-    time = Time()
-    time.off_core = dict.fromkeys(range(0, 50, 3), 0.02)
-    assert time.watch().copy_each(time.copy, 50, MIB) == 50
-
-
-def test_a_wait_too_short_to_matter_is_let_pass() -> None:
-    time = Time()
-    time.asleep = dict.fromkeys(range(50), 0.0001)
-    assert time.watch().copy_each(time.copy, 50, MIB) == 50
 
 
 def test_a_thread_that_waits_has_slept() -> None:

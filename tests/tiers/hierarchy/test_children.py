@@ -111,27 +111,6 @@ def test_where_the_run_ends_decides_whose_children_are_told(opened: Open) -> Non
     assert answered(hierarchy, long.hashes[3:], long.hashes[2]).children == ()
 
 
-def test_a_child_evicted_between_question_and_claim_is_not_promised(opened: Open) -> None:
-    hierarchy = opened()
-    sibling = branch(1)
-    store(hierarchy, sibling)
-    assert hierarchy.drain(60)
-    request = branch(9)
-    (child,) = children(hierarchy, request)
-    # It goes from everywhere before the request asks for the chain that ends with it.
-    hierarchy.host.pool.evict([child.chain_hash])
-    for port in hierarchy.ports:
-        assert port.tier is not None
-        port.tier.discard([child.chain_hash])
-    view = hierarchy.ask([*request.hashes[:2], child.chain_hash], request.root)
-    while isinstance(answer := hierarchy.poll(view), Pending):
-        hierarchy.wait_news(0.01)
-    assert answer == 2
-    with hierarchy.take(view) as lease:
-        assert lease.hashes == request.hashes[:2]
-    assert children(hierarchy, request) == set()
-
-
 def test_filling_blocks_are_not_told(opened: Open) -> None:
     hierarchy = opened()
     sibling = branch(1)

@@ -81,18 +81,6 @@ def test_attribution_follows_a_run_through_the_tiers_and_always_sums(stories: St
         Attribution(6, l1=1, l2=2)
 
 
-def test_sixty_four_requests_read_a_cold_prefix_once(stories: Stories) -> None:
-    """FAULTS 40."""
-    tier, chain, hierarchy = stories.waiting(8, slots=1024)
-    prefetches = [hierarchy.ask(chain.hashes, chain.root) for _ in range(64)]
-    assert all(hierarchy.poll(p) is PENDING for p in prefetches)
-    tier.gate.set()
-    wait_until(lambda: all(hierarchy.poll(p) == 8 for p in prefetches))
-    assert sorted(tier.reads) == sorted(chain.hashes)  # each block once
-    for prefetch in prefetches:
-        hierarchy.take(prefetch).release()
-
-
 def test_a_request_that_starts_inside_another_ones_flight_gets_its_part(stories: Stories) -> None:
     tier, chain, hierarchy = stories.waiting(6, slots=64)
     whole = hierarchy.ask(chain.hashes, chain.root)
