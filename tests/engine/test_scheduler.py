@@ -7,7 +7,6 @@ import pytest
 from scheduler_rig import BLOCK, ScriptedConnector, Story, tokens
 
 from kvtier.connector.models import Reasoning
-from kvtier.connector.plan import StepPlan, WorkerReport
 from kvtier.connector.scheduler import ConnectorUpdate
 from kvtier.engine.sequence import FinishReason, SequenceState
 from kvtier.tiers.hierarchy.cache_tiers import PENDING
@@ -278,38 +277,6 @@ def test_a_layerwise_load_that_is_late_leaves_no_trace(stories: list[Story]) -> 
     story.step()
 
 
-def test_abort_in_every_state() -> None:
-    connector = ScriptedConnector()
-    story = Story(8, connector)
-    connector.findable["loading"] = 4
-    story.add("loading", tokens(1, 6))
-    story.add("running", tokens(100, 6), max_tokens=50)
-    story.step()
-    story.step()
-    story.add("waiting", tokens(300, 6))
-    states = {name: story.live[name].state for name in story.live}
-    assert states == {
-        "loading": SequenceState.LOADING,
-        "running": SequenceState.RUNNING,
-        "waiting": SequenceState.WAITING,
-    }
-    for name in states:
-        assert story.scheduler.abort(name)
-        assert not story.scheduler.abort(name)
-        assert ("finished", name) in connector.log
-    assert not story.scheduler.abort("nobody")
-    # The aborted load still writes: its blocks stay, and its name cannot be used, until the report.
-    connector.news = ConnectorUpdate(released=tuple(story.scheduler._held.copies.elements()))
-    story.step()
-    assert set(story.ended.values()) == {FinishReason.ABORT}
-    assert story.scheduler.knows("loading")
-    assert story.pool.num_free_blocks == 6
-    connector.news = ConnectorUpdate(loaded=("loading",))
-    story.step()
-    assert not story.scheduler.knows("loading")
-    story.idle()
-
-
 def test_an_aborted_owner_hands_its_prefix_on(stories: list[Story]) -> None:
     stories.append(story := Story(16))
     story.add("a", tokens(1, 20))
@@ -317,19 +284,6 @@ def test_an_aborted_owner_hands_its_prefix_on(stories: list[Story]) -> None:
     assert story.step() == [("a", 0, 8)]
     story.scheduler.abort("a")
     assert story.step() == [("b", 8, 16)]  # what a computed counts
-    story.run()
-
-
-def test_a_step_that_raised_counts_for_nothing(stories: list[Story]) -> None:
-    stories.append(story := Story(16))
-    story.add("a", tokens(1, 12), max_tokens=2)
-    batch = story.scheduler.schedule(WorkerReport())
-    assert isinstance(batch.plan, StepPlan)
-    story.scheduler.give_up(batch, tuple(op.op_id for op in batch.plan.stores))
-    assert story.live["a"].state is SequenceState.WAITING
-    assert story.pool.num_free_blocks == 16
-    assert story.pool.lookup(story.live["a"].chain.hashes) == 0  # nothing of it is findable
-    assert story.step() == [("a", 0, 8)]
     story.run()
 
 

@@ -206,24 +206,6 @@ def test_what_a_dead_device_was_given_stays_its_own(
     assert hierarchy.host.pool.counts().filling == 0
 
 
-def test_the_gather_follows_the_compute_and_a_store_does_not_hold_the_caller(
-    gpu: GpuBelow, open_tier: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`store` of the tier's half returns while every copy is still to be made."""
-    kv = open_tier(model_of("llama"))
-    gpu.cuda.eager = 0.0
-    settled = list[int]()
-    settle = kv._blocks.settle
-
-    def settles() -> None:
-        settled.append(sum(not store.sent.done() for store in kv._blocks._stores))
-        settle()
-
-    monkeypatch.setattr(kv._blocks, "settle", settles)
-    kv.generate(torch.tensor([prompt(1, 70), prompt(2, 70)]), **GREEDY)
-    assert settled == [2]  # of two rows, each still on its way when all had been enqueued
-
-
 def test_states_that_never_arrive_are_not_kept(gpu: GpuBelow, monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = torch.arange(8)
     sent = HostCopy(tensor)

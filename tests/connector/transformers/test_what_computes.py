@@ -770,18 +770,3 @@ def test_a_model_that_computes_nan_starts_and_is_kept_apart(
     warnings = [record.message for record in caplog.records if record.name == "kvtier.connector.opening"]
     assert len(warnings) == 2
     assert all("this model computes NaN or infinity of a few plain tokens" in each for each in warnings)
-
-
-def test_a_merged_layer_is_itself_again(open_tier: Open) -> None:
-    """The double does what the stories above take for granted."""
-    model = bare()
-    [first, *_] = with_adapters(model, a=1)
-    assert isinstance(first, LoraLinear)
-    x = torch.randn(1, 3, 64)
-    with torch.no_grad():
-        alone, added = first.base_layer(x), first(x)
-        first.merge("a")
-        assert torch.allclose(first(x), added, atol=1e-4)
-        first._disable_adapters = True
-        assert torch.allclose(first(x), alone, atol=1e-4)
-    assert not first.merged_adapters

@@ -208,25 +208,6 @@ def test_what_was_enqueued_before_a_failure_is_waited_for(
     stream.close(1)
 
 
-def test_without_a_working_compiler_blocks_are_copied_one_by_one(
-    device: FakeDevice,
-    region: HostRegion,
-    l1: torch.Tensor,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    def broken(launches: Launches, canonical: object) -> None:
-        raise RuntimeError("nvrtc: error: failed to open libnvrtc-builtins.so")
-
-    monkeypatch.setattr(Launches, "compile", broken)
-    monkeypatch.setattr(tensor_copier, "LayoutKernels", Launches)
-    stream = CudaCopyStream(l1, region)
-    assert "nvrtc: error" in caplog.text
-    assert stream.store(pairs([3], [4])).wait(1)
-    assert np.array_equal(region.array[4], l1[3].reshape(-1).numpy())
-    stream.close(1)
-
-
 @pytest.mark.parametrize(
     "copies", [pairs([NUM_BLOCKS], [0]), pairs([0], [NUM_SLOTS]), pairs([-1], [0]), pairs([0], [0], (0, 4))]
 )

@@ -4,7 +4,7 @@ import ctypes
 import errno
 import os
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +17,6 @@ from slab_rig import get, hash_of, put, record_of
 from kvtier.tiers.file import payload_io, read_queue
 from kvtier.tiers.file.file_io import FileIO, address, writable_address
 from kvtier.tiers.file.read_queue import ReadQueue
-from kvtier.tiers.file.slab_rows import SlabRows
 from kvtier.tiers.file.store import FileStore
 from kvtier.tiers.tier import BlockRecord, Outcome
 
@@ -197,33 +196,6 @@ def test_a_kernel_that_refuses_a_queue_is_asked_again_later(
 
 def refuses_a_queue(self: FileIO, depth: int) -> ReadQueue:
     raise OSError(errno.EAGAIN, "too many of them")
-
-
-def test_entries_are_read_once_and_while_payloads_are_in_flight(
-    open_store: OpenStore, queue: ReadQueue, monkeypatch: pytest.MonkeyPatch, way: str
-) -> None:
-    store = open_store()
-    keys = every_other(store, 20)
-    steps: list[str] = []
-    entries = SlabRows.entries
-
-    def noted(self: SlabRows, slots: Sequence[int]) -> list[Any]:
-        steps.append(f"entries of {len(slots)}")
-        return entries(self, slots)
-
-    monkeypatch.setattr(SlabRows, "entries", noted)
-
-    def noted_payload(number: int, moved: int) -> int:
-        steps.append("payload")
-        return moved
-
-    change_what_came(monkeypatch, noted_payload)
-    assert get(store, keys, aligned(len(keys))) == [Outcome.OK] * len(keys)
-    assert steps == ["entries of 20"] * (way == "python") + ["payload"] * 20  # the twin reads them itself
-    steps.clear()
-    monkeypatch.setattr(ReadQueue, "read_blocks", lambda *given: None)
-    assert get(store, keys, aligned(len(keys))) == [Outcome.OK] * len(keys)
-    assert steps == ["entries of 20", *["payload"] * 20]
 
 
 def test_without_a_queue_blocks_are_read_one_by_one(open_store: OpenStore, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,8 @@
 """Stories of a port: a lower tier that fails, hangs, comes back, was never there or was replaced; and resets."""
 
 import logging
-import time
 from collections.abc import Callable, Iterator, Sequence
-from threading import Barrier, Event, Thread
+from threading import Event, Thread
 
 import pytest
 from doubles import SLOT_BYTES, FakeClock, MemoryTier, chain_of, payload_of, record_of, wait_until
@@ -95,33 +94,6 @@ def test_what_is_written_is_found_read_and_measured(story: Story) -> None:
     assert counters['kvtier_bytes_total{tier="file",direction="read"}'] == 2 * SLOT_BYTES  # what arrived
     story.rates.computed(1 << 50, 1.0)  # an engine of infinite speed: whether the tier's rate is known shows
     assert not story.rates.worth_loading(1, {"file": 1 << 30})
-
-
-def test_threads_that_share_a_tier_are_not_each_taken_for_all_of_it(story: Story) -> None:
-    both_in = Barrier(3)
-
-    class Shared(MemoryTier):
-        def read(self, hashes: Sequence[ChainHash], into: Sequence[memoryview]) -> list[BlockRecord | Outcome]:
-            both_in.wait(60)
-            return super().read(hashes, into)
-
-    tier = Shared()
-    tier.fill(CHAIN)
-    port = story.port(lambda: tier, num_threads=2)
-    tier.gate.clear()
-    began = time.perf_counter()
-    threads = [Thread(target=read, args=(port, HASHES[i : i + 2])) for i in (0, 2)]
-    for thread in threads:
-        thread.start()
-    both_in.wait(60)
-    time.sleep(0.3)  # both wait for the tier …
-    tier.gate.set()  # … which then gives all four blocks at once
-    for thread in threads:
-        thread.join(60)
-    took = time.perf_counter() - began
-    # The next four blocks will take as long, not twice as long: an engine that needs a third more than that loads.
-    story.rates.computed(1000, took * 4 / 3)
-    assert story.rates.worth_loading(1000, {"file": 4 * SLOT_BYTES})
 
 
 def test_misses_corruption_and_a_full_disk_are_no_failures(story: Story) -> None:

@@ -163,18 +163,6 @@ def test_a_block_published_while_it_is_looked_for_is_found(
     bench.tiers.cancel(claim)
 
 
-def test_no_question_waits_for_hashing_past_its_deadline(
-    bench: Bench, hashing: Event, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvtier.tiers.hierarchy.hierarchy._SEALING", 0.02)
-    chain = chain_of(3)
-    hashing.clear()
-    hand_in(bench.hierarchy, chain)
-    claim = bench.tiers.ask(chain.hashes, chain.root, block_size=4)
-    assert bench.settled(claim) == 0  # the hashing still stands
-    assert claim.found == Attribution(blocks=3, miss=3)
-
-
 def test_the_question_is_asked_in_the_background(bench: Bench) -> None:
     chain = chain_of(3)
     bench.shared.gate.clear()  # the server does not answer

@@ -2,12 +2,8 @@
 
 import hashlib
 import logging
-import os
-import signal
 import struct
-import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -364,48 +360,6 @@ def test_an_encrypted_bucket_holds_no_token_no_byte_and_no_name(
         assert name.hex() not in key
         for secret in (name, CHAIN.block_tokens(i), mixed(name)[:32], mixed(name)[::2][:32], b"\x28\xb5\x2f\xfd"):
             assert secret not in content
-
-
-_WRITER = """
-import sys
-sys.path[:0] = {path!r}
-import doubles, object_rig, redis_stories
-for module in (doubles, redis_stories, object_rig):
-    module.payload_of = redis_stories.kv_of
-print("ready", flush=True)
-with object_rig.opened({endpoint!r}, compression="zstd") as store:
-    for n in range(10_000):
-        object_rig.write(store, doubles.chain_of(16, 1000 * n))
-        print(n, flush=True)
-"""
-
-
-def test_writers_that_are_killed_leave_whole_objects_or_none(server: ObjectServer, monkeypatch: Any) -> None:
-    for module in (doubles, redis_stories, object_rig, fault_rig):
-        monkeypatch.setattr(module, "payload_of", kv_of)
-    seen = 0
-    delays = brief((0.013,), (0.0, 0.013, 0.031, 0.06))
-    for delay in delays:
-        code = _WRITER.format(path=sys.path, endpoint=server.endpoint)
-        with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as writer:
-            assert writer.stdout is not None
-            try:
-                for line in writer.stdout:
-                    if line.strip() == "2":
-                        break
-                time.sleep(delay)
-            finally:
-                os.kill(writer.pid, signal.SIGKILL)
-        with opened(server.endpoint, compression="zstd") as reader:
-            number = 0
-            while reader.locate((chain := chain_of(16, 1000 * number)).hashes) == 16:
-                assert read(reader, chain) == [Outcome.OK] * 16
-                number += 1
-            assert number >= 3
-            assert reader.locate(chain.hashes) == 0
-            seen += number
-        server.empty()
-    assert seen >= 3 * len(delays)
 
 
 def test_the_start_says_what_is_used_and_bad_options_are_one_line(

@@ -1,8 +1,6 @@
 """SlotPool as scripted stories: what is stored, who is protected, what goes and when."""
 
 import gc
-import hashlib
-from typing import Any
 
 import pytest
 from pools import Chain, PoolOf, reserved, store
@@ -182,44 +180,6 @@ def test_a_hash_given_twice_or_of_another_length_is_refused(pool_of: PoolOf, cha
         SlotPool(0)
     with pytest.raises(ValueError, match="'mru': use one of lru, s3fifo"):
         SlotPool(1, policy="mru")
-
-
-def test_leased_blocks_at_the_old_end_cost_one_look_each(
-    pool_of: PoolOf, chain: Chain, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("KVTIER_COMPILED", "off")  # its calls can be counted
-    pool, old = pool_of(3000), chain(*range(2000))
-    store(pool, old)
-    lease = pool.lease(old)
-    looks = 0
-    order: Any = pool._core.order
-    pop = order.pop
-
-    def counting_pop() -> int:
-        nonlocal looks
-        looks += 1
-        slot: int = pop()
-        return slot
-
-    order.pop = counting_pop
-    for i in range(1500):
-        store(pool, chain(10_000 + i))
-    assert looks == 500  # one for each store that found no free slot, however many blocks are leased
-    lease.release()
-
-
-def test_a_large_pool_takes_empty_batches(chain: Chain) -> None:
-    """In pools of thousands some names lie outside their buckets; a batch of nothing is everyday life."""
-    pool = SlotPool(16_384)
-    for first in range(0, 16_384, 512):
-        blocks = chain(first)[:1] + [hashlib.sha256(b"%d" % i).digest() for i in range(first + 1, first + 512)]
-        reservation = pool.reserve(blocks)
-        assert reservation is not None
-        with reservation:
-            pool.seal(reservation).release()
-        pool.abandon(reservation, range(3, 3))
-    assert pool.evict(chain(99, 100)) == 0
-    pool.check()
 
 
 def test_an_empty_lease_may_be_collected_anywhere(chain: Chain) -> None:
