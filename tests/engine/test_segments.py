@@ -378,10 +378,7 @@ def test_a_blend_counts_once_however_often_it_is_made(make: Make, monkeypatch: p
 
 
 BAD: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
-    "overlap": (
-        lambda: {"segments": [Segment(10, 50), Segment(49, 90)]},
-        "segments 10 to 50 and 49 to 90 overlap",
-    ),
+    "overlap": (lambda: {"segments": [Segment(10, 50), Segment(49, 90)]}, "segments 10 to 50 and 49 to 90 overlap"),
     "empty": (lambda: {"segments": [Segment(20, 20)]}, "segment 20 to 20: it is empty"),
     "backward": (lambda: {"segments": [Segment(20, 10)]}, "segment 20 to 10: it is empty"),
     "beyond": (lambda: {"segments": [Segment(20, 500)]}, "segment 20 to 500: not within the 165 tokens"),

@@ -12,10 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtier.connector.daemon.fields import pack_numbers
-from kvtier.connector.daemon.handshake import (
-    unpack_handshake,
-    unpack_handshake_reply,
-)
+from kvtier.connector.daemon.handshake import unpack_handshake, unpack_handshake_reply
 from kvtier.connector.daemon.messages import (
     Abandon,
     Ask,

@@ -76,10 +76,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
         lambda: tiny(transformers.Glm4Config(**LONG, head_dim=16, pad_token_id=0)),
         "layer 0 has interleaved RoPE",
     ),
-    "layers without RoPE": (
-        lambda: tiny(transformers.SmolLM3Config(**LONG, pad_token_id=0)),
-        "layer 3 has no RoPE",
-    ),
+    "layers without RoPE": (lambda: tiny(transformers.SmolLM3Config(**LONG, pad_token_id=0)), "layer 3 has no RoPE"),
     "two frequencies": (
         lambda: tiny(transformers.Gemma3TextConfig(**LONG, head_dim=16, pad_token_id=0)),
         "layers that rotate by different frequencies",

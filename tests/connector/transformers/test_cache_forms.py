@@ -8,7 +8,7 @@ import torch
 import transformers
 from _architectures import ARCHITECTURES, Architecture
 from extent import brief
-from kv_tier_rig import Open
+from kv_tier_rig import Open, restarted
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from kvtier.connector.models import cache_option
@@ -87,9 +87,7 @@ def test_a_prompt_is_found_by_the_next_call_and_after_a_restart(open_tier: Open,
     turn = torch.cat([expected, prompt(3, 9)], dim=1)
     assert torch.equal(kv.generate(turn, **GREEDY), model.generate(turn, **GREEDY))
     assert kv.num_cached_tokens == 96
-    assert kv.drain()
-    kv.close()
-    again = open_tier(model)
+    again = restarted(kv, open_tier)
     assert torch.equal(again.generate(tokens, **GREEDY), expected)
     assert again.num_cached_tokens == 80
     assert again.stats()['kvtier_lookup_blocks_total{tier="file"}'] == 5
@@ -105,9 +103,7 @@ def test_what_is_loaded_is_what_was_stored_bit_for_bit(open_tier: Open, name: st
     kv = open_tier(model)
     stored = computed(kv, tokens)
     kv.store(tokens, stored)
-    assert kv.drain()
-    kv.close()
-    again = open_tier(model)
+    again = restarted(kv, open_tier)
     loaded, num_cached = again.load(tokens)
     assert num_cached == 64
     held, expected = tensors(loaded, 64), tensors(stored, 64)

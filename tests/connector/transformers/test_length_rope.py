@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from kv_tier_rig import Open
+from kv_tier_rig import Open, restarted
 from tiny_models import SIZES, config_of, prompt
 from transformers import AutoModelForCausalLM, Phi3Config
 
@@ -61,9 +61,7 @@ def test_texts_with_one_rope_are_kept_and_longer_ones_go_on_as_ever(
         assert kv.num_cached_tokens == 0
     assert f"150 tokens: this model's RoPE is another for texts above {rope_limit(model.config)}" in caplog.text
     # The long text left nothing behind, and the short one is found again, also by another process.
-    assert kv.drain()
-    kv.close()
-    again = open_tier(model)
+    again = restarted(kv, open_tier)
     assert torch.equal(again.generate(tokens, **GREEDY), expected)
     assert again.num_cached_tokens == 80
 

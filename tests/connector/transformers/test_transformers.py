@@ -11,50 +11,16 @@ from typing import Any
 import pytest
 import torch
 from extent import brief
-from kv_tier_rig import Open
+from kv_tier_rig import GREEDY, Open, model_of, restarted
 from server_rig import save_checkpoint, tokenizer
-from tiny_models import VOCAB, config_of, prompt
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSeq2SeqLM,
-    DeepseekV2Config,
-    DeepseekV3Config,
-    DynamicCache,
-    Gemma3TextConfig,
-    PreTrainedTokenizerFast,
-    RwkvConfig,
-    T5Config,
-)
+from tiny_models import VOCAB, prompt
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, DynamicCache, PreTrainedTokenizerFast, T5Config
 
 from kvtier.connector.models import cache_option
 from kvtier.connector.transformers import adapter as transformers_connector
 from kvtier.connector.transformers.adapter import KVTier
 from kvtier.tiers.copies.block_copier import BlockCopier
 from kvtier.tiers.errors import MissingPackages
-
-SIZES: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4}
-GREEDY: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-
-
-def model_of(kind: str, dtype: torch.dtype = torch.float32) -> Any:
-    """Random weights, the same for the same kind and dtype; gemma3 slides over 24 tokens in three of four layers."""
-    if kind == "gemma3":
-        layers = ["sliding_attention"] * 3 + ["full_attention"]
-        heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-        config: Any = Gemma3TextConfig(**SIZES, **heads, sliding_window=24, layer_types=layers, initializer_range=0.2)
-    elif kind in ("deepseek-v2", "deepseek-v3"):
-        config = (DeepseekV2Config if kind == "deepseek-v2" else DeepseekV3Config)(
-            **SIZES, num_attention_heads=4, num_key_value_heads=4, q_lora_rank=None, kv_lora_rank=16,
-            qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=12, first_k_dense_replace=4, initializer_range=0.2,
-        )  # fmt: skip
-    elif kind == "rwkv":
-        config = RwkvConfig(vocab_size=VOCAB, hidden_size=32, attention_hidden_size=32, num_hidden_layers=2)
-    else:
-        config = config_of(kind)
-    torch.manual_seed(0)
-    auto: Any = AutoModelForCausalLM
-    attention = None if kind == "rwkv" else "sdpa"
-    return auto.from_config(config, dtype=dtype, attn_implementation=attention).eval()
 
 
 def ids(*rows: list[int]) -> torch.Tensor:
@@ -79,9 +45,7 @@ def test_a_prompt_is_found_again_by_the_next_call_turn_and_process(open_tier: Op
     assert torch.equal(kv.generate(turn, **GREEDY), model.generate(turn, **GREEDY))
     assert kv.num_cached_tokens == 96
     # So does another process.
-    assert kv.drain()
-    kv.close()
-    again = open_tier(model)
+    again = restarted(kv, open_tier)
     assert torch.equal(again.generate(tokens, **GREEDY), expected)
     assert again.num_cached_tokens == 80
     stats = again.stats()
@@ -181,12 +145,7 @@ def test_a_model_in_training_is_named_with_the_fix(open_tier: Open, caplog: pyte
     assert "shape (70,); pass [rows, tokens]" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("kind", "said"),
-    [
-        ("rwkv", "it keeps a state outside of transformers' cache"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "said"), [("rwkv", "it keeps a state outside of transformers' cache")])
 def test_a_model_whose_kv_no_block_holds_is_generated_as_ever(
     open_tier: Open, caplog: pytest.LogCaptureFixture, kind: str, said: str
 ) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from extent import brief
-from kv_tier_rig import BLOCK, GREEDY, KINDS, Open, assert_exact, held, left_padded, model_of
+from kv_tier_rig import BLOCK, GREEDY, KINDS, Open, assert_exact, held, left_padded, model_of, restarted
 from tiny_models import prompt
 
 from kvtier.connector.models import given_cache
@@ -40,9 +40,7 @@ def test_rows_of_different_length_are_found_each_by_its_own_tokens(open_tier: Op
     assert torch.equal(kv.generate(**last, **GREEDY), model.generate(**last, **GREEDY))
     assert kv.cached_tokens_by_row == [0, 60, 0, 90]
     # So it is after a restart.
-    assert kv.drain()
-    kv.close()
-    again = open_tier(model)
+    again = restarted(kv, open_tier)
     assert torch.equal(again.generate(**batch, **GREEDY), expected)
     assert again.cached_tokens_by_row == [77, 48, 10, 27]
     assert again.stats()['kvtier_lookup_blocks_total{tier="file"}'] == 5 + 3 + 1 + 2
@@ -217,9 +215,7 @@ def test_random_batches_are_generated_as_without_kvtier(open_tier: Open, kind: s
         assert all(0 <= hit < len(row) for hit, row in zip(kv.cached_tokens_by_row, rows, strict=True))
         num_hits += sum(kv.cached_tokens_by_row)
         if number == 9:
-            assert kv.drain()
-            kv.close()
-            kv = open_tier(model)
+            kv = restarted(kv, open_tier)
     assert num_hits > 200
     for row in rows:
         assert_exact(kv, model, row)

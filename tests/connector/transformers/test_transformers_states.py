@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 from extent import brief
-from kv_tier_rig import Open
+from kv_tier_rig import Open, restarted
 from state_models import COARSE_STEPS, CONFIGS, FROM_ZERO, ONE_BY_ONE, PURE, SHOWN, model_of
 from tiny_models import VOCAB, prompt
 
@@ -52,9 +52,7 @@ def test_a_prompt_is_found_again_by_the_next_call_turn_and_process(open_tier: Op
     assert torch.equal(kv.generate(turn, **GREEDY), model.generate(turn, **GREEDY))
     assert kv.num_cached_tokens == (384 if kind in COARSE_STEPS else 400)
     # So does another process.
-    assert kv.drain()
-    kv.close()
-    again = open_tier(model)
+    again = restarted(kv, open_tier)
     assert torch.equal(again.generate(tokens, **GREEDY), expected)
     assert again.num_cached_tokens == 384
     assert torch.equal(again.generate(turn, **GREEDY), model.generate(turn, **GREEDY))
@@ -174,9 +172,7 @@ def test_a_corrupt_state_in_the_slab_is_a_miss(open_tier: Open, kind: str) -> No
     expected = model.generate(ids(tokens), **GREEDY)
     kv = open_tier(model)
     kv.generate(ids(tokens), **GREEDY)
-    assert kv.drain()
-    kv.close()
-    again = open_tier(model)
+    again = restarted(kv, open_tier)
     [port] = again._opened.ports  # type: ignore[union-attr]
     slab: Any = port.tier
     name = names_of(again, tokens, 74)[0]

@@ -94,10 +94,7 @@ def sparse(model: Any) -> Any:
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (
-            wrapped,
-            r"weight 'model\.layers\.1\.mlp\.up_proj\.weight': a [\w.]*Halved, of which no bytes are known",
-        ),
+        (wrapped, r"weight 'model\.layers\.1\.mlp\.up_proj\.weight': a [\w.]*Halved, of which no bytes are known"),
         (quantized, r"_packed_params.*: a torch.dtype, of which no bytes are known.*load the model unquantised"),
         (offloaded, r"weight 'model\.layers\.1\.mlp\.gate_proj\.weight': on the meta device.*whole model into memory"),
         (sparse, r"weight 'mask': torch\.sparse_coo, torch\.float32, of which no plain bytes are there"),
@@ -296,10 +293,7 @@ def test_while_a_call_runs_nobody_makes_another_tier_over_its_model(open_tier: O
         made, maker = threading.Event(), threading.Thread(target=make)
 
         def meanwhile(
-            input_ids: torch.Tensor,
-            scores: torch.Tensor,
-            made: threading.Event = made,
-            maker: threading.Thread = maker,
+            input_ids: torch.Tensor, scores: torch.Tensor, made: threading.Event = made, maker: threading.Thread = maker
         ) -> torch.Tensor:
             if maker.ident is None:
                 maker.start()

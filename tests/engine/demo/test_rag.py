@@ -15,13 +15,7 @@ from extent import brief
 from tiny_models import config_of
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
-from kvtier.engine.demo.rag_questions import (
-    RagQuestion,
-    documents_of,
-    example,
-    recall_questions,
-    timed_questions,
-)
+from kvtier.engine.demo.rag_questions import RagQuestion, documents_of, example, recall_questions, timed_questions
 from kvtier.engine.demo.rag_report import (
     AS_IT_IS,
     FULL_PREFILL,

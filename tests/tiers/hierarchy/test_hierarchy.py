@@ -3,16 +3,7 @@
 from collections.abc import Iterator
 
 import pytest
-from doubles import (
-    FakeClock,
-    MemoryTier,
-    chain_of,
-    hierarchy_of,
-    payload_of,
-    reserve,
-    store,
-    wait_until,
-)
+from doubles import FakeClock, MemoryTier, chain_of, hierarchy_of, payload_of, reserve, store, wait_until
 from fault_rig import drops
 
 from kvtier.tiers.hierarchy.cache_tiers import PENDING, Attribution

@@ -165,10 +165,7 @@ def test_a_tier_that_is_absent_at_start_attaches_later(story: Story, caplog: pyt
 
 @pytest.mark.parametrize("refusal", [None, ConfigError("[file] size: too small")])
 def test_a_tier_that_hangs_as_it_opens_attaches_once_it_answers(
-    story: Story,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-    refusal: ConfigError | None,
+    story: Story, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, refusal: ConfigError | None
 ) -> None:
     monkeypatch.setattr(lower_tier, "_LEAST", 0.0)
     gate, tier = Event(), full_tier()

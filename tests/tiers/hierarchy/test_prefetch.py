@@ -4,17 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from threading import Event, Thread
 
 import pytest
-from doubles import (
-    SLOT_BYTES,
-    FakeClock,
-    MemoryTier,
-    chain_of,
-    hierarchy_of,
-    payload_of,
-    record_of,
-    store,
-    wait_until,
-)
+from doubles import SLOT_BYTES, FakeClock, MemoryTier, chain_of, hierarchy_of, payload_of, record_of, store, wait_until
 
 from kvtier.tiers.hierarchy.cache_tiers import PENDING
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy

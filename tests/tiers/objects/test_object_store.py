@@ -6,17 +6,7 @@ from typing import Any
 
 import pytest
 from doubles import SLOT_BYTES, chain_of, wait_until
-from object_rig import (
-    ObjectServer,
-    object_of,
-    open_store,
-    opened,
-    protection,
-    read,
-    requests,
-    write,
-    written,
-)
+from object_rig import ObjectServer, object_of, open_store, opened, protection, read, requests, write, written
 
 from kvtier.tiers.objects.layout import MAX_BLOCKS, TABLE_BYTES
 from kvtier.tiers.tier import Outcome

@@ -140,10 +140,7 @@ def test_encrypted_as_documented() -> None:
 
 
 @every_form
-@given(
-    tokens=st.binary(max_size=16).map(lambda raw: raw[: len(raw) // 4 * 4]),
-    epoch=st.integers(1, 2**62 - 1),
-)
+@given(tokens=st.binary(max_size=16).map(lambda raw: raw[: len(raw) // 4 * 4]), epoch=st.integers(1, 2**62 - 1))
 def test_what_is_written_is_read(form: RecordForm, tokens: bytes, epoch: int) -> None:
     record = replace(RECORD, tokens=tokens)
     assert taken(form, written(form, record, epoch), epoch=epoch) == record

@@ -16,19 +16,7 @@ from typing import Any
 import pytest
 from doubles import BLOCK_SIZE, SLOT_BYTES, chain_of, record_of, wait_until
 from redis_rig import NO_REDIS, RedisServer, cluster, standalone
-from redis_stories import (
-    CHAIN,
-    FINGERPRINT,
-    OTHER,
-    open_store,
-    opened,
-    options,
-    read,
-    whole,
-    within,
-    write,
-    written,
-)
+from redis_stories import CHAIN, FINGERPRINT, OTHER, open_store, opened, options, read, whole, within, write, written
 
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.errors import ConfigError, KVTierError, TierUnavailable
