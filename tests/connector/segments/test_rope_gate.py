@@ -32,22 +32,18 @@ def test_models_the_engine_runs_pass(family: str) -> None:
     assert module.config._attn_implementation == "sdpa"
 
 
-@pytest.mark.parametrize(
-    "rope",
-    [
-        {"rope_type": "linear", "factor": 4.0},
-        {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **SHORT},
-        {"rope_type": "yarn", "factor": 4.0, **SHORT},
-    ],
-    ids=lambda rope: rope["rope_type"],
-)
-def test_fixed_scalings_pass(rope: dict[str, Any]) -> None:
-    require_rotatable(llama(**rope))
+ROPES: dict[str, dict[str, Any]] = {
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "llama3": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **SHORT},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, **SHORT},
+    "bfloat16": {"rope_type": "default", "dtype": torch.bfloat16},
+    "float16": {"rope_type": "default", "dtype": torch.float16},
+}
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_sixteen_bits_pass(dtype: torch.dtype) -> None:
-    require_rotatable(llama(dtype, rope_type="default"))
+@pytest.mark.parametrize("kind", ROPES)
+def test_fixed_scalings_and_sixteen_bits_pass(kind: str) -> None:
+    require_rotatable(llama(**ROPES[kind]))
 
 
 def test_partial_rotary_passes() -> None:

@@ -652,19 +652,9 @@ def with_attention_of_ones_own(model: Any) -> Iterator[None]:
 
 
 FOREIGN = [
-    with_an_object_for_a_function,
-    with_torchs_function_patched,
-    with_every_module_patched,
-    with_attention_of_ones_own,
-    hooked,
-    hooked_before,
-    hooked_everywhere,
-    patched,
-    patched_class,
-    of_another_class,
-    wrapped,
-    with_another_function,
-]
+    with_an_object_for_a_function, with_torchs_function_patched, with_every_module_patched, with_attention_of_ones_own,
+    hooked, hooked_before, hooked_everywhere, patched, patched_class, of_another_class, wrapped, with_another_function,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -172,51 +172,31 @@ def test_another_set_up_is_measured_anew(kept: KeptChoices, field: str) -> None:
     assert len(kept.all()) == 2
 
 
-def spoil_truncated(path: Path) -> None:
-    path.write_text(path.read_text()[:-20])
+def changed(part: str, field: str, value: object) -> Callable[[bytes], bytes]:
+    def change(content: bytes) -> bytes:
+        kept = json.loads(content)
+        kept[part][field] = value
+        return json.dumps(kept).encode()
+
+    return change
 
 
-def spoil_foreign(path: Path) -> None:
-    content = json.loads(path.read_text())
-    content["key"]["device"] = "NVIDIA A100"
-    path.write_text(json.dumps(content))
+SPOILT: dict[str, Callable[[bytes], bytes]] = {
+    "truncated": lambda content: content[:-20],
+    "noise": lambda content: os.urandom(2048),
+    "deep": lambda content: b"[" * 60_000,
+    "another device's": changed("key", "device", "NVIDIA A100"),
+    "no such grid": changed("choice", "grid", 4096),
+    "another type": changed("choice", "batch_from", "64KiB"),
+    "another field": changed("choice", "speed", 1),
+}
 
 
-def spoil_grid(path: Path) -> None:
-    content = json.loads(path.read_text())
-    content["choice"]["grid"] = 4096
-    path.write_text(json.dumps(content))
-
-
-def spoil_kind(path: Path) -> None:
-    content = json.loads(path.read_text())
-    content["choice"]["batch_from"] = "64KiB"
-    path.write_text(json.dumps(content))
-
-
-def spoil_bytes(path: Path) -> None:
-    path.write_bytes(os.urandom(2048))
-
-
-def spoil_deep(path: Path) -> None:
-    path.write_text("[" * 60_000)
-
-
-def spoil_field(path: Path) -> None:
-    content = json.loads(path.read_text())
-    content["choice"]["speed"] = 1
-    path.write_text(json.dumps(content))
-
-
-@pytest.mark.parametrize(
-    "spoil", [spoil_truncated, spoil_foreign, spoil_grid, spoil_kind, spoil_bytes, spoil_deep, spoil_field]
-)
-def test_a_file_that_is_not_ours_is_measured_anew(
-    kept: KeptChoices, spoil: Callable[[Path], None], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("how", SPOILT)
+def test_a_file_that_is_not_ours_is_measured_anew(kept: KeptChoices, how: str, tmp_path: Path) -> None:
     calibrated(kept, ScriptedProbe(h200))
     [path] = (tmp_path / "copies").glob("*.json")
-    spoil(path)
+    path.write_bytes(SPOILT[how](path.read_bytes()))
     probe = ScriptedProbe(never)
     assert calibrated(kept, probe).choice.batch_from is None
     assert probe.asked

@@ -16,23 +16,20 @@ MIB = 1 << 20
 
 
 class Time:
-    """A scripted thread: each piece takes its time, and some have waits, asleep or pushed off the core."""
+    """A scripted thread: each piece takes its time, and some wait asleep."""
 
     def __init__(self) -> None:
         self.now = 100.0
         self.sleeps = 3
         self.asleep: dict[int, float] = {}  # piece → seconds it waited for the GIL
-        self.off_core: dict[int, float] = {}  # piece → seconds another process had the core
-        self.copied: list[int] = []
 
     def watch(self) -> GilWatch:
         return GilWatch(lambda: self.now, lambda: self.sleeps)
 
     def copy(self, piece: int) -> None:
-        self.copied.append(piece)
         waited = self.asleep.get(piece, 0.0)
         self.sleeps += waited > 0
-        self.now += 20e-6 + waited + self.off_core.get(piece, 0.0)
+        self.now += 20e-6 + waited
 
 
 def test_the_first_wait_for_the_gil_ends_it_for_a_while() -> None:
