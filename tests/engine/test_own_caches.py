@@ -1,6 +1,5 @@
 """Stories of models that compute each sequence over transformers' own cache: with and without recurrent states."""
 
-import mmap
 import random
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
@@ -203,38 +202,6 @@ def test_a_lost_piece_costs_hits_and_nothing_else(open_engine: Open, kind: str) 
     for border in (32, 64, 74):
         evict_everywhere(hierarchy(engine), pieces_of(engine, tokens, border), 60)
     assert ask(engine, tokens, 8) == (expected, 0, 0)
-
-
-@pytest.mark.parametrize("kind", ["qwen3.5", *brief([], ["falcon-h1"])])
-def test_a_state_whose_blocks_are_lost_is_not_used(open_engine: Open, kind: str) -> None:
-    tokens = prompt(1, LONG)
-    expected = said(kind, tokens, 8)
-    engine = open_engine(kind)
-    ask(engine, tokens, 8)
-    engine.pool.reset()
-    chain: Any = engine.prompt(tokens).chain
-    evict_everywhere(hierarchy(engine), [chain.hashes[70]], 60)
-    assert ask(engine, tokens, 8) == (expected, 0, 1024)
-    engine.pool.reset()
-    assert ask(engine, tokens, 8) == (expected, 0, 1184)
-
-
-@pytest.mark.parametrize("kind", [*brief([], ["mamba2"]), "qwen3.5"])
-def test_a_corrupt_piece_in_the_slab_is_a_miss(open_engine: Open, kind: str) -> None:
-    tokens = prompt(1, LONG)
-    expected = said(kind, tokens, 8)
-    engine = open_engine(kind)
-    ask(engine, tokens, 8)
-    engine.close()
-    again = open_engine(kind)
-    [port] = hierarchy(again).ports
-    slab: Any = port.tier
-    name = pieces_of(again, tokens, 74)[0]
-    rotten = memoryview(mmap.mmap(-1, slab.superblock.stride))  # aligned, as the slab wants it
-    slab._payload.write(slab.superblock.payload_offset(slab._blocks.index.find_one(name)), [rotten])
-    assert ask(again, tokens, 8) == (expected, 0, 1024)
-    again.pool.reset()
-    assert ask(again, tokens, 8) == (expected, 0, 1184)  # it was stored again
 
 
 class OneBorderOff(ClosedChain):

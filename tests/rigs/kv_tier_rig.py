@@ -80,6 +80,15 @@ def restarted(kv: KVTier, open_tier: Open, **options: Any) -> KVTier:
     return open_tier(kv.model, **options)
 
 
+def hits(
+    kv: KVTier, tokens: torch.Tensor, expected: torch.Tensor | None = None, options: dict[str, Any] = GREEDY
+) -> int:
+    """How many tokens a call of `generate` finds; its text is what is expected, by default the model's own."""
+    text = kv.generate(tokens, **options)
+    assert torch.equal(text, kv.model.generate(tokens, **options) if expected is None else expected)
+    return kv.num_cached_tokens
+
+
 def left_padded(rows: Sequence[Sequence[int]], pad: int = 0) -> dict[str, Any]:
     """A batch as a tokenizer makes it with `padding_side="left"`: `input_ids` and `attention_mask`."""
     width = max(map(len, rows))

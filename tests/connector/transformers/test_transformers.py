@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from extent import brief
-from kv_tier_rig import GREEDY, Open, model_of, restarted
+from kv_tier_rig import GREEDY, Open, hits, model_of, restarted
 from server_rig import save_checkpoint, tokenizer
 from tiny_models import VOCAB, prompt
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, DynamicCache, PreTrainedTokenizerFast, T5Config
@@ -36,18 +36,14 @@ def test_a_prompt_is_found_again_by_the_next_call_turn_and_process(open_tier: Op
     tokens = ids(prompt(1, 90))
     expected = model.generate(tokens, **GREEDY)
     kv = open_tier(model)
-    assert torch.equal(kv.generate(tokens, **GREEDY), expected)
-    assert kv.num_cached_tokens == 0
-    assert torch.equal(kv.generate(tokens, **GREEDY), expected)
-    assert kv.num_cached_tokens == 80
+    assert hits(kv, tokens, expected) == 0
+    assert hits(kv, tokens, expected) == 80
     # The next turn finds prompt and answer.
     turn = torch.cat([expected, ids(prompt(2, 9))], dim=1)
-    assert torch.equal(kv.generate(turn, **GREEDY), model.generate(turn, **GREEDY))
-    assert kv.num_cached_tokens == 96
+    assert hits(kv, turn) == 96
     # So does another process.
     again = restarted(kv, open_tier)
-    assert torch.equal(again.generate(tokens, **GREEDY), expected)
-    assert again.num_cached_tokens == 80
+    assert hits(again, tokens, expected) == 80
     stats = again.stats()
     assert stats['kvtier_lookup_blocks_total{tier="file"}'] == 5
     block_bytes = again._form.block_bytes
@@ -154,8 +150,7 @@ def test_a_model_whose_kv_no_block_holds_is_generated_as_ever(
     assert said in caplog.text
     tokens = ids(prompt(1, 60))
     for _ in range(2):
-        assert torch.equal(kv.generate(tokens, **GREEDY), model.generate(tokens, **GREEDY))
-        assert kv.num_cached_tokens == 0
+        assert hits(kv, tokens) == 0
     assert kv.load(tokens)[1] == 0
     kv.store(tokens, DynamicCache())
     assert kv.stats() == {}

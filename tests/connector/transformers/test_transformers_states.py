@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 from extent import brief
-from kv_tier_rig import Open, restarted
+from kv_tier_rig import Open, hits, restarted
 from state_models import COARSE_STEPS, CONFIGS, FROM_ZERO, ONE_BY_ONE, PURE, SHOWN, model_of
 from tiny_models import VOCAB, prompt
 
@@ -45,18 +45,14 @@ def test_a_prompt_is_found_again_by_the_next_call_turn_and_process(open_tier: Op
     assert not torch.equal(expected[:, 391:], model.generate(other, **GREEDY)[:, 391:])
     kv = open_tier(model)
     for num_cached in (0, 384):
-        assert torch.equal(kv.generate(tokens, **GREEDY), expected)
-        assert kv.num_cached_tokens == num_cached
+        assert hits(kv, tokens, expected, GREEDY) == num_cached
     # The next turn goes on behind the answer, or behind the prompt if transformers computes answers less exactly.
     turn = torch.cat([expected, ids(prompt(3, 6))], dim=1)
-    assert torch.equal(kv.generate(turn, **GREEDY), model.generate(turn, **GREEDY))
-    assert kv.num_cached_tokens == (384 if kind in COARSE_STEPS else 400)
+    assert hits(kv, turn, options=GREEDY) == (384 if kind in COARSE_STEPS else 400)
     # So does another process.
     again = restarted(kv, open_tier)
-    assert torch.equal(again.generate(tokens, **GREEDY), expected)
-    assert again.num_cached_tokens == 384
-    assert torch.equal(again.generate(turn, **GREEDY), model.generate(turn, **GREEDY))
-    assert again.num_cached_tokens == 416
+    assert hits(again, tokens, expected, GREEDY) == 384
+    assert hits(again, turn, options=GREEDY) == 416
 
 
 @pytest.mark.parametrize("kind", brief(["bamba", "minimax"], [*CONFIGS]))
@@ -114,14 +110,11 @@ def test_rows_of_a_batch_go_on_from_one_border(open_tier: Open, kind: str) -> No
     both = ids(one, two)
     expected = model.generate(both, **GREEDY)
     for num_cached in (0, 384):
-        assert torch.equal(kv.generate(both, **GREEDY), expected)
-        assert kv.num_cached_tokens == num_cached
+        assert hits(kv, both, expected, GREEDY) == num_cached
     # Each is known by itself, too, but not beside a row that nobody knows.
-    assert torch.equal(kv.generate(ids(two), **GREEDY), model.generate(ids(two), **GREEDY))
-    assert kv.num_cached_tokens == 384
+    assert hits(kv, ids(two), options=GREEDY) == 384
     mixed = ids(two, three)
-    assert torch.equal(kv.generate(mixed, **GREEDY), model.generate(mixed, **GREEDY))
-    assert kv.num_cached_tokens == 0
+    assert hits(kv, mixed, options=GREEDY) == 0
 
 
 @pytest.mark.parametrize("kind", ["falcon-h1", *brief([], ["mamba2", "qwen3.5"])])
@@ -136,16 +129,14 @@ def test_a_lost_state_costs_hits_and_nothing_else(open_tier: Open, kind: str) ->
     # One record of the last border's state is gone, and its blocks are there: the border before serves.
     last = names_of(kv, tokens, 74)
     assert evict_everywhere(hierarchy, last[-1:], 60)["file"] == 1
-    assert torch.equal(kv.generate(ids(tokens), **GREEDY), expected)
-    assert kv.num_cached_tokens == 1024
+    assert hits(kv, ids(tokens), expected, GREEDY) == 1024
     assert torch.equal(kv.generate(ids(tokens), **GREEDY), expected)  # it was stored again
     assert kv.num_cached_tokens == 1184
     # All states are gone.
     assert kv.drain()
     for border in (32, 64, 74):
         evict_everywhere(hierarchy, names_of(kv, tokens, border), 60)
-    assert torch.equal(kv.generate(ids(tokens), **GREEDY), expected)
-    assert kv.num_cached_tokens == 0
+    assert hits(kv, ids(tokens), expected, GREEDY) == 0
 
 
 @pytest.mark.parametrize("kind", ["qwen3.5", *brief([], ["falcon-h1"])])
@@ -159,10 +150,8 @@ def test_a_state_whose_blocks_are_lost_is_not_used(open_tier: Open, kind: str) -
     lost = kv._blocks.row(tokens).chain.hashes[70]
     hierarchy: Any = kv._opened
     evict_everywhere(hierarchy, [lost], 60)
-    assert torch.equal(kv.generate(ids(tokens), **GREEDY), expected)
-    assert kv.num_cached_tokens == 1024
-    assert torch.equal(kv.generate(ids(tokens), **GREEDY), expected)
-    assert kv.num_cached_tokens == 1184
+    assert hits(kv, ids(tokens), expected, GREEDY) == 1024
+    assert hits(kv, ids(tokens), expected, GREEDY) == 1184
 
 
 @pytest.mark.parametrize("kind", [*brief([], ["mamba2"]), "qwen3.5"])
@@ -178,8 +167,7 @@ def test_a_corrupt_state_in_the_slab_is_a_miss(open_tier: Open, kind: str) -> No
     name = names_of(again, tokens, 74)[0]
     rotten = memoryview(mmap.mmap(-1, slab.superblock.stride))  # aligned, as the slab wants it
     slab._payload.write(slab.superblock.payload_offset(slab._blocks.index.find_one(name)), [rotten])
-    assert torch.equal(again.generate(ids(tokens), **GREEDY), expected)
-    assert again.num_cached_tokens == 1024
+    assert hits(again, ids(tokens), expected, GREEDY) == 1024
     assert again.stats()['kvtier_corruption_total{tier="file"}'] == 1
 
 
@@ -193,8 +181,7 @@ def test_after_a_reset_no_state_is_found(open_tier: Open, kind: str) -> None:
     kv._opened.reset()
     expected = model.generate(tokens, **GREEDY)
     for num_cached in (0, 384):
-        assert torch.equal(kv.generate(tokens, **GREEDY), expected)
-        assert kv.num_cached_tokens == num_cached
+        assert hits(kv, tokens, expected, GREEDY) == num_cached
 
 
 def test_a_reset_while_text_is_generated_keeps_nothing_of_it(open_tier: Open) -> None:
@@ -259,12 +246,10 @@ def test_where_one_token_at_a_time_would_take_too_long_the_prompt_is_computed(
     monkeypatch.setitem(state_calls._STEP_COSTS, "cpu", 100)  # 7 tokens one by one would be too many
     expected = model.generate(tokens, **GREEDY)
     for _ in range(2):
-        assert torch.equal(kv.generate(tokens, **GREEDY), expected)
-        assert kv.num_cached_tokens == 0
+        assert hits(kv, tokens, expected, GREEDY) == 0
     # The answer's last border cost nothing. Behind it there are few tokens.
     turn = torch.cat([expected, ids(prompt(3, 1))], dim=1)[:, :403]
-    assert torch.equal(kv.generate(turn, **GREEDY), model.generate(turn, **GREEDY))
-    assert kv.num_cached_tokens == 400
+    assert hits(kv, turn, options=GREEDY) == 400
 
 
 def test_answers_are_not_kept_if_they_are_not_wanted(open_tier: Open) -> None:
@@ -272,8 +257,7 @@ def test_answers_are_not_kept_if_they_are_not_wanted(open_tier: Open) -> None:
     kv = open_tier(model, store_generated=False)
     expected = kv.generate(ids(prompt(1, 391)), **GREEDY)
     turn = torch.cat([expected, ids(prompt(3, 6))], dim=1)
-    assert torch.equal(kv.generate(turn, **GREEDY), model.generate(turn, **GREEDY))
-    assert kv.num_cached_tokens == 384
+    assert hits(kv, turn, options=GREEDY) == 384
 
 
 @pytest.mark.parametrize(
@@ -355,8 +339,7 @@ def test_chunks_of_a_prompt_leave_nothing_if_the_model_loses_its_state_between_t
     assert not torch.equal(expected, model.generate(tokens, **GREEDY))  # in transformers itself
     assert torch.equal(kv.generate(tokens, **options), expected)
     assert "prefill_chunk_size, of a model with recurrent states; leave it out" in caplog.text
-    assert torch.equal(kv.generate(tokens, **GREEDY), model.generate(tokens, **GREEDY))
-    assert kv.num_cached_tokens == 0
+    assert hits(kv, tokens, options=GREEDY) == 0
 
 
 @pytest.mark.parametrize("kind", ["minimax", *brief([], ["qwen3.5", "mamba2"])])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from kv_tier_rig import Open
+from kv_tier_rig import Open, hits
 from tiny_models import SIZES, plain, prompt
 from torch.utils._pytree import tree_map
 from transformers import (
@@ -109,8 +109,7 @@ def test_weights_without_bytes_are_refused_by_name_and_the_model_generates_as_ev
         expected = model.generate(tokens, **GREEDY)
         kv = open_tier(model)
         for _ in range(2):
-            assert torch.equal(kv.generate(tokens, **GREEDY), expected)
-            assert kv.num_cached_tokens == 0
+            assert hits(kv, tokens, expected, GREEDY) == 0
     [line] = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert line.startswith("nothing is kept of this model: ")
     with pytest.raises(ConfigError, match=told):
@@ -205,8 +204,7 @@ def test_what_an_image_left_in_the_model_does_not_reach_a_text(
         kv.generate(first, **GREEDY)
         assert torch.equal(kv.generate(ids, **GREEDY, **image), seen)
         for found in (64, 128):  # behind what was kept, and behind what was kept so
-            assert torch.equal(kv.generate(longer, **GREEDY), expected)
-            assert kv.num_cached_tokens == found
+            assert hits(kv, longer, expected, GREEDY) == found
             assert model.model.rope_deltas.tolist() == [[0]]  # as of any text
             model.generate(ids, **GREEDY, **image)
         # own loops: `load` takes away what is left, and what comes back before a pass shows
@@ -277,8 +275,7 @@ def test_threads_take_turns_and_each_gets_its_own_text(open_tier: Open) -> None:
         thread.join(60)
     assert not wrong
     for each, text in zip(tokens, expected, strict=True):
-        assert torch.equal(kv.generate(each, **GREEDY), text)
-        assert kv.num_cached_tokens == 64
+        assert hits(kv, each, text, GREEDY) == 64
 
 
 def test_while_a_call_runs_nobody_makes_another_tier_over_its_model(open_tier: Open) -> None:
