@@ -8,7 +8,8 @@ from scheduler_rig import BLOCK, ScriptedConnector, Story, tokens
 
 from kvtier.connector.models import Reasoning
 from kvtier.connector.scheduler import ConnectorUpdate
-from kvtier.engine.sequence import FinishReason, SequenceState
+from kvtier.engine.requests import FinishReason
+from kvtier.engine.sequence import SequenceState
 from kvtier.tiers.hierarchy.cache_tiers import PENDING
 
 

@@ -27,16 +27,28 @@ from service_rig import (
     fill,
     load,
     misses,
+    news_of,
     records,
     store,
     wanted,
     where,
 )
 
-from kvtier.connector.daemon.handshake import Hello, Welcome, pack_handshake, unpack_handshake
-from kvtier.connector.daemon.messages import Ask, Cancel, News, Reply
-from kvtier.connector.daemon.remote import RemoteTiers
-from kvtier.connector.daemon.wire import MAX_FRAME, FrameReader, pack_found, pack_frame, pack_reply, unpack_request
+from kvtier.connector.daemon.client import RemoteTiers
+from kvtier.connector.daemon.wire import (
+    MAX_FRAME,
+    Ask,
+    Cancel,
+    FrameReader,
+    Hello,
+    Welcome,
+    pack_found,
+    pack_frame,
+    pack_handshake,
+    pack_reply,
+    unpack_handshake,
+    unpack_request,
+)
 from kvtier.tiers.errors import ConfigError
 from kvtier.tiers.hierarchy.cache_tiers import PENDING, Attribution, Wanted, bring
 from kvtier.tiers.host.host import HostRegion
@@ -119,15 +131,13 @@ def fake(path: Path) -> Iterator[Callable[..., FakeDaemon]]:
 def news(number: int, *slots: int, blocks: int = 4) -> bytes:
     """The first claim is number 1."""
     found = Attribution(blocks, l2=len(slots), miss=blocks - len(slots))
-    columns = [*slots], [1] * len(slots)
-    return pack_reply(Reply(0, 0, [], [News(number, found, None, 0.0, *columns)]))
+    return pack_reply(0, 0, [], [news_of(number, found, None, 0.0, [*slots], [1] * len(slots))])
 
 
 def children_told(*children: ChildBlock) -> bytes:
     """Of the first claim, of four blocks."""
-    nothing: list[int] = []
-    told = News(1, Attribution(4, miss=4), None, 0.0, nothing, nothing, children)
-    return pack_reply(Reply(0, 0, [], [told]))
+    told = news_of(1, Attribution(4, miss=4), None, 0.0, [], [], children)
+    return pack_reply(0, 0, [], [told])
 
 
 # not there
@@ -183,7 +193,7 @@ def test_trying_again_costs_less_and_less(path: Path) -> None:
         real(self, address)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kvtier.connector.daemon.connection.socket.socket.connect", connect)
+        patch.setattr("kvtier.connector.daemon.link.socket.socket.connect", connect)
         for _ in range(600):
             clock.advance(0.05)
             tiers.tick()
@@ -278,7 +288,7 @@ def sleep_through(tiers: RemoteTiers, clock: FakeClock, patch: pytest.MonkeyPatc
         clock.advance(timeout + 0.001)
         return False
 
-    patch.setattr(link.connection, "wait", wait)
+    patch.setattr(link, "wait", wait)
 
 
 def test_a_daemon_that_does_not_answer_costs_one_deadline(path: Path, fake: Callable[..., FakeDaemon]) -> None:
@@ -376,9 +386,9 @@ def test_a_slow_look_into_other_tiers_costs_a_look_and_not_the_link(
         assert clock.now - given_up == pytest.approx(1.5, abs=0.1)
     # Its other answers are not late for that, and the link is the same.
     assert (tiers._attachment.link, link.late_since) == (link, None)
-    daemon.say(pack_reply(Reply(1, 0, [pack_found(Attribution(4, miss=4))], [])))
+    daemon.say(pack_reply(1, 0, [pack_found(Attribution(4, miss=4))], []))
     wait_until(lambda: (tiers.tick(), not link.overdue_aside)[1])
-    daemon.say(pack_reply(Reply(2, 0, [pack_found(found := Attribution(4, l2=4))], [])))
+    daemon.say(pack_reply(2, 0, [pack_found(found := Attribution(4, l2=4))], []))
     assert tiers.locate(chain.hashes, 0.0) == found
     # One that never answers is cut off.
     with pytest.MonkeyPatch.context() as patch:
@@ -449,10 +459,10 @@ def test_a_question_waits_long_only_for_a_daemon_that_says_it_has_read_it(
     wait_until(lambda: daemon.connection is not None)
     assert daemon.connection is not None
     ((request, _),) = map(unpack_request, FrameReader(MAX_FRAME).feed(daemon.connection.recv(1 << 16)))
-    daemon.say(pack_reply(Reply(request, 0, [], [])))
+    daemon.say(pack_reply(request, 0, [], []))
     link = tiers._attachment.link
     assert link is not None
-    assert link.connection.wait(PATIENCE)
+    assert link.wait(PATIENCE)
     clock.advance(2.4)
     assert tiers.poll(claim) is PENDING
     clock.advance(0.2)

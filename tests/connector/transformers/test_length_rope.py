@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, Phi3Config
 
 from kvtier.connector.models import cache_option
 from kvtier.connector.models.hf_model import identity_of
-from kvtier.connector.models.length_rope import rope_limit
+from kvtier.connector.models.hf_versions import rope_limit
 from kvtier.connector.transformers.cache_form import CacheForm
 from kvtier.tiers.errors import ConfigError
 

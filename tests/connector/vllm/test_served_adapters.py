@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.connector.vllm.adapters import ServedAdapters
-from kvtier.connector.vllm.keys import RequestNames
+from kvtier.connector.vllm.keys import RequestNames, ServedAdapters
 from kvtier.tiers.config.sections import CacheConfig
 
 

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from service_rig import FINGERPRINT, PATIENCE, DaemonProcess, attach, load, store
 
-from kvtier.connector.daemon.handshake import Hello, pack_handshake
-from kvtier.service.node.buffers import MAX_BUFFERED, Buffers
+from kvtier.connector.daemon.wire import Hello, pack_handshake
 from kvtier.service.node.daemon import MAX_CLIENTS
+from kvtier.service.node.session import MAX_BUFFERED, Buffers
 
 WITHHELD = 15 << 20  # bytes of a frame of 16 MiB whose last one never comes
 HEAD = (16 << 20).to_bytes(4, "little")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvtier.tiers.copies.device import BlockPool
-from kvtier.tiers.naming.shape import KVShape
+from kvtier.tiers.naming.identity import KVShape
 from kvtier.tiers.tier import BlockRecord, ChainHash
 
 pytestmark = pytest.mark.usefixtures("way")

@@ -14,7 +14,7 @@ from layout_reference import gather_reference, scatter_reference
 from numpy.typing import NDArray
 
 from kvtier.tiers.copies.kernels import Canonical, Geometry, LayoutKernels
-from kvtier.tiers.naming.shape import KVLayout, KVShape
+from kvtier.tiers.naming.identity import KVLayout, KVShape
 
 SHAPE = KVShape(num_layers=3, num_kv_heads=2, head_dim=12, block_size=4, dtype="bfloat16")
 NUM_BLOCKS = 6

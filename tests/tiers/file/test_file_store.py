@@ -19,9 +19,8 @@ from slab_rig import hash_of, payload_of, record_of, verify
 
 from kvtier.tiers.checksum import checksum
 from kvtier.tiers.errors import ConfigError, FingerprintMismatch, StoreLocked, TierUnavailable
-from kvtier.tiers.file import slab
-from kvtier.tiers.file.file_io import FileIO
-from kvtier.tiers.file.payload_io import Mode
+from kvtier.tiers.file import file_io, slab
+from kvtier.tiers.file.file_io import FileIO, Mode
 from kvtier.tiers.file.store import FileStore
 from kvtier.tiers.tier import BlockRecord, Outcome
 
@@ -32,7 +31,7 @@ KEYS: list[bytes | None] = [None, bytes(range(32))]
 
 def slots(count: int, num_bytes: int, shift: int = 0) -> list[memoryview]:
     """Host slots as L2 has them: padded to pages and aligned, or `shift` bytes off."""
-    stride = slab.round_up(num_bytes, 4096)
+    stride = file_io.round_up(num_bytes, 4096)
     region = memoryview(mmap.mmap(-1, (count + 1) * stride))
     return [region[i * stride + shift : i * stride + shift + num_bytes] for i in range(count)]
 

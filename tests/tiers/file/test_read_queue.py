@@ -14,9 +14,8 @@ import pytest
 from doubles import FakeClock
 from slab_rig import get, hash_of, put, record_of
 
-from kvtier.tiers.file import payload_io, read_queue
-from kvtier.tiers.file.file_io import FileIO, address, writable_address
-from kvtier.tiers.file.read_queue import ReadQueue
+from kvtier.tiers.file import file_io
+from kvtier.tiers.file.file_io import FileIO, ReadQueue, address, writable_address
 from kvtier.tiers.file.store import FileStore
 from kvtier.tiers.tier import BlockRecord, Outcome
 
@@ -29,7 +28,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Every story of a store is told of the Python way and of its twin."""
     if request.param == "python":
         monkeypatch.setenv("KVTIER_COMPILED", "off")
-    elif read_queue.compiled_reads() is None:
+    elif file_io.compiled_reads() is None:
         pytest.skip("not built: `make compiled`")
     return str(request.param)
 
@@ -175,7 +174,7 @@ def test_a_kernel_that_loses_the_queue_costs_no_block(
 def test_a_kernel_that_refuses_a_queue_is_asked_again_later(
     open_store: OpenStore, queue: ReadQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(payload_io, "time", SimpleNamespace(monotonic=(clock := FakeClock())))
+    monkeypatch.setattr(file_io, "time", SimpleNamespace(monotonic=(clock := FakeClock())))
     store = open_store()
     keys = every_other(store)
     with monkeypatch.context() as patch:
@@ -199,7 +198,7 @@ def refuses_a_queue(self: FileIO, depth: int) -> ReadQueue:
 
 
 def test_without_a_queue_blocks_are_read_one_by_one(open_store: OpenStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(read_queue, "_CALLS", {})
+    monkeypatch.setattr(file_io, "_CALLS", {})
     with pytest.raises(OSError, match="not implemented"):
         ReadQueue(4)
     store = open_store()

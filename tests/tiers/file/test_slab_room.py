@@ -10,7 +10,7 @@ from slab_rig import SLOT, hash_of, put
 
 from kvtier.tiers.file.store import FileStore
 from kvtier.tiers.pool.pool import SlotPool
-from kvtier.tiers.returns import RequestEnd, ToldEnd
+from kvtier.tiers.reuse import ClassifiedEnd, RequestEnd
 from kvtier.tiers.tier import ChainHash
 
 PER = 7  # blocks of an extent, and of each chain here
@@ -31,11 +31,11 @@ class Requests:
             if number >= 4:
                 self._told(chain_of(8, first_token=100 * number - 400).hashes, LONG)
 
-    def end(self, keys: range, tokens: int) -> ToldEnd:
+    def end(self, keys: range, tokens: int) -> ClassifiedEnd:
         """A request of these blocks ends now."""
         return self._told([hash_of(key) for key in keys], tokens)
 
-    def _told(self, names: list[ChainHash], tokens: int) -> ToldEnd:
+    def _told(self, names: list[ChainHash], tokens: int) -> ClassifiedEnd:
         told = self._pool.ended(RequestEnd(names, len(names), tokens))
         assert told is not None
         return told

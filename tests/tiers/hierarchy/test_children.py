@@ -13,7 +13,7 @@ from kvtier.tiers.hierarchy.cache_tiers import Claim, Pending
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy
 from kvtier.tiers.hierarchy.opening import open_hierarchy
 from kvtier.tiers.naming.chain import TokenChain, is_named_by, root_hash
-from kvtier.tiers.naming.shape import KVShape
+from kvtier.tiers.naming.identity import KVShape
 from kvtier.tiers.tier import BlockRecord, ChainHash, ChildBlock
 
 COMMON = list(range(2 * BLOCK_SIZE))  # two blocks that all prompts here begin with

@@ -12,8 +12,7 @@ from doubles import MemoryTier, chain_of, fill_slots, hierarchy_of, record_of, r
 from event_rig import Shelf, held, tiered
 
 from kvtier.tiers.file.store import FileStore
-from kvtier.tiers.hierarchy.events import EventSource, Removed, Stored
-from kvtier.tiers.hierarchy.hierarchy import Hierarchy
+from kvtier.tiers.hierarchy.hierarchy import EventSource, Hierarchy, Removed, Stored
 from kvtier.tiers.naming.chain import TokenChain
 from kvtier.tiers.pool.changes import ChangeLog
 

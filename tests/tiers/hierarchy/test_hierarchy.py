@@ -8,7 +8,7 @@ from fault_rig import drops
 
 from kvtier.tiers.hierarchy.cache_tiers import PENDING, Attribution
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy
-from kvtier.tiers.hierarchy.settings import HierarchySettings
+from kvtier.tiers.hierarchy.lower_tier import HierarchySettings
 from kvtier.tiers.naming.chain import TokenChain
 from kvtier.tiers.tier import Outcome
 

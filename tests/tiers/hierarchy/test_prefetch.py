@@ -8,8 +8,7 @@ from doubles import SLOT_BYTES, FakeClock, MemoryTier, chain_of, hierarchy_of, p
 
 from kvtier.tiers.hierarchy.cache_tiers import PENDING
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy
-from kvtier.tiers.hierarchy.lower_tier import PortSettings
-from kvtier.tiers.hierarchy.settings import HierarchySettings
+from kvtier.tiers.hierarchy.lower_tier import HierarchySettings, PortSettings
 from kvtier.tiers.pool import Lease, Places
 from kvtier.tiers.tier import BlockRecord, ChainHash, Outcome
 

@@ -7,10 +7,10 @@ import pytest
 from doubles import chain_of, hand_in, hierarchy_of, payload_of, record_of, reserve
 
 from kvtier.tiers.checksum import checksum
-from kvtier.tiers.hierarchy import sealing, stores
+from kvtier.tiers.hierarchy import stores
 from kvtier.tiers.hierarchy.cache_tiers import Wanted
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy
-from kvtier.tiers.host import host, memory
+from kvtier.tiers.host.host import HostRegion
 from kvtier.tiers.tier import Outcome
 
 
@@ -19,15 +19,13 @@ class Hashing:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.begun, self.may_go_on = Event(), Event()
-        self._checksum = checksum
         patch.setattr(stores, "_SEALED_NOW", -1)  # else who stores a few bytes hashes them
-        patch.setattr(memory, "compiled_checksums", lambda: None)  # the twin asks nobody
-        patch.setattr(host, "checksum_of", lambda num_bytes: self._wait)
+        patch.setattr(HostRegion, "checksums", lambda region, slots: [*map(self._wait, map(region.slot, slots))])
 
     def _wait(self, payload: memoryview) -> int:
         self.begun.set()
         assert self.may_go_on.wait(60)
-        return self._checksum(payload)
+        return checksum(payload)
 
 
 @pytest.fixture
@@ -120,7 +118,7 @@ def test_a_record_that_names_another_block_is_not_published() -> None:
 
 
 def test_a_large_step_is_sealed_in_parts(hashing: Hashing, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sealing, "AT_ONCE", 4)
+    monkeypatch.setattr(stores, "AT_ONCE", 4)
     hierarchy = hierarchy_of(slots=64)
     chains = [chain_of(1 + n % 3, first_token=100 * n) for n in range(13)]
     made = hierarchy.reserve([Wanted(chain.hashes, chain.root, chain.root) for chain in chains])
@@ -157,7 +155,7 @@ def test_what_is_too_much_to_wait_is_given_back(hashing: Hashing, monkeypatch: p
 
 
 def test_a_close_ends_however_many_stores_wait(hashing: Hashing, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sealing, "AT_ONCE", 1)  # as many jobs as stores: more than Python has frames
+    monkeypatch.setattr(stores, "AT_ONCE", 1)  # as many jobs as stores: more than Python has frames
     chains = [chain_of(1, first_token=100 * n) for n in range(1200)]
     hierarchy = hierarchy_of(slots=len(chains))
     hand_in(hierarchy, chains[0])
