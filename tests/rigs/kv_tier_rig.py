@@ -33,13 +33,12 @@ def model_of(kind: str, dtype: torch.dtype = torch.float32, attention: str = "sd
     """Random weights, the same for the same kind and dtype. Windows are 24 tokens; Gemma 3 has them in two of three."""
     if kind == "gemma3":
         layers = ["sliding_attention", "sliding_attention", "full_attention"]
-        sizes = {**SIZES, "head_dim": 16, "sliding_window": 24, "layer_types": layers}
+        sizes: dict[str, Any] = {**SIZES, "head_dim": 16, "sliding_window": 24, "layer_types": layers}
         config: Any = Gemma3TextConfig(**sizes)
     elif kind.startswith("deepseek"):
-        config = (DeepseekV2Config if kind == "deepseek-v2" else DeepseekV3Config)(
-            **{**SIZES, "num_key_value_heads": 4}, q_lora_rank=None, kv_lora_rank=16, qk_rope_head_dim=8,
-            qk_nope_head_dim=8, v_head_dim=12, first_k_dense_replace=3,
-        )  # fmt: skip
+        sizes = {**SIZES, "num_key_value_heads": 4, "q_lora_rank": None, "kv_lora_rank": 16, "qk_rope_head_dim": 8}
+        sizes |= {"qk_nope_head_dim": 8, "v_head_dim": 12, "first_k_dense_replace": 3}
+        config = (DeepseekV2Config if kind == "deepseek-v2" else DeepseekV3Config)(**sizes)
     elif kind == "rwkv":
         config = RwkvConfig(vocab_size=VOCAB, hidden_size=32, attention_hidden_size=32, num_hidden_layers=2)
     else:

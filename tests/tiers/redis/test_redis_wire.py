@@ -61,7 +61,7 @@ def scripted(data: bytes, num_replies: int, pieces: Sequence[int] = ()) -> Wire:
     mine, other = socket.socketpair()
     with mine, other:  # only for its shape
         wire = Wire(mine)
-    wire._stream = Script(data, pieces)
+    wire._stream = Script(data, pieces)  # type: ignore[assignment]
     wire.begin(time.monotonic() + 5)
     wire.num_expected = num_replies
     return wire
@@ -328,7 +328,7 @@ def test_a_run_cut_at_any_byte_says_what_one_by_one_says(items: list[Item], aske
     wanted = taken(scripted(said, 4), items, together=False)
     for boundary in range(1, len(said)):
         wire = scripted(said, 4)
-        wire._stream = Paused(said, boundary)
+        wire._stream = Paused(said, boundary)  # type: ignore[assignment]
         if asked:  # as a short reply before them would have left it
             wire._end = wire._stream.receive(wire._buffer[:asked], 0)
         assert taken(wire, items, together=True) == wanted, f"cut at {boundary}"
