@@ -279,6 +279,13 @@ def test_host_memory_for_less_than_one_segment_costs_its_tokens_only(open_tier: 
     assert sum(outcomes(kv).values()) == 6
 
 
+def test_short_segments_are_computed(open_tier: Open) -> None:
+    kv = open_tier(segment_min_tokens=40)
+    kv.generate(ids(PROMPT), segments=SEGMENTS, **GREEDY)
+    assert kv.num_segment_tokens == 48 + 64
+    assert outcomes(kv) == {"computed": 2, "short": 1}
+
+
 def test_another_tenant_finds_no_segment(open_tier: Open) -> None:
     kv = open_tier(cache_salt="a")
     kv.precompute(DOCUMENTS)

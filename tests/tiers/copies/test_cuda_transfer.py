@@ -18,6 +18,7 @@ from kvtier.tiers.copies import cuda_transfer, packer
 from kvtier.tiers.copies.block_copier import BlockCopies, BlockPart, EngineBlocks
 from kvtier.tiers.copies.copy_ways import CopyChoice, CopyWays
 from kvtier.tiers.copies.cuda_transfer import CudaCopyStream, CudaEvent
+from kvtier.tiers.copies.transfer import HostEvent
 from kvtier.tiers.host.host import HostRegion
 from kvtier.tiers.host.pinning import PinnedPieces
 
@@ -162,6 +163,8 @@ def test_without_an_event_a_copy_follows_the_callers_compute(
     assert stream.fence(event, 0)
     assert repr(device.log[-1]) == "('wait', compute, loads)"
     device.busy = False
+    with pytest.raises(TypeError, match=r"torch\.cuda\.Event"):
+        stream.load(pairs([1], [0]), after=HostEvent())
     stream.close(1)
 
 

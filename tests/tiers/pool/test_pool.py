@@ -169,6 +169,31 @@ def test_exhaustion_is_an_answer_not_a_wait(pool_of: PoolOf, chain: Chain, polic
     assert pool.num_evicted == 0
 
 
+def test_reset_forgets_everything_but_bytes_in_use(pool_of: PoolOf, chain: Chain, policy: str) -> None:
+    pool, blocks = pool_of(5, policy), chain(1, 2, 3)
+    store(pool, blocks)
+    lease = pool.lease(blocks[:2])
+    filling = reserved(pool, chain(7))
+    pool.mark_dirty(blocks)
+    pool.reset()
+    assert pool.lookup(blocks) == 0
+    assert pool.check() == PoolCounts(free=2, filling=3, ready=0, leased=0, quarantined=0, dirty=0, tails=0)
+    # The same blocks arrive anew, beside the old bytes that are still being read.
+    store(pool, blocks[:1])
+    assert pool.lookup(blocks) == 1
+    # What began filling before the reset is never named, and goes with its lease.
+    again = reserved(pool, chain(7))
+    late = pool.seal(filling)
+    assert len(late) == 1
+    assert pool.lookup(chain(7)) == 0
+    pool.abandon(filling)  # too late: the slot is leased
+    late.release()
+    pool.seal(again).release()
+    assert pool.lookup(chain(7)) == 1
+    lease.release()
+    assert pool.check() == PoolCounts(free=3, filling=0, ready=2, leased=0, quarantined=0, dirty=0, tails=0)
+
+
 def test_a_hash_given_twice_or_of_another_length_is_refused(pool_of: PoolOf, chain: Chain) -> None:
     pool, one = pool_of(4), chain(1)
     with pytest.raises(ValueError, match="comes twice among 3"):
