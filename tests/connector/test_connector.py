@@ -75,21 +75,6 @@ def test_lookup_is_idempotent_counted_once_and_relative_to_l1(bench: Bench) -> N
     bench.scheduler.finished("a")
 
 
-def test_the_load_starts_behind_what_l1_has(bench: Bench) -> None:
-    request = request_of(4)
-    store(bench.hierarchy, request.chain)
-    assert bench.scheduler.lookup(request, 0) == 4 * BLOCK_SIZE
-    assert bench.scheduler.lookup(request, BLOCK_SIZE) == 3 * BLOCK_SIZE
-    bench.scheduler.allocated("a", [3, 4, 5, 6, 7], 2 * BLOCK_SIZE)  # room for two of the three
-    (op,) = bench.step().loads
-    assert op.device_blocks == (4, 5)
-    bench.stream.complete_all()
-    assert bench.l1[4].tobytes() == payload_of(request.chain.hashes[1])
-    assert bench.l1[5].tobytes() == payload_of(request.chain.hashes[2])
-    bench.update()
-    bench.scheduler.finished("a")
-
-
 def test_pending_until_the_blocks_arrive_or_the_deadline_passes() -> None:
     tier, clock = MemoryTier(), FakeClock()
     request, slow = request_of(3), request_of(3, "slow", first_token=100)
@@ -106,33 +91,6 @@ def test_pending_until_the_blocks_arrive_or_the_deadline_passes() -> None:
     assert bench.scheduler.lookup(request, 0) == 3 * BLOCK_SIZE or clock.now > 1000.5  # in time, or late and cold
     for name in ("a", "slow"):
         bench.scheduler.finished(name)
-    wait_until(lambda: bench.hierarchy.promoter.idle)
-    bench.close()
-
-
-@pytest.mark.parametrize("point", ["looked up", "pending", "allocated", "planned", "copied"])
-def test_an_abort_at_any_point_leaks_nothing(point: str) -> None:
-    """FAULTS 18."""
-    tier = MemoryTier()
-    bench = Bench(tier)
-    request = request_of(3)
-    tier.fill(request.chain) if point == "pending" else store(bench.hierarchy, request.chain)
-    if point == "pending":
-        tier.gate.clear()
-    bench.scheduler.lookup(request, 0)
-    if point in ("allocated", "planned", "copied"):
-        bench.scheduler.allocated("a", [0, 1, 2, 3], 3 * BLOCK_SIZE)
-    if point in ("planned", "copied"):
-        bench.step()
-    if point == "copied":
-        bench.stream.complete_all()
-    bench.scheduler.finished("a")
-    bench.scheduler.finished("a")  # idempotent
-    tier.gate.set()
-    bench.step()
-    bench.stream.complete_all()
-    update = bench.update()
-    assert update.loaded == (() if point in ("looked up", "pending") else ("a",))  # its L1 blocks may go only now
     wait_until(lambda: bench.hierarchy.promoter.idle)
     bench.close()
 
@@ -379,35 +337,6 @@ def test_compute_never_waits_for_another_requests_asynchronous_load(bench: Bench
     bench.scheduler.finished("a")
 
 
-def test_recompute_when_it_is_faster() -> None:
-    tier = MemoryTier()
-    bench = Bench(tier)
-    bench.hierarchy.rates.policy = "auto"
-    request = request_of(3)
-    tier.fill(request.chain)
-    bench.hierarchy.rates.loaded("file", 1000, 1.0)  # a slow disk: 1 kB/s
-    bench.hierarchy.rates.computed(1000, 1.0)
-    assert bench.scheduler.lookup(request, 0) == 0
-    assert not tier.reads
-    assert bench.hierarchy.stats()['kvtier_miss_total{reason="recompute"}'] == 3
-    bench.scheduler.finished("a")
-    bench.close()
-
-
-def test_shutdown_with_copies_in_flight_leaks_nothing() -> None:
-    """FAULTS 25."""
-    bench = Bench()
-    loading, storing = request_of(2), request_of(2, "b", first_token=100)
-    store(bench.hierarchy, loading.chain)
-    bench.scheduler.lookup(loading, 0)
-    bench.scheduler.allocated("a", [0, 1, 2], 2 * BLOCK_SIZE)
-    bench.scheduler.lookup(storing, 0)
-    bench.scheduler.allocated("b", [3, 4, 5], 0)
-    bench.scheduler.store("b", 0, [3, 4])
-    bench.step()
-    bench.close()  # neither copy was ever completed
-
-
 def test_a_dead_copy_costs_one_deadline_however_many_layers_wait(bench: Bench) -> None:
     for number in range(4):
         request = request_of(1, str(number), first_token=100 * number)
@@ -429,17 +358,6 @@ def test_a_dead_copy_costs_one_deadline_however_many_layers_wait(bench: Bench) -
     bench.stream.complete_all()
     assert bench.worker.arrived()
     assert len(bench.update().loaded) == 4
-
-
-def test_a_request_that_finds_no_room_waits_for_it(bench: Bench) -> None:
-    requests = [request_of(8, str(n), first_token=1000 * n) for n in range(3)]
-    for request in requests:
-        store(bench.hierarchy, request.chain)
-    assert [bench.scheduler.lookup(request, 0) for request in requests] == [8 * BLOCK_SIZE, 8 * BLOCK_SIZE, PENDING]
-    bench.scheduler.finished("0")
-    assert bench.scheduler.lookup(requests[2], 0) == 8 * BLOCK_SIZE
-    for name in ("1", "2"):
-        bench.scheduler.finished(name)
 
 
 def test_recomputing_is_decided_once_for_a_request() -> None:

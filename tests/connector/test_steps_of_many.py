@@ -84,20 +84,6 @@ def test_a_store_that_was_given_up_is_reported_failed_alone(bench: Bench) -> Non
     assert held(bench, requests) == [n != 5 for n in range(MANY)]
 
 
-def test_of_two_steps_only_the_one_that_has_ended_is_reported(bench: Bench) -> None:
-    first, second = request_of(2, "a"), request_of(2, "b", first_token=1000)
-    for blocks, request in (([0, 1], first), ([2, 3], second)):
-        bench.scheduler.admit(request)
-        bench.scheduler.store(request.request_id, 0, blocks)
-        bench.step()
-    bench.stream.complete_next()
-    assert bench.update().released == (0, 1)
-    bench.stream.fail_next()
-    assert bench.update().released == (2, 3)
-    assert bench.worker.idle
-    assert dropped(bench, Outcome.COPY_FAILED) == 2
-
-
 def test_a_reset_within_the_step_drops_all_of_it(bench: Bench) -> None:
     requests = step_of_many(bench)
     bench.stream.complete_all()
@@ -105,14 +91,6 @@ def test_a_reset_within_the_step_drops_all_of_it(bench: Bench) -> None:
     bench.update()
     assert held(bench, requests) == [False] * MANY
     assert dropped(bench, Outcome.EPOCH) == MANY
-
-
-def test_a_close_in_the_middle_leaves_no_slot_filling(bench: Bench) -> None:
-    step_of_many(bench)
-    bench.scheduler.update(bench.worker.close(0.01))
-    bench.scheduler.close()
-    assert bench.hierarchy.host.pool.counts().filling == 0
-    assert dropped(bench, Outcome.COPY_FAILED) == MANY
 
 
 def test_memory_that_cannot_be_hashed_is_published_of_no_request(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,5 @@
 """Turn: threads one after another in the order of arrival; refused are forks, calls inside calls, and a hung holder."""
 
-import threading
 from collections.abc import Callable
 from contextlib import suppress
 from threading import Event, Thread
@@ -104,22 +103,6 @@ def test_behind_a_thread_that_hangs_nobody_waits_for_ever(monkeypatch: pytest.Mo
     holder.join(30)
     with turn:  # it works again
         pass
-
-
-def test_long_turns_that_end_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However long all of them take together."""
-    monkeypatch.setattr(turn_module, "_PATIENCE", 0.2)
-    turn, done = Turn("engine"), []
-
-    def take() -> None:
-        with turn:
-            threading.Event().wait(0.1)
-        done.append(1)
-
-    threads = [started(take) for _ in range(6)]
-    for thread in threads:
-        thread.join(30)
-    assert len(done) == 6
 
 
 def test_a_fork_has_no_turn(monkeypatch: pytest.MonkeyPatch) -> None:

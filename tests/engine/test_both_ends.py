@@ -4,12 +4,10 @@ from collections.abc import Callable
 
 import pytest
 from extent import brief
-from scripted_tiers import BLOCK, ScriptedEngine
+from scripted_tiers import ScriptedEngine
 
 from kvtier.connector.plan import WorkerReport
-from kvtier.engine.sequence import SequenceState
 from kvtier.tiers.hierarchy.cache_tiers import Ends
-from kvtier.tiers.tier import Outcome
 
 TOKENS = 4096
 
@@ -74,33 +72,6 @@ def test_a_tier_that_is_not_what_it_was_costs_little(believed: float) -> None:
         assert engine.run() <= best
 
 
-def test_every_token_has_one_source() -> None:
-    engine = ScriptedEngine("auto", TOKENS, 4.0, linear(4.0))
-    live = engine.add()
-    engine.run()
-    stats = engine.scheduler.stats
-    assert stats["skipped_tokens"] + stats["external_tokens"] == TOKENS
-    assert stats["computed_tokens"] == stats["skipped_tokens"] + 1
-    assert live.num_external_tokens == stats["external_tokens"]
-    assert live.lookup is not None
-    assert live.lookup.found is not None
-    assert live.lookup.found["file"] == TOKENS // BLOCK
-    assert engine.missed(Outcome.SKIPPED) == stats["skipped_tokens"] // BLOCK
-    # No token is computed twice, or over what was loaded.
-    ends = [0, *(end for _, _, end in engine.chunks)]
-    assert all(start >= end for (_, start, _), end in zip(engine.chunks, ends, strict=False))
-
-
-def test_a_hole_in_the_back_is_computed_and_nothing_else() -> None:
-    engine = ScriptedEngine("auto", TOKENS, 4.0, linear(4.0))
-    live = engine.add()
-    engine.tiers.lost = {live.hashes[-20]}  # in the last group but one: what it has from there on goes
-    engine.run()
-    first = TOKENS // BLOCK - 20
-    assert ("a", first * BLOCK, (TOKENS // BLOCK - 16) * BLOCK) in engine.chunks
-    assert live.num_external_tokens == TOKENS - engine.scheduler.stats["skipped_tokens"] - 4 * BLOCK
-
-
 def test_a_tier_that_hangs_costs_no_more_than_a_short_wait() -> None:
     engine = ScriptedEngine("auto", TOKENS, 4.0, linear(4.0))
     engine.tiers.stalled = True
@@ -131,16 +102,6 @@ def test_who_is_not_alone_when_asked_for_is_loaded_or_computed() -> None:
     assert {ends for ends, _ in engine.tiers.asked} == {Ends.FRONT}
 
 
-@pytest.mark.parametrize("num_steps", [1, 2, 4])
-def test_an_abort_leaks_nothing(num_steps: int) -> None:
-    engine = ScriptedEngine("auto", TOKENS, 4.0, linear(4.0))
-    engine.add()
-    for _ in range(num_steps):
-        engine.step()
-    assert engine.scheduler.abort("a")
-    engine.run()
-
-
 def test_blocks_that_a_copy_writes_to_outlive_their_request() -> None:
     engine = ScriptedEngine("auto", TOKENS, 4.0, linear(4.0))
     engine.add()
@@ -154,18 +115,6 @@ def test_blocks_that_a_copy_writes_to_outlive_their_request() -> None:
     engine.run()
 
 
-def test_a_preempted_request_comes_back_and_ends() -> None:
-    engine = ScriptedEngine("auto", TOKENS, 4.0, linear(4.0))
-    live = engine.add()
-    for _ in range(3):
-        engine.step()
-    engine.scheduler._preempt(live)
-    assert live.state is SequenceState.WAITING
-    assert engine.tiers.num_open == 0
-    engine.run()
-    assert live.num_generated == 1
-
-
 def test_a_step_that_raised_is_made_again() -> None:
     engine = ScriptedEngine("auto", TOKENS, 4.0, linear(4.0))
     live = engine.add()
@@ -175,15 +124,6 @@ def test_a_step_that_raised_is_made_again() -> None:
     engine.report_failed(batch)
     engine.run()
     assert live.num_generated == 1
-
-
-def test_copies_that_fail_are_computed() -> None:
-    engine = ScriptedEngine("auto", TOKENS, 4.0, linear(4.0))
-    live = engine.add()
-    engine.copies_fail = True
-    engine.run()
-    assert live.num_external_tokens == 0
-    assert engine.missed(Outcome.COPY_FAILED) > 0
 
 
 def test_promises_that_lapse_are_computed() -> None:

@@ -30,21 +30,6 @@ def test_a_batch_answers_each_prompt_as_if_alone(make: Make) -> None:
         assert answer.ttft > 0
 
 
-def test_the_next_turn_hits_prompt_and_answer(make: Make) -> None:
-    engine = make()
-    [first] = engine.generate([prompt(1, 40)], SamplingParams(max_tokens=25, ignore_eos=True))
-    [second] = engine.generate([[*prompt(1, 40), *first.token_ids, *prompt(2, 9)]], GREEDY)
-    assert second.num_l1_tokens == 64  # 40 + 24 with KV: four full blocks
-
-
-def test_salts_separate_tenants(make: Make) -> None:
-    engine = make()
-    engine.generate([prompt(1, 40)], GREEDY, cache_salt="a")
-    assert engine.generate([prompt(1, 40)], GREEDY, cache_salt="b")[0].num_l1_tokens == 0
-    assert engine.generate([prompt(1, 40)], GREEDY)[0].num_l1_tokens == 0
-    assert engine.generate([prompt(1, 40)], GREEDY, cache_salt="a")[0].num_l1_tokens == 32
-
-
 def test_caching_off_hashes_and_finds_nothing(make: Make) -> None:
     engine = make(enable_prefix_caching=False)
     first, second = (engine.generate([prompt(1, 40)], KEEP)[0] for _ in range(2))
@@ -208,33 +193,6 @@ def _hashes(engine: Engine, tokens: list[int]) -> list[bytes]:
     engine.abort(request_id)
     engine.step()
     return hashes
-
-
-def test_a_corrupted_block_changes_the_logits(make: Make) -> None:
-    """The comparisons above can fail."""
-    engine = make(tiers=True, exact=True, exact_rows=64)
-    [cold] = engine.generate([prompt(1, 90)], KEEP)
-    settled(engine)
-    assert isinstance(engine.connector, LocalConnector)
-    engine.connector.hierarchy.host.region.array[:, 1000:1200] ^= 0x11  # behind everybody's back
-    engine.pool.reset()
-    [warm] = engine.generate([prompt(1, 90)], KEEP)
-    assert warm.num_external_tokens == 80
-    assert not np.array_equal(warm.logits, cold.logits)
-
-
-@pytest.mark.parametrize("preemption", ["offload", *brief([], ["recompute"])])
-def test_preemption_with_tiers_below_changes_no_text(make: Make, preemption: str) -> None:
-    prompts = [prompt(seed, 20 + 7 * seed) for seed in range(5)]
-    params = SamplingParams(max_tokens=40, ignore_eos=True, keep_logits=True)
-    exact: dict[str, Any] = {"exact": True, "exact_rows": 64}
-    cold = make(enable_prefix_caching=False, **exact).generate(prompts, params)
-    tight = make(tiers=True, num_blocks=9, preemption=preemption, **exact)
-    answers = tight.generate(prompts, params)
-    assert tight.stats["preempted"] > 0
-    assert tight.stats["external_tokens"] > 0
-    for found, expected in zip(answers, cold, strict=True):
-        assert np.array_equal(found.logits, expected.logits)
 
 
 def test_abort_at_every_step_leaks_nothing(make: Make) -> None:

@@ -70,10 +70,7 @@ def test_logits_and_text_are_those_of_plain_transformers(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    brief(
-        [("phi3-long", "float32"), ("gpt2", "bfloat16")],
-        [*product(EXACT, ["float32", "bfloat16"])],
-    ),
+    brief([("phi3-long", "float32"), ("gpt2", "bfloat16")], [*product(EXACT, ["float32", "bfloat16"])]),
 )
 def test_exact_bits_do_not_depend_on_the_packing(name: str, dtype: str) -> None:
     prompts = [prompt(1, 90), prompt(2, 17), [*prompt(1, 70), 5, 6, 7]]

@@ -1,6 +1,5 @@
 """Stories in which something gives way under the engine: copies, steps, streams, weights. No wrong token, no leak."""
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,6 @@ from tiny_models import prompt
 
 from kvtier.connector.local import LocalConnector
 from kvtier.connector.models.hf_model import weights_digest
-from kvtier.connector.plan import StepPlan
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.llm import Engine
 from kvtier.engine.requests import SamplingParams
@@ -23,7 +21,6 @@ from kvtier.tiers.copies.transfer import HostCopyStream, HostEvent
 
 EXACT = {"exact": True, "exact_rows": 128, "max_num_batched_tokens": 128}
 ONE = SamplingParams(max_tokens=1, ignore_eos=True)
-Event = Callable[[BlockCopies], HostEvent]
 
 
 def stream_of(engine: Engine) -> HostCopyStream:
@@ -81,56 +78,6 @@ def test_a_layerwise_load_that_fails_behind_its_fence_is_computed(make: Make, mo
     assert np.array_equal(again.logits, cold.logits)
 
 
-def test_an_interrupted_sampling_does_not_hide_a_failed_load(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = make(tiers=True, loading="layerwise", **EXACT)
-    cold = engine.generate([prompt(1, 90)], KEEP)[0]
-    settled(engine)
-    engine.pool.reset()
-    calls, sample_batch = iter(range(100)), engine.runner.sample
-
-    def interrupted(batch: Any, logits: torch.Tensor) -> Any:
-        if next(calls) == 0:
-            raise KeyboardInterrupt
-        return sample_batch(batch, logits)
-
-    def failing(copies: BlockCopies, after: object | None = None) -> HostEvent:
-        event = rubbish(engine, copies)
-        event.end("the driver reports a failed copy")
-        return event
-
-    monkeypatch.setattr(engine.runner, "sample", interrupted)
-    monkeypatch.setattr(stream_of(engine), "load", failing)
-    assert np.array_equal(run(engine, prompt(1, 90)), cold.logits)
-    assert engine.stats["failed_loads"] == 1
-
-
-def test_an_interrupt_before_the_stores_leaks_nothing(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = make(tiers=True)
-    cold = make().generate([prompt(1, 90)], KEEP)[0]
-    calls, start_store = iter(range(100)), engine.worker.start_store
-
-    def interrupted(plan: StepPlan) -> None:
-        if next(calls) == 0:
-            raise KeyboardInterrupt
-        start_store(plan)
-
-    monkeypatch.setattr(engine.worker, "start_store", interrupted)
-    assert np.array_equal(run(engine, prompt(1, 90)), cold.logits)
-    settled(engine)
-    assert engine.pool.num_free_blocks == engine.pool.num_blocks
-
-
-def test_a_layerwise_load_lets_go_of_its_lease_with_its_step(make: Make) -> None:
-    engine = make(tiers=True, loading="layerwise")
-    engine.generate([prompt(1, 90)], ONE)
-    settled(engine)
-    engine.pool.reset()
-    assert engine.generate([prompt(1, 90)], ONE)[0].num_external_tokens == 80
-    settled(engine)
-    assert isinstance(engine.connector, LocalConnector)
-    engine.connector.hierarchy.check()
-
-
 def test_changed_weights_find_nothing_of_the_old_ones(make: Make) -> None:
     """FAULTS 37: 0 stale hits, in no tier."""
     engine = make(tiers=True)
@@ -171,25 +118,6 @@ def test_what_l1_holds_is_offered_below_again(make: Make, monkeypatch: pytest.Mo
     settled(engine)
     engine.pool.reset()
     assert engine.generate([[*prompt(1, 64), *prompt(10, 20)]], ONE)[0].num_external_tokens == 80
-
-
-def test_a_prefix_admitted_at_its_second_sighting_gets_below(make: Make) -> None:
-    engine = make(tiers=True, cache={"admit_after": 2})
-    for turn in range(3):
-        engine.generate([[*prompt(1, 64), *prompt(10 + turn, 20)]], ONE)
-    settled(engine)
-    engine.pool.reset()
-    assert engine.generate([[*prompt(1, 64), 7]], ONE)[0].num_external_tokens == 64
-
-
-def test_a_stream_nobody_read_costs_nothing(make: Make) -> None:
-    engine = make()
-    engine.stream(prompt(1, 30), GREEDY)
-    stream = engine.stream(prompt(1, 30), GREEDY)
-    stream.close()  # type: ignore[attr-defined]
-    assert not engine.has_unfinished
-    with pytest.raises(RequestError, match="empty"):
-        engine.stream([])
 
 
 def test_a_step_that_raises_still_tells_what_others_were_brought(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,5 @@
 """Stories of models that compute each sequence over transformers' own cache: with and without recurrent states."""
 
-import mmap
 import random
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
@@ -205,38 +204,6 @@ def test_a_lost_piece_costs_hits_and_nothing_else(open_engine: Open, kind: str) 
     assert ask(engine, tokens, 8) == (expected, 0, 0)
 
 
-@pytest.mark.parametrize("kind", ["qwen3.5", *brief([], ["falcon-h1"])])
-def test_a_state_whose_blocks_are_lost_is_not_used(open_engine: Open, kind: str) -> None:
-    tokens = prompt(1, LONG)
-    expected = said(kind, tokens, 8)
-    engine = open_engine(kind)
-    ask(engine, tokens, 8)
-    engine.pool.reset()
-    chain: Any = engine.prompt(tokens).chain
-    evict_everywhere(hierarchy(engine), [chain.hashes[70]], 60)
-    assert ask(engine, tokens, 8) == (expected, 0, 1024)
-    engine.pool.reset()
-    assert ask(engine, tokens, 8) == (expected, 0, 1184)
-
-
-@pytest.mark.parametrize("kind", [*brief([], ["mamba2"]), "qwen3.5"])
-def test_a_corrupt_piece_in_the_slab_is_a_miss(open_engine: Open, kind: str) -> None:
-    tokens = prompt(1, LONG)
-    expected = said(kind, tokens, 8)
-    engine = open_engine(kind)
-    ask(engine, tokens, 8)
-    engine.close()
-    again = open_engine(kind)
-    [port] = hierarchy(again).ports
-    slab: Any = port.tier
-    name = pieces_of(again, tokens, 74)[0]
-    rotten = memoryview(mmap.mmap(-1, slab.superblock.stride))  # aligned, as the slab wants it
-    slab._payload.write(slab.superblock.payload_offset(slab._blocks.index.find_one(name)), [rotten])
-    assert ask(again, tokens, 8) == (expected, 0, 1024)
-    again.pool.reset()
-    assert ask(again, tokens, 8) == (expected, 0, 1184)  # it was stored again
-
-
 class OneBorderOff(ClosedChain):
     """A request's blocks up to a border, and behind them the states of the border before."""
 
@@ -370,29 +337,6 @@ def test_a_device_without_room_for_a_state_costs_hits_and_no_token(
     assert engine.stats["unkept_states"] == (2 if act != "go_on" else 0)
     assert engine.stats["failed_loads"] == (2 if act == "go_on" and is_below else 0)
     assert run(engine, turns) == list(told.values())
-
-
-@pytest.mark.parametrize("kind", ["qwen3.5", "mamba2"])
-def test_a_state_that_was_stored_while_its_request_waited_is_loaded(open_engine: Open, kind: str) -> None:
-    tokens = prompt(1, 100)
-    turn = [*tokens, *said(kind, tokens), *prompt(3, 40)]
-    engine = open_engine(kind, slab=False, max_num_seqs=1)
-    params = SamplingParams(max_tokens=NEW, ignore_eos=True)
-    before, waiting = engine.add_request(tokens, params), engine.add_request(turn, params)
-    scheduler: Any = engine.scheduler
-    while before in scheduler.live:
-        scheduler._look_ahead_at = 0.0
-        engine.step()
-    asked = scheduler._connector.requests[waiting]
-    assert asked.found is not None
-    assert not asked.found.loadable  # no tier had anything of it then
-    settled(engine)
-    engine.pool.reset()
-    request = engine.request(waiting)
-    while engine.has_unfinished:
-        engine.step()
-    assert request.generated == said(kind, turn)
-    assert request.cached_tokens["L2"] == request.num_external_tokens > 0
 
 
 @pytest.mark.parametrize("kind", ["qwen3.5", *brief([], ["mamba2", "jamba"])])

@@ -121,19 +121,6 @@ def test_tails_go_first_and_answers_that_stay_private_leave_none(cold: Bits) -> 
     end(private)
 
 
-def test_a_tail_known_in_l1_alone_does_not_shadow_a_held_child(cold: Bits) -> None:
-    engine = engine_over(None, 64)
-    first = prompt(1, 128)
-    engine.generate([first], keep(1))
-    forget(engine, "L2")
-    engine.generate([first[:20]], keep(1))  # 19 tokens from L2, and now a tail of 20 in L1
-    tokens = [*first[:90], *prompt(2, 9)]
-    [answer] = engine.generate([tokens], keep())
-    assert (answer.num_l1_tokens, answer.num_external_tokens) == (0, 90)
-    assert bits(answer) == cold.of(tokens)
-    end(engine)
-
-
 def test_switched_off_hits_are_whole_blocks(cold: Bits) -> None:
     engine = engine_over(None, 16, partial_blocks=False)
     first = prompt(1, 40)

@@ -7,7 +7,6 @@ import pytest
 from scheduler_rig import BLOCK, ScriptedConnector, Story, tokens
 
 from kvtier.connector.models import Reasoning
-from kvtier.connector.plan import StepPlan, WorkerReport
 from kvtier.connector.scheduler import ConnectorUpdate
 from kvtier.engine.requests import FinishReason
 from kvtier.engine.sequence import SequenceState
@@ -36,20 +35,6 @@ def test_long_prompts_are_cut_to_the_budget_and_answers_go_first(stories: list[S
     assert story.ended["b"] == FinishReason.LENGTH
 
 
-def test_stop_tokens_end_an_answer(stories: list[Story]) -> None:
-    stories.append(story := Story(16))
-    story.add("eos", tokens(1, 3), max_tokens=9)
-    story.add("stop", tokens(50, 3), max_tokens=9, stop_token_ids=[0, 9], ignore_eos=True)
-    story.step(token=7)
-    story.step(token=9)  # a stop token of the second alone
-    assert story.ended == {"stop": FinishReason.STOP}
-    story.add("deaf", tokens(80, 3), max_tokens=2, ignore_eos=True)
-    story.step(token=0)  # the end-of-sequence token
-    assert story.ended == {"stop": FinishReason.STOP, "eos": FinishReason.STOP}
-    story.step(token=0)
-    assert story.ended["deaf"] == FinishReason.LENGTH
-
-
 def test_a_finished_request_leaves_its_blocks_to_the_next_turn(stories: list[Story]) -> None:
     stories.append(story := Story(16))
     first = story.add("a", tokens(1, 6), max_tokens=7)
@@ -59,14 +44,6 @@ def test_a_finished_request_leaves_its_blocks_to_the_next_turn(stories: list[Sto
     story.add("b", [*first.token_ids, 33, 34])
     assert story.step() == [("b", 12, 15)]
     assert story.live["b"].num_l1_tokens == 12
-
-
-def test_the_last_token_is_always_computed(stories: list[Story]) -> None:
-    stories.append(story := Story(16))
-    story.add("a", tokens(1, 8))
-    story.run()
-    story.add("b", tokens(1, 8))  # all of it is in L1
-    assert story.step() == [("b", 4, 8)]  # a whole block is computed, not loaded
 
 
 def test_generated_blocks_stay_private_when_asked(stories: list[Story]) -> None:
@@ -121,18 +98,6 @@ def test_a_shared_prefix_is_computed_once_within_a_batch(stories: list[Story]) -
     assert story.step() == [("a", 8, 9), ("b", 8, 9), ("c", 0, 3)]
     assert story.live["a"].block_table[:2] != []
     assert story.live["b"].num_l1_tokens == 8
-    story.run()
-
-
-def test_sharers_use_the_same_blocks(stories: list[Story]) -> None:
-    stories.append(story := Story(6))  # 2 shared + 2 tails, and one to grow for each
-    story.add("a", [*tokens(1, 8), 50], max_tokens=4)
-    story.add("b", [*tokens(1, 8), 60], max_tokens=4)
-    story.step()
-    story.step()
-    a, b = story.live["a"].block_table, story.live["b"].block_table
-    assert a[:2] == b[:2]
-    assert a[2] != b[2]
     story.run()
 
 
@@ -313,38 +278,6 @@ def test_a_layerwise_load_that_is_late_leaves_no_trace(stories: list[Story]) -> 
     story.step()
 
 
-def test_abort_in_every_state() -> None:
-    connector = ScriptedConnector()
-    story = Story(8, connector)
-    connector.findable["loading"] = 4
-    story.add("loading", tokens(1, 6))
-    story.add("running", tokens(100, 6), max_tokens=50)
-    story.step()
-    story.step()
-    story.add("waiting", tokens(300, 6))
-    states = {name: story.live[name].state for name in story.live}
-    assert states == {
-        "loading": SequenceState.LOADING,
-        "running": SequenceState.RUNNING,
-        "waiting": SequenceState.WAITING,
-    }
-    for name in states:
-        assert story.scheduler.abort(name)
-        assert not story.scheduler.abort(name)
-        assert ("finished", name) in connector.log
-    assert not story.scheduler.abort("nobody")
-    # The aborted load still writes: its blocks stay, and its name cannot be used, until the report.
-    connector.news = ConnectorUpdate(released=tuple(story.scheduler._held.copies.elements()))
-    story.step()
-    assert set(story.ended.values()) == {FinishReason.ABORT}
-    assert "loading" in story.scheduler.orphans
-    assert story.pool.num_free_blocks == 6
-    connector.news = ConnectorUpdate(loaded=("loading",))
-    story.step()
-    assert "loading" not in story.scheduler.live
-    story.idle()
-
-
 def test_an_aborted_owner_hands_its_prefix_on(stories: list[Story]) -> None:
     stories.append(story := Story(16))
     story.add("a", tokens(1, 20))
@@ -352,19 +285,6 @@ def test_an_aborted_owner_hands_its_prefix_on(stories: list[Story]) -> None:
     assert story.step() == [("a", 0, 8)]
     story.scheduler.abort("a")
     assert story.step() == [("b", 8, 16)]  # what a computed counts
-    story.run()
-
-
-def test_a_step_that_raised_counts_for_nothing(stories: list[Story]) -> None:
-    stories.append(story := Story(16))
-    story.add("a", tokens(1, 12), max_tokens=2)
-    batch = story.scheduler.schedule(WorkerReport())
-    assert isinstance(batch.plan, StepPlan)
-    story.scheduler.fail(batch, tuple(op.op_id for op in batch.plan.stores))
-    assert story.live["a"].state is SequenceState.WAITING
-    assert story.pool.num_free_blocks == 16
-    assert story.pool.lookup(story.live["a"].chain.hashes) == 0  # nothing of it is findable
-    assert story.step() == [("a", 0, 8)]
     story.run()
 
 

@@ -7,7 +7,6 @@ from scheduler_rig import ScriptedConnector, Story, tokens
 
 from kvtier.connector.plan import WorkerReport
 from kvtier.connector.scheduler import ConnectorUpdate
-from kvtier.engine.sequence import SequenceState
 
 
 @pytest.fixture
@@ -66,43 +65,6 @@ def test_a_partial_block_that_failed_is_computed(stories: list[Story], first_fai
     let_go(story)
 
 
-@pytest.mark.parametrize("loading", ["async", "layerwise"])
-def test_an_expired_promise_is_computed(stories: list[Story], loading: str) -> None:
-    stories.append(story := Story(8, connector := ScriptedConnector(), loading=loading))
-    connector.findable["a"] = 6
-    connector.lapsed.add("a")
-    story.add("a", tokens(1, 9))
-    assert story.run() == [[("a", 0, 8)], [("a", 8, 9)]]
-    let_go(story)
-
-
-def test_a_late_layerwise_load_leaves_no_trace(stories: list[Story]) -> None:
-    stories.append(story := Story(16, connector := ScriptedConnector(), loading="layerwise"))
-    connector.findable["a"] = 6
-    story.add("a", tokens(1, 9))
-    story.arrived = False
-    assert story.step() == [("a", 6, 9)]  # computed on rubbish
-    assert story.live["a"].state is SequenceState.LOADING
-    story.arrived = True
-    assert story.step() == []
-    connector.news = ConnectorUpdate(loaded=("a",))  # late, but whole
-    assert story.step() == [("a", 6, 9)]
-    assert story.live["a"].num_external_tokens == 6
-    let_go(story)
-
-
-def test_an_abort_while_loading_keeps_the_blocks_until_the_load_ends(stories: list[Story]) -> None:
-    stories.append(story := Story(16, connector := ScriptedConnector(), partial_blocks=True))
-    connector.findable["a"] = 6
-    story.add("a", tokens(1, 10))
-    story.step()
-    assert story.scheduler.abort("a")
-    story.step()
-    assert story.pool.num_free_blocks == 13
-    connector.news = ConnectorUpdate(loaded=("a",))
-    story.step()
-
-
 @pytest.mark.parametrize("preemption", ["recompute", "offload"])
 def test_a_preempted_request_begins_anew(stories: list[Story], preemption: str) -> None:
     connector = ScriptedConnector()
@@ -142,17 +104,6 @@ def test_a_step_given_up_references_no_source_any_more(stories: list[Story]) -> 
     assert len(batch.copies) == 1
     story.scheduler.fail(batch, tuple(op.op_id for op in batch.plan.stores))
     assert story.step() == [("b", 6, 7)]
-
-
-def test_no_room_references_no_source(stories: list[Story]) -> None:
-    stories.append(story := Story(5, partial_blocks=True))
-    story.add("a", tokens(1, 9), max_tokens=5)
-    story.step()
-    story.step()
-    story.add("b", [*tokens(1, 6), *tokens(90, 9)])
-    assert story.step() == [("a", 9, 10)]
-    story.run()
-    assert story.live["b"].num_l1_tokens >= 6
 
 
 def test_what_l1_copies_is_not_loaded(stories: list[Story]) -> None:

@@ -96,25 +96,6 @@ def test_copied_keys_are_those_of_the_segment_moved(make: Make) -> None:
     assert not torch.allclose(copied[:, 1], computed[:, 1], atol=1e-1)  # which is why it is repaired
 
 
-@pytest.mark.parametrize("rule", REPAIR_RULES)
-def test_a_rule_repairs_its_share(make: Make, rule: str) -> None:
-    found = answer(make(**ON), Repair(rule, share=0.25, max_deviation=9))
-    assert found.num_segment_tokens == REUSED
-    assert abs(found.num_repaired_tokens - REUSED / 4) <= 1
-    assert found.num_l1_tokens == found.num_external_tokens == 0
-
-
-def test_repair_comes_closer_to_a_full_prefill(make: Make) -> None:
-    def error(share: float) -> float:
-        found = answer(make(**ON), Repair(share=share, max_deviation=9), ONE)
-        full = plain_logits(plain("llama"), PROMPT)[-1].numpy()
-        return float(np.abs(found.logits[0] - full).max())
-
-    errors = [error(share) for share in (0.0, 0.5, 1.0)]
-    assert errors == sorted(errors, reverse=True)
-    assert errors[-1] < 1e-4 < errors[0]
-
-
 def test_several_requests_are_blended_in_one_batch(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     orders = [DOCUMENTS, DOCUMENTS[::-1], DOCUMENTS[1:]]
     prompts, segments = zip(*[asked(each, lead) for each, lead in zip(orders, (5, 21, 3), strict=True)], strict=True)
@@ -250,25 +231,6 @@ def test_an_absent_segment_is_computed_alone_and_held_from_then_on(make: Make) -
     assert engine.stats["generated_tokens"] == 16
     assert engine.stats["segment_tokens"] == 2 * REUSED
     assert engine.stats["repaired_tokens"] == 2 * round(0.15 * REUSED)
-
-
-def test_two_requests_share_what_the_first_one_computes(make: Make) -> None:
-    engine = make(**ON)
-    found = engine.generate([PROMPT, [*PROMPT, 7]], GREEDY, segments=[SEGMENTS, SEGMENTS])
-    assert [each.num_segment_tokens for each in found] == [REUSED] * 2
-    assert engine.stats["segments_computed"] == 3
-    assert engine.stats["segments_held"] == 3  # by the time it was their turn
-
-
-def test_segments_come_back_from_l2(make: Make) -> None:
-    engine = make(tiers=True, **ON)
-    first = answer(engine)
-    settled(engine)
-    engine.pool.reset()
-    second = answer(engine)
-    assert engine.stats["segments_loaded"] == 3
-    assert second.num_external_tokens == 0  # never among cached tokens
-    assert np.array_equal(first.token_ids, second.token_ids)
 
 
 def over_slab(directory: Path, **cache: Any) -> Engine:
@@ -416,26 +378,8 @@ def test_a_blend_counts_once_however_often_it_is_made(make: Make, monkeypatch: p
     engine.abort(name)
 
 
-def test_a_stream_reuses_what_generate_does(make: Make) -> None:
-    engine = make(**ON)
-    expected = answer(engine).token_ids
-    with pytest.raises(RequestError, match="not within the 165 tokens"):  # before anything is asked of it
-        engine.stream(PROMPT, KEEP, segments=[Segment(20, 500)])
-    assert [each.token_id for each in engine.stream(PROMPT, KEEP, segments=SEGMENTS, repair=UNBOUND)] == expected
-    assert engine.stats["segment_tokens"] == 2 * REUSED
-    # Two are read in turns, and one is left early: nothing of it stays.
-    kept, left = (engine.stream(PROMPT, KEEP, segments=SEGMENTS, repair=UNBOUND) for _ in range(2))
-    assert (next(kept).token_id, next(left).token_id) == (expected[0], expected[0])
-    left.close()  # type: ignore[attr-defined]
-    assert [each.token_id for each in kept] == expected[1:]
-    assert engine.pool.num_free_blocks == engine.pool.num_blocks
-
-
 BAD: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
-    "overlap": (
-        lambda: {"segments": [Segment(10, 50), Segment(49, 90)]},
-        "segments 10 to 50 and 49 to 90 overlap",
-    ),
+    "overlap": (lambda: {"segments": [Segment(10, 50), Segment(49, 90)]}, "segments 10 to 50 and 49 to 90 overlap"),
     "empty": (lambda: {"segments": [Segment(20, 20)]}, "segment 20 to 20: it is empty"),
     "backward": (lambda: {"segments": [Segment(20, 10)]}, "segment 20 to 10: it is empty"),
     "beyond": (lambda: {"segments": [Segment(20, 500)]}, "segment 20 to 500: not within the 165 tokens"),

@@ -1,7 +1,5 @@
 """Stories of the unfinished last blocks that requests leave in L2: the next turn begins there, with the same bits."""
 
-from typing import Any
-
 import pytest
 from event_rig import Shelf
 from exact_engines import Bits, bits, engine_over, forget, keep
@@ -48,18 +46,6 @@ def test_the_next_turn_begins_in_a_tail_of_l2(block_size: int, loading: str, col
     end(engine)
 
 
-def test_a_prompt_without_a_whole_block_is_a_tail_by_itself(cold: Bits) -> None:
-    engine, first = engine_over(None, 256), prompt(1, 100)
-    engine.generate([first], keep(1))
-    assert num_tails(engine) == 1
-    forget(engine, "L2")
-    turn = [*first, *prompt(2, 30)]
-    [answer] = engine.generate([turn], keep())
-    assert answer.num_external_tokens == 100
-    assert bits(answer) == cold.of(turn)
-    end(engine)
-
-
 def test_a_tail_counts_as_l2s_in_an_answers_usage() -> None:
     engine, first = engine_over(None, 64), prompt(1, 90)
     engine.generate([first], keep(1))
@@ -68,17 +54,6 @@ def test_a_tail_counts_as_l2s_in_an_answers_usage() -> None:
     while engine.has_unfinished:
         engine.step()
     assert request.cached_tokens == {"L1": 0, "L2": 90, "file": 0, "peers": 0, "redis": 0, "objects": 0}
-    end(engine)
-
-
-def test_what_a_tail_had_is_computed_once_l2_has_lost_it(cold: Bits, tmp_path: Any) -> None:
-    engine, first = engine_over(tmp_path, 64), prompt(1, 90)
-    engine.generate([first], keep(1))
-    forget(engine, "slab")  # which has whole blocks alone
-    turn = [*first, *prompt(2, 9)]
-    [answer] = engine.generate([turn], keep())
-    assert answer.num_external_tokens == 64
-    assert bits(answer) == cold.of(turn)
     end(engine)
 
 

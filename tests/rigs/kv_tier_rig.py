@@ -8,8 +8,15 @@ from unittest.mock import patch
 
 import torch
 from extent import brief
-from tiny_models import VOCAB, config_of
-from transformers import AutoModelForCausalLM, DynamicCache, Gemma3TextConfig
+from tiny_models import SIZES, VOCAB, config_of
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV2Config,
+    DeepseekV3Config,
+    DynamicCache,
+    Gemma3TextConfig,
+    RwkvConfig,
+)
 
 from kvtier.connector.models import cache_option
 from kvtier.connector.transformers import tier_blocks
@@ -26,15 +33,19 @@ def model_of(kind: str, dtype: torch.dtype = torch.float32, attention: str = "sd
     """Random weights, the same for the same kind and dtype. Windows are 24 tokens; Gemma 3 has them in two of three."""
     if kind == "gemma3":
         layers = ["sliding_attention", "sliding_attention", "full_attention"]
-        config: Any = Gemma3TextConfig(
-            vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
-            num_key_value_heads=2, head_dim=16, sliding_window=24, layer_types=layers, initializer_range=0.2,
-        )  # fmt: skip
+        sizes: dict[str, Any] = {**SIZES, "head_dim": 16, "sliding_window": 24, "layer_types": layers}
+        config: Any = Gemma3TextConfig(**sizes)
+    elif kind.startswith("deepseek"):
+        sizes = {**SIZES, "num_key_value_heads": 4, "q_lora_rank": None, "kv_lora_rank": 16, "qk_rope_head_dim": 8}
+        sizes |= {"qk_nope_head_dim": 8, "v_head_dim": 12, "first_k_dense_replace": 3}
+        config = (DeepseekV2Config if kind == "deepseek-v2" else DeepseekV3Config)(**sizes)
+    elif kind == "rwkv":
+        config = RwkvConfig(vocab_size=VOCAB, hidden_size=32, attention_hidden_size=32, num_hidden_layers=2)
     else:
         config = config_of(kind)
     torch.manual_seed(0)
     auto: Any = AutoModelForCausalLM
-    return auto.from_config(config, dtype=dtype, attn_implementation=attention).eval()
+    return auto.from_config(config, dtype=dtype, attn_implementation=None if kind == "rwkv" else attention).eval()
 
 
 @contextmanager
@@ -59,6 +70,22 @@ def tiers_over(directory: Path) -> Iterator[Open]:
                 kv._opened.check()
             kv.close()
             kv.close()
+
+
+def restarted(kv: KVTier, open_tier: Open, **options: Any) -> KVTier:
+    """Another tier over the same model and directory, as another process opens it."""
+    assert kv.drain()
+    kv.close()
+    return open_tier(kv.model, **options)
+
+
+def hits(
+    kv: KVTier, tokens: torch.Tensor, expected: torch.Tensor | None = None, options: dict[str, Any] = GREEDY
+) -> int:
+    """How many tokens a call of `generate` finds; its text is what is expected, by default the model's own."""
+    text = kv.generate(tokens, **options)
+    assert torch.equal(text, kv.model.generate(tokens, **options) if expected is None else expected)
+    return kv.num_cached_tokens
 
 
 def left_padded(rows: Sequence[Sequence[int]], pad: int = 0) -> dict[str, Any]:

@@ -18,20 +18,6 @@ def opened(clock: FakeClock, retry_after: float = 1.0) -> Breaker:
     return breaker
 
 
-def test_only_failures_in_a_row_open_it() -> None:
-    breaker = Breaker(failures=3, retry_after=1.0, clock=FakeClock())
-    for _ in range(5):  # two failures, an answer, two failures, an answer …
-        breaker.failure()
-        breaker.failure()
-        assert breaker.closed
-        breaker.success()
-    for _ in range(3):
-        assert breaker.closed
-        breaker.failure()
-    assert state(breaker) == "open"
-    assert not breaker.closed
-
-
 def test_a_late_answer_does_not_close_it_a_probe_does() -> None:
     clock = FakeClock()
     breaker = opened(clock)

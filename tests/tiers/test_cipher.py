@@ -116,12 +116,7 @@ def test_threads_share_a_cipher() -> None:
 
 @pytest.mark.parametrize(
     "content",
-    [
-        KEY,
-        KEY.hex().encode(),
-        KEY.hex().upper().encode() + b"\n",
-        base64.b64encode(KEY) + b"\r\n",
-    ],
+    [KEY, KEY.hex().encode(), KEY.hex().upper().encode() + b"\n", base64.b64encode(KEY) + b"\r\n"],
     ids=["raw", "hex", "HEX", "base64"],
 )
 def test_a_key_file_is_read(tmp_path: Path, content: bytes) -> None:

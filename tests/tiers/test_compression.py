@@ -48,9 +48,7 @@ def test_numbers_are_split_by_their_width_and_come_back(width: int) -> None:
     assert back(BlockCodec(SIZE), split, stored) == payload
 
 
-def test_noise_is_stored_from_where_it_lies_and_is_not_tried_again_for_a_while(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_noise_is_stored_from_where_it_lies_and_is_not_tried_again_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     codec = BlockCodec(SIZE)
     payload = memoryview(kv(1))
     assert codec.shrink(payload) == (AS_IS, payload)

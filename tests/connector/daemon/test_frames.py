@@ -20,8 +20,6 @@ from kvtier.connector.daemon.wire import (
     MAX_FRAME,
     MAX_HELLO,
     MAX_ITEMS,
-    OLDEST,
-    VERSION,
     Abandon,
     Ask,
     Bye,
@@ -32,26 +30,19 @@ from kvtier.connector.daemon.wire import (
     Ended,
     FrameReader,
     Granted,
-    Hello,
     Holds,
-    Join,
-    Joined,
     Lookup,
     News,
-    Refused,
     Release,
     Renew,
     Reserve,
     Reset,
     Seal,
     Take,
-    UnspokenVersion,
-    Welcome,
     coalesce,
     pack_found,
     pack_frame,
     pack_grants,
-    pack_handshake,
     pack_reply,
     pack_request,
     unpack_answer,
@@ -107,6 +98,7 @@ anything = st.recursive(
 
 
 def body_of(frame: bytes) -> memoryview:
+    body: memoryview
     (body,) = FrameReader(MAX_FRAME).feed(frame)
     return body
 
@@ -309,20 +301,6 @@ def test_any_value_is_a_grant_or_a_format_error(value: Any) -> None:
         unpack_grants(Raw(packed(value)), [1, 2], 8)
     except FormatError:
         return
-
-
-def test_handshakes_come_out_as_they_went_in() -> None:
-    for asked in (Hello(b"f" * 32, 16, 1 << 20, 1 << 34, reset=True), Join(b"c" * 16)):
-        assert unpack_handshake(body_of(pack_handshake(asked))) == asked
-    for answer in (Welcome(b"c" * 16, b"i" * 16, 8, 4096, 3, True, 60.0), Joined(), Refused("no room")):
-        assert unpack_handshake_reply(body_of(pack_handshake(answer))) == answer
-
-
-def test_another_version_is_named_on_both_sides() -> None:
-    for unpack in (unpack_handshake, unpack_handshake_reply):
-        for version, which in ((OLDEST - 1, "the other side"), (VERSION + 1, "this side")):
-            with pytest.raises(UnspokenVersion, match=f"version {version}, this side speaks .*: upgrade {which};"):
-                unpack(packed(["kvtier", version, "whatever", {"may": "follow"}]))
 
 
 @given(st.lists(operation, min_size=1, max_size=3), st.lists(st.integers(1, 50), min_size=1))

@@ -9,7 +9,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -42,7 +42,6 @@ from kvtier.connector.daemon.wire import (
     Cancel,
     FrameReader,
     Hello,
-    Operation,
     Refused,
     Welcome,
     pack_found,
@@ -281,31 +280,6 @@ def test_slots_that_a_device_may_still_write_to_stay_the_clients(path: Path) -> 
     daemon.close()
 
 
-def test_a_client_that_falls_silent_holds_nothing(path: Path) -> None:
-    daemon = DaemonThread(path, host={"size": 16 * SLOT_BYTES})
-    tiers, chain = attach(path), chain_of(4)
-
-    def held() -> tuple[int, int]:
-        (client,) = daemon.daemon.call(daemon.daemon.clients)
-        return client.leases, client.reservations
-
-    # what it let go last reaches the daemon, though it says nothing more
-    store(tiers, chain)
-    claim, _ = ask(tiers, chain)
-    lease = tiers.take(claim)
-    wait_until(lambda: held() == (1, 0))
-    lease.release()
-    wait_until(lambda: held() == (0, 0))
-    (reservation,) = tiers.reserve([wanted(chain_of(4, first_token=1000))])
-    assert reservation is not None
-    assert held() == (0, 1)
-    tiers.abandon(reservation, Outcome.COPY_FAILED)
-    wait_until(lambda: held() == (0, 0))
-    tiers.close()
-    daemon.check()
-    daemon.close()
-
-
 def sleep_through(tiers: RemoteTiers, clock: FakeClock, patch: pytest.MonkeyPatch) -> None:
     """Have the client's waits pass on its clock, in vain."""
     link = tiers._attachment.link
@@ -396,36 +370,6 @@ def test_an_answer_that_is_late_costs_a_step_and_not_the_daemon(path: Path) -> N
     daemon.close()
 
 
-def test_silence_counts_from_the_first_answer_that_is_still_due(path: Path, fake: Callable[..., FakeDaemon]) -> None:
-    daemon, clock, chain = fake(), FakeClock(), chain_of(1)
-    hello = Hello(FINGERPRINT, BLOCK_SIZE, SLOT_BYTES, 1 << 18, reset=False)
-    tiers = RemoteTiers(path, hello, PATIENCE, clock, deadline=0.25)
-    link = tiers._attachment.link
-    assert link is not None
-
-    def is_linked() -> bool:
-        return tiers._attachment.link is link
-
-    def is_the_first_answered() -> bool:
-        tiers.tick()
-        return len(link.overdue) < 2
-
-    with pytest.MonkeyPatch.context() as patch:
-        sleep_through(tiers, clock, patch)
-        tiers.holds(chain.hashes)
-        clock.advance(4.0)
-        tiers.holds(chain.hashes)
-    daemon.say(pack_reply(1, 0, [b"\0"], []))
-    wait_until(is_the_first_answered)
-    clock.advance(1.0)  # five seconds after the first was given up, one after the second
-    tiers.tick()
-    assert is_linked()
-    clock.advance(4.1)
-    tiers.tick()
-    assert not is_linked()
-    tiers.close(0.1)
-
-
 def test_a_slow_look_into_other_tiers_costs_a_look_and_not_the_link(
     path: Path, fake: Callable[..., FakeDaemon]
 ) -> None:
@@ -476,45 +420,6 @@ def test_a_promise_that_is_lost_while_the_daemon_is_silent_is_counted(
     assert misses(tiers, Outcome.TIMEOUT) == 4
     assert len(tiers.take(claim)) == 0
     tiers.close(0.1)
-
-
-def test_an_answer_that_another_thread_reads_behind_the_last_look_is_not_waited_for(path: Path) -> None:
-    daemon, clock, chain = DaemonThread(path, host={"size": 1 << 20}), FakeClock(), chain_of(1)
-    hello = Hello(FINGERPRINT, BLOCK_SIZE, SLOT_BYTES, 1 << 18, reset=False)
-    tiers = RemoteTiers(path, hello, PATIENCE, clock, deadline=0.25)
-    link, gate = tiers._attachment.link, threading.Event()
-    assert link is not None
-    wait = link.wait
-
-    class OtherThread:
-        """The client's lock. Whoever gets it first once the deadline is over reads what has come."""
-
-        def __init__(self) -> None:
-            self._lock = threading.Lock()
-            self._is_over = False
-
-        def __enter__(self) -> None:
-            self._lock.acquire()
-
-        def __exit__(self, *error: object) -> None:
-            self._lock.release()
-            if clock.now - started > 0.25 and not self._is_over:
-                self._is_over = True
-                gate.set()
-                assert wait(PATIENCE)
-                tiers.tick()
-
-    daemon.daemon.submit(lambda: gate.wait(PATIENCE))
-    started = clock.now
-    with pytest.MonkeyPatch.context() as patch:
-        sleep_through(tiers, clock, patch)
-        patch.setattr(tiers, "_lock", OtherThread())
-        assert tiers.holds(chain.hashes) == [False]
-    assert (link.overdue, link.answers) == ({}, {})
-    assert store(tiers, chain) == 1  # at once
-    tiers.close()
-    daemon.check()
-    daemon.close()
 
 
 def test_a_step_of_more_stores_than_a_message_takes(path: Path) -> None:
@@ -583,33 +488,6 @@ def test_a_question_waits_long_only_for_a_daemon_that_says_it_has_read_it(
     tiers.close(0.1)
 
 
-def test_an_answer_that_is_there_counts_however_late_it_is_looked_at(path: Path) -> None:
-    """A client that was not scheduled for a while has no reason to give its daemon up."""
-    daemon, clock, chain = DaemonThread(path, host={"size": 1 << 20}), FakeClock(), chain_of(4)
-    hello = Hello(FINGERPRINT, BLOCK_SIZE, SLOT_BYTES, 1 << 18, reset=False)
-    tiers = RemoteTiers(path, hello, 2.5, clock, deadline=0.25)
-    link = tiers._attachment.link
-    assert link is not None
-    send = link.send
-
-    def send_and_sleep(operations: Sequence[Operation] = (), request: int = 0) -> bool:
-        sent = send(operations, request)
-        if request:
-            assert link.wait(PATIENCE)
-            clock.advance(1.0)
-        return sent
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(link, "send", send_and_sleep)
-        (reservation,) = tiers.reserve([wanted(chain)])
-    assert reservation is not None
-    assert len(reservation) == 4
-    tiers.abandon(reservation, Outcome.COPY_FAILED)
-    tiers.close()
-    daemon.check()
-    daemon.close()
-
-
 def test_a_daemon_that_never_says_welcome_costs_one_deadline(path: Path, fake: Callable[..., FakeDaemon]) -> None:
     clock, chain = FakeClock(), chain_of(2)
     tiers = RemoteTiers(path, Hello(FINGERPRINT, BLOCK_SIZE, SLOT_BYTES, 1 << 18, reset=False), PATIENCE, clock)
@@ -667,27 +545,6 @@ def test_a_daemon_started_anew_while_nobody_asked_has_the_first_answer(path: Pat
     tiers.close()
     daemon.check()
     daemon.close()
-
-
-def test_a_question_is_waited_for_from_when_it_was_sent(path: Path, fake: Callable[..., FakeDaemon]) -> None:
-    """It waits for company: nobody was asked before a long step was over."""
-    daemon, clock, chain = fake(), FakeClock(), chain_of(4)
-    tiers = RemoteTiers(path, Hello(FINGERPRINT, BLOCK_SIZE, SLOT_BYTES, 1 << 18, reset=False), 2.5, clock)
-    claim = tiers.ask(chain.hashes, chain.root, block_size=BLOCK_SIZE)
-    assert tiers.poll(claim) is PENDING
-    clock.advance(10.0)
-    assert tiers.poll(claim) is PENDING
-    daemon.say(news(1, 0, 1, 2, 3))
-    wait_until(lambda: tiers.poll(claim) == 4)
-    # Another question that waits for company is none of its own.
-    claim = tiers.ask(chain.hashes, chain.root, block_size=BLOCK_SIZE)
-    tiers.tick()
-    for _ in range(2):
-        clock.advance(1.3)
-        tiers.ask(chain.hashes, chain.root, block_size=BLOCK_SIZE)
-        tiers.poll(claim)
-    assert tiers.poll(claim) == 0
-    tiers.close(0.1)
 
 
 def test_a_question_that_nobody_waits_for_any_longer_is_taken_back(path: Path, fake: Callable[..., FakeDaemon]) -> None:
@@ -875,25 +732,6 @@ def test_another_users_socket_is_refused(path: Path) -> None:
     stranger.kill()
     stranger.wait(60)
     stranger.stdout.close()
-
-
-def test_blocks_sealed_a_moment_ago_are_waited_for(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The question comes with the seal, in one message: the daemon has hashed nothing yet, and misses nothing."""
-    monkeypatch.setattr("kvtier.tiers.hierarchy.hierarchy._SEALING", PATIENCE)
-    daemon = DaemonThread(path, host={"size": 1 << 20})
-    tiers = attach(path, size=1 << 20)
-    for number in range(10):
-        chain = chain_of(4, first_token=1000 * number)
-        (reservation,) = tiers.reserve([wanted(chain)])
-        assert reservation is not None
-        fill(tiers, reservation)
-        tiers.seal(reservation, records(reservation, chain), tiers.epoch)
-        claim, promised = ask(tiers, chain)
-        assert promised == 4
-        tiers.cancel(claim)
-    tiers.close()
-    daemon.check()
-    daemon.close()
 
 
 # threads

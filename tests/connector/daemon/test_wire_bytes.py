@@ -85,6 +85,7 @@ OPERATIONS: Final = [
 
 
 def body_of(frame: bytes) -> memoryview:
+    body: memoryview
     (body,) = FrameReader(MAX_FRAME).feed(frame)
     return body
 

@@ -5,10 +5,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from small_engines import Make
 from tiny_models import FAMILIES, SIZES, plain
 
-from kvtier.connector.segments.rope import require_rotatable, rotated
+from kvtier.connector.segments.rope import require_rotatable
 from kvtier.tiers.errors import ConfigError
 
 LONG = SIZES | {"max_position_embeddings": 4096, "num_hidden_layers": 4}
@@ -33,22 +32,18 @@ def test_models_the_engine_runs_pass(family: str) -> None:
     assert module.config._attn_implementation == "sdpa"
 
 
-@pytest.mark.parametrize(
-    "rope",
-    [
-        {"rope_type": "linear", "factor": 4.0},
-        {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **SHORT},
-        {"rope_type": "yarn", "factor": 4.0, **SHORT},
-    ],
-    ids=lambda rope: rope["rope_type"],
-)
-def test_fixed_scalings_pass(rope: dict[str, Any]) -> None:
-    require_rotatable(llama(**rope))
+ROPES: dict[str, dict[str, Any]] = {
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "llama3": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **SHORT},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, **SHORT},
+    "bfloat16": {"rope_type": "default", "dtype": torch.bfloat16},
+    "float16": {"rope_type": "default", "dtype": torch.float16},
+}
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_sixteen_bits_pass(dtype: torch.dtype) -> None:
-    require_rotatable(llama(dtype, rope_type="default"))
+@pytest.mark.parametrize("kind", ROPES)
+def test_fixed_scalings_and_sixteen_bits_pass(kind: str) -> None:
+    require_rotatable(llama(**ROPES[kind]))
 
 
 def test_partial_rotary_passes() -> None:
@@ -77,10 +72,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
         lambda: tiny(transformers.Glm4Config(**LONG, head_dim=16, pad_token_id=0)),
         "layer 0 has interleaved RoPE",
     ),
-    "layers without RoPE": (
-        lambda: tiny(transformers.SmolLM3Config(**LONG, pad_token_id=0)),
-        "layer 3 has no RoPE",
-    ),
+    "layers without RoPE": (lambda: tiny(transformers.SmolLM3Config(**LONG, pad_token_id=0)), "layer 3 has no RoPE"),
     "two frequencies": (
         lambda: tiny(transformers.Gemma3TextConfig(**LONG, head_dim=16, pad_token_id=0)),
         "layers that rotate by different frequencies",
@@ -110,19 +102,3 @@ def test_values_that_move_are_refused() -> None:
     layer.forward = shifted
     with pytest.raises(ConfigError, match=r"layer 1 has (values|keys) that"):
         require_rotatable(module)
-
-
-def test_the_engine_measures_its_own_model(make: Make) -> None:
-    engine = make(segments="on")
-    assert engine.model.module.config._attn_implementation == "kvtier-paged"
-    answer = engine.generate([[5, 6, 7]])
-    assert answer[0].token_ids
-
-
-def test_a_rotation_leaves_what_it_is_given() -> None:
-    keys = torch.randn(5, 2, 16)
-    before, inv_freq = keys.clone(), torch.tensor([1.0, 0.1])
-    there = rotated(keys, 40, inv_freq)
-    assert torch.equal(keys, before)
-    assert torch.equal(there[..., 4:], keys[..., 4:])  # not rotated: beyond twice the frequencies
-    assert torch.allclose(rotated(there, -40, inv_freq), keys, atol=1e-5)

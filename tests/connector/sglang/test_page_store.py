@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from doubles import SLOT_BYTES, chain_of, hierarchy_of, payload_of
+from doubles import SLOT_BYTES, chain_of, payload_of
 from fault_rig import FaultyIO, drops, forget_l2, misses, over_slab, settle
 from numpy.typing import NDArray
 
@@ -17,7 +17,7 @@ from kvtier.connector.sglang.page_store import PageStore
 from kvtier.tiers.config.sections import CacheConfig
 from kvtier.tiers.copies.block_copier import BlockPart, EngineBlocks
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy
-from kvtier.tiers.hierarchy.lower_tier import HierarchySettings, PortSettings
+from kvtier.tiers.hierarchy.lower_tier import PortSettings
 from kvtier.tiers.tier import ChainHash, Outcome
 
 NUM_PAGES = 64
@@ -205,16 +205,6 @@ def test_reset_forgets_also_what_is_being_stored(open_engine: Open) -> None:
     assert engine.load(names) == 0
 
 
-def test_write_back_keeps_what_fits(disk_dir: Path) -> None:
-    hierarchy = over_slab(disk_dir, slots=32, settings=HierarchySettings(write_policy="write_back"))
-    engine = Engine(hierarchy)
-    names = chain_of(20).hashes
-    assert engine.store.store(names, engine.compute(names)) == [True] * 20
-    assert hierarchy.drain(60, below=False)
-    assert engine.load(names) == 20
-    settle(hierarchy)
-
-
 def test_the_engines_threads_ask_load_and_store_at_once(open_engine: Open) -> None:
     engine = open_engine(slots=16)
     chains = [chain_of(16, first_token=1000 * i).hashes for i in range(6)]
@@ -252,13 +242,3 @@ def test_the_engines_threads_ask_load_and_store_at_once(open_engine: Open) -> No
     assert not any(thread.is_alive() for thread in threads)
     assert not wrong
     assert engine.hierarchy.stats()['kvtier_bytes_total{tier="l2",direction="load"}'] > 0
-
-
-def test_without_a_lower_tier_the_head_of_a_long_chain_stays() -> None:
-    engine = Engine(hierarchy_of(slots=8))
-    names = chain_of(20).hashes
-    taken = engine.store.store(names, engine.compute(names))
-    assert taken == [True] * 8 + [False] * 12  # a chain is found from its head on
-    assert engine.hierarchy.drain(60)
-    assert engine.load(names) == 8
-    engine.hierarchy.close()

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from gpu_tier_rig import GpuBelow
-from kv_tier_rig import GREEDY, Open, model_of
+from kv_tier_rig import GREEDY, Open, hits, model_of
 from lazy_cuda import LazyCuda, LazyDriver, LazyStream
 from tiny_models import prompt
 
@@ -50,8 +50,7 @@ def test_staging_shrinks_to_what_there_is_room_for(
     kv = open_tier(model)
     refused = short_of_memory(monkeypatch, 5 * kv._form.block_bytes)  # four of one slot each
     for cached in (0, 144):
-        assert torch.equal(kv.generate(ROWS, **GREEDY), expected)
-        assert kv.num_cached_tokens == cached
+        assert hits(kv, ROWS, expected) == cached
     assert [shape[:2] for shape in refused[:2]] == [(4, 4), (4, 2)]
     assert gpu.num_gathered == gpu.num_scattered == 9
 
@@ -64,8 +63,7 @@ def test_without_any_room_blocks_are_copied_as_a_cpu_copies_them(
     kv = open_tier(model)
     short_of_memory(monkeypatch, 0)
     for cached in (0, 144):
-        assert torch.equal(kv.generate(ROWS, **GREEDY), expected)
-        assert kv.num_cached_tokens == cached
+        assert hits(kv, ROWS, expected) == cached
     assert gpu.num_streams == 0
     assert caplog.text.count("no staging on cpu, so blocks are copied one plane at a time: CUDA out of memory") == 1
 
@@ -109,8 +107,7 @@ def test_a_load_that_fails_in_the_middle_is_a_miss(
     expected = kv.generate(ROWS, **GREEDY)
     with monkeypatch.context() as broken:
         broken.setattr(CudaCopyStream, "load", failing(CudaCopyStream.load, number))
-        assert torch.equal(kv.generate(ROWS, **GREEDY), expected)
-        assert kv.num_cached_tokens == 0
+        assert hits(kv, ROWS, expected) == 0
     assert kv.stats()['kvtier_miss_total{reason="copy_failed"}'] == 9
     assert kv.load(ROWS)[1] == 144
 
@@ -158,8 +155,7 @@ def test_a_stream_that_cannot_be_made_leaves_the_copies_to_the_cpu(
     for name in ("CudaCopyStream", "DeviceCopies._now"):
         with monkeypatch.context() as patched:
             patched.setattr(f"kvtier.connector.transformers.device_copies.{name}", broken)
-            assert torch.equal(kv.generate(ROWS, **GREEDY), expected)
-            assert kv.num_cached_tokens == (0 if name == "CudaCopyStream" else 144)
+            assert hits(kv, ROWS, expected) == (0 if name == "CudaCopyStream" else 144)
 
 
 def dead(kv: KVTier, monkeypatch: pytest.MonkeyPatch) -> list[HostEvent]:
@@ -189,8 +185,7 @@ def test_what_a_dead_device_was_given_stays_its_own(
     with monkeypatch.context() as broken:
         events = dead(kv, broken)
         # A load is a miss after the deadline; the device may still read its slots, which stay leased.
-        assert torch.equal(kv.generate(ROWS, **GREEDY), expected)
-        assert kv.num_cached_tokens == 0
+        assert hits(kv, ROWS, expected) == 0
         assert hierarchy.host.pool.counts().leased == 9
         # Stores are not sealed, and their slots not given to others.
         kv.generate(other, **GREEDY)
@@ -204,24 +199,6 @@ def test_what_a_dead_device_was_given_stays_its_own(
     assert kv.load(other)[1] == 0
     assert hierarchy.host.pool.counts().leased == 0
     assert hierarchy.host.pool.counts().filling == 0
-
-
-def test_the_gather_follows_the_compute_and_a_store_does_not_hold_the_caller(
-    gpu: GpuBelow, open_tier: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`store` of the tier's half returns while every copy is still to be made."""
-    kv = open_tier(model_of("llama"))
-    gpu.cuda.eager = 0.0
-    settled = list[int]()
-    settle = kv._blocks.wait_sealed
-
-    def settles() -> None:
-        settled.append(sum(not store.sent.done() for store in kv._blocks._stores))
-        settle()
-
-    monkeypatch.setattr(kv._blocks, "wait_sealed", settles)
-    kv.generate(torch.tensor([prompt(1, 70), prompt(2, 70)]), **GREEDY)
-    assert settled == [2]  # of two rows, each still on its way when all had been enqueued
 
 
 def test_states_that_never_arrive_are_not_kept(gpu: GpuBelow, monkeypatch: pytest.MonkeyPatch) -> None:

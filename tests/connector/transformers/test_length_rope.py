@@ -5,17 +5,14 @@ from typing import Any
 
 import pytest
 import torch
-from kv_tier_rig import Open
+from kv_tier_rig import Open, hits, restarted
 from tiny_models import SIZES, config_of, prompt
 from transformers import AutoModelForCausalLM, Phi3Config
 
-from kvtier.connector.models import cache_option, returned_cache
+from kvtier.connector.models import cache_option
 from kvtier.connector.models.hf_model import identity_of
 from kvtier.connector.models.hf_versions import rope_limit
 from kvtier.connector.transformers.cache_form import CacheForm
-from kvtier.engine.config import EngineConfig
-from kvtier.engine.llm import Engine
-from kvtier.engine.requests import SamplingParams
 from kvtier.tiers.errors import ConfigError
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -53,22 +50,17 @@ def test_texts_with_one_rope_are_kept_and_longer_ones_go_on_as_ever(
     expected = model.generate(tokens, **GREEDY)
     assert not torch.equal(expected[0, 90:], model.generate(torch.tensor([prompt(2, 90)]), **GREEDY)[0, 90:])
     for num_cached in (0, 80):
-        assert torch.equal(kv.generate(tokens, **GREEDY), expected)
-        assert kv.num_cached_tokens == num_cached
+        assert hits(kv, tokens, expected, GREEDY) == num_cached
     # A long text that begins alike: other keys, in every block.
     longer = torch.cat([tokens, torch.tensor([prompt(3, 60)])], dim=1)
     expected_longer = model_of(kind).generate(longer, **GREEDY)
     for _ in range(2):
         model.generate(tokens, **GREEDY)  # "dynamic" remembers the longest text since the last short one
-        assert torch.equal(kv.generate(longer, **GREEDY), expected_longer)
-        assert kv.num_cached_tokens == 0
+        assert hits(kv, longer, expected_longer, GREEDY) == 0
     assert f"150 tokens: this model's RoPE is another for texts above {rope_limit(model.config)}" in caplog.text
     # The long text left nothing behind, and the short one is found again, also by another process.
-    assert kv.drain()
-    kv.close()
-    again = open_tier(model)
-    assert torch.equal(again.generate(tokens, **GREEDY), expected)
-    assert again.num_cached_tokens == 80
+    again = restarted(kv, open_tier)
+    assert hits(again, tokens, expected, GREEDY) == 80
 
 
 @pytest.mark.parametrize("kind", ["longrope", "dynamic"])
@@ -86,28 +78,6 @@ def test_a_text_that_grows_out_of_its_rope_is_loaded_and_its_answer_not_kept(ope
         model(torch.cat([tokens, tokens], dim=1)[:, 112:], **cache_option(model, cache))
     kv.store(tokens, cache)  # computed with the RoPE of 240 tokens from the 113th on
     assert kv.load(torch.cat([tokens[:, :112], tokens[:, :10]], dim=1))[1] == 112
-
-
-def test_the_keys_of_short_and_long_texts_do_differ() -> None:
-    """Without this the stories above prove nothing."""
-    for kind in ("longrope", "dynamic"):
-        model = model_of(kind)
-        tokens = torch.tensor([prompt(1, 150)])
-        with torch.inference_mode():
-            short, long = (returned_cache(model(part, use_cache=True)) for part in (tokens[:, :90], tokens))
-        assert not torch.allclose(short.layers[0].keys, long.layers[0].keys[:, :, :90], atol=1e-2)
-
-
-def test_our_engine_ends_where_rope_changes() -> None:
-    tokens = prompt(1, 90)
-    for kind, limit in (("longrope", 128), ("dynamic", 127)):
-        with Engine.from_config(config(kind), EngineConfig(block_size=16, num_blocks=32)) as engine:
-            assert engine.max_model_len == limit
-            [answer] = engine.generate([tokens], SamplingParams(max_tokens=8, ignore_eos=True))
-            plain: Any = engine.model.module
-            plain.set_attn_implementation("sdpa")
-            expected: Any = plain.generate(torch.tensor([tokens]), **GREEDY)
-            assert answer.token_ids == expected[0, 90:].tolist()
 
 
 def test_another_kind_that_depends_on_the_length_is_refused_by_name() -> None:

@@ -107,8 +107,7 @@ def test_an_assistant_may_guess_past_the_length_of_a_models_rope() -> None:
 def lengths_of_passes(model: Any, seen: list[int]) -> contextlib.AbstractContextManager[Any]:
     """Notes how many tokens each pass of the model has."""
     handle = model.model.register_forward_pre_hook(
-        lambda _, arguments, options: seen.append((options.get("input_ids", *arguments[:1])).shape[1]),
-        with_kwargs=True,
+        lambda _, arguments, options: seen.append((options.get("input_ids", *arguments[:1])).shape[1]), with_kwargs=True
     )
     return contextlib.closing(_Removed(handle))
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from extent import brief
-from kv_tier_rig import BLOCK, GREEDY, KINDS, Open, assert_exact, held, left_padded, model_of
+from kv_tier_rig import BLOCK, GREEDY, KINDS, Open, assert_exact, held, left_padded, model_of, restarted
 from tiny_models import prompt
 
 from kvtier.connector.models import given_cache
@@ -40,9 +40,7 @@ def test_rows_of_different_length_are_found_each_by_its_own_tokens(open_tier: Op
     assert torch.equal(kv.generate(**last, **GREEDY), model.generate(**last, **GREEDY))
     assert kv.cached_tokens_by_row == [0, 60, 0, 90]
     # So it is after a restart.
-    assert kv.drain()
-    kv.close()
-    again = open_tier(model)
+    again = restarted(kv, open_tier)
     assert torch.equal(again.generate(**batch, **GREEDY), expected)
     assert again.cached_tokens_by_row == [77, 48, 10, 27]
     assert again.stats()['kvtier_lookup_blocks_total{tier="file"}'] == 5 + 3 + 1 + 2
@@ -98,16 +96,6 @@ def test_a_mask_that_transformers_infers_is_heeded(open_tier: Open) -> None:
     assert torch.equal(kv.generate(tokens, **ending), model.generate(tokens, **ending))
     assert kv.cached_tokens_by_row == [0, 0]
     assert assert_exact(kv, model, tokens[1].tolist()) == 64
-
-
-def test_a_batch_without_padding_may_have_a_mask_all_the_same(open_tier: Open) -> None:
-    model = model_of("llama")
-    batch = left_padded([prompt(1, 70), prompt(2, 70)])
-    kv = open_tier(model)
-    expected = model.generate(**batch, **GREEDY)
-    for by_row in ([0, 0], [64, 64]):
-        assert torch.equal(kv.generate(**batch, **GREEDY), expected)
-        assert kv.cached_tokens_by_row == by_row
 
 
 @pytest.mark.parametrize("pad", [0, "eos"])
@@ -227,9 +215,7 @@ def test_random_batches_are_generated_as_without_kvtier(open_tier: Open, kind: s
         assert all(0 <= hit < len(row) for hit, row in zip(kv.cached_tokens_by_row, rows, strict=True))
         num_hits += sum(kv.cached_tokens_by_row)
         if number == 9:
-            assert kv.drain()
-            kv.close()
-            kv = open_tier(model)
+            kv = restarted(kv, open_tier)
     assert num_hits > 200
     for row in rows:
         assert_exact(kv, model, row)

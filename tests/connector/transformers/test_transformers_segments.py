@@ -131,18 +131,6 @@ def test_the_configured_repair_counts_where_a_call_brings_none(open_tier: Open) 
     assert (kv.num_segment_tokens, kv.num_repaired_tokens) == (0, 0)
 
 
-def test_above_its_bound_a_deviation_means_a_full_prefill(open_tier: Open) -> None:
-    kv = open_tier()
-    found = logits_of(kv, ids(PROMPT), segments=SEGMENTS, repair=Repair(share=0.1, max_deviation=0.0))
-    assert is_full_prefill(kv, found[0], PROMPT)
-    assert kv.num_repaired_tokens == kv.num_segment_tokens == REUSED
-    assert kv.stats()["blends_in_full"] == 1
-    assert kv.segments is not None
-    assert sum(kv.segments.deviations.values()) == 1
-    # All the same nothing behind the first reused token is named.
-    assert not any(held_names(kv, PROMPT))
-
-
 def test_rows_of_a_batch_have_segments_of_their_own(open_tier: Open) -> None:
     orders = [DOCUMENTS, DOCUMENTS[::-1], DOCUMENTS[1:] + DOCUMENTS[:1], DOCUMENTS]
     prompts, segments = zip(*map(asked, orders), strict=True)

@@ -1,7 +1,6 @@
 """Stories of KVTier with models that keep recurrent states: where prompts go on, and what a lost record costs."""
 
 import mmap
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -9,8 +8,7 @@ import pytest
 import torch
 import transformers
 from extent import brief
-from kv_tier_rig import Open
-from service_rig import PATIENCE, DaemonThread
+from kv_tier_rig import Open, hits, restarted
 from state_models import COARSE_STEPS, CONFIGS, FROM_ZERO, ONE_BY_ONE, PURE, SHOWN, model_of
 from tiny_models import VOCAB, prompt
 
@@ -19,7 +17,6 @@ from kvtier.connector.transformers import state_calls
 from kvtier.connector.transformers.adapter import KVTier
 from kvtier.connector.transformers.cache_form import CacheForm, empty_cache
 from kvtier.connector.transformers.going_on import GoingOn, how_it_goes_on
-from kvtier.tiers.config.config import Config
 from kvtier.tiers.errors import ConfigError
 from kvtier.tiers.hierarchy.hierarchy import evict_everywhere
 
@@ -48,20 +45,14 @@ def test_a_prompt_is_found_again_by_the_next_call_turn_and_process(open_tier: Op
     assert not torch.equal(expected[:, 391:], model.generate(other, **GREEDY)[:, 391:])
     kv = open_tier(model)
     for num_cached in (0, 384):
-        assert torch.equal(kv.generate(tokens, **GREEDY), expected)
-        assert kv.num_cached_tokens == num_cached
+        assert hits(kv, tokens, expected, GREEDY) == num_cached
     # The next turn goes on behind the answer, or behind the prompt if transformers computes answers less exactly.
     turn = torch.cat([expected, ids(prompt(3, 6))], dim=1)
-    assert torch.equal(kv.generate(turn, **GREEDY), model.generate(turn, **GREEDY))
-    assert kv.num_cached_tokens == (384 if kind in COARSE_STEPS else 400)
+    assert hits(kv, turn, options=GREEDY) == (384 if kind in COARSE_STEPS else 400)
     # So does another process.
-    assert kv.drain()
-    kv.close()
-    again = open_tier(model)
-    assert torch.equal(again.generate(tokens, **GREEDY), expected)
-    assert again.num_cached_tokens == 384
-    assert torch.equal(again.generate(turn, **GREEDY), model.generate(turn, **GREEDY))
-    assert again.num_cached_tokens == 416
+    again = restarted(kv, open_tier)
+    assert hits(again, tokens, expected, GREEDY) == 384
+    assert hits(again, turn, options=GREEDY) == 416
 
 
 @pytest.mark.parametrize("kind", brief(["bamba", "minimax"], [*CONFIGS]))
@@ -119,29 +110,11 @@ def test_rows_of_a_batch_go_on_from_one_border(open_tier: Open, kind: str) -> No
     both = ids(one, two)
     expected = model.generate(both, **GREEDY)
     for num_cached in (0, 384):
-        assert torch.equal(kv.generate(both, **GREEDY), expected)
-        assert kv.num_cached_tokens == num_cached
+        assert hits(kv, both, expected, GREEDY) == num_cached
     # Each is known by itself, too, but not beside a row that nobody knows.
-    assert torch.equal(kv.generate(ids(two), **GREEDY), model.generate(ids(two), **GREEDY))
-    assert kv.num_cached_tokens == 384
+    assert hits(kv, ids(two), options=GREEDY) == 384
     mixed = ids(two, three)
-    assert torch.equal(kv.generate(mixed, **GREEDY), model.generate(mixed, **GREEDY))
-    assert kv.num_cached_tokens == 0
-
-
-@pytest.mark.parametrize("kind", [*brief([], ["mamba2"]), "qwen3.5"])
-def test_the_test_can_fail_another_state_gives_another_text(open_tier: Open, kind: str) -> None:
-    model = model_of(kind)
-    tokens = ids(prompt(1, 391))
-    kv = open_tier(model)
-    expected = kv.generate(tokens, **GREEDY)
-    states: Any = kv._states
-    put = states._states.put
-    with pytest.MonkeyPatch.context() as patch:
-        flipped = lambda self, cache, rows, device: put(cache, rows.flip(1), device)  # noqa: E731
-        patch.setattr(type(states._states), "put", flipped)
-        assert not torch.equal(kv.generate(tokens, **GREEDY), expected)
-    assert torch.equal(kv.generate(tokens, **GREEDY), expected)
+    assert hits(kv, mixed, options=GREEDY) == 0
 
 
 @pytest.mark.parametrize("kind", ["falcon-h1", *brief([], ["mamba2", "qwen3.5"])])
@@ -156,16 +129,14 @@ def test_a_lost_state_costs_hits_and_nothing_else(open_tier: Open, kind: str) ->
     # One record of the last border's state is gone, and its blocks are there: the border before serves.
     last = names_of(kv, tokens, 74)
     assert evict_everywhere(hierarchy, last[-1:], 60)["file"] == 1
-    assert torch.equal(kv.generate(ids(tokens), **GREEDY), expected)
-    assert kv.num_cached_tokens == 1024
+    assert hits(kv, ids(tokens), expected, GREEDY) == 1024
     assert torch.equal(kv.generate(ids(tokens), **GREEDY), expected)  # it was stored again
     assert kv.num_cached_tokens == 1184
     # All states are gone.
     assert kv.drain()
     for border in (32, 64, 74):
         evict_everywhere(hierarchy, names_of(kv, tokens, border), 60)
-    assert torch.equal(kv.generate(ids(tokens), **GREEDY), expected)
-    assert kv.num_cached_tokens == 0
+    assert hits(kv, ids(tokens), expected, GREEDY) == 0
 
 
 @pytest.mark.parametrize("kind", ["qwen3.5", *brief([], ["falcon-h1"])])
@@ -179,10 +150,8 @@ def test_a_state_whose_blocks_are_lost_is_not_used(open_tier: Open, kind: str) -
     lost = kv._blocks.row(tokens).chain.hashes[70]
     hierarchy: Any = kv._opened
     evict_everywhere(hierarchy, [lost], 60)
-    assert torch.equal(kv.generate(ids(tokens), **GREEDY), expected)
-    assert kv.num_cached_tokens == 1024
-    assert torch.equal(kv.generate(ids(tokens), **GREEDY), expected)
-    assert kv.num_cached_tokens == 1184
+    assert hits(kv, ids(tokens), expected, GREEDY) == 1024
+    assert hits(kv, ids(tokens), expected, GREEDY) == 1184
 
 
 @pytest.mark.parametrize("kind", [*brief([], ["mamba2"]), "qwen3.5"])
@@ -192,35 +161,14 @@ def test_a_corrupt_state_in_the_slab_is_a_miss(open_tier: Open, kind: str) -> No
     expected = model.generate(ids(tokens), **GREEDY)
     kv = open_tier(model)
     kv.generate(ids(tokens), **GREEDY)
-    assert kv.drain()
-    kv.close()
-    again = open_tier(model)
+    again = restarted(kv, open_tier)
     [port] = again._opened.ports  # type: ignore[union-attr]
     slab: Any = port.tier
     name = names_of(again, tokens, 74)[0]
     rotten = memoryview(mmap.mmap(-1, slab.superblock.stride))  # aligned, as the slab wants it
     slab._payload.write(slab.superblock.payload_offset(slab._blocks.index.find_one(name)), [rotten])
-    assert torch.equal(again.generate(ids(tokens), **GREEDY), expected)
-    assert again.num_cached_tokens == 1024
+    assert hits(again, ids(tokens), expected, GREEDY) == 1024
     assert again.stats()['kvtier_corruption_total{tier="file"}'] == 1
-
-
-def test_another_model_and_another_tenant_find_nothing(open_tier: Open) -> None:
-    tokens = ids(prompt(1, 391))
-    kv = open_tier(model_of("qwen3.5"))
-    kv.generate(tokens, **GREEDY)
-    kv.close()
-    salted: dict[str, Any] = {"cache_salt": "t"}
-    others: list[tuple[Any, dict[str, Any]]] = [
-        (model_of("qwen3.5", seed=1), {}),
-        (model_of("qwen3.5", torch.bfloat16), {}),
-        (model_of("qwen3.5"), salted),
-    ]
-    for model, cache in others:
-        other = open_tier(model, **cache)
-        assert torch.equal(other.generate(tokens, **GREEDY), model.generate(tokens, **GREEDY))
-        assert other.num_cached_tokens == 0
-        other.close()
 
 
 @pytest.mark.parametrize("kind", ["mamba2", *brief([], ["qwen3.5"])])
@@ -233,8 +181,7 @@ def test_after_a_reset_no_state_is_found(open_tier: Open, kind: str) -> None:
     kv._opened.reset()
     expected = model.generate(tokens, **GREEDY)
     for num_cached in (0, 384):
-        assert torch.equal(kv.generate(tokens, **GREEDY), expected)
-        assert kv.num_cached_tokens == num_cached
+        assert hits(kv, tokens, expected, GREEDY) == num_cached
 
 
 def test_a_reset_while_text_is_generated_keeps_nothing_of_it(open_tier: Open) -> None:
@@ -277,24 +224,6 @@ def test_a_model_that_is_another_one_in_some_pass_leaves_no_state_of_that_text(o
     assert not looks  # a call by itself changes nothing of the model
 
 
-@pytest.mark.parametrize("kind", [*brief([], ["mamba2"]), "qwen3.5"])
-def test_over_a_daemon_a_state_is_found_as_in_the_process(tmp_path: Path, disk_dir: Path, kind: str) -> None:
-    cache = {"block_size": BLOCK, "load_or_recompute": "load", "prefetch_deadline": "60s"}
-    file = {"path": str(disk_dir), "size": "64MiB", "deadline": "60s"}
-    daemon = DaemonThread(tmp_path / "s", host={"size": "16MiB"}, file=file, cache=cache)
-    config = Config.load(host={"size": "16MiB"}, cache=cache, service={"socket": str(tmp_path / "s")})
-    model = model_of(kind)
-    tokens = ids(prompt(1, 391))
-    expected = model.generate(tokens, **GREEDY)
-    for num_cached in (0, 384):  # of two clients, one after the other
-        with KVTier(model, config) as kv:
-            assert torch.equal(kv.generate(tokens, **GREEDY), expected)
-            assert kv.num_cached_tokens == num_cached
-            assert kv.drain(PATIENCE)
-    daemon.check()
-    daemon.close()
-
-
 def test_segments_are_refused_with_a_state(open_tier: Open) -> None:
     with pytest.raises(ConfigError, match="segments \"on\": model kind 'qwen3_5_text' keeps recurrent states"):
         open_tier(model_of("qwen3.5"), segments="on")
@@ -317,12 +246,10 @@ def test_where_one_token_at_a_time_would_take_too_long_the_prompt_is_computed(
     monkeypatch.setitem(state_calls._STEP_COSTS, "cpu", 100)  # 7 tokens one by one would be too many
     expected = model.generate(tokens, **GREEDY)
     for _ in range(2):
-        assert torch.equal(kv.generate(tokens, **GREEDY), expected)
-        assert kv.num_cached_tokens == 0
+        assert hits(kv, tokens, expected, GREEDY) == 0
     # The answer's last border cost nothing. Behind it there are few tokens.
     turn = torch.cat([expected, ids(prompt(3, 1))], dim=1)[:, :403]
-    assert torch.equal(kv.generate(turn, **GREEDY), model.generate(turn, **GREEDY))
-    assert kv.num_cached_tokens == 400
+    assert hits(kv, turn, options=GREEDY) == 400
 
 
 def test_answers_are_not_kept_if_they_are_not_wanted(open_tier: Open) -> None:
@@ -330,8 +257,7 @@ def test_answers_are_not_kept_if_they_are_not_wanted(open_tier: Open) -> None:
     kv = open_tier(model, store_generated=False)
     expected = kv.generate(ids(prompt(1, 391)), **GREEDY)
     turn = torch.cat([expected, ids(prompt(3, 6))], dim=1)
-    assert torch.equal(kv.generate(turn, **GREEDY), model.generate(turn, **GREEDY))
-    assert kv.num_cached_tokens == 384
+    assert hits(kv, turn, options=GREEDY) == 384
 
 
 @pytest.mark.parametrize(
@@ -402,20 +328,6 @@ def test_a_loop_of_ones_own_needs_no_positions(open_tier: Open, kind: str, ends:
         assert torch.equal(model(tokens, position_ids=shifted).logits, plain(tokens, position_ids=shifted).logits)
 
 
-@pytest.mark.parametrize("kind", brief(["jamba"], ONE_BY_ONE))
-def test_load_leaves_one_token_to_a_model_that_takes_no_more(open_tier: Open, kind: str) -> None:
-    model = model_of(kind)
-    tokens = ids(prompt(1, 391))
-    kv = open_tier(model)
-    kv.generate(tokens, **GREEDY)
-    cache, num_tokens = kv.load(tokens)
-    assert (kv.num_cached_tokens, num_tokens) == (384, 390)
-    with torch.no_grad():
-        loaded = model(tokens[:, 390:], **cache_option(model, cache), use_cache=True).logits[0, -1]
-        whole = model(tokens).logits[0, -1]
-    assert torch.allclose(loaded, whole, atol=1e-4 * float(whole.abs().max()))
-
-
 def test_chunks_of_a_prompt_leave_nothing_if_the_model_loses_its_state_between_them(
     open_tier: Open, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -427,8 +339,7 @@ def test_chunks_of_a_prompt_leave_nothing_if_the_model_loses_its_state_between_t
     assert not torch.equal(expected, model.generate(tokens, **GREEDY))  # in transformers itself
     assert torch.equal(kv.generate(tokens, **options), expected)
     assert "prefill_chunk_size, of a model with recurrent states; leave it out" in caplog.text
-    assert torch.equal(kv.generate(tokens, **GREEDY), model.generate(tokens, **GREEDY))
-    assert kv.num_cached_tokens == 0
+    assert hits(kv, tokens, options=GREEDY) == 0
 
 
 @pytest.mark.parametrize("kind", ["minimax", *brief([], ["qwen3.5", "mamba2"])])

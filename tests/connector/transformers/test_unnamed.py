@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from kv_tier_rig import Open
+from kv_tier_rig import Open, hits
 from tiny_models import SIZES, plain, prompt
 from torch.utils._pytree import tree_map
 from transformers import (
@@ -27,7 +27,7 @@ from kvtier.connector.models.hf_model import weights_of
 from kvtier.connector.transformers.adapter import KVTier
 from kvtier.connector.transformers.calls import other_tokens
 from kvtier.engine.model import Model
-from kvtier.tiers import ConfigError, RequestError
+from kvtier.tiers import ConfigError
 from kvtier.tiers.config import Config
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
@@ -94,10 +94,7 @@ def sparse(model: Any) -> Any:
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (
-            wrapped,
-            r"weight 'model\.layers\.1\.mlp\.up_proj\.weight': a [\w.]*Halved, of which no bytes are known",
-        ),
+        (wrapped, r"weight 'model\.layers\.1\.mlp\.up_proj\.weight': a [\w.]*Halved, of which no bytes are known"),
         (quantized, r"_packed_params.*: a torch.dtype, of which no bytes are known.*load the model unquantised"),
         (offloaded, r"weight 'model\.layers\.1\.mlp\.gate_proj\.weight': on the meta device.*whole model into memory"),
         (sparse, r"weight 'mask': torch\.sparse_coo, torch\.float32, of which no plain bytes are there"),
@@ -112,8 +109,7 @@ def test_weights_without_bytes_are_refused_by_name_and_the_model_generates_as_ev
         expected = model.generate(tokens, **GREEDY)
         kv = open_tier(model)
         for _ in range(2):
-            assert torch.equal(kv.generate(tokens, **GREEDY), expected)
-            assert kv.num_cached_tokens == 0
+            assert hits(kv, tokens, expected, GREEDY) == 0
     [line] = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert line.startswith("nothing is kept of this model: ")
     with pytest.raises(ConfigError, match=told):
@@ -208,8 +204,7 @@ def test_what_an_image_left_in_the_model_does_not_reach_a_text(
         kv.generate(first, **GREEDY)
         assert torch.equal(kv.generate(ids, **GREEDY, **image), seen)
         for found in (64, 128):  # behind what was kept, and behind what was kept so
-            assert torch.equal(kv.generate(longer, **GREEDY), expected)
-            assert kv.num_cached_tokens == found
+            assert hits(kv, longer, expected, GREEDY) == found
             assert model.model.rope_deltas.tolist() == [[0]]  # as of any text
             model.generate(ids, **GREEDY, **image)
         # own loops: `load` takes away what is left, and what comes back before a pass shows
@@ -280,24 +275,7 @@ def test_threads_take_turns_and_each_gets_its_own_text(open_tier: Open) -> None:
         thread.join(60)
     assert not wrong
     for each, text in zip(tokens, expected, strict=True):
-        assert torch.equal(kv.generate(each, **GREEDY), text)
-        assert kv.num_cached_tokens == 64
-
-
-def test_a_call_from_inside_a_call_is_refused(open_tier: Open) -> None:
-    model: Any = plain("llama")
-    kv, said = open_tier(model), []
-    tokens = torch.tensor([prompt(1, 60)])
-
-    def nested(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        with pytest.raises(RequestError, match="from inside one of its own calls") as refused:
-            kv.load(tokens)
-        said.append(str(refused.value))
-        return scores
-
-    kv.generate(tokens, logits_processor=[nested], **GREEDY)
-    assert len(said) == 6
-    assert kv.load(tokens)[1] == 48
+        assert hits(kv, each, text, GREEDY) == 64
 
 
 def test_while_a_call_runs_nobody_makes_another_tier_over_its_model(open_tier: Open) -> None:
@@ -312,10 +290,7 @@ def test_while_a_call_runs_nobody_makes_another_tier_over_its_model(open_tier: O
         made, maker = threading.Event(), threading.Thread(target=make)
 
         def meanwhile(
-            input_ids: torch.Tensor,
-            scores: torch.Tensor,
-            made: threading.Event = made,
-            maker: threading.Thread = maker,
+            input_ids: torch.Tensor, scores: torch.Tensor, made: threading.Event = made, maker: threading.Thread = maker
         ) -> torch.Tensor:
             if maker.ident is None:
                 maker.start()

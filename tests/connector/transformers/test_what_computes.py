@@ -652,19 +652,9 @@ def with_attention_of_ones_own(model: Any) -> Iterator[None]:
 
 
 FOREIGN = [
-    with_an_object_for_a_function,
-    with_torchs_function_patched,
-    with_every_module_patched,
-    with_attention_of_ones_own,
-    hooked,
-    hooked_before,
-    hooked_everywhere,
-    patched,
-    patched_class,
-    of_another_class,
-    wrapped,
-    with_another_function,
-]
+    with_an_object_for_a_function, with_torchs_function_patched, with_every_module_patched, with_attention_of_ones_own,
+    hooked, hooked_before, hooked_everywhere, patched, patched_class, of_another_class, wrapped, with_another_function,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -770,18 +760,3 @@ def test_a_model_that_computes_nan_starts_and_is_kept_apart(
     warnings = [record.message for record in caplog.records if record.name == "kvtier.connector.local"]
     assert len(warnings) == 2
     assert all("this model computes NaN or infinity of a few plain tokens" in each for each in warnings)
-
-
-def test_a_merged_layer_is_itself_again(open_tier: Open) -> None:
-    """The double does what the stories above take for granted."""
-    model = bare()
-    [first, *_] = with_adapters(model, a=1)
-    assert isinstance(first, LoraLinear)
-    x = torch.randn(1, 3, 64)
-    with torch.no_grad():
-        alone, added = first.base_layer(x), first(x)
-        first.merge("a")
-        assert torch.allclose(first(x), added, atol=1e-4)
-        first._disable_adapters = True
-        assert torch.allclose(first(x), alone, atol=1e-4)
-    assert not first.merged_adapters

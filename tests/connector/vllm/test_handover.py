@@ -113,15 +113,7 @@ def test_with_no_tier_that_nodes_share_nothing_can_come(tier: MemoryTier) -> Non
 
 @pytest.mark.parametrize(
     "change",
-    [
-        {"blocks": 0},
-        {"blocks": 5},
-        {"blocks": "4"},
-        {"blocks": None},
-        {"store": "00"},
-        {"last": "00"},
-        {"last": 7},
-    ],
+    [{"blocks": 0}, {"blocks": 5}, {"blocks": "4"}, {"blocks": None}, {"store": "00"}, {"last": "00"}, {"last": 7}],
 )
 def test_what_does_not_fit_is_not_waited_for(
     change: dict[str, Any], tier: MemoryTier, caplog: pytest.LogCaptureFixture

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from kvtier.connector.vllm import keys
 from kvtier.connector.vllm.keys import RequestNames, ServedAdapters
 from kvtier.tiers.config.sections import CacheConfig
 
@@ -151,18 +150,6 @@ def test_what_is_loaded_at_every_step_is_looked_at_behind_every_step(path: Path)
     write(path, "three")
     assert not served.is_unsettled
     assert served.digest(Lora(str(path))) == served.current(1) != fresh(path)
-
-
-def test_a_file_written_to_while_it_is_named_names_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    revision_of = keys.revision_of
-
-    def written_to(named: Path) -> str:
-        revision = revision_of(named)
-        write(path, "two")
-        return revision
-
-    monkeypatch.setattr(keys, "revision_of", written_to)
-    assert ServedAdapters().digest(Lora(str(path))) is None
 
 
 def test_of_more_adapters_than_vllm_keeps_a_changed_one_may_be_either(path: Path, tmp_path: Path) -> None:

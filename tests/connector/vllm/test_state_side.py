@@ -9,7 +9,7 @@ from doubles import BLOCK_SIZE, MemoryTier, chain_of, fill_slots, hierarchy_of, 
 
 from kvtier.connector.plan import WorkerReport
 from kvtier.connector.scheduler import SchedulerSide
-from kvtier.connector.vllm.requests import ClosedRequest, StateRequest, TrackedRequest, last_border, owner
+from kvtier.connector.vllm.requests import StateRequest, TrackedRequest, last_border, owner
 from kvtier.connector.vllm.states import StateSide, exactly
 from kvtier.tiers.checksum import checksum
 from kvtier.tiers.hierarchy import Hierarchy, Pending
@@ -103,12 +103,6 @@ def story() -> Any:
     made.close()
 
 
-def test_a_states_name_depends_on_its_block_and_its_group() -> None:
-    name = state_name(bytes(32), 1)
-    assert name.hex() == "5f9a58728bac9f9504f88a4ce6eb51324e2ac2459abb720a6bb7673dc28a5204"
-    assert len({name, state_name(bytes(32), 2), state_name(bytes(31) + b"\1", 1), bytes(32)}) == 4
-
-
 def test_states_are_one_chain_beside_the_blocks(story: Story) -> None:
     states = StateRequest.of("r", story.chain, GROUPS)
     assert owner(states.request_id) == "r" != states.request_id
@@ -118,16 +112,6 @@ def test_states_are_one_chain_beside_the_blocks(story: Story) -> None:
     assert names[at] == names[at : at + 1][0] == state_name(story.chain.hashes[3], 2)
     assert states.chain.parent(at) == story.chain.hashes[3]
     assert states.chain.block_tokens(at) == story.chain.block_tokens(3)
-
-
-def test_a_closed_request_ends_with_its_states(story: Story) -> None:
-    closed = ClosedRequest.of("r", story.chain, 4, GROUPS)
-    assert list(closed.chain.hashes) == [
-        *story.chain.hashes[:4],
-        *(state_name(story.chain.hashes[3], group) for group in GROUPS),
-    ]
-    assert owner(closed.request_id) == "r"
-    assert closed.num_tokens == 6 * BLOCK_SIZE + 1
 
 
 def test_the_last_border_is_where_every_group_has_a_state(story: Story) -> None:

@@ -107,11 +107,6 @@ def test_a_block_that_fails_alone_leaves_its_neighbours_whole_and_its_memory_unt
     assert not story.jobs.holds(NAMES[1])  # nobody is promised it again
 
 
-def test_a_block_gone_between_lookup_and_load_is_a_miss(story: Story) -> None:
-    story.load(1, 4)
-    assert story.ended().outcomes == [Outcome.EVICTED]
-
-
 def test_a_read_that_hangs_ends_at_its_deadline_and_never_writes_to_memory_given_back(story: Story) -> None:
     story.tier.fill(chain_of(6))
     story.tier.gate.clear()
@@ -143,21 +138,6 @@ def test_what_waits_behind_a_hung_read_ends_too_and_the_breaker_opens(story: Sto
     assert story.ports[0].queue.drain(60)
     story.ports[0].failed("read")  # the second in a row
     assert not story.jobs.holds(NAMES[2])  # a miss from now on: nobody waits for that disk
-
-
-def test_a_store_that_was_given_up_is_forgotten_when_it_ends(story: Story) -> None:
-    """Its memory was another block's by then: what it wrote may be rubbish under a good name."""
-    story.fill(0)
-    story.tier.gate.clear()
-    story.store(1, 0)
-    wait_until(lambda: story.ports[0].queue.running)
-    assert story.ports[1].queue.drain(60)  # the other tier took it
-    story.clock.advance(DEADLINE)
-    assert story.ended().outcomes == [Outcome.OK]
-    assert story.counted('kvtier_store_dropped_total{tier="file",reason="timeout"}') == 1
-    story.tier.gate.set()
-    assert story.ports[0].queue.drain(60)
-    assert not story.tier.blocks
 
 
 def test_a_job_is_taken_whole_and_those_past_the_bound_are_refused_whole(
@@ -261,27 +241,6 @@ def test_what_follows_a_refused_job_is_refused_too_though_there_is_room(story: S
     request.store(3, 5)
     assert request.outcomes() == {3: ["parent_failed"]}
     assert NAMES[5] not in story.tier.blocks
-
-
-def test_a_part_that_hangs_ends_the_job_and_lets_the_other_tiers_line_go_on(story: Story) -> None:
-    request = InOrder(story)
-    story.tier.gate.clear()
-    request.store(1, *range(6))
-    wait_until(lambda: story.ports[0].queue.running)
-    assert story.ports[1].queue.drain(60)
-    story.clock.advance(DEADLINE)
-    ended = ended_jobs(story.jobs)
-    assert [job.outcomes for job in ended] == [[Outcome.OK] * 6]  # one tier has all of it
-    assert story.counted('kvtier_store_dropped_total{tier="file",reason="timeout"}') == 2
-    story.tier.gate.set()
-    assert story.ports[0].queue.drain(60)
-    assert not story.tier.blocks  # the hung part is forgotten, and nothing was written behind it
-    assert set(story.second.blocks) == set(NAMES)
-
-
-def test_an_empty_job_ends_well(story: Story) -> None:
-    story.store(1)
-    assert story.ended() == EndedJob(1, [], 0.0)
 
 
 def test_closing_with_a_long_line_ends_every_job(story: Story) -> None:

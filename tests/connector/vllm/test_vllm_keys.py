@@ -145,13 +145,3 @@ def test_the_first_blocks_of_tenants_and_adapters_are_told_apart() -> None:
     children = [ChildBlock(chain.hashes[0], chain.block_tokens(0)) for chain in chains]
     plain = [[chain.is_plain(child, chain.parent(0)) for child in children] for chain in chains]
     assert plain == [[chain is other for other in chains] for chain in chains]
-
-
-def test_short_names_of_children_are_written_twice() -> None:
-    def short(request: Request, block: int, tokens: Sequence[int]) -> bytes:
-        return instead(request, block, tokens)[:16]
-
-    request = Request([1, 2, 3, 4])
-    chain = VllmChain(request, ROOT, (4, 4), None, short)
-    tokens = pack_tokens([1, 2, 3, 9])
-    assert chain.is_plain(ChildBlock(short(request, 0, [1, 2, 3, 9]) * 2, tokens), ROOT)

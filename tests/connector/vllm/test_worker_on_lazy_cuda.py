@@ -25,7 +25,6 @@ from kvtier.connector.worker import WorkerSide
 from kvtier.tiers.copies import copy_ways, cuda_transfer, packer
 from kvtier.tiers.copies.block_copier import BlockPart, EngineBlocks
 from kvtier.tiers.copies.copy_ways import CopyChoice
-from kvtier.tiers.copies.cuda_transfer import CudaCopyStream, CudaEvent
 from kvtier.tiers.host import host
 from kvtier.tiers.host.host import HostRegion
 from kvtier.tiers.host.pinning import PinnedPieces
@@ -428,86 +427,3 @@ def test_a_lost_device_fails_loads_and_stores_and_says_so_once(told: Story, capl
 
 
 # Faults. Each is planted in every layout's story that may show it, and found.
-
-
-def _no_fences(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(WorkerSide, "fence", lambda *_: None)
-
-
-def _loads_overtake_the_zeroing(patch: pytest.MonkeyPatch) -> None:
-    real = WorkerSide.begin
-    patch.setattr(WorkerSide, "begin", lambda self, plan, early: real(self, plan, early=True))
-
-
-def _a_mark_of_an_earlier_step(patch: pytest.MonkeyPatch) -> None:
-    real, marks = CudaCopyStream.mark, dict[str, object]()
-    patch.setattr(CudaCopyStream, "mark", lambda self: marks.setdefault("first", real(self)))
-
-
-def _compute_does_not_wait_for_its_loads(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(WorkerSide, "wait_layer", lambda *_: True)
-
-
-def _every_layer_is_the_first(patch: pytest.MonkeyPatch) -> None:
-    real = WorkerSide.wait_layer
-    patch.setattr(WorkerSide, "wait_layer", lambda self, layer: real(self, 0))
-
-
-def _unrecorded() -> Any:
-    return torch.cuda.Event()
-
-
-def _stores_wait_for_nothing(patch: pytest.MonkeyPatch) -> None:
-    real = CudaCopyStream.store
-    patch.setattr(CudaCopyStream, "store", lambda self, copies, after=None: real(self, copies, _unrecorded()))
-
-
-def _loads_wait_for_nothing(patch: pytest.MonkeyPatch) -> None:
-    real = CudaCopyStream.load
-    patch.setattr(CudaCopyStream, "load", lambda self, copies, after=None: real(self, copies, _unrecorded()))
-
-
-def _reported_when_enqueued(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(CudaEvent, "done", lambda self: True)
-
-
-def _pinned_once_in_a_process(patch: pytest.MonkeyPatch) -> None:
-    real, pinned = HostRegion.pin, list[HostRegion]()
-
-    def pin(self: HostRegion, *rest: Any) -> None:
-        if not pinned:
-            pinned.append(self)
-            real(self, *rest)
-
-    patch.setattr(HostRegion, "pin", pin)
-
-
-def _on_the_callers_stream(patch: pytest.MonkeyPatch) -> None:
-    real = torch.cuda.stream
-    patch.setattr(torch.cuda, "stream", lambda stream: real(stream.cuda.compute))
-
-
-FAULTS: list[tuple[str, bool, Callable[[pytest.MonkeyPatch], None]]] = [
-    ("HND", False, _no_fences),
-    ("two groups", False, _loads_overtake_the_zeroing),
-    ("MLA", False, _a_mark_of_an_earlier_step),
-    ("HND", False, _compute_does_not_wait_for_its_loads),
-    ("NHD", True, _every_layer_is_the_first),
-    ("cross-layer", False, _stores_wait_for_nothing),
-    ("HND", False, _loads_wait_for_nothing),
-    ("fp8", False, _reported_when_enqueued),
-    ("MLA", False, _pinned_once_in_a_process),
-    ("HND", True, _on_the_callers_stream),
-]
-
-
-@pytest.mark.parametrize(
-    ("layout", "layerwise", "plant"), FAULTS, ids=[plant.__name__.strip("_") for *_, plant in FAULTS]
-)
-def test_a_planted_fault_is_found(layout: str, layerwise: bool, plant: Callable[[pytest.MonkeyPatch], None]) -> None:
-    def stories() -> None:
-        for seed in range(8):
-            story(seed, layout, "staging", plant, layerwise=layerwise)
-
-    with pytest.raises(AssertionError):
-        stories()

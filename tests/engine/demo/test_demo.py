@@ -96,19 +96,6 @@ def test_a_context_too_short_for_a_document_is_refused(
     assert result.returncode == 2
 
 
-def test_the_engines_process_says_that_weights_are_none(
-    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """How such an answer becomes a line and a status, the story of a broken config.json tells."""
-    model = checkpoint()
-    (model / "model.safetensors").write_bytes(b"\xff" * 64)
-    monkeypatch.setattr(sys, "stdin", io.StringIO('{"verb": "open"}\n'))
-    worker.main(tmp_path / "home", model)
-    told = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert told["is_usage"]
-    assert str(model) in told["error"]
-
-
 def test_the_demo_has_tiers_of_its_own_beside_a_daemon(
     checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +15,7 @@ from extent import brief
 from tiny_models import config_of
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
-from kvtier.connector.segments import Repair
-from kvtier.engine.demo import rag_worker
-from kvtier.engine.demo.rag_questions import (
-    RECALL,
-    SEGMENTS,
-    RagQuestion,
-    documents_of,
-    example,
-    recall_questions,
-    timed_questions,
-)
+from kvtier.engine.demo.rag_questions import RagQuestion, documents_of, example, recall_questions, timed_questions
 from kvtier.engine.demo.rag_report import (
     AS_IT_IS,
     FULL_PREFILL,
@@ -37,8 +26,7 @@ from kvtier.engine.demo.rag_report import (
     RagResult,
     draw,
 )
-from kvtier.engine.demo.recall import RECALL_MODEL, in_words, make_documents, questions, read, right_answers
-from kvtier.engine.requests import SamplingParams
+from kvtier.engine.demo.recall import RECALL_MODEL, make_documents
 from kvtier.tiers.errors import ConfigError, MissingPackages
 
 pytestmark = pytest.mark.timeout(300)
@@ -126,21 +114,6 @@ def test_each_claim_that_fails_is_told() -> None:
         assert what in line
 
 
-def test_names_behind_the_prefix_are_seen(model: Path, disk_dir: Path) -> None:
-    """What the claim is read from: a prompt that was computed in full is named to its end, in L1 and below."""
-    [asked] = recall_questions(1)
-    engines = rag_worker.RagEngines(disk_dir, model)
-    settled = engines.precompute(RECALL, asked.documents, int)
-    assert settled == {"settled": True}
-    with engines._engine(RECALL, SEGMENTS) as engine:
-        [found] = engine.generate([list(chain.from_iterable(asked.texts))], SamplingParams(max_tokens=1))
-        behind = sum(len(each) for each in asked.documents[1:]) // engine.config.block_size
-        assert rag_worker._named_behind(engine, asked.texts, found) >= behind
-        assert rag_worker._settled(engine)
-    told = engines.answer(RECALL, SEGMENTS, Repair(), [asked.texts], int)
-    assert told["named_behind"] >= behind  # on the slab
-
-
 # what is wrong with a command
 
 
@@ -176,20 +149,6 @@ def test_a_picture_needs_matplotlib_and_a_place(tmp_path: Path, monkeypatch: pyt
 
 
 # questions and the model that answers them
-
-
-def test_what_is_known_is_what_was_said_last() -> None:
-    ada_red, ben_blue = 28, 28 + 12 + 1
-    cleo_as_ben, ada_as_cleo, dan_as_eve = 172 + 2 * 12 + 1, 172 + 2, 172 + 3 * 12 + 4
-    text = [1, ada_red, ben_blue, 1, cleo_as_ben, ada_as_cleo, dan_as_eve]
-    assert in_words(text) == "Ada: red, Ben: blue, Cleo: as Ben, Ada: as Cleo, Dan: as Eve"
-    known, said = read(np.array([text, text[::-1]]))
-    names = np.arange(6)[None].repeat(2, 0)
-    forwards, backwards = right_answers(known, names).tolist()
-    assert in_words(forwards) == "blue, blue, blue, unknown, unknown, unknown"
-    assert in_words(backwards) == "red, blue, unknown, unknown, unknown, unknown"
-    assert in_words(said[0][said[0] >= 0].tolist()) == "red, blue, blue, blue, unknown"
-    assert in_words(questions(np.array([1])).tolist()) == "Ben?"
 
 
 def test_questions_are_the_same_each_time_and_their_order_matters() -> None:

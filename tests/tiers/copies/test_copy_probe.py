@@ -105,43 +105,6 @@ def test_an_engines_blocks_are_measured_against_their_staging(cuda: LazyCuda, re
     cuda.finish()
 
 
-def test_an_old_driver_leaves_an_engine_one_way(cuda: LazyCuda, region: HostRegion) -> None:
-    driver: Any = LazyDriver(cuda, copies_in_batches=False)
-    parts = [BlockPart(torch.zeros(8, SLOT, dtype=torch.uint8), 0, 0)]
-    ways, num_ops = CopyWays.to_measure(HostConfig()), cuda.num_ops
-    stream = CudaCopyStream(EngineBlocks(parts, SLOT), region, driver=driver, ways=ways)
-    ended(stream)
-    assert ways.choice.reason == "nothing to choose from: this driver has no batched copies (they need driver 570)"
-    assert cuda.num_ops == num_ops
-    stream.close(1)
-
-
-def test_a_device_that_refuses_midway_leaves_the_defaults(
-    cuda: LazyCuda, region: HostRegion, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = LazyDriver.copy
-
-    def refusing(driver: LazyDriver, *rest: Any, at_any_time: bool) -> None:
-        if driver.num_batches == 20:
-            raise RuntimeError("cuMemcpyBatchAsync, piece 3 of 128: CUDA_ERROR_INVALID_VALUE (1)")
-        real(driver, *rest, at_any_time=at_any_time)
-
-    monkeypatch.setattr(LazyDriver, "copy", refusing)
-    ways = CopyWays.to_measure(HostConfig())
-    stream = CudaCopyStream(
-        EngineBlocks([BlockPart(torch.zeros(8, SLOT, dtype=torch.uint8), 0, 0)], SLOT),
-        region,
-        driver=LazyDriver(cuda),  # type: ignore[arg-type]
-        ways=ways,
-    )
-    ended(stream)
-    assert (ways.choice.batch_from, ways.choice.source) == (28 * KIB, "default")
-    assert ways.choice.reason.startswith("not measured: RuntimeError: cuMemcpyBatchAsync, piece 3 of 128")
-    stream.close(1)
-    cuda.finish()
-    assert len(cuda.registered) == 1
-
-
 def test_memory_of_copies_that_do_not_end_stays(cuda: LazyCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     regions, kept = list[HostRegion](), list[tuple[object, ...]]()
     monkeypatch.setattr(host, "_KEPT", kept)

@@ -163,37 +163,8 @@ def test_without_an_event_a_copy_follows_the_callers_compute(
     assert stream.fence(event, 0)
     assert repr(device.log[-1]) == "('wait', compute, loads)"
     device.busy = False
-    stream.close(1)
-
-
-def test_a_copy_waits_for_the_event_given(device: FakeDevice, region: HostRegion, l1: torch.Tensor) -> None:
-    stream = CudaCopyStream(l1, region)
-    layer_done = FakeEvent(device)
-    layer_done.record(device.compute)
-    device.log.clear()
-    stored = stream.store(pairs([0], [0]), after=layer_done)
-    stream.load(pairs([1], [0]), after=stored)
-    assert [entry for entry in device.log if entry[0] == "wait"] == [
-        ("wait", stream._streams["store"], device.compute),
-        ("wait", stream._streams["load"], stream._streams["store"]),
-    ]
     with pytest.raises(TypeError, match=r"torch\.cuda\.Event"):
         stream.load(pairs([1], [0]), after=HostEvent())
-    stream.close(1)
-
-
-def test_an_event_is_pending_until_the_device_passes_it(
-    device: FakeDevice, region: HostRegion, l1: torch.Tensor
-) -> None:
-    stream = CudaCopyStream(l1, region)
-    device.busy = True
-    event = stream.store(pairs([0], [0]))
-    assert not event.done()
-    assert not event.wait(0.001)
-    assert not stream.drain(0.001)
-    device.busy = False
-    assert event.wait(1)
-    assert stream.drain(0)
     stream.close(1)
 
 
@@ -210,22 +181,6 @@ def test_a_driver_error_becomes_the_events_error(device: FakeDevice, region: Hos
         assert after.error == f"the device is lost: {device.error}"
         assert not after.is_lost
     device.error = ""
-    stream.close(1)
-
-
-def test_a_copy_the_driver_refuses_fails_and_the_next_goes_on(
-    device: FakeDevice, region: HostRegion, l1: torch.Tensor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise RuntimeError("CUDA error: out of memory")
-
-    stream = CudaCopyStream(l1, region)
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.Tensor, "copy_", refuse)
-        failed = stream.store(pairs([0], [0]))
-    assert failed.done()
-    assert failed.error == "CUDA error: out of memory"
-    assert stream.store(pairs([0], [0])).error is None
     stream.close(1)
 
 
@@ -250,40 +205,6 @@ def test_what_was_enqueued_before_a_failure_is_waited_for(
     device.busy = False
     assert loaded.done()
     assert loaded.error == "CUDA error: out of memory"
-    stream.close(1)
-
-
-def test_a_device_that_takes_no_event_fails_the_copy(
-    device: FakeDevice, region: HostRegion, l1: torch.Tensor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object) -> None:
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    stream = CudaCopyStream(l1, region)
-    with monkeypatch.context() as patch:
-        patch.setattr(FakeEvent, "record", refuse)
-        event = stream.store(pairs([0], [0]))
-    assert event.done()
-    assert event.error == "CUDA error: an illegal memory access was encountered"
-    stream.close(1)
-
-
-def test_without_a_working_compiler_blocks_are_copied_one_by_one(
-    device: FakeDevice,
-    region: HostRegion,
-    l1: torch.Tensor,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    def broken(launches: Launches, canonical: object) -> None:
-        raise RuntimeError("nvrtc: error: failed to open libnvrtc-builtins.so")
-
-    monkeypatch.setattr(Launches, "compile", broken)
-    monkeypatch.setattr(packer, "LayoutKernels", Launches)
-    stream = CudaCopyStream(l1, region)
-    assert "nvrtc: error" in caplog.text
-    assert stream.store(pairs([3], [4])).wait(1)
-    assert np.array_equal(region.array[4], l1[3].reshape(-1).numpy())
     stream.close(1)
 
 
@@ -406,52 +327,6 @@ def tensors_of(rank: int) -> list[torch.Tensor]:
     return [torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8) for _ in range(NUM_LAYERS)]
 
 
-def test_ranks_fill_a_slot_together(device: FakeDevice, region: HostRegion, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packer, "STAGING_BYTES", BLOCK_BYTES)  # two halves of a slot at a time
-    device.named = iter(("loads", "stores") * 2)
-    ranks = [tensors_of(0), tensors_of(1)]
-    streams = [CudaCopyStream(rank_of_two(rank, tensors), region) for rank, tensors in enumerate(ranks)]
-    region.array[:] = 0x5A
-    # each rank stores the same three blocks from block tables of its own
-    for stream, blocks in zip(streams, ([1, 2, 3], [7, 5, 6]), strict=True):
-        event = stream.store(pairs(blocks, [4, 5, 9]))
-        assert event.wait(0)
-        assert event.error is None
-    slots = torch.from_numpy(region.array).view(NUM_SLOTS, 2, NUM_LAYERS, 16, 4, -1)
-    for slot, of_ranks in ((4, (1, 7)), (5, (2, 5)), (9, (3, 6))):
-        for rank, block in enumerate(of_ranks):
-            for number, layer in enumerate(ranks[rank]):
-                assert torch.equal(slots[slot, rank, number], layer[block].transpose(0, 1))
-    assert (region.array[[0, 1, 2, 3, 6, 7, 8, 10]] == 0x5A).all()
-    # one rank takes the middle layer of a slot back, and nobody else sees anything of it
-    before = [layer.clone() for layer in (*ranks[0], *ranks[1])]
-    kept = region.array.copy()
-    assert streams[1].load(pairs([0, 11], [5, 9], (1, 2))).wait(0)
-    before[4][0], before[4][11] = before[4][5], before[4][6]
-    assert all(map(torch.equal, (*ranks[0], *ranks[1]), before))
-    assert np.array_equal(region.array, kept)
-    for stream in streams:
-        stream.close(1)
-
-
-def test_engine_blocks_are_ordered_as_our_own(device: FakeDevice, region: HostRegion) -> None:
-    stream = CudaCopyStream(rank_of_two(0, tensors_of(0)), region)
-    stored = stream.store(pairs([0, 1], [0, 1]))
-    assert repr(device.log) == "[('record', compute), ('wait', stores, compute), ('record', stores)]"
-    device.log.clear()
-    device.busy = True
-    loaded = stream.load(pairs([2], [0]), after=stored)
-    assert stream.fence(loaded, 0)
-    assert repr(device.log) == "[('wait', loads, stores), ('record', loads), ('wait', compute, loads)]"
-    assert not loaded.done()
-    device.busy = False
-    assert stream.drain(1)
-    # ids of blocks, slots and layers are checked against the engine's
-    for copies in (pairs([NUM_BLOCKS], [0]), pairs([0], [NUM_SLOTS]), pairs([0], [0], (2, 4))):
-        assert stream.store(copies).error is not None
-    stream.close(1)
-
-
 def test_engine_blocks_a_full_device_refuses_fail_and_the_next_go_on(
     device: FakeDevice, region: HostRegion, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -469,19 +344,6 @@ def test_engine_blocks_a_full_device_refuses_fail_and_the_next_go_on(
     assert stream.store(pairs([0], [3])).error is None
     assert region.array[3].any()
     stream.close(1)
-
-
-def test_engine_blocks_over_a_pageable_region_are_copied_by_a_thread(device: FakeDevice) -> None:
-    region = HostRegion.allocate(NUM_SLOTS, BLOCK_BYTES)  # not pinned
-    with torch.inference_mode():  # as engines make theirs; the thread is not in it
-        tensors = tensors_of(1)
-    stream = CudaCopyStream(rank_of_two(1, tensors), region)
-    loaded = stream.load(pairs([11], [3]), after=stream.store(pairs([2], [3])))
-    assert loaded.wait(60)
-    assert loaded.error is None
-    assert all(torch.equal(layer[11], layer[2]) for layer in tensors)
-    stream.close(10)
-    region.close()
 
 
 def test_engine_blocks_of_another_size_are_refused(device: FakeDevice, region: HostRegion) -> None:

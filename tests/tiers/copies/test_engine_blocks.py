@@ -8,7 +8,6 @@ import torch
 
 from kvtier.tiers.copies import block_copier
 from kvtier.tiers.copies.block_copier import BlockCopies, BlockPart, EngineBlocks, PartCopier
-from kvtier.tiers.copies.transfer import HostCopyStream
 from kvtier.tiers.host import memory
 from kvtier.tiers.host.host import HostRegion
 
@@ -129,18 +128,6 @@ def test_cancelled_between_batches(
     assert "cancelled" in str(copier.copy("store", pairs([1, 2], [1, 2]), cancelled))
     assert np.frombuffer(region.slot(1), np.uint8).any()
     assert not np.frombuffer(region.slot(2), np.uint8).any()
-
-
-def test_a_stream_takes_engine_blocks(tensors: list[torch.Tensor], region: HostRegion) -> None:
-    stream = HostCopyStream(EngineBlocks(head_major(tensors), SLOT), region)
-    event = stream.store(pairs([1], [0]))
-    assert event.wait(60)
-    assert event.error is None
-    before = tensors[0][1].clone()
-    tensors[0][1] = 0
-    assert stream.load(pairs([1], [0])).wait(60)
-    assert torch.equal(tensors[0][1], before)
-    stream.close(1)
 
 
 def test_records_of_two_kinds_share_the_same_slots(tensors: list[torch.Tensor], region: HostRegion) -> None:

@@ -4,25 +4,18 @@ g++ compiles the very source CuPy would, with a prelude that turns CUDA's built-
 arithmetic and the launch arguments are checked for real, without a device.
 """
 
-import ctypes
 import shutil
-import subprocess
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from cpu_cupy import MAIN, PRELUDE, CpuKernel, FakeCupy
-from extent import brief
+from cpu_cupy import CpuKernel, FakeCupy
 from layout_reference import gather_reference, scatter_reference
 from numpy.typing import NDArray
 
-from kvtier.tiers.copies.kernels import SOURCE, THREADS, Canonical, Geometry, LayoutKernels
+from kvtier.tiers.copies.kernels import Canonical, Geometry, LayoutKernels
 from kvtier.tiers.naming.identity import KVLayout, KVShape
 
-TAKE = "#define KV_TAKE(canonical, own) "
-TALLY = f"{TAKE}per_block[blockIdx.x + gridDim.x * blockIdx.y]++, "
-TALLY_HEAD = "static long long* per_block;\n"
 SHAPE = KVShape(num_layers=3, num_kv_heads=2, head_dim=12, block_size=4, dtype="bfloat16")
 NUM_BLOCKS = 6
 HEAD_BYTES = 24
@@ -134,50 +127,6 @@ def test_contiguous_dimensions_merge_into_runs() -> None:
 def test_the_unit_is_the_widest_every_address_allows(offset: int, unit: int) -> None:
     assert Geometry.block_first(4096, 2, 4096).unit_bytes(8192 + offset, 4096) == unit
     assert Geometry.block_first(4096 + offset, 2, 4096).unit_bytes(8192, 4096) == unit
-
-
-COUNTING = r"""
-extern "C" void count_NAME(unsigned columns, unsigned rows, unsigned threads, long long* counts, void** a)
-{
-    per_block = counts;
-    run_NAME(columns, rows, threads, a);
-}
-"""
-
-
-@pytest.mark.parametrize("grid", brief([24], [8, 16, 24, 32]))
-@pytest.mark.parametrize("count", [1, 7, 33, 65])
-def test_the_last_round_is_balanced(tmp_path: Path, grid: int, count: int) -> None:
-    """No block of threads copies more than one unit more than another, whatever the numbers of blocks and threads."""
-    if shutil.which("g++") is None:
-        pytest.skip("no g++ to run the kernel's source on this CPU")
-    counted = SOURCE.replace(TAKE, TALLY)
-    code = TALLY_HEAD + PRELUDE + counted.replace('extern "C" __global__', "__global__")
-    code += (MAIN + COUNTING).replace("NAME", "kv_gather")
-    library = tmp_path / "counting.so"
-    compiler = ["g++", "-O1", "-fwrapv", "-fno-strict-aliasing", "-shared", "-fPIC", "-x", "c++", "-"]
-    subprocess.run([*compiler, "-DUNIT=uint4", "-o", str(library)], input=code, text=True, check=True)
-    run = ctypes.CDLL(str(library)).count_kv_gather
-    counts, launched = np.zeros(64, np.int64), list[tuple[int, int]]()
-
-    def counting(columns: int, rows: int, threads: int, arguments: Any) -> None:
-        launched.append((columns, rows))
-        run(columns, rows, threads, ctypes.c_void_p(counts.ctypes.data), arguments)
-
-    cupy = FakeCupy()
-    cupy.compiled["kv_gather", ("-DUNIT=uint4",)] = CpuKernel(counting)
-    units = THREADS // 2 + 3  # fewer than a block of threads has threads
-    layer_bytes = 16 * units
-    l1, canonical = np.zeros((count, layer_bytes), np.uint8), np.zeros((count, layer_bytes), np.uint8)
-    kernels = LayoutKernels(Geometry.block_first(l1.ctypes.data, 1, layer_bytes), cupy)
-    kernels.grid = grid
-    index = np.arange(count)
-    kernels.gather(index.ctypes.data, index.ctypes.data, count, Canonical(canonical.ctypes.data, layer_bytes), 0)
-    [(columns, rows)] = launched
-    assert columns * rows == min(grid, -(-units * count // THREADS))
-    shares = counts[: columns * rows]
-    assert shares.sum() == units * count
-    assert shares.max() - shares.min() <= 1
 
 
 def test_kernels_are_compiled_once_and_empty_batches_not_launched(cupy: FakeCupy) -> None:

@@ -144,23 +144,6 @@ def test_ranges_of_layers(
     assert_as_part_copier(layout, regions, direction, pairs([7, 0, 3, 4], [2, 9, 4, 5], layers))
 
 
-@pytest.mark.parametrize("direction", ["store", "load"])
-@pytest.mark.parametrize("layers", [None, (0, 1), (1, 4)])
-def test_groups_with_block_tables_of_their_own(
-    direction: CopyDirection, layers: tuple[int, int] | None, regions: tuple[HostRegion, HostRegion]
-) -> None:
-    # slots 3, 4 and 8 of both groups, slot 5 of the first alone, slot 9 of the second alone
-    blocks = [6, 2, 0, 1, BLOCKS + 3, BLOCKS + 9, BLOCKS + 0, BLOCKS + 7]
-    slots = [3, 4, 8, 5, 4, 3, 9, 8]
-    assert_as_part_copier(two_groups, regions, direction, pairs(blocks, slots, layers))
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_one_slot_into_several_blocks(layout: Layout, regions: tuple[HostRegion, HostRegion]) -> None:
-    blocks = [3, 8, 5] if layout is not two_groups else [3, 8, BLOCKS + 5]
-    assert_as_part_copier(layout, regions, "load", pairs(blocks, [7, 7, 7]))
-
-
 def test_any_mixture_of_groups(regions: tuple[HostRegion, HostRegion]) -> None:
     rng = np.random.default_rng(7)
     for _ in range(30):

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Protocol
 
@@ -201,54 +200,6 @@ def test_a_block_named_twice_in_a_batch_is_stored_once(open_store: OpenStore) ->
     assert get(store, [1, 2, 3]) == [Outcome.OK] * 3
 
 
-def test_the_size_is_a_hard_bound_and_old_blocks_make_room(open_store: OpenStore, disk_dir: Path) -> None:
-    store = open_store(1 << 20)
-    for begin in range(0, 2000, 10):
-        assert put(store, range(begin, begin + 10)) == [Outcome.OK] * 10
-        assert sum(path.stat().st_blocks * 512 for path in disk_dir.iterdir()) <= 1 << 20
-    num_slots = store.superblock.num_slots
-    assert store.stats()["evicted"] >= 2000 - num_slots
-    # The newest are there, most of the slab is in use.
-    assert get(store, range(1950, 2000)) == [Outcome.OK] * 50
-    assert store.stats()["slots_ready"] >= num_slots - 2 * store.superblock.slots_per_extent
-    store.close()
-    assert open_store(1 << 20).num_recovered == store.stats()["slots_ready"]
-
-
-def test_a_batch_larger_than_the_slab_keeps_its_head(open_store: OpenStore) -> None:
-    store = open_store(200_000)
-    num_slots = store.superblock.num_slots
-    outcomes = put(store, range(num_slots + 5))
-    assert outcomes == [Outcome.OK] * num_slots + [Outcome.FULL] * 5
-    assert get(store, range(num_slots)) == [Outcome.OK] * num_slots
-
-
-def test_blocks_in_use_survive_others(open_store: OpenStore) -> None:
-    store = open_store(2 << 20)
-    put(store, range(10))
-    for begin in range(100, brief(1500, 3000), 10):
-        get(store, [0, 1, 2])  # somebody keeps asking for these
-        put(store, range(begin, begin + 10))
-    assert get(store, [0, 1, 2]) == [Outcome.OK] * 3
-    assert get(store, [9]) == [Outcome.ABSENT]
-
-
-def test_discard_and_reset_are_final(open_store: OpenStore) -> None:
-    store = open_store()
-    put(store, range(10))
-    store.discard([hash_of(3), hash_of(99)])
-    assert store.lookup([hash_of(key) for key in range(10)]) == 3
-    store.close()
-    store = open_store()
-    assert store.num_recovered == 9
-    store.reset()
-    assert store.lookup([hash_of(0)]) == 0
-    store.check()
-    assert put(store, range(5)) == [Outcome.OK] * 5  # it works on
-    store.close()
-    assert open_store().num_recovered == 5
-
-
 def test_a_reset_under_a_write_wins(open_store: OpenStore) -> None:
     io = Interrupted()
     store = open_store(io=io)
@@ -370,13 +321,6 @@ def test_shrinking_is_not_misled_by_an_entry_that_went_bad(open_store: OpenStore
     smaller = open_store(size=store.superblock.file_bytes * 3 // 4)
     assert smaller.superblock.num_slots < store.superblock.num_slots
     assert get(smaller, [0]) == [Outcome.OK]
-
-
-def test_a_part_filled_slab_shrinks_without_loss(open_store: OpenStore) -> None:
-    store = open_store(2 << 20)
-    put(store, range(40))
-    store.close()
-    assert get(open_store(1 << 20), range(40)) == [Outcome.OK] * 40
 
 
 def test_another_model_gets_its_own_slab_beside_it(open_store: OpenStore, disk_dir: Path) -> None:
@@ -550,16 +494,6 @@ def test_a_path_that_is_no_directory(tmp_path: Path) -> None:
             FileStore.open(path, MODEL, slot_bytes=SLOT, block_size=4, size=1 << 20)
     # A missing one is made, with its parents.
     FileStore.open(tmp_path / "a" / "b", MODEL, slot_bytes=SLOT, block_size=4, size=1 << 20).close()
-
-
-def test_extents_are_filled_in_chain_order(open_store: OpenStore) -> None:
-    store = open_store(64 << 20)
-    for begin in range(0, 400, 20):
-        put(store, range(begin, begin + 20))
-        put(store, range(10_000 + begin, 10_020 + begin))  # another chain at the same time
-    slots = store._blocks.index.find_each([hash_of(key) for key in range(400)])
-    breaks = sum(after != before + 1 for before, after in pairwise(slots))
-    assert breaks <= 1
 
 
 def test_a_reset_beside_a_late_writer_forgets_what_was_there_before(open_store: OpenStore) -> None:

@@ -4,7 +4,7 @@ import ctypes
 import errno
 import os
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +15,7 @@ from doubles import FakeClock
 from slab_rig import get, hash_of, put, record_of
 
 from kvtier.tiers.file import file_io
-from kvtier.tiers.file.file_io import FileIO, PayloadIO, ReadQueue, address, writable_address
-from kvtier.tiers.file.slab_rows import SlabRows
+from kvtier.tiers.file.file_io import FileIO, ReadQueue, address, writable_address
 from kvtier.tiers.file.store import FileStore
 from kvtier.tiers.tier import BlockRecord, Outcome
 
@@ -161,24 +160,6 @@ def test_what_the_queue_does_not_bring_whole_is_read_without_it(
     assert get(store, keys, aligned(len(keys))) == [Outcome.OK] * len(keys)
 
 
-def test_a_bad_sector_costs_its_block_alone(open_store: OpenStore, queue: ReadQueue, monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    store = open_store()
-    keys = every_other(store)
-    slot = store._blocks.index.find_one(hash_of(keys[5]))
-    bad_place = store.superblock.payload_offset(slot)
-    ordered = sorted(store._blocks.index.find_each([hash_of(key) for key in keys]))
-    read_each = PayloadIO.read_each
-
-    def refuses(self: PayloadIO, offset: int, into: list[memoryview]) -> list[bool]:
-        return [False] if offset == bad_place else read_each(self, offset, into)
-
-    change_what_came(monkeypatch, lambda number, moved: -errno.EIO if number == ordered.index(slot) else moved)
-    monkeypatch.setattr(PayloadIO, "read_each", refuses)
-    outcomes = get(store, keys, aligned(len(keys)))
-    assert outcomes == [Outcome.IO_ERROR if i == 5 else Outcome.OK for i in range(len(keys))]
-    assert store.holds([hash_of(keys[5])]) == [False]  # the disk answers, but not for it: not promised again
-
-
 def test_a_kernel_that_loses_the_queue_costs_no_block(
     open_store: OpenStore, queue: ReadQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -214,33 +195,6 @@ def test_a_kernel_that_refuses_a_queue_is_asked_again_later(
 
 def refuses_a_queue(self: FileIO, depth: int) -> ReadQueue:
     raise OSError(errno.EAGAIN, "too many of them")
-
-
-def test_entries_are_read_once_and_while_payloads_are_in_flight(
-    open_store: OpenStore, queue: ReadQueue, monkeypatch: pytest.MonkeyPatch, way: str
-) -> None:
-    store = open_store()
-    keys = every_other(store, 20)
-    steps: list[str] = []
-    entries = SlabRows.entries
-
-    def noted(self: SlabRows, slots: Sequence[int]) -> list[Any]:
-        steps.append(f"entries of {len(slots)}")
-        return entries(self, slots)
-
-    monkeypatch.setattr(SlabRows, "entries", noted)
-
-    def noted_payload(number: int, moved: int) -> int:
-        steps.append("payload")
-        return moved
-
-    change_what_came(monkeypatch, noted_payload)
-    assert get(store, keys, aligned(len(keys))) == [Outcome.OK] * len(keys)
-    assert steps == ["entries of 20"] * (way == "python") + ["payload"] * 20  # the twin reads them itself
-    steps.clear()
-    monkeypatch.setattr(ReadQueue, "read_blocks", lambda *given: None)
-    assert get(store, keys, aligned(len(keys))) == [Outcome.OK] * len(keys)
-    assert steps == ["entries of 20", *["payload"] * 20]
 
 
 def test_without_a_queue_blocks_are_read_one_by_one(open_store: OpenStore, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from slab_rig import SLOT, get, hash_of, payload_of, put
-from slab_rig import record_of as record_in_a_row
+from slab_rig import SLOT, hash_of, payload_of
 
 from kvtier.tiers.checksum import checksum
 from kvtier.tiers.file import slab
@@ -92,46 +91,6 @@ def test_children_are_told_with_their_tokens_now_and_after_a_restart(open_store:
     assert told(again) == told(again, hash_of(1)) == {}
     keep(again, child(5))
     assert told(again) == as_told(child(5))
-
-
-def test_a_slot_that_is_used_again_leaves_its_old_parent(open_store: OpenStore) -> None:
-    store = open_store()
-    keep(store, child(1), child(2))
-    # A whole slab of others comes: the extent of these two is evicted and filled anew.
-    num_slots = store.superblock.num_slots
-    for first in range(100, 100 + 2 * num_slots, 16):
-        assert set(put(store, range(first, first + 16))) == {Outcome.OK}
-        held = {hash_of(key) for key in (1, 2) if store.holds([hash_of(key)])[0]}
-        assert told(store).keys() == held
-    assert told(store) == {}
-    last = 100 + 2 * num_slots - 1
-    assert told(store, hash_of(last - 1)) == as_told(record_in_a_row(last))
-    num_told = sum(bool(told(store, hash_of(key - 1))) for key in range(100, last) if store.holds([hash_of(key)])[0])
-    assert num_told > 0.9 * store.stats()["slots_ready"], "the index forgot more than a full bucket now and then"
-
-
-def test_more_children_than_a_bucket_has_room_for_cost_only_some_of_them(open_store: OpenStore) -> None:
-    store = open_store()
-    family = [child(key) for key in range(1, 21)]
-    keep(store, *family)
-    answer = told(store)
-    assert len(answer) == 8
-    assert answer.items() <= as_told(*family).items()
-    assert family[-1].chain_hash in answer
-    # Told or not, all of them are held.
-    assert get(store, []) == []
-    assert store.holds([record.chain_hash for record in family]) == [True] * 20
-
-
-def test_a_parent_of_the_same_bucket_has_its_own_children(open_store: OpenStore) -> None:
-    """The index takes the three for one: the slab looks at the entries."""
-    one = bytes(range(32))
-    near, far = bytes([9]) + one[1:], one[:-1] + bytes([9])  # another first word, and another name with the same one
-    store = open_store()
-    keep(store, child(1, one), child(2, near), child(3, far), child(4, one))
-    assert told(store, one) == as_told(child(1, one), child(4, one))
-    assert told(store, near) == as_told(child(2, near))
-    assert told(store, far) == as_told(child(3, far))
 
 
 def test_what_lay_in_an_end_that_was_given_up_is_told_no_more(open_store: OpenStore) -> None:

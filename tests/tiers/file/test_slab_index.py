@@ -116,13 +116,6 @@ def test_it_takes_65_bytes_a_slot_compiled_and_a_dict_interpreted() -> None:
     index.check()
 
 
-def test_names_of_another_length_are_refused() -> None:
-    index = SlabIndex(8)
-    for names in ([b"short"], [bytes(32)] * 20 + [b"short"]):
-        with pytest.raises(ValueError, match="must be 32"):
-            index.find_each(names)
-
-
 @pytest.mark.parametrize("count", [1, 9])
 def test_a_name_of_wrong_length_is_told(count: int) -> None:
     index = SlabIndex(40)

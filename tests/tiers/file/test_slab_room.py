@@ -10,7 +10,7 @@ from slab_rig import SLOT, hash_of, put
 
 from kvtier.tiers.file.store import FileStore
 from kvtier.tiers.pool.pool import SlotPool
-from kvtier.tiers.reuse import ClassifiedEnd, LruShadow, RequestEnd
+from kvtier.tiers.reuse import ClassifiedEnd, RequestEnd
 from kvtier.tiers.tier import ChainHash
 
 PER = 7  # blocks of an extent, and of each chain here
@@ -146,19 +146,6 @@ def test_while_the_order_by_age_would_keep_more_it_holds(slab: FileStore, learne
     slab._blocks.room.rival.leads = True
     scan(slab, learned, range(TALKS, TALKS + 6), tells=False)
     assert held(slab, range(TALKS)) == [2, 3]
-
-
-def test_by_age_an_extent_is_as_old_as_its_last_request_though_memory_above_answered_it(
-    slab: FileStore, learned: Requests
-) -> None:
-    for number in range(TALKS):
-        put(slab, chain(number))
-        slab.ended(learned.end(chain(number), LONG))
-        learned.clock.advance(1.0)
-    slab._blocks.room.rival = LruShadow(8 * PER, first_stay=1e6)
-    slab.ended(learned.end(chain(0), LONG))  # memory had it: the slab itself was not read
-    scan(slab, learned, range(TALKS, TALKS + 6))
-    assert held(slab, range(TALKS)) == [0, 3]
 
 
 def test_the_hierarchy_passes_ends_on_to_its_slab(disk_dir: Path) -> None:

@@ -24,7 +24,7 @@ from kvtier.tiers.file import slab
 from kvtier.tiers.file import store as file_store
 from kvtier.tiers.file.file_io import FileIO
 from kvtier.tiers.file.slab_check import check_slab
-from kvtier.tiers.file.store import Calls, FileStore
+from kvtier.tiers.file.store import FileStore
 from kvtier.tiers.tier import Outcome
 
 SIZE = 1 << 20
@@ -261,19 +261,6 @@ def test_a_file_that_a_kill_left_longer_than_its_slab_counts_until_it_is_really_
     fill(second)
     assert taken(tmp_path) <= SIZE
     assert first.path.stat().st_size <= whole
-
-
-def test_a_call_that_comes_after_the_close_keeps_no_file_open() -> None:
-    released: list[bool] = []
-    calls = Calls(lambda: released.append(True))
-    with calls.enter() as is_open:
-        assert is_open
-        assert not calls.quiet(0.01)  # a cut that waits for us in vain: calls that come now are of another round
-        calls.close()
-        with calls.enter() as is_still_open:
-            assert not is_still_open
-        assert not released
-    assert released == [True]
 
 
 class DyingIO(FileIO):

@@ -8,12 +8,10 @@ import pytest
 from doubles import BLOCK_SIZE, MemoryTier, chain_of, fill_slots, hand_in, hierarchy_of, record_of, reserve, store
 from fault_rig import forget_l2, over_slab
 
-from kvtier.tiers.checksum import checksum
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.hierarchy.cache_tiers import Claim, Pending
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy
 from kvtier.tiers.hierarchy.opening import open_hierarchy
-from kvtier.tiers.host.host import HostRegion, HostTier
 from kvtier.tiers.naming.chain import TokenChain, is_named_by, root_hash
 from kvtier.tiers.naming.identity import KVShape
 from kvtier.tiers.tier import BlockRecord, ChainHash, ChildBlock
@@ -113,42 +111,6 @@ def test_where_the_run_ends_decides_whose_children_are_told(opened: Open) -> Non
     assert answered(hierarchy, long.hashes[3:], long.hashes[2]).children == ()
 
 
-def test_a_child_evicted_between_question_and_claim_is_not_promised(opened: Open) -> None:
-    hierarchy = opened()
-    sibling = branch(1)
-    store(hierarchy, sibling)
-    assert hierarchy.drain(60)
-    request = branch(9)
-    (child,) = children(hierarchy, request)
-    # It goes from everywhere before the request asks for the chain that ends with it.
-    hierarchy.host.pool.evict([child.chain_hash])
-    for port in hierarchy.ports:
-        assert port.tier is not None
-        port.tier.discard([child.chain_hash])
-    view = hierarchy.ask([*request.hashes[:2], child.chain_hash], request.root)
-    while isinstance(answer := hierarchy.poll(view), Pending):
-        hierarchy.wait_news(0.01)
-    assert answer == 2
-    with hierarchy.take(view) as lease:
-        assert lease.hashes == request.hashes[:2]
-    assert children(hierarchy, request) == set()
-
-
-def test_a_child_that_the_policy_evicts_or_a_reset_forgets_is_told_no_more(opened: Open) -> None:
-    hierarchy = opened(slots=16)
-    sibling = branch(1)
-    store(hierarchy, sibling)
-    assert hierarchy.drain(60)
-    assert children(hierarchy, branch(9)) == {told(sibling)}
-    store(hierarchy, chain_of(16, first_token=5000))  # takes all of L2: the slab has the child, and tells it
-    assert hierarchy.host.children(sibling.hashes[1], 8) == []
-    assert children(hierarchy, branch(9)) == {told(sibling)}
-    assert hierarchy.drain(60)
-    hierarchy.reset()
-    assert children(hierarchy, branch(9)) == set()
-    hierarchy.host.check()
-
-
 def test_filling_blocks_are_not_told(opened: Open) -> None:
     hierarchy = opened()
     sibling = branch(1)
@@ -161,22 +123,6 @@ def test_filling_blocks_are_not_told(opened: Open) -> None:
     hierarchy.seal(reservation, [record_of(sibling, 2)], hierarchy.epoch)
     assert hierarchy.drain(60)
     assert children(hierarchy, branch(9)) == {told(sibling)}
-
-
-def test_a_tail_is_a_child_as_any_other(opened: Open) -> None:
-    hierarchy = opened()
-    prefix, tokens = prompt(), b"".join(n.to_bytes(4, "little") for n in (70, 71))
-    store(hierarchy, prefix)
-    # Two tokens of a block of four, under a name of their own.
-    name = bytes([7]) * 32
-    reservation = reserve(hierarchy, [name], prefix.hashes[-1])
-    assert reservation is not None
-    fill_slots(hierarchy, reservation.slots, [name])
-    hierarchy.seal(reservation, [BlockRecord(name, prefix.hashes[-1], tokens, 0)], hierarchy.epoch)
-    assert hierarchy.drain(60)
-    assert children(hierarchy, branch(9)) == {ChildBlock(name, tokens)}
-    forget_l2(hierarchy)
-    assert children(hierarchy, branch(9)) == {ChildBlock(name, tokens)}  # the slab's
 
 
 def test_more_children_than_eight_are_eight_and_l2_has_the_first_word(opened: Open) -> None:
@@ -203,19 +149,6 @@ def test_a_tier_that_tells_no_children_has_none() -> None:
     store(hierarchy, sibling)
     assert children(hierarchy, branch(9)) == {told(sibling)}
     hierarchy.close()
-
-
-def test_a_slab_whose_breaker_is_open_tells_none(opened: Open) -> None:
-    hierarchy = opened()
-    sibling = branch(1)
-    store(hierarchy, sibling)
-    assert hierarchy.drain(60)
-    forget_l2(hierarchy)
-    (port,) = hierarchy.ports
-    port.failed("read")
-    port.failed("read")
-    assert port.children(sibling.hashes[1], 8) == []
-    port.breakers["read"].success()
 
 
 def test_switched_off_no_claim_has_children_and_no_memory_is_taken(tmp_path: Path) -> None:
@@ -256,22 +189,3 @@ def test_what_is_told_while_blocks_come_and_go_is_never_another_blocks(opened: O
             assert is_named_by(BlockRecord(name, root, tokens, 0)), "another block's tokens, or another parent's"
             num_told += 1
     storing.join()
-
-
-def test_l2_answers_from_what_it_holds_while_slots_change_hands() -> None:
-    """A hint that is out of date names a slot whose block is another one's by now."""
-    host = HostTier(HostRegion.allocate(2, 4096, huge_pages=False, prefault=False))
-    chains = [chain_of(1, first_token=number * BLOCK_SIZE) for number in range(4)]
-    root = chains[0].root
-    for chain in chains:
-        reservation = host.pool.reserve(chain.hashes, root)
-        assert reservation is not None
-        record = BlockRecord(chain.hashes[0], root, chain.block_tokens(0), checksum(host.region.slot(0)))
-        host.describe(reservation.slots, [record])
-        host.pool.seal(reservation).release()
-        host.check()
-        held = [each for each in chains if host.pool.lookup(each.hashes)]
-        assert set(host.children(root, 8)) == {told(each, 0) for each in held}
-        assert len(held) <= 2
-    assert host.children(root, 1) in ([told(chains[2], 0)], [told(chains[3], 0)])
-    host.close()

@@ -1,7 +1,6 @@
 """Stories of a demoter: what is taken, in what order a chain goes down, what fails with its parent, resets."""
 
 from collections.abc import Iterator, Sequence
-from threading import Event
 
 import pytest
 from doubles import SLOT_BYTES, FakeClock, MemoryTier, chain_of, payload_of, record_of, wait_until
@@ -178,44 +177,6 @@ def test_with_the_breaker_open_blocks_are_dropped_without_being_hashed(
     assert story.drops(Outcome.BREAKER_OPEN) == 3
 
 
-def test_a_block_evicted_before_it_was_offered_is_counted_and_the_rest_goes_on(story: Story) -> None:
-    demoter = story.demoter()
-    hashes = story.put(chain_of(4))
-    assert story.host.pool.evict(hashes[2:3]) == 1
-    demoter.offer(hashes, story.note)
-    demoter.offer([b"?" * 32], story.note)  # never heard of
-    story.settle()
-    assert [outcome for _, outcome in story.ended] == [
-        Outcome.OK, Outcome.OK, Outcome.EVICTED, Outcome.EVICTED, Outcome.EVICTED
-    ]  # fmt: skip
-
-
-def test_a_write_that_waited_through_a_reset_never_lands(story: Story) -> None:
-    """FAULTS 37: blocks of the old weights must not reach a tier that has forgotten them."""
-    demoter = story.demoter(batch=2)
-    hashes = story.put(chain_of(4))
-    entered = Event()
-    real_write = story.tier.write
-
-    def signalling_write(*args: object) -> list[Outcome]:
-        entered.set()
-        return real_write(*args)  # type: ignore[arg-type] # passed on as they came
-
-    story.tier.write = signalling_write  # type: ignore[method-assign,assignment]
-    story.tier.gate.clear()
-    demoter.offer(hashes, story.note)
-    assert entered.wait(60)  # the first two are being written, the others wait
-    story.host.pool.reset()
-    story.port.reset()
-    story.settle()
-    assert {outcome for _, outcome in story.ended} == {Outcome.EPOCH}
-    assert not story.tier.blocks
-    # The same chain under the new weights is no descendant of a failure.
-    assert demoter.offer(story.put(chain_of(4)), story.note) == 4
-    story.settle()
-    assert set(story.tier.blocks) == set(hashes)
-
-
 def test_a_hung_write_keeps_its_lease_and_counts_against_the_breaker(story: Story) -> None:
     story.tier.gate.clear()
     demoter = story.demoter(failures=1)
@@ -258,19 +219,4 @@ def test_children_take_their_failed_ancestors_along_once_the_disk_is_well(story:
         demoter.pass_down(story.put(chain, i))
         story.settle()
     assert set(chain.hashes[:6]) == set(story.tier.blocks)
-    assert demoter.num_in_line == 0
-
-
-def test_what_never_succeeds_and_its_children_are_not_tried_again_and_again(story: Story) -> None:
-    demoter = story.demoter(batch=2)
-    hashes = story.put(chain_of(6))
-    story.tier.write_fails = {hashes[1]: Outcome.UNSUPPORTED}  # its bytes are such that the tier cannot keep them
-    demoter.pass_down(hashes)
-    for _ in range(3):
-        story.settle()
-        demoter.sweep_soon(at_once=True)
-    story.settle()
-    assert story.tier.writes.count(hashes[1]) == 1
-    assert set(story.tier.blocks) == {hashes[0]}
-    assert (story.drops(Outcome.UNSUPPORTED), story.drops(Outcome.PARENT_FAILED)) == (1, 4)
     assert demoter.num_in_line == 0

@@ -8,16 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import Chain
 from doubles import MemoryTier, chain_of, fill_slots, hierarchy_of, record_of, reserve, store, wait_until
 from event_rig import Shelf, held, tiered
-from pools import PoolOf
 
 from kvtier.tiers.file.store import FileStore
-from kvtier.tiers.hierarchy.hierarchy import Event, EventSource, Hierarchy, Removed, Stored
+from kvtier.tiers.hierarchy.hierarchy import EventSource, Hierarchy, Removed, Stored
 from kvtier.tiers.naming.chain import TokenChain
 from kvtier.tiers.pool.changes import ChangeLog
-from kvtier.tiers.tier import BlockRecord, ChainHash
 
 Tiered = Callable[..., Hierarchy]
 
@@ -39,15 +36,6 @@ def tiers_of(disk_dir: Path) -> Iterator[Tiered]:
     opened[-1].close()
 
 
-def of_tier(tier: str, events: list[Event]) -> tuple[list[Removed], list[Stored]]:
-    """A tier's removals and stores; every removal comes first."""
-    mine = [event for event in events if event.tier == tier]
-    removed = [event for event in mine if isinstance(event, Removed)]
-    stored = [event for event in mine if isinstance(event, Stored)]
-    assert mine == [*removed, *stored]
-    return removed, stored
-
-
 def test_a_run_is_told_with_its_tokens_and_parents(tiers_of: Tiered) -> None:
     hierarchy, chain = tiers_of(), chain_of(4)
     source = EventSource(hierarchy)
@@ -61,117 +49,6 @@ def test_a_run_is_told_with_its_tokens_and_parents(tiers_of: Tiered) -> None:
     assert records[0].parent == chain.root
     assert records[1].tokens == np.arange(4, 8, dtype="<u4").tobytes()
     assert source.take() == []
-
-
-def test_what_is_evicted_is_told_and_what_nobody_knew_is_not(tiers_of: Tiered) -> None:
-    hierarchy, old, new = tiers_of(slots=8), chain_of(6), chain_of(4, first_token=500)
-    source = EventSource(hierarchy)
-    store(hierarchy, old)
-    assert of_tier("l2", source.take())[0] == []
-    assert hierarchy.drain(60)
-    store(hierarchy, new)  # two slots were free: the tail of the old chain goes
-    removed, stored = of_tier("l2", source.take())
-    assert [set(event.hashes) for event in removed] == [set(old.hashes[4:])]
-    assert [[record.chain_hash for record in event.blocks] for event in stored] == [new.hashes]
-    # Two chains pass through all of L2; the first comes and goes between two readings: nobody hears of it.
-    for first in (900, 1300):
-        assert hierarchy.drain(60)
-        store(hierarchy, chain_of(8, first_token=first))
-    removed, stored = of_tier("l2", source.take())
-    assert {name for event in removed for name in event.hashes} == {*old.hashes[:4], *new.hashes}
-    assert [event.blocks[0].tokens for event in stored] == [np.arange(1300, 1304, dtype="<u4").tobytes()]
-
-
-def test_a_block_that_goes_and_comes_back_is_told_as_gone_and_then_stored(pool_of: PoolOf, chain: Chain) -> None:
-    pool, records = pool_of(4), [BlockRecord(b"", b"", b"", 0)] * 4
-    first, second = chain(1, 2), chain(3, 4, 5, 6)
-    pool.listen()
-
-    def keep(hashes: list[ChainHash]) -> None:
-        reservation = pool.reserve(hashes)
-        assert reservation is not None
-        for slot, name in zip(reservation.slots, reservation.hashes, strict=True):
-            records[slot] = BlockRecord(name, b"", b"", 0)
-        pool.seal(reservation).release()
-
-    keep(first)
-    assert [record.chain_hash for record in pool.changes(records, 9).stored] == first
-    keep(second)  # all four slots
-    keep(first)  # two of the four
-    changes = pool.changes(records, 9)
-    assert (sorted(changes.gone), changes.cleared) == (sorted(first), False)
-    assert [record.chain_hash for record in changes.stored] == [*second[:2], *first]
-
-
-def test_few_blocks_at_a_time_and_a_removal_never_waits(tiers_of: Tiered) -> None:
-    hierarchy, chain, shelf = tiers_of(), chain_of(7), Shelf()
-    source = EventSource(hierarchy)
-    store(hierarchy, chain)
-    assert hierarchy.drain(60)
-    shelf.apply(source.take(3))
-    assert shelf.names("l2") == shelf.names("file") == set(chain.hashes[:3])
-    hierarchy.host.pool.evict(chain.hashes[2:4])  # one the reader knows, one it does not
-    shelf.apply(source.take(1))
-    assert shelf.names("l2") == set(chain.hashes[:2])  # the next in line was the one that is gone
-    shelf.read(source, 2)
-    assert shelf.blocks["file"].keys() == set(chain.hashes)
-    assert {tier: shelf.names(tier) for tier in ("l2", "file")} == held(hierarchy, chain.hashes)
-
-
-def test_a_reset_is_told_as_everything_gone(tiers_of: Tiered) -> None:
-    hierarchy, chain, shelf = tiers_of(), chain_of(5), Shelf()
-    source = EventSource(hierarchy)
-    store(hierarchy, chain)
-    assert hierarchy.drain(60)
-    shelf.read(source)
-    hierarchy.host.pool.evict(chain.hashes[4:])
-    hierarchy.reset()
-    hierarchy.reset()
-    events = source.take()
-    assert [(event.tier, isinstance(event, Removed) and event.all) for event in events] == [
-        ("l2", True),
-        ("file", True),
-    ]
-    shelf.apply(events)
-    assert shelf.names("l2") == shelf.names("file") == set()
-    # A store is told anew, behind it; a reset of what nobody was told of is no news.
-    store(hierarchy, chain)
-    assert hierarchy.drain(60)
-    hierarchy.reset()
-    assert source.take() == []
-
-
-def test_a_reopened_slab_is_told_as_it_was_found(tiers_of: Tiered) -> None:
-    first, chain = tiers_of(), chain_of(5)
-    store(first, chain)
-    assert first.drain(60)
-    source, shelf = EventSource(tiers_of()), Shelf()
-    assert source.waiting
-    events = source.take()
-    assert events == [Stored("file", tuple(record_of(chain, i) for i in range(5)))]
-    shelf.apply(events)
-    # Somebody who lost count starts over, and hears it all again.
-    assert EventSource(tiers_of()).take() == events
-
-
-def test_a_bad_block_is_told_as_removed(tiers_of: Tiered) -> None:
-    hierarchy, chain, shelf = tiers_of(), chain_of(4), Shelf()
-    source = EventSource(hierarchy)
-    store(hierarchy, chain)
-    assert hierarchy.drain(60)
-    shelf.read(source)
-    slab = hierarchy.ports[0].tier
-    assert isinstance(slab, FileStore)
-    with slab.path.open("r+b") as file:
-        file.seek(slab.superblock.payload_offset(slab._blocks.index.find_one(chain.hashes[1])))
-        file.write(b"rot")
-    hierarchy.host.pool.reset()
-    prefetch = hierarchy.ask(chain.hashes, chain.root)
-    wait_until(lambda: hierarchy.poll(prefetch) == 1)
-    hierarchy.cancel(prefetch)
-    shelf.read(source)
-    assert {tier: shelf.names(tier) for tier in ("l2", "file")} == held(hierarchy, chain.hashes)
-    assert chain.hashes[1] not in shelf.names("file")
 
 
 def test_a_tier_that_goes_off_is_told_as_emptied_and_told_anew_when_it_is_back(tiers_of: Tiered) -> None:

@@ -3,24 +3,12 @@
 from collections.abc import Iterator
 
 import pytest
-from doubles import (
-    FakeClock,
-    MemoryTier,
-    bytes_in_l2,
-    chain_of,
-    fill_slots,
-    hierarchy_of,
-    payload_of,
-    record_of,
-    reserve,
-    store,
-    wait_until,
-)
-from fault_rig import drops, misses
+from doubles import FakeClock, MemoryTier, chain_of, hierarchy_of, payload_of, reserve, store, wait_until
+from fault_rig import drops
 
 from kvtier.tiers.hierarchy.cache_tiers import PENDING, Attribution
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy
-from kvtier.tiers.hierarchy.lower_tier import HierarchySettings, PortSettings
+from kvtier.tiers.hierarchy.lower_tier import HierarchySettings
 from kvtier.tiers.naming.chain import TokenChain
 from kvtier.tiers.tier import Outcome
 
@@ -51,30 +39,6 @@ def stories() -> Iterator[Stories]:
         assert hierarchy.drain(60)
         hierarchy.check()
         hierarchy.close()
-
-
-def test_a_sealed_block_is_found_and_an_unsealed_one_is_not(stories: Stories) -> None:
-    hierarchy = stories.open(slots=8)
-    chain = chain_of(3)
-    reservation = reserve(hierarchy, chain.hashes, chain.root)  # filling …
-    assert reservation is not None
-    assert hierarchy.lookup(chain.hashes) == Attribution(3, miss=3)  # … is invisible
-    fill_slots(hierarchy, reservation.slots, reservation.hashes)
-    hierarchy.seal(reservation, [record_of(chain, i) for i in range(3)], hierarchy.epoch)
-    assert hierarchy.drain(60)
-    assert hierarchy.lookup(chain.hashes) == Attribution(3, l2=3)
-    assert bytes_in_l2(hierarchy, chain.hashes[1]) == payload_of(chain.hashes[1])
-
-
-def test_an_abandoned_store_leaves_nothing_and_is_counted(stories: Stories) -> None:
-    hierarchy = stories.open(slots=8)
-    chain = chain_of(3)
-    reservation = reserve(hierarchy, chain.hashes, chain.root)
-    assert reservation is not None
-    hierarchy.abandon(reservation, Outcome.COPY_FAILED)
-    assert hierarchy.lookup(chain.hashes) == Attribution(3, miss=3)
-    assert hierarchy.host.pool.counts().free == 8
-    assert drops(hierarchy, "l2", Outcome.COPY_FAILED) == 3
 
 
 def test_write_through_reaches_the_lower_tier_and_comes_back(stories: Stories) -> None:
@@ -108,38 +72,6 @@ def test_attribution_follows_a_run_through_the_tiers_and_always_sums(stories: St
         Attribution(6, l1=1, l2=2)
 
 
-def test_a_hole_ends_the_run(stories: Stories) -> None:
-    tier = MemoryTier()
-    chain = chain_of(4)
-    tier.fill(chain, 0, 1, 3)
-    hierarchy = stories.open(slots=8, tier=tier)
-    prefetch = hierarchy.ask(chain.hashes, chain.root)
-    wait_until(lambda: hierarchy.poll(prefetch) is not PENDING)
-    assert hierarchy.poll(prefetch) == 2  # 3 is there, but nobody can use it without 2
-    hierarchy.cancel(prefetch)
-
-
-def test_sixty_four_requests_read_a_cold_prefix_once(stories: Stories) -> None:
-    """FAULTS 40."""
-    tier, chain, hierarchy = stories.waiting(8, slots=1024)
-    prefetches = [hierarchy.ask(chain.hashes, chain.root) for _ in range(64)]
-    assert all(hierarchy.poll(p) is PENDING for p in prefetches)
-    tier.gate.set()
-    wait_until(lambda: all(hierarchy.poll(p) == 8 for p in prefetches))
-    assert sorted(tier.reads) == sorted(chain.hashes)  # each block once
-    for prefetch in prefetches:
-        hierarchy.take(prefetch).release()
-
-
-def test_one_waiter_leaves_and_the_flight_goes_on_for_the_other(stories: Stories) -> None:
-    tier, chain, hierarchy = stories.waiting(4, slots=16)
-    leaver, stayer = (hierarchy.ask(chain.hashes, chain.root) for _ in range(2))
-    hierarchy.cancel(leaver)
-    tier.gate.set()
-    wait_until(lambda: hierarchy.poll(stayer) == 4)
-    hierarchy.cancel(stayer)
-
-
 def test_a_request_that_starts_inside_another_ones_flight_gets_its_part(stories: Stories) -> None:
     tier, chain, hierarchy = stories.waiting(6, slots=64)
     whole = hierarchy.ask(chain.hashes, chain.root)
@@ -168,65 +100,6 @@ def test_at_the_deadline_a_request_gets_what_has_arrived(stories: Stories) -> No
     tier.gate.set()
 
 
-def test_a_hung_read_is_quarantined_and_opens_the_breaker_until_a_probe_answers(stories: Stories) -> None:
-    """FAULTS 11: the request misses at its deadline, the pool is not exhausted, the tier comes back by itself."""
-    tier, clock = MemoryTier(), FakeClock()
-    chain = chain_of(4)
-    tier.fill(chain)
-    tier.gate.clear()
-    settings = PortSettings(deadline=1.0, failures=1, retry_after=1.0, num_threads=1)
-    hierarchy = stories.open(
-        slots=16, tier=tier, clock=clock, port_settings=settings, settings=HierarchySettings(prefetch_deadline=10)
-    )
-    prefetch = hierarchy.ask(chain.hashes, chain.root)
-    wait_until(lambda: hierarchy.ports[0].queue.running)
-    clock.advance(1.5)
-    assert hierarchy.poll(prefetch) == 0  # long before its own deadline: there is nothing to wait for
-    hierarchy.cancel(prefetch)
-    assert hierarchy.host.pool.counts().quarantined == 4  # the read may still write there
-    assert hierarchy.lookup(chain.hashes)["file"] == 0  # breaker open: not even looked up
-    assert misses(hierarchy, Outcome.TIMEOUT) == 4
-    tier.gate.set()  # the disk wakes up
-    wait_until(lambda: hierarchy.host.pool.counts().free == 16)
-    clock.advance(1.5)
-    hierarchy.tick()  # sends the probe
-    wait_until(lambda: hierarchy.lookup(chain.hashes)["file"] == 4)
-
-
-def test_a_corrupt_block_is_a_miss_and_is_counted(stories: Stories) -> None:
-    tier = MemoryTier()
-    chain = chain_of(3)
-    tier.fill(chain)
-    record, data = tier.blocks[chain.hashes[1]]
-    tier.blocks[chain.hashes[1]] = (record, bytes([data[0] ^ 1]) + data[1:])  # one bit
-    hierarchy = stories.open(slots=8, tier=tier)
-    prefetch = hierarchy.ask(chain.hashes, chain.root)
-    wait_until(lambda: hierarchy.poll(prefetch) is not PENDING)
-    assert hierarchy.poll(prefetch) == 1
-    hierarchy.cancel(prefetch)
-    assert misses(hierarchy, Outcome.CHECKSUM) == 2  # the block and the one behind it
-    assert hierarchy.stats()['kvtier_corruption_total{tier="file"}'] == 1
-    tier.discard(chain.hashes)  # as a real tier does with a block it found bad
-
-
-def test_bytes_that_changed_in_l2_are_never_passed_down(stories: Stories) -> None:
-    tier = MemoryTier()
-    tier.gate.clear()  # the write waits …
-    hierarchy = stories.open(slots=32, tier=tier, port_settings=PortSettings(num_threads=1))
-    blocker, chain = chain_of(1, first_token=500), chain_of(2)
-    store(hierarchy, blocker)
-    store(hierarchy, chain)
-    with hierarchy.host.pool.lease(chain.hashes) as lease:  # … while a stray write hits block 0
-        hierarchy.host.region.slot(lease.slots[0])[7] ^= 1
-    tier.gate.set()
-    assert hierarchy.drain(60)
-    assert chain.hashes[0] not in tier.blocks
-    assert chain.hashes[1] not in tier.blocks  # without its parent nobody could reach it
-    assert hierarchy.lookup(chain.hashes) == Attribution(2, miss=2)  # nor is it served from L2 any more
-    assert drops(hierarchy, "file", Outcome.CHECKSUM) == 1
-    assert drops(hierarchy, "file", Outcome.PARENT_FAILED) == 1
-
-
 def test_a_pool_without_room_takes_the_head_and_refuses_the_tail(stories: Stories) -> None:
     """FAULTS 22: no wait, no exception."""
     hierarchy = stories.open(slots=4)
@@ -245,59 +118,6 @@ def test_admission_stores_a_block_on_its_second_sighting(stories: Stories) -> No
     assert store(hierarchy, chain) == 0
     assert drops(hierarchy, "l2", Outcome.NOT_ADMITTED) == 2
     assert store(hierarchy, chain) == 2
-
-
-def test_reset_forgets_everything_and_a_store_from_before_never_appears(stories: Stories) -> None:
-    """FAULTS 37."""
-    tier = MemoryTier()
-    hierarchy = stories.open(slots=8, tier=tier)
-    old, late = chain_of(2), chain_of(2, first_token=50)
-    store(hierarchy, old)
-    assert hierarchy.drain(60)
-    epoch = hierarchy.epoch
-    reservation = reserve(hierarchy, late.hashes, late.root)  # computed with the old weights …
-    assert reservation is not None
-    hierarchy.reset()
-    fill_slots(hierarchy, reservation.slots, reservation.hashes)
-    hierarchy.seal(reservation, [record_of(late, i) for i in range(2)], epoch)  # … and copied after the reset
-    assert hierarchy.drain(60)
-    assert hierarchy.lookup(old.hashes) == Attribution(2, miss=2)
-    assert hierarchy.lookup(late.hashes) == Attribution(2, miss=2)
-    assert not tier.blocks
-    assert drops(hierarchy, "l2", Outcome.EPOCH) == 2
-
-
-def test_waiting_requests_lease_at_most_half_of_l2(stories: Stories) -> None:
-    hierarchy = stories.open(slots=8)
-    chain = chain_of(8)
-    store(hierarchy, chain)
-    first = hierarchy.ask(chain.hashes, chain.root)
-    assert hierarchy.poll(first) == 4
-    # The same blocks once more take no room; others do.
-    second = hierarchy.ask(chain.hashes, chain.root)
-    assert hierarchy.poll(second) == 4
-    third = hierarchy.ask(chain.hashes[4:], chain.hashes[3])
-    hierarchy.cancel(first)
-    assert hierarchy.poll(third) is PENDING  # in line
-    hierarchy.cancel(second)
-    assert hierarchy.poll(third) == 4
-    hierarchy.cancel(third)
-
-
-def test_a_promise_nobody_asks_about_is_reclaimed_at_its_deadline(stories: Stories) -> None:
-    """FAULTS 21: and a claim that comes too late finds nothing, harmlessly."""
-    clock = FakeClock()
-    hierarchy = stories.open(slots=8, clock=clock, settings=HierarchySettings(lease_deadline=30))
-    chain = chain_of(2)
-    store(hierarchy, chain)
-    prefetch = hierarchy.ask(chain.hashes, chain.root)
-    assert hierarchy.poll(prefetch) == 2
-    clock.advance(20)
-    assert hierarchy.poll(prefetch) == 2  # renewed
-    clock.advance(31)
-    hierarchy.tick()
-    assert hierarchy.host.pool.counts().leased == 0
-    assert len(hierarchy.take(prefetch)) == 0
 
 
 def test_a_long_prefix_comes_in_windows_of_a_quarter_of_l2(stories: Stories) -> None:
@@ -336,28 +156,6 @@ class TestWriteBack:
         assert shown['kvtier_evicted_total{tier="l2"}'] == 3
         assert hierarchy.stats() == shown  # reading counts nothing twice
         tier.gate.set()
-
-
-def test_a_dead_lower_tier_costs_misses_and_nothing_else(stories: Stories) -> None:
-    """FAULTS 10: after k errors it is detached, and attached again when it answers."""
-    tier, clock = MemoryTier(), FakeClock()
-    chain = chain_of(3)
-    tier.fill(chain)
-    tier.broken = True
-    hierarchy = stories.open(slots=16, tier=tier, clock=clock)
-    for _ in range(2):  # two failures open the breaker
-        prefetch = hierarchy.ask(chain.hashes, chain.root)
-        wait_until(lambda: hierarchy.poll(prefetch) == 0)  # noqa: B023
-        hierarchy.cancel(prefetch)
-    assert hierarchy.lookup(chain.hashes) == Attribution(3, miss=3)
-    store(hierarchy, chain_of(2, first_token=77))  # stores go on, in L2
-    assert hierarchy.drain(60, below=False)
-    assert not hierarchy.drain(0.1)
-    assert hierarchy.stats()['kvtier_breaker_open{tier="file",direction="read"}'] == 1
-    tier.broken = False
-    clock.advance(2)
-    hierarchy.tick()
-    wait_until(lambda: hierarchy.lookup(chain.hashes)["file"] == 3)
 
 
 def test_close_with_reads_under_way_ends_in_time(stories: Stories) -> None:

@@ -131,16 +131,6 @@ def test_a_deadline_passes_while_a_job_waits(story: Story) -> None:
     assert story.log[3:] == ["hung ran", "late ran"]
 
 
-def test_a_deadline_that_passed_unnoticed_is_seen_before_the_job_runs(story: Story) -> None:
-    queue = story.queue()
-    story.block(queue)
-    queue.submit(story.job("stale", 1.0))
-    story.clock.advance(2)  # nobody calls `expire`
-    story.gate.set()
-    assert queue.drain(60)
-    assert story.log == ["hung ran", "stale timeout"]
-
-
 def test_a_job_that_runs_past_its_deadline_is_told_once_and_still_ends_late(story: Story) -> None:
     queue = story.queue()
     job = story.block(queue, within=1.0)
@@ -153,31 +143,6 @@ def test_a_job_that_runs_past_its_deadline_is_told_once_and_still_ends_late(stor
     assert queue.drain(60)
     assert story.log == ["hung overdue", "hung ran"]
     assert job.late
-
-
-def test_a_job_may_set_its_deadline_when_it_starts(story: Story) -> None:
-    queue = story.queue()
-    story.block(queue)
-    slow = story.gated("slow", 1.0)
-    release = Event()
-
-    def start_the_clock() -> None:
-        slow.deadline = story.clock() + 1.0
-        slow.started.set()
-        release.wait(30)
-
-    slow._work = start_the_clock
-    slow.started.clear()
-    queue.submit(slow)
-    story.clock.advance(0.9)  # waited nearly all its patience …
-    story.gate.set()
-    assert slow.started.wait(60)
-    wait_until(lambda: slow.deadline > story.clock())
-    story.clock.advance(0.9)
-    queue.expire()  # … and has as much again for the work itself
-    release.set()
-    assert queue.drain(60)
-    assert story.log == ["hung ran", "slow ran"]
 
 
 def test_a_job_that_raises_is_dropped_as_an_io_error_and_costs_no_thread(
@@ -194,16 +159,6 @@ def test_a_job_that_raises_is_dropped_as_an_io_error_and_costs_no_thread(
         assert queue.drain(60)
     assert story.log == ["bad io_error", "good ran"]
     assert "a bug" in caplog.text  # counted, and not silent
-
-
-def test_a_hung_job_leaves_the_other_thread_to_the_others(story: Story) -> None:
-    queue = story.queue(num_threads=2)
-    story.block(queue)
-    queue.submit(story.job("a"))
-    wait_until(lambda: story.log == ["a ran"])
-    assert not queue.drain(0.05)  # the hung one still runs: not drained, and said so
-    story.gate.set()
-    assert queue.drain(60)
 
 
 def test_a_drainer_never_swallows_the_wake_up_of_a_worker(story: Story) -> None:
@@ -250,19 +205,6 @@ def test_close_does_not_wait_for_a_hung_job_for_ever(story: Story) -> None:
     assert story.log == ["hung ran"]
 
 
-def test_expire_on_a_long_queue_drops_every_job_once(story: Story) -> None:
-    queue = story.queue(max_queued=4096)
-    story.block(queue)
-    for i in range(4000):
-        assert queue.submit(story.job(str(i), within=1.0 if i % 2 else 100.0), urgent=i % 3 == 0)
-    story.clock.advance(1)
-    queue.expire()
-    assert sorted(story.log) == sorted(f"{i} timeout" for i in range(1, 4000, 2))
-    story.gate.set()
-    assert queue.drain(60)
-    assert len(story.log) == 4001
-
-
 def small(story: Story, name: str, within: float = math.inf, work: Callable[[], object] = lambda: None) -> SmallJob:
     return SmallJob(story.log, name, story.clock() + within, work)
 
@@ -302,29 +244,6 @@ def test_threads_that_are_free_share_what_waits(story: Story) -> None:
     story.gate.set()  # it takes the other half
     assert queue.drain(60)
     assert "e + f + g + h" in story.log
-
-
-def test_a_job_that_comes_while_a_thread_is_on_its_way_wakes_no_other(
-    story: Story, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    queue = story.queue(num_threads=2, joined=16)
-    wait_until(lambda: queue._num_waiting == 2)
-    woken: list[int] = []
-    notify = queue._work_came.notify
-
-    def noted(count: int = 1) -> None:
-        woken.append(count)
-        notify(count)
-
-    monkeypatch.setattr(queue._work_came, "notify", noted)
-    with queue._lock:  # the first is woken, and cannot look yet
-        jobs = [small(story, name) for name in "abc"]
-        queue.urgent.extend(jobs)
-        for _ in range(3):
-            queue._wake_one()
-        assert woken == [1]
-    assert queue.drain(60)
-    assert all(job.ended for job in jobs)
 
 
 def test_no_job_is_left_lying_whatever_the_order_of_wake_ups(story: Story) -> None:
@@ -368,26 +287,6 @@ def test_a_batch_with_a_wrong_number_of_results_fails_all_of_it(story: Story) ->
     story.gate.set()
     assert queue.drain(60)
     assert story.log == ["hung ran", f"a {Outcome.IO_ERROR}", f"b {Outcome.IO_ERROR}"]
-
-
-def test_those_of_a_batch_are_late_each_by_itself(story: Story) -> None:
-    queue = story.queue(joined=6)
-    hung = story.block(queue)
-    story.gate, first_gate = Event(), story.gate
-    jobs = [small(story, "a", 10, lambda: story.gate.wait(30)), small(story, "b", 5), small(story, "c", 2)]
-    for job in jobs:
-        assert queue.submit(job, urgent=True)
-    story.clock.advance(3)  # c's time is over before its thread takes it
-    first_gate.set()
-    assert jobs[0].started.wait(60)
-    assert hung.ended
-    story.clock.advance(3)
-    assert len(queue.running) == 2
-    queue.expire()
-    story.gate.set()
-    assert queue.drain(60)
-    assert [job.late for job in jobs] == [False, True, False]
-    assert story.log == ["hung ran", "a + b", f"c {Outcome.TIMEOUT}", "b overdue", "a a's", "b b's"]
 
 
 def test_a_batch_that_raises_fails_all_of_it_and_the_thread_lives_on(story: Story) -> None:

@@ -1,9 +1,8 @@
 """Stories of a port: a lower tier that fails, hangs, comes back, was never there or was replaced; and resets."""
 
 import logging
-import time
-from collections.abc import Callable, Iterator, Sequence
-from threading import Barrier, Event, Thread
+from collections.abc import Callable, Iterator
+from threading import Event, Thread
 
 import pytest
 from doubles import SLOT_BYTES, FakeClock, MemoryTier, chain_of, payload_of, record_of, wait_until
@@ -96,33 +95,6 @@ def test_what_is_written_is_found_read_and_measured(story: Story) -> None:
     assert not story.rates.worth_loading(1, {"file": 1 << 30})
 
 
-def test_threads_that_share_a_tier_are_not_each_taken_for_all_of_it(story: Story) -> None:
-    both_in = Barrier(3)
-
-    class Shared(MemoryTier):
-        def read(self, hashes: Sequence[ChainHash], into: Sequence[memoryview]) -> list[BlockRecord | Outcome]:
-            both_in.wait(60)
-            return super().read(hashes, into)
-
-    tier = Shared()
-    tier.fill(CHAIN)
-    port = story.port(lambda: tier, num_threads=2)
-    tier.gate.clear()
-    began = time.perf_counter()
-    threads = [Thread(target=read, args=(port, HASHES[i : i + 2])) for i in (0, 2)]
-    for thread in threads:
-        thread.start()
-    both_in.wait(60)
-    time.sleep(0.3)  # both wait for the tier …
-    tier.gate.set()  # … which then gives all four blocks at once
-    for thread in threads:
-        thread.join(60)
-    took = time.perf_counter() - began
-    # The next four blocks will take as long, not twice as long: an engine that needs a third more than that loads.
-    story.rates.computed(1000, took * 4 / 3)
-    assert story.rates.worth_loading(1000, {"file": 4 * SLOT_BYTES})
-
-
 def test_misses_corruption_and_a_full_disk_are_no_failures(story: Story) -> None:
     tier = full_tier()
     port = story.port(lambda: tier, failures=1)
@@ -161,46 +133,6 @@ def test_failures_in_a_row_open_one_direction_and_not_the_other(story: Story) ->
     assert not story.is_shown_open("read")
 
 
-def test_a_slow_tier_opens_its_breaker_although_it_answers_in_the_end(story: Story) -> None:
-    """FAULTS 11: an answer past the deadline is a failure, told by the queue; it must not undo what was told."""
-
-    class Slow(MemoryTier):
-        def read(self, hashes: object, into: object) -> list[BlockRecord | Outcome]:
-            story.clock.advance(3)  # past the deadline of two …
-            port.failed("read")  # … says the queue's `overdue`, while it runs
-            return super().read(hashes, into)  # type: ignore[arg-type] # passed on as they came
-
-    tier = Slow()
-    tier.fill(CHAIN)
-    port = story.port(lambda: tier)
-    for _ in range(2):
-        assert port.breakers["read"].closed
-        assert all(isinstance(result, BlockRecord) for result in read(port, HASHES))
-    assert state(port) == "open"
-    assert story.is_shown_open("read")
-
-
-def test_probes_wait_twice_as_long_each_time_they_fail(story: Story) -> None:
-    tier = full_tier()
-    opened: list[float] = []
-
-    def open_tier() -> MemoryTier:
-        opened.append(story.clock())
-        return tier
-
-    port = story.port(open_tier, failures=1)
-    tier.broken = True
-    read(port, HASHES[:1])
-    begin = story.clock()
-    for _ in range(80):
-        story.probe(port, after=0.5)
-    # A failed probe opens the tier anew: at start, and 1, 2, 4, 8 and 16 seconds after one another.
-    assert [at - begin for at in opened] == [0, 1, 3, 7, 15, 31]
-    tier.broken = False
-    story.probe(port, after=32)
-    assert port.lookup(HASHES) == 4
-
-
 def test_a_tier_that_is_absent_at_start_attaches_later(story: Story, caplog: pytest.LogCaptureFixture) -> None:
     """FAULTS 12: one warning, the engine unaffected, no restart."""
     tier = full_tier()
@@ -232,10 +164,7 @@ def test_a_tier_that_is_absent_at_start_attaches_later(story: Story, caplog: pyt
 
 @pytest.mark.parametrize("refusal", [None, ConfigError("[file] size: too small")])
 def test_a_tier_that_hangs_as_it_opens_attaches_once_it_answers(
-    story: Story,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-    refusal: ConfigError | None,
+    story: Story, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, refusal: ConfigError | None
 ) -> None:
     monkeypatch.setattr(lower_tier, "_LEAST", 0.0)
     gate, tier = Event(), full_tier()
@@ -297,22 +226,6 @@ def test_a_tier_whose_file_was_replaced_is_opened_anew(story: Story) -> None:
     assert HASHES[1] in new.blocks
 
 
-def test_a_probe_that_fails_anew_leaves_the_other_direction_in_use(story: Story) -> None:
-    class ReadOnly(MemoryTier):
-        def probe(self, direction: Direction) -> bool:
-            return direction == "read"
-
-    tier = ReadOnly()
-    tier.fill(CHAIN)
-    tier.write_fails = {HASHES[0]: Outcome.IO_ERROR}
-    port = story.port(lambda: tier, failures=1)
-    write(port, 0)
-    for _ in range(3):
-        story.probe(port, after=32)
-        assert port.lookup(HASHES) == 4
-        assert not port.writable
-
-
 def test_a_tier_that_stays_open_is_not_opened_anew_while_it_can_be_read(story: Story) -> None:
     class ReadOnly(MemoryTier):
         stays_open = True
@@ -369,39 +282,6 @@ def test_a_hung_probe_counts_as_failed_and_its_late_answer_as_nothing(story: Sto
     assert port.lookup(HASHES) == 4
 
 
-def test_a_probe_that_cannot_even_start_counts_as_failed(story: Story) -> None:
-    tier = full_tier()
-    port = story.port(lambda: tier, failures=1)
-    tier.read_fails = {HASHES[0]: Outcome.IO_ERROR}
-    read(port, HASHES[:1])
-    # The only thread hangs in a write, so the probe waits in the queue past its deadline.
-    release, running = Event(), Event()
-
-    class Hog:
-        deadline = float("inf")
-
-        def run(self) -> None:
-            running.set()
-            release.wait(30)
-
-        def end(self, result: Outcome | None, *, late: bool) -> None: ...
-
-        def overdue(self) -> None: ...
-
-    assert port.queue.submit(Hog())
-    assert running.wait(60)
-    story.clock.advance(1)
-    port.tick()
-    assert state(port) == "half_open"
-    story.clock.advance(2)
-    port.tick()
-    assert state(port) == "open"
-    release.set()
-    assert port.queue.drain(60)
-    story.probe(port, after=2)
-    assert port.lookup(HASHES) == 4
-
-
 def test_a_reset_forgets_blocks_and_writes_offered_before_it(story: Story) -> None:
     """FAULTS 37."""
     tier = full_tier()
@@ -443,34 +323,6 @@ def test_a_write_that_a_reset_overtakes_is_undone_and_never_visible(story: Story
     tier.write, tier.discard = real_write, real_discard  # type: ignore[method-assign]
     assert write(port, 0) == [Outcome.OK]
     assert port.lookup(HASHES) == 1
-
-
-def test_close_with_a_hung_operation_returns_and_closes_the_tier(
-    story: Story, caplog: pytest.LogCaptureFixture
-) -> None:
-    """FAULTS 25."""
-    tier = full_tier()
-    port = story.port(lambda: tier, failures=1)
-    gate, asked = Event(), Event()
-
-    def hang(direction: Direction) -> bool:
-        asked.set()
-        return gate.wait(30)
-
-    tier.probe = hang  # type: ignore[method-assign]
-    tier.read_fails = {HASHES[0]: Outcome.IO_ERROR}
-    read(port, HASHES[:1])
-    story.clock.advance(1)
-    port.tick()
-    assert asked.wait(60)
-    with caplog.at_level(logging.WARNING):
-        port.close(0.05)
-    assert "hangs at close" in caplog.text
-    assert tier.closed
-    assert port.lookup(HASHES) == 0
-    port.tick()  # harmless, as are late operations
-    assert read(port, HASHES) == [Outcome.BREAKER_OPEN] * 4
-    gate.set()
 
 
 def test_a_tier_that_opens_only_after_close_is_closed_again(story: Story) -> None:

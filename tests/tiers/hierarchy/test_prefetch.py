@@ -4,17 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from threading import Event, Thread
 
 import pytest
-from doubles import (
-    SLOT_BYTES,
-    FakeClock,
-    MemoryTier,
-    chain_of,
-    hierarchy_of,
-    payload_of,
-    record_of,
-    store,
-    wait_until,
-)
+from doubles import SLOT_BYTES, FakeClock, MemoryTier, chain_of, hierarchy_of, payload_of, record_of, store, wait_until
 
 from kvtier.tiers.hierarchy.cache_tiers import PENDING
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy
@@ -172,22 +162,6 @@ def test_an_engine_that_waits_is_not_kept_waiting_for_an_answer_that_is_there(op
     assert hierarchy.poll(prefetch) == 2
     hierarchy.wait_news(0.001)  # polled: there is nothing new, and the wait ends by itself
     hierarchy.cancel(prefetch)
-
-
-def test_a_lease_is_handed_over_once(opened: list[Hierarchy]) -> None:
-    hierarchy, chain = hierarchy_of(slots=8), chain_of(2)
-    opened.append(hierarchy)
-    store(hierarchy, chain)
-    taken = hierarchy.ask(chain.hashes, chain.root)
-    with hierarchy.take(taken) as lease:
-        assert len(lease) == 2
-        assert len(hierarchy.take(taken)) == 0
-        hierarchy.cancel(taken)  # the claimed lease is the caller's
-        assert hierarchy.host.pool.counts().leased == 2
-    cancelled = hierarchy.ask(chain.hashes, chain.root)
-    hierarchy.cancel(cancelled)
-    assert hierarchy.poll(cancelled) == 0
-    assert len(hierarchy.take(cancelled)) == 0
 
 
 def test_time_in_the_queue_is_not_held_against_the_storage(opened: list[Hierarchy]) -> None:

@@ -48,9 +48,7 @@ def test_a_slab_opens_for_whoever_rounds_otherwise_and_for_nobody_who_computes_o
 
 
 @on_redis
-def test_redis_keeps_a_probe_for_each_epoch_and_a_tier_that_disagrees_leaves_none_in_others(
-    tmp_path: Path,
-) -> None:
+def test_redis_keeps_a_probe_for_each_epoch_and_a_tier_that_disagrees_leaves_none_in_others(tmp_path: Path) -> None:
     with standalone() as server:
         redis = {"url": server.url, "connect_timeout": "20s", "deadline": "20s"}
         opened(OURS, redis=redis).close()

@@ -56,18 +56,6 @@ def test_every_32nd_refusal_loads_all_the_same_so_that_a_stale_rate_recovers() -
     assert rates.worth_loading(100, {"file": 1_000})
 
 
-def test_an_average_moves_slowly() -> None:
-    rates = Rates("auto")
-    rates.loaded("file", 1_000, 1.0)
-    rates.computed(1, 1.0)
-    rates.loaded("file", 1, 1.0)  # one hiccup: 1,000 → 800.2 B/s, not 1
-    assert rates.worth_loading(1, {"file": 800})
-    assert not rates.worth_loading(1, {"file": 801})
-    rates.computed(11, 1.0)  # 1 → 3 tokens/s
-    assert rates.worth_loading(3, {"file": 800})
-    assert not rates.worth_loading(3, {"file": 801})
-
-
 def test_a_read_that_delivered_nothing_and_a_time_of_nought_are_no_samples() -> None:
     rates = Rates("auto")
     rates.computed(100, 1.0)
@@ -97,27 +85,6 @@ def test_reads_side_by_side_share_one_stretch_of_time() -> None:
     busy.begin()
     assert busy.end(10, 21.0, 22.0) is None
     assert busy.end(90, 20.0, 24.0) == (100, 4.0)
-
-
-def test_reads_that_never_pause_are_counted_eight_at_a_time_and_no_second_twice() -> None:
-    busy, samples = BusyTime(), []
-    busy.begin()
-    for second in range(32):  # two threads: each read takes two seconds, one ends every second
-        busy.begin()
-        if (sample := busy.end(10, second - 1.0, second + 1.0)) is not None:
-            samples.append(sample)
-    assert samples == [(80, 9.0), (80, 8.0), (80, 8.0), (80, 8.0)]  # 10 bytes a second; 5 by each read's own time
-
-
-def test_a_read_that_brought_nothing_adds_no_time() -> None:
-    busy = BusyTime()
-    busy.begin()
-    assert busy.end(0, 0.0, 9.0) is None
-    # Nor does one that fails late beside one that was well.
-    busy.begin()
-    busy.begin()
-    assert busy.end(100, 10.0, 11.0) is None
-    assert busy.end(0, 10.0, 70.0) == (100, 1.0)
 
 
 def known(bytes_per_second: int = 1000, tokens_per_second: int = 1000, policy: LoadPolicy = "auto") -> Rates:
@@ -177,10 +144,3 @@ def test_the_front_is_longer_where_compute_is_dearer_behind() -> None:
     exact = 4096 * (math.sqrt(2.5) - 1)
     assert further.block == pytest.approx(exact / 16, rel=0.08)
     assert further.seconds < half.seconds
-
-
-def test_steps_at_one_place_say_nothing_of_growth() -> None:
-    rates = Rates("auto")
-    for number in range(64):
-        rates.computed(1000, 1.0 + number % 2, 100.0 + number % 3)
-    assert rates._growth.slope == 0.0

@@ -1,19 +1,17 @@
 """Stories of one sealing job for many stores: each has its own outcome, a drain waits for all, and a close ends all."""
 
 from collections.abc import Iterator
-from threading import Event, Thread, current_thread
+from threading import Event
 
 import pytest
-from doubles import MemoryTier, chain_of, hand_in, hierarchy_of, payload_of, record_of, reserve
+from doubles import chain_of, hand_in, hierarchy_of, payload_of, record_of, reserve
 
 from kvtier.tiers.checksum import checksum
 from kvtier.tiers.hierarchy import stores
 from kvtier.tiers.hierarchy.cache_tiers import Wanted
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy
-from kvtier.tiers.hierarchy.io_queue import Job
-from kvtier.tiers.hierarchy.lower_tier import HierarchySettings
 from kvtier.tiers.host.host import HostRegion
-from kvtier.tiers.tier import ChainHash, Outcome
+from kvtier.tiers.tier import Outcome
 
 
 class Hashing:
@@ -156,32 +154,6 @@ def test_what_is_too_much_to_wait_is_given_back(hashing: Hashing, monkeypatch: p
     hierarchy.close()
 
 
-def test_a_drain_waits_for_what_joined_the_job_of_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stores, "_SEALED_NOW", -1)
-    hierarchy = hierarchy_of(slots=8)
-    first, second = chain_of(1), chain_of(1, first_token=100)
-    queue = hierarchy.stores.sealing_queue
-    submit, begun, joined = queue.submit, Event(), Event()
-
-    def slowly(job: Job, *, urgent: bool = False) -> bool:
-        begun.set()
-        joined.wait(0.2)
-        return submit(job, urgent=urgent)
-
-    monkeypatch.setattr(queue, "submit", slowly)
-    thread = Thread(target=hand_in, args=(hierarchy, first))
-    thread.start()
-    assert begun.wait(60)
-    hand_in(hierarchy, second)
-    assert queue.drain(60)
-    assert hierarchy.holds(second.hashes) == [True]
-    joined.set()
-    thread.join(60)
-    assert hierarchy.drain(60)
-    hierarchy.check()
-    hierarchy.close()
-
-
 def test_a_close_ends_however_many_stores_wait(hashing: Hashing, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stores, "AT_ONCE", 1)  # as many jobs as stores: more than Python has frames
     chains = [chain_of(1, first_token=100 * n) for n in range(1200)]
@@ -211,26 +183,6 @@ def test_a_few_bytes_are_published_by_whoever_stores_them(monkeypatch: pytest.Mo
     hand_in(hierarchy, chain)
     assert hierarchy.holds(chain.hashes) == [True, True]
     assert not hierarchy.stores.unsealed
-    hierarchy.check()
-    hierarchy.close()
-
-
-def test_with_write_back_nobody_who_stores_looks_for_what_is_to_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That takes milliseconds where many blocks are dirty: it is the sealing thread's."""
-    settings = HierarchySettings(prefetch_deadline=60.0, write_policy="write_back", clean_share=1.0)
-    hierarchy = hierarchy_of(slots=8, tier=MemoryTier(), settings=settings)
-    looked: list[str] = []
-    real = hierarchy.host.pool.oldest_dirty
-
-    def look(n: int) -> list[ChainHash]:
-        looked.append(current_thread().name)
-        return real(n)
-
-    monkeypatch.setattr(hierarchy.host.pool, "oldest_dirty", look)
-    hand_in(hierarchy, chain_of(2))
-    assert hierarchy.drain(60)
-    assert looked
-    assert looked[0].startswith("kvtier-seal")
     hierarchy.check()
     hierarchy.close()
 

@@ -7,7 +7,7 @@ import pytest
 from doubles import SLOT_BYTES, FakeClock, MemoryTier, chain_of, hand_in, payload_of, store, wait_until
 
 from kvtier.tiers.checksum import checksum
-from kvtier.tiers.hierarchy.cache_tiers import PENDING, Attribution, Claim, Wanted
+from kvtier.tiers.hierarchy.cache_tiers import PENDING, Attribution, Claim
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy
 from kvtier.tiers.hierarchy.lower_tier import HierarchySettings, PortSettings, Rates, TierPort
 from kvtier.tiers.host.host import HostRegion, HostTier
@@ -161,30 +161,6 @@ def test_a_block_published_while_it_is_looked_for_is_found(
     bench.tiers.cancel(claim)
 
 
-def test_a_store_that_is_called_off_ends_the_wait(bench: Bench, hashing: Event) -> None:
-    chain = chain_of(3)
-    hashing.clear()
-    hand_in(bench.hierarchy, chain)
-    claim = bench.tiers.ask(chain.hashes, chain.root, block_size=4)
-    assert bench.tiers.poll(claim) is PENDING
-    bench.hierarchy.reset()  # what was computed before it never becomes visible
-    hashing.set()
-    assert bench.settled(claim) == 0
-    assert claim.found == Attribution(blocks=3, miss=3)
-
-
-def test_no_question_waits_for_hashing_past_its_deadline(
-    bench: Bench, hashing: Event, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvtier.tiers.hierarchy.hierarchy._SEALING", 0.02)
-    chain = chain_of(3)
-    hashing.clear()
-    hand_in(bench.hierarchy, chain)
-    claim = bench.tiers.ask(chain.hashes, chain.root, block_size=4)
-    assert bench.settled(claim) == 0  # the hashing still stands
-    assert claim.found == Attribution(blocks=3, miss=3)
-
-
 def test_the_question_is_asked_in_the_background(bench: Bench) -> None:
     chain = chain_of(3)
     bench.shared.gate.clear()  # the server does not answer
@@ -226,23 +202,6 @@ def test_a_silent_server_is_given_up_at_its_deadline_and_then_left_alone(bench: 
     assert len(bench.shared.questions) == num_asked
 
 
-def test_what_was_evicted_since_it_was_located_is_a_miss(bench: Bench) -> None:
-    chain = chain_of(4)
-    bench.shared.fill(chain)
-
-    def locate_and_evict(hashes: Sequence[ChainHash]) -> int:
-        held = bench.shared._count(hashes)
-        bench.shared.blocks.clear()
-        return held
-
-    bench.shared.answer = locate_and_evict
-    claim = bench.tiers.ask(chain.hashes, chain.root, block_size=4)
-    assert bench.settled(claim) == 0
-    assert claim.found == Attribution(blocks=4, redis=4)  # where it was when asked
-    assert bench.hierarchy.stats()['kvtier_miss_total{reason="evicted"}'] == 4
-    bench.tiers.cancel(claim)
-
-
 def test_an_answer_nobody_wants_any_more_disturbs_nobody(bench: Bench) -> None:
     chain = chain_of(4)
     bench.shared.fill(chain)
@@ -253,21 +212,6 @@ def test_an_answer_nobody_wants_any_more_disturbs_nobody(bench: Bench) -> None:
     assert bench.hierarchy.drain(60)
     assert bench.shared.reads == []
     assert not bench.hierarchy.locator.unread  # or no `wait_news` would ever wait again
-
-
-def test_of_two_who_ask_the_same_one_may_go(bench: Bench) -> None:
-    chain = chain_of(4)
-    bench.shared.fill(chain)
-    bench.shared.gate.clear()
-    gone, stays = (bench.tiers.ask(chain.hashes, chain.root, block_size=4) for _ in range(2))
-    bench.tiers.cancel(gone)
-    bench.tiers.cancel(gone)
-    bench.shared.gate.set()
-    wait_until(lambda: bool(bench.hierarchy.locator.unread))
-    assert bench.settled(stays) == 4
-    assert bench.shared.questions == [4]
-    assert not bench.hierarchy.locator.unread
-    bench.tiers.cancel(stays)
 
 
 def test_a_question_that_finds_no_room_in_the_queue_is_no_news(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,18 +240,6 @@ def test_slower_than_computing_is_said_once_and_for_good() -> None:
     assert claim.refusal is Outcome.RECOMPUTE
     assert bench.shared.reads == []
     bench.hierarchy.close()
-
-
-def test_all_of_a_step_is_reserved_in_one_go(bench: Bench) -> None:
-    first, second = chain_of(3), chain_of(2, first_token=100)
-    store(bench.hierarchy, first, 0, 1)
-    wanted = [Wanted(each.hashes, each.parent(0), each.tenant) for each in (first, second)]
-    one, two = bench.tiers.reserve(wanted)
-    assert one is not None
-    assert two is not None
-    assert (one.indices, two.indices) == ([1, 2], [0, 1])  # the block that is held needs no slot
-    for reservation in (one, two):
-        bench.tiers.abandon(reservation, Outcome.COPY_FAILED)
 
 
 @pytest.mark.parametrize("num_times", [1, 2])

@@ -126,17 +126,6 @@ def test_chains_that_grow_side_by_side_go_down_in_their_order(node: Open) -> Non
     assert all(at[parent] < at[child] for chain in chains for parent, child in pairwise(chain.hashes))
 
 
-def test_what_is_stored_behind_a_line_joins_it_and_does_not_overtake(node: Open) -> None:
-    story = node()
-    chain, [other] = chain_of(14), conversations(3)
-    story.tiers["file"].gate.clear()
-    assert store(story.hierarchy, chain, 0, 9) == 9
-    story.store(other)
-    assert store(story.hierarchy, chain, 9) == 5
-    story.rest()
-    assert story.tiers["file"].writes == [*chain.hashes[:9], *other.hashes, *chain.hashes[9:]]
-
-
 def test_blocks_that_found_no_room_stay_longer_than_those_that_are_below(node: Open) -> None:
     story = node(slots=32)
     [old], [burst] = conversations(12), conversations(10)
@@ -209,38 +198,6 @@ def test_a_tier_that_is_away_gets_what_l2_kept_when_it_is_back(node: Open) -> No
     story.pass_time(1.0)  # sends the probe that is due
     assert not story.missing(*chains)
     assert num_failed <= sum(map(story.dropped, reasons)) <= 20  # each once at most, however often it was tried
-
-
-def test_a_tier_that_was_never_there_gets_it_too(node: Open) -> None:
-    story = node(slots=64)
-    [port] = story.hierarchy.ports
-    story.is_there = False
-    port._detach(port.tier)
-    port.breakers["read"].trip()
-    port.breakers["write"].trip()
-    chains = conversations(20, 5)
-    story.store(*chains)
-    story.rest()
-    assert story.missing(*chains) == [*chains[0].hashes, *chains[1].hashes]
-    story.is_there = True
-    story.pass_time(1.0)
-    assert not story.missing(*chains)
-
-
-def test_a_burst_that_meets_an_outage_loses_its_right_to_stay_and_not_its_place(node: Open) -> None:
-    story = node(slots=32)
-    tier, [chain] = story.tiers["file"], conversations(20)
-    tier.gate.clear()
-    story.store(chain)
-    assert story.pool.counts().dirty == 16
-    tier.broken = True
-    story.rest()
-    story.store(*[chain_of(2, first_token=90_000)])
-    story.rest()
-    tier.broken = False
-    for _ in range(3):
-        story.pass_time(1.0)
-    assert not story.missing(chain)
 
 
 def test_one_block_that_always_fails_holds_up_nothing_else(node: Open) -> None:
@@ -383,23 +340,6 @@ def test_a_drain_reaches_what_failed_a_moment_ago(node: Open) -> None:
     tier.write_fails = {}
     assert story.hierarchy.drain(60)  # the pause after a failure is for those who go on
     assert not story.missing(chain)
-
-
-def test_a_parent_that_l2_lost_takes_its_children_out_of_line(node: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtier.tiers.hierarchy.demote.BATCH_BYTES", SLOT_BYTES)
-    story = node(slots=64)
-    tier, [chain] = story.tiers["file"], conversations(6)
-    tier.write_fails = {chain.hashes[0]: Outcome.IO_ERROR}
-    story.store(chain)
-    story.rest()
-    story.pool.evict(chain.hashes[:1])  # an operator's doing: no policy evicts a parent
-    tier.write_fails = {}
-    for _ in range(3):
-        story.pass_time(61.0)
-        assert story.hierarchy.drain(60)
-    assert not tier.blocks  # nobody could reach them
-    assert not [demoter.num_in_line for demoter in story.hierarchy.stores._demoters if demoter.num_in_line]
-    assert story.dropped(Outcome.PARENT_FAILED) == 5
 
 
 def test_the_step_that_stores_into_a_line_waits_for_no_disk(node: Open) -> None:

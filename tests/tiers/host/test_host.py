@@ -205,18 +205,6 @@ def test_scattered_copies_report_an_unmapped_address_instead_of_dying(lookup_tar
     region.close()
 
 
-@pytest.mark.parametrize("lookup_targets", [False, True])
-def test_scattered_copies_bring_the_same_whichever_side_is_looked_up(lookup_targets: bool) -> None:
-    source = np.random.default_rng(3).integers(0, 256, 9 * 5000, np.uint8)
-    target = np.zeros(9 * 5000, np.uint8)
-    order, lengths = np.array([4, 0, 8, 2]), np.array([5000, 1, 4097, 4096])
-    into, out_of = target.ctypes.data + order * 5000, source.ctypes.data + order[::-1] * 5000
-    memory.copy_scattered(into, out_of, lengths, lookup_targets=lookup_targets)
-    for at, other, length in zip(order, order[::-1], lengths, strict=True):
-        assert np.array_equal(target[at * 5000 :][:length], source[other * 5000 :][:length])
-    assert np.count_nonzero(target) <= lengths.sum()
-
-
 def test_shared_memory_is_on_huge_pages_for_everybody_where_the_kernel_can() -> None:
     region = HostRegion.allocate(64, 1 << 20, shared=True)
     assert region.wait_prefaulted(30)
@@ -230,34 +218,6 @@ def test_shared_memory_is_on_huge_pages_for_everybody_where_the_kernel_can() -> 
     assert region.array[0, 0] == 1
     assert huge_kib() > mapped
     other.close()
-    region.close()
-
-
-def test_untouched_shared_memory_goes_to_huge_pages_at_once_and_written_bytes_stay() -> None:
-    region = HostRegion.allocate(8, memory.HUGE_PAGE, shared=True, prefault=False)
-    region.slot(5)[100:105] = b"early"
-    before = huge_kib()
-    if not memory.collapse(region.address, region.array.nbytes):
-        pytest.skip("this kernel puts no shared memory on huge pages (Linux 6.1 does)")
-    memory.populate(region.address, region.array.nbytes)
-    assert huge_kib() - before == region.array.nbytes >> 10
-    assert bytes(region.slot(5)[99:106]) == b"\0early\0"
-    assert region.array.sum() == sum(b"early")
-    region.close()
-
-
-def test_shared_memory_that_stays_on_small_pages_is_faulted_in_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = list[int]()
-
-    def refused(address: int, num_bytes: int) -> bool:
-        asked.append(num_bytes)
-        return False
-
-    monkeypatch.setattr(memory, "collapse", refused)
-    region = HostRegion.allocate(16, MIB, shared=True)
-    assert region.wait_prefaulted(60)
-    assert len(asked) == 1  # the kernel will not do it for the next piece either
-    assert resident_bytes(region) == region.array.nbytes
     region.close()
 
 

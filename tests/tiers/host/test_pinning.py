@@ -66,24 +66,6 @@ def test_a_region_is_pinned_in_pieces_that_end_between_slots() -> None:
     region.close()
 
 
-def test_slots_are_pinned_one_piece_after_the_other_while_the_region_is_used() -> None:
-    driver, region = Driver(), HostRegion.allocate(4, SLOT)
-    pieces = PinnedPieces(region, driver, 0, piece_bytes=2 * SLOT)
-    assert not pieces.wait(0.05)
-    assert not pieces.cover(slots(0))
-    region.slot(0)[:2] = b"ok"  # nobody has to wait for it
-    driver.go.release()
-    while not pieces.cover(slots(0, 1)):
-        assert not pieces.wait(0.01)
-    assert not pieces.cover(slots(1, 2))
-    assert pieces.num_bytes == 2 * SLOT
-    driver.let_all_go()
-    assert pieces.wait(60)
-    assert pieces.cover(slots(1, 2))
-    pieces.close()
-    region.close()
-
-
 def test_what_a_copy_waits_for_is_pinned_first() -> None:
     driver, region = Driver(), HostRegion.allocate(6, SLOT)
     pieces = PinnedPieces(region, driver, 0, piece_bytes=SLOT)
@@ -100,21 +82,6 @@ def test_what_a_copy_waits_for_is_pinned_first() -> None:
     assert len(driver.registered) == 6
     pieces.close()
     assert not pieces.cover_soon(slots(4), 60)  # and nobody waits for what will not be
-    region.close()
-
-
-def test_what_a_copy_waits_for_does_not_wait_for_all_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    driver, region = Driver(), HostRegion.allocate(3, SLOT)
-    driver.let_all_go()
-    populated = threading.Event()
-    monkeypatch.setattr(region, "wait_prefaulted", lambda timeout=None: populated.wait(timeout))
-    pieces = PinnedPieces(region, driver, 0, piece_bytes=SLOT)
-    assert pieces.cover_soon(slots(1), 60)
-    assert list(driver.registered) == [region.address + SLOT]
-    populated.set()
-    assert pieces.wait(60)
-    assert pieces.cover(slots(0, 1, 2))
-    pieces.close()
     region.close()
 
 

@@ -1,8 +1,6 @@
 """BlockRecords: rows of an array tell what a dict of records would, and hold no object a block."""
 
-import gc
 import struct
-import sys
 import threading
 from array import array
 from collections.abc import Iterator
@@ -103,15 +101,6 @@ def test_a_slot_taken_again_has_no_record_until_it_is_described(tier: HostTier) 
     tier.pool.abandon(reservation)
 
 
-@pytest.mark.parametrize("parent", [b"", b"root", ROOT])
-@pytest.mark.parametrize("num_tokens", [0, 1, BLOCK_SIZE])
-def test_lengths_are_kept(tier: HostTier, parent: bytes, num_tokens: int) -> None:
-    record = BlockRecord(b"\1" * 32, parent, b"\0\1\2\3" * num_tokens, (1 << 64) - 1)
-    assert put(tier, [record], None)
-    with tier.pool.lease([record.chain_hash]) as lease:
-        assert tier.records[lease.slots[0]] == record
-
-
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
@@ -132,23 +121,6 @@ def test_there_is_a_row_for_every_slot_and_no_other(tier: HostTier, slot: int) -
     assert len(tier.records) == NUM_SLOTS
     with pytest.raises(IndexError, match="there are 24"):
         tier.records[slot]
-
-
-def test_blocks_cost_no_objects() -> None:
-    """However many there are: the garbage collector has nothing to go through, Python's allocator nothing to keep."""
-    tier, dice = tier_of(20_000), np.random.default_rng(2)
-    counts: list[tuple[int, int]] = []
-    for _ in range(5):
-        records = [record_of(dice.bytes(32), ROOT, dice, BLOCK_SIZE) for _ in range(4000)]
-        assert put(tier, records, ROOT)
-        del records
-        gc.collect()
-        counts.append((len(gc.get_objects()), sys.getallocatedblocks()))
-    assert tier.pool.counts().ready == 20_000
-    (objects, blocks), (more_objects, more_blocks) = counts[0], counts[-1]
-    assert more_objects - objects < 50
-    assert more_blocks - blocks < 400  # of 16,000 blocks one in 230 has its name in the index's stash
-    tier.close()
 
 
 def test_a_reader_beside_a_writer_sees_whole_rows() -> None:

@@ -16,7 +16,6 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.tiers.naming import chain as chain_module
 from kvtier.tiers.naming.chain import (
     BlockExtraKeys,
     TokenChain,
@@ -39,10 +38,7 @@ GOLDEN = {
         "becd563fe3788451951de62b615eb5c74e6693d7dca269552ce3c82c1d037e3a",
         "2b415bbdd82997dbe042e453a8855eaace236c3aab117bbb77af09404af76e44",
     ],
-    "xxh3": [
-        "727618622107e2f0e204f4602d3b2779" * 2,
-        "8378bbe2198ce45c62f6e628949fdb23" * 2,
-    ],
+    "xxh3": ["727618622107e2f0e204f4602d3b2779" * 2, "8378bbe2198ce45c62f6e628949fdb23" * 2],
 }
 
 
@@ -95,29 +91,6 @@ def test_growing_in_any_steps_equals_one_shot(
     assert [root, *chain.hashes] == [chain.parent(i) for i in range(len(chain.hashes) + 1)]
     packed = b"".join(chain.block_tokens(i) for i in range(len(chain.hashes)))
     assert packed == struct.pack(f"<{len(packed) // 4}I", *tokens[: len(packed) // 4])
-
-
-def test_a_token_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    hashed: list[bytes] = []
-    real = hashlib.sha256
-
-    def counting(data: bytes = b"") -> "hashlib._Hash":
-        hashed.append(data)
-        return real(data)
-
-    root = root_hash(FINGERPRINT)
-    chain = TokenChain(root, 16)
-    monkeypatch.setattr(chain_module, "compiled", lambda: None)
-    monkeypatch.setattr(hashlib, "sha256", counting)
-    chain.extend(range(1600))
-    assert len(hashed) == 100
-    # sixteen decoded tokens, one at a time: nothing is hashed before the block is full, then that block alone
-    for token in range(1600, 1615):
-        chain.extend((token,))
-    assert len(hashed) == 100
-    chain.extend((1615,))
-    assert len(hashed) == 101
-    assert chain.hashes == chain_hashes(root, range(1616), 16)
 
 
 def test_parts_of_a_page_have_names_of_their_own() -> None:

@@ -3,9 +3,6 @@
 import hashlib
 import random
 import struct
-import sys
-import threading
-import time
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -106,17 +103,6 @@ def test_arrays_of_any_type_fare_alike(dtype: type) -> None:
         both_ways(array(code, [1, 2, 3]))
 
 
-def test_a_long_list_is_read_in_pieces_and_its_last_id_is_checked() -> None:
-    num_ids = 2 * chain.IDS + 3
-    ids = list(range(num_ids))
-    assert token_array(ids).tolist() == ids
-    for wrong in (2**32, -1, 2**100):
-        ids[-1] = wrong
-        with pytest.raises(ValueError, match=f"token id {wrong} at position {num_ids - 1}"):
-            token_array(ids)
-    both_ways([*ids[:-1], None])
-
-
 def test_ids_are_copied() -> None:
     for tokens in ([1, 2, 3], array("I", [1, 2, 3]), np.array([1, 2, 3], np.uint32)):
         grown: TokenChain = TokenChain(ROOT, 2)
@@ -187,20 +173,6 @@ def test_kept_runs_are_found_alike_and_never_another_tenant_s(
         assert kept.num_bytes == plain.num_bytes
 
 
-def test_a_run_under_another_run_s_key_is_not_taken() -> None:
-    kept = HashCache()
-    whole = [7] * (2 * RUN)
-    made = TokenChain(ROOT, 2, kept=kept)
-    made.extend(whole)
-    [(key, (made_of, names))] = kept._runs.items()
-    kept._runs[key] = (made_of[:-1] + b"\xff", names)  # as if somebody had aimed at the key
-    again = TokenChain(ROOT, 2, kept=kept)
-    with mock.patch.object(HashCache, "enter"):
-        again.extend(whole)
-    assert again.hashes == made.hashes
-    assert all(mine is not theirs for mine, theirs in zip(again.hashes, names, strict=True))  # hashed anew
-
-
 def test_what_is_out_of_bounds_is_refused() -> None:
     assert TWIN is not None
     words, names_of = array("I", range(64)), partial(TWIN.names, "sha256")
@@ -225,37 +197,3 @@ def test_what_is_out_of_bounds_is_refused() -> None:
     assert not TWIN.fill(words, [1, 2], 0, 3)
     assert not TWIN.fill(words, [1, 2], -1, 1)
     assert not TWIN.fill(array("I", [0]), [1, 2], 0, 2)
-
-
-def test_other_threads_go_on_while_a_long_prompt_is_hashed() -> None:
-    """Nobody is asked to give the GIL up within the hour: only the loop itself can have done it."""
-    assert TWIN is not None
-    words = array("I", range(1 << 20))
-    turns, stop = 0, threading.Event()
-
-    def work() -> None:
-        nonlocal turns
-        while not stop.is_set():
-            turns += 1
-            time.sleep(0)  # gives the GIL back
-
-    patience = sys.getswitchinterval()
-    worker = threading.Thread(target=work)
-    worker.start()
-    sys.setswitchinterval(3600.0)
-    try:
-        deadline = time.monotonic() + 30
-        went_on = 0
-        while not went_on and time.monotonic() < deadline:
-            before = turns
-            TWIN.names("sha256", ROOT, words, 0, len(words) // 16, 16)
-            went_on = turns - before
-        assert went_on > 0
-        before = turns
-        TWIN.names("sha256", ROOT, words, 0, 64, 16)  # a few blocks: getting it back would take longer than they do
-        assert turns == before
-    finally:
-        sys.setswitchinterval(patience)
-        stop.set()
-        worker.join(30)
-    assert not worker.is_alive()

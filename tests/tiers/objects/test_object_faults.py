@@ -9,21 +9,18 @@ from typing import Any
 
 import pytest
 from doubles import BLOCK_SIZE, SLOT_BYTES, chain_of, store, wait_until
-from extent import brief
 from fault_rig import drops, fetch, forget_l2, misses, rest, settle
 from object_rig import (
     BUCKET,
     FINGERPRINT,
     PATIENT,
     ObjectServer,
-    flipped,
     object_of,
     object_server,
     open_store,
     opened,
     options,
     over_objects,
-    protection,
     read,
     requests,
     written,
@@ -35,7 +32,6 @@ from kvtier.tiers.hierarchy.hierarchy import Hierarchy
 from kvtier.tiers.hierarchy.lower_tier import PortSettings
 from kvtier.tiers.objects.layout import TABLE_BYTES
 from kvtier.tiers.objects.opening import checked, configured, examine
-from kvtier.tiers.objects.store import ObjectStore
 from kvtier.tiers.tier import Outcome
 
 CHAIN = chain_of(8)
@@ -78,33 +74,7 @@ def until(hierarchy: Hierarchy, condition: Callable[[], object]) -> None:
     wait_until(asked)
 
 
-def located(hierarchy: Hierarchy) -> int:
-    return hierarchy.locate(CHAIN.hashes, 20.0)["objects"]
-
-
-def tier_of(hierarchy: Hierarchy) -> ObjectStore:
-    tier = hierarchy.ports[0].tier
-    assert isinstance(tier, ObjectStore)
-    return tier
-
-
 # Every node is gone.
-
-
-@pytest.mark.parametrize("form", ["clear", "sealed", "encrypted"])
-def test_blocks_are_found_after_every_node_is_gone(server: ObjectServer, form: str, tmp_path: Path) -> None:
-    sealing: dict[str, Any] = protection(form, tmp_path)
-    first = over_objects(server.endpoint, **sealing)
-    assert store(first, CHAIN) == 8
-    assert first.drain(60)
-    settle(first)
-    # Nothing of it is left but the bucket: no memory, no disk, no index.
-    second = over_objects(server.endpoint, **sealing)
-    assert second.lookup(CHAIN.hashes)["objects"] == 0
-    assert located(second) == 8
-    assert fetch(second, CHAIN) == 8  # compares every byte
-    assert second.stats()['kvtier_bytes_total{tier="objects",direction="read"}'] == 8 * SLOT_BYTES
-    settle(second)
 
 
 def test_requests_and_bytes_are_counted_for_prometheus(over: Open, server: ObjectServer) -> None:
@@ -192,34 +162,6 @@ def test_an_expired_object_is_a_miss_and_the_next_store_is_found(server: ObjectS
         assert store.locate(CHAIN.hashes) == 3
 
 
-def test_an_object_cut_short_anywhere_gives_whole_blocks_or_misses(server: ObjectServer) -> None:
-    with opened(server.endpoint) as store:
-        written(store, CHAIN)
-        (key,) = server.keys()
-        content, size = server.content(key), store.space.record_bytes
-        for length in (
-            0,
-            1,
-            TABLE_BYTES - 1,
-            TABLE_BYTES,
-            TABLE_BYTES + 1,
-            TABLE_BYTES + 3 * size + 7,
-            len(content) - 1,
-        ):
-            server.put(key, content[:length])
-            with opened(server.endpoint) as reader:
-                found = reader.locate(CHAIN.hashes)
-                assert found in ((8,) if length >= TABLE_BYTES else (Outcome.CHECKSUM,)), length
-                results = read(reader, CHAIN)
-                whole = max(0, length - TABLE_BYTES) // size
-                bad = Outcome.CHECKSUM if found == 8 else Outcome.ABSENT
-                assert results == [Outcome.OK] * whole + [bad] * (8 - whole)
-                # It is deleted when it is read, or overwritten when its blocks come again.
-                written(reader, CHAIN)
-                assert reader.lookup(CHAIN.hashes) == 8
-            assert server.content(key) == content
-
-
 def test_a_foreign_object_in_a_blocks_place_is_a_miss_and_makes_room(server: ObjectServer) -> None:
     with opened(server.endpoint) as store:
         key = object_of(store, CHAIN.hashes[0])
@@ -236,45 +178,6 @@ def test_a_foreign_object_in_a_blocks_place_is_a_miss_and_makes_room(server: Obj
         server.put(key, server.content(object_of(store, other.hashes[0])))
         assert store.locate(CHAIN.hashes) is Outcome.CHECKSUM
         assert set(read(store, other)) == {Outcome.OK}
-
-
-@pytest.mark.parametrize("form", ["sealed", *brief([], ["clear", "encrypted"])])
-def test_every_flipped_bit_is_found(server: ObjectServer, form: str, tmp_path: Path) -> None:
-    with opened(server.endpoint, **protection(form, tmp_path)) as store:
-        written(store, CHAIN)
-        (key,) = server.keys()
-        content, size = server.content(key), store.space.record_bytes
-        head = store.space.form.head_bytes
-        places = [0, 9, 17, 40, TABLE_BYTES - 1]  # of the table
-        places += [TABLE_BYTES + 2 * size + i for i in (0, 5, head - 40, head - 1, head, head + 999, size - 1)]
-        for place in places:
-            server.put(key, flipped(content, place))
-            with opened(server.endpoint, **protection(form, tmp_path)) as reader:
-                found = reader.locate(CHAIN.hashes)
-                results = read(reader, CHAIN)
-                if place < TABLE_BYTES:
-                    assert found is Outcome.CHECKSUM
-                    assert set(results) == {Outcome.ABSENT}
-                    continue
-                # Its block alone is lost; the damaged object is deleted.
-                assert found == 8
-                assert results[2] in (Outcome.CHECKSUM, Outcome.KEY_MISMATCH)
-                assert results[:2] + results[3:] == [Outcome.OK] * 7
-                assert reader.lookup(CHAIN.hashes) == 0
-                assert server.keys() == []
-
-
-def test_records_forged_without_the_secret_are_misses(server: ObjectServer, tmp_path: Path) -> None:
-    mine, theirs = protection("sealed", tmp_path), protection("sealed", tmp_path, "!")
-    with opened(server.endpoint, **mine) as store, opened(server.endpoint, **theirs) as forger:
-        written(forger, CHAIN)
-        # Somebody who can write the bucket, and has not the secret, puts his object in the place of ours.
-        server.put(object_of(store, CHAIN.hashes[0]), server.content(object_of(forger, CHAIN.hashes[0])))
-        assert store.locate(CHAIN.hashes) == 8  # names are no secret; records say themselves what they are
-        assert set(read(store, CHAIN)) == {Outcome.CHECKSUM}
-        assert store.lookup(CHAIN.hashes) == 0
-        written(store, CHAIN)
-        assert set(read(store, CHAIN)) == {Outcome.OK}
 
 
 def test_a_hostile_epoch_costs_hits_at_most(server: ObjectServer) -> None:

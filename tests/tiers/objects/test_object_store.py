@@ -5,21 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from doubles import SLOT_BYTES, chain_of, payload_of, record_of, wait_until
-from object_rig import (
-    ObjectServer,
-    object_of,
-    open_store,
-    opened,
-    protection,
-    read,
-    requests,
-    write,
-    written,
-)
+from doubles import SLOT_BYTES, chain_of, wait_until
+from object_rig import ObjectServer, object_of, open_store, opened, protection, read, requests, write, written
 
 from kvtier.tiers.objects.layout import MAX_BLOCKS, TABLE_BYTES
-from kvtier.tiers.tier import Outcome, Tier
+from kvtier.tiers.tier import Outcome
 
 LONG = chain_of(24)
 FORMS = ("clear", "sealed", "encrypted")
@@ -30,13 +20,6 @@ def server(s3: ObjectServer) -> ObjectServer:
     """With an empty bucket."""
     s3.empty()
     return s3
-
-
-def test_it_is_a_tier_that_nodes_share(server: ObjectServer) -> None:
-    with opened(server.endpoint) as store:
-        tier: Tier = store  # for the type checker
-        assert tier.is_shared
-        assert tier.announcer is not None
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -148,22 +131,6 @@ def test_models_prefixes_secrets_and_keys_find_nothing_of_each_other(server: Obj
             assert store.locate(LONG.hashes) == 0
             written(store, LONG)
         assert len(server.keys()) == number + 1
-
-
-def test_an_encrypted_bucket_holds_no_token_no_byte_and_no_name(server: ObjectServer, tmp_path: Path) -> None:
-    with opened(server.endpoint, **protection("encrypted", tmp_path)) as store:
-        written(store, LONG)
-    (key,) = server.keys()
-    content = server.content(key)
-    for i, name in enumerate(LONG.hashes):
-        assert name.hex() not in key
-        for secret in (
-            name,
-            LONG.block_tokens(i),
-            payload_of(name)[:32],
-            record_of(LONG, i).checksum.to_bytes(8, "little"),
-        ):
-            assert secret not in content
 
 
 def test_a_discarded_block_goes_for_everybody_and_can_be_stored_again(server: ObjectServer) -> None:

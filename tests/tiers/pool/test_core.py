@@ -410,15 +410,3 @@ def test_names_are_held_no_longer_than_needed() -> None:
         pool.evict(names)
     gc.collect()
     assert [sys.getrefcount(name) for name in names] == before
-
-
-@each_form
-def test_names_that_a_client_chooses_are_found_as_fast_as_others(form: str) -> None:
-    """All begin and end alike: the index mixes all of a name, with keys of its own."""
-    pool = made(form, SlotPool, 4096)
-    names = [bytes(8) + n.to_bytes(8, "little") + bytes(16) for n in range(4096)]
-    store(pool, names)
-    assert pool.lookup(names) == 4096
-    pool.evict(names[::2])
-    assert pool.holds(names) == [False, True] * 2048
-    pool.check()

@@ -1,8 +1,6 @@
 """SlotPool as scripted stories: what is stored, who is protected, what goes and when."""
 
 import gc
-import hashlib
-from typing import Any
 
 import pytest
 from pools import Chain, PoolOf, reserved, store
@@ -30,28 +28,6 @@ def test_nothing_unsealed_is_found(pool_of: PoolOf, chain: Chain, policy: str) -
     assert pool.check() == PoolCounts(free=1, filling=0, ready=3, leased=3, quarantined=0, dirty=0, tails=0)
     lease.release()
     assert pool.check().leased == 0
-
-
-def test_lookup_counts_the_leading_run_and_holds_each_by_itself(pool_of: PoolOf, chain: Chain, policy: str) -> None:
-    pool, blocks = pool_of(4, policy), chain(1, 2, 3, 4)
-    store(pool, blocks)
-    assert pool.evict([blocks[1]]) == 1
-    assert pool.lookup(blocks) == 1
-    assert pool.lookup(blocks[2:]) == 2
-    assert pool.holds(blocks) == [True, False, True, True]
-    assert pool.lookup([]) == 0
-    assert pool.holds([]) == []
-
-
-def test_a_block_that_comes_back_is_its_childs_parent_again(pool_of: PoolOf, chain: Chain, policy: str) -> None:
-    pool, blocks = pool_of(4, policy), chain(1, 2, 3, 4)
-    store(pool, blocks)
-    pool.evict([blocks[1]])
-    store(pool, blocks)
-    assert pool.lookup(blocks) == 4
-    pool.touch(blocks[2:])  # 2 was used before 3 and 4, yet they hang on it
-    store(pool, chain(9))
-    assert pool.lookup(blocks) == 3
 
 
 def test_leased_blocks_survive_pressure(pool_of: PoolOf, chain: Chain) -> None:
@@ -86,39 +62,6 @@ def test_lru_evicts_the_oldest_chain_tail_first(pool_of: PoolOf, chain: Chain) -
     assert pool.holds(chain(21)) == [False]
 
 
-def test_no_block_goes_before_its_resident_children(pool_of: PoolOf, chain: Chain, policy: str) -> None:
-    pool = pool_of(6, policy)
-    trunk, left, right = chain(1, 2), chain(1, 2, 3)[2:], chain(1, 2, 4)[2:]
-    store(pool, trunk)
-    store(pool, left, trunk[-1])
-    store(pool, right, trunk[-1])
-    pool.touch(left)
-    pool.touch(right)  # the trunk was used longest ago, yet both branches hang on it
-    lease = pool.lease(right)
-    store(pool, chain(10, 11, 12))  # two slots are free; the third comes from the left branch
-    assert pool.lookup([*trunk, *right]) == 3
-    assert pool.holds(left) == [False]
-    # Only 10, 11 and 12 could go now; the trunk carries a leased branch.
-    assert pool.reserve(chain(20, 21, 22, 23)) is None
-    lease.release()
-    store(pool, chain(20, 21, 22, 23))
-    assert pool.check().ready == 6
-
-
-def test_a_parked_run_of_parents_comes_back_when_its_last_child_goes(
-    pool_of: PoolOf, chain: Chain, policy: str
-) -> None:
-    pool, blocks = pool_of(8, policy), chain(*range(8))
-    store(pool, blocks[:6])
-    store(pool, blocks[6:], blocks[5])
-    lease = pool.lease(blocks[6:])
-    assert pool.reserve(chain(100)) is None  # the policy offers 5, 4, … and all carry the leased tail
-    pool.check()
-    lease.release()
-    store(pool, chain(100, 101, 102, 103, 104))  # the tail goes, and after it the run that waited for it
-    assert pool.lookup(blocks) == 3
-
-
 def test_held_and_filling_blocks_are_not_reserved_twice(pool_of: PoolOf, chain: Chain, policy: str) -> None:
     """FAULTS 20: the same key stored twice at once has one winner, and readers see a whole value."""
     pool, blocks = pool_of(6, policy), chain(1, 2, 3, 4)
@@ -135,15 +78,6 @@ def test_held_and_filling_blocks_are_not_reserved_twice(pool_of: PoolOf, chain: 
     assert pool.lookup(blocks) == 1
     pool.seal(first).release()
     assert pool.lookup(blocks) == 4
-
-
-def test_making_room_never_takes_the_blocks_the_new_ones_hang_on(pool_of: PoolOf, chain: Chain, policy: str) -> None:
-    pool, blocks = pool_of(4, policy), chain(1, 2, 3, 4)
-    store(pool, blocks[:2])  # oldest
-    store(pool, chain(11, 12))
-    store(pool, blocks[2:], blocks[1])  # hangs on 2 by `parent`
-    assert pool.lookup(blocks) == 4
-    assert pool.reserve([*blocks, *chain(1, 2, 3, 4, 5)[4:]]) is None  # its own prefix is all there is
 
 
 def test_partial_seal_abandon_and_drop(pool_of: PoolOf, chain: Chain, policy: str) -> None:
@@ -183,28 +117,6 @@ def test_a_slot_counts_its_generations(pool_of: PoolOf, chain: Chain) -> None:
     second = reserved(pool, chain(2))
     assert second.slots == [slot]
     assert pool.generation(slot) == second.generations[0] == 2
-
-
-def test_a_hanging_operation_keeps_its_slot_until_it_completes(pool_of: PoolOf, chain: Chain, policy: str) -> None:
-    pool, blocks = pool_of(3, policy), chain(1, 2)
-    reservation = reserved(pool, blocks)
-    pool.quarantine(reservation, [1])
-    pool.quarantine(reservation, [1])
-    assert pool.check() == PoolCounts(free=1, filling=1, ready=0, leased=0, quarantined=1, dirty=0, tails=0)
-    # The block can be stored again meanwhile, elsewhere.
-    again = reserved(pool, blocks)
-    assert again.indices == [1]
-    assert again.slots[0] != reservation.slots[1]
-    pool.seal(again).release()
-    pool.seal(reservation).release()  # what still fills of it: position 0
-    assert pool.lookup(blocks) == 2
-    # Nothing but the operation's end frees the slot: neither reset nor abandon.
-    pool.abandon(reservation)
-    pool.reset()
-    assert pool.check() == PoolCounts(free=2, filling=0, ready=0, leased=0, quarantined=1, dirty=0, tails=0)
-    pool.settle(reservation)
-    pool.settle(reservation)
-    assert pool.check().free == 3
 
 
 def test_a_lease_is_released_exactly_once(pool_of: PoolOf, chain: Chain, policy: str) -> None:
@@ -257,33 +169,6 @@ def test_exhaustion_is_an_answer_not_a_wait(pool_of: PoolOf, chain: Chain, polic
     assert pool.num_evicted == 0
 
 
-def test_an_evicted_block_is_found_no_more_and_a_lease_keeps_its_slot(
-    pool_of: PoolOf, chain: Chain, policy: str
-) -> None:
-    pool, blocks = pool_of(3, policy), chain(1, 2, 3)
-    store(pool, blocks)
-    with pool.lease(blocks[1:]), pool.lease(blocks[:2]):
-        assert pool.evict(blocks[1:2]) == 1
-        assert pool.holds(blocks) == [True, False, True]
-        assert pool.check() == PoolCounts(free=0, filling=1, ready=2, leased=2, quarantined=0, dirty=0, tails=0)
-        assert pool.reserve(chain(4)) is None  # nobody else gets the slot
-    assert pool.check() == PoolCounts(free=1, filling=0, ready=2, leased=0, quarantined=0, dirty=0, tails=0)
-    store(pool, blocks)
-    assert pool.lookup(blocks) == 3
-
-
-def test_evict_drops_parents_too(pool_of: PoolOf, chain: Chain, policy: str) -> None:
-    pool, blocks = pool_of(4, policy), chain(1, 2, 3)
-    store(pool, blocks)
-    with pool.lease(blocks[2:]):
-        assert pool.evict([*blocks[:2], *chain(9)]) == 2
-        assert pool.holds(blocks) == [False, False, True]
-        store(pool, chain(8, 9))  # the slots go to others while 3 still points at its old parent
-        pool.check()
-    assert pool.evict(blocks) == 1
-    assert pool.num_evicted == 0  # nobody was pushed out
-
-
 def test_reset_forgets_everything_but_bytes_in_use(pool_of: PoolOf, chain: Chain, policy: str) -> None:
     pool, blocks = pool_of(5, policy), chain(1, 2, 3)
     store(pool, blocks)
@@ -309,16 +194,6 @@ def test_reset_forgets_everything_but_bytes_in_use(pool_of: PoolOf, chain: Chain
     assert pool.check() == PoolCounts(free=3, filling=0, ready=2, leased=0, quarantined=0, dirty=0, tails=0)
 
 
-def test_a_reservation_from_before_a_reset_is_abandoned_like_any(pool_of: PoolOf, chain: Chain) -> None:
-    pool = pool_of(3)
-    old = reserved(pool, chain(1, 2))
-    pool.reset()
-    new = reserved(pool, chain(1))
-    pool.abandon(old)
-    pool.seal(new).release()
-    assert pool.check() == PoolCounts(free=2, filling=0, ready=1, leased=0, quarantined=0, dirty=0, tails=0)
-
-
 def test_a_hash_given_twice_or_of_another_length_is_refused(pool_of: PoolOf, chain: Chain) -> None:
     pool, one = pool_of(4), chain(1)
     with pytest.raises(ValueError, match="comes twice among 3"):
@@ -332,44 +207,6 @@ def test_a_hash_given_twice_or_of_another_length_is_refused(pool_of: PoolOf, cha
         SlotPool(1, policy="mru")
 
 
-def test_leased_blocks_at_the_old_end_cost_one_look_each(
-    pool_of: PoolOf, chain: Chain, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("KVTIER_COMPILED", "off")  # its calls can be counted
-    pool, old = pool_of(3000), chain(*range(2000))
-    store(pool, old)
-    lease = pool.lease(old)
-    looks = 0
-    order: Any = pool._core.order
-    pop = order.pop
-
-    def counting_pop() -> int:
-        nonlocal looks
-        looks += 1
-        slot: int = pop()
-        return slot
-
-    order.pop = counting_pop
-    for i in range(1500):
-        store(pool, chain(10_000 + i))
-    assert looks == 500  # one for each store that found no free slot, however many blocks are leased
-    lease.release()
-
-
-def test_a_large_pool_takes_empty_batches(chain: Chain) -> None:
-    """In pools of thousands some names lie outside their buckets; a batch of nothing is everyday life."""
-    pool = SlotPool(16_384)
-    for first in range(0, 16_384, 512):
-        blocks = chain(first)[:1] + [hashlib.sha256(b"%d" % i).digest() for i in range(first + 1, first + 512)]
-        reservation = pool.reserve(blocks)
-        assert reservation is not None
-        with reservation:
-            pool.seal(reservation).release()
-        pool.abandon(reservation, range(3, 3))
-    assert pool.evict(chain(99, 100)) == 0
-    pool.check()
-
-
 def test_an_empty_lease_may_be_collected_anywhere(chain: Chain) -> None:
     """Even by a collection inside the pool's own methods, under its lock: `__del__` takes none."""
     pool = SlotPool(4)
@@ -378,21 +215,6 @@ def test_an_empty_lease_may_be_collected_anywhere(chain: Chain) -> None:
     with pool._lock:
         lease.__del__()
     assert pool.num_leaked == 0
-
-
-def test_a_block_fetched_into_a_gap_is_kept_for_its_child(pool_of: PoolOf, chain: Chain, policy: str) -> None:
-    pool, blocks = pool_of(6, policy), chain(1, 2, 3, 4)
-    store(pool, blocks)
-    assert pool.evict(blocks[1:2]) == 1  # found bad
-    reservation = pool.reserve(blocks[1:3], blocks[0])  # as a prefetch does: the gap, and what is held behind it
-    assert reservation is not None
-    assert reservation.indices == [0]
-    pool.seal(reservation).release()
-    with pool.lease(blocks):
-        pass
-    store(pool, chain(7, 8, 9))
-    held = pool.holds(blocks)
-    assert held == sorted(held, reverse=True)  # the chain went from its tail
 
 
 def test_all_that_a_step_stores_is_taken_in_one_pass(chain: Chain, pool_of: PoolOf) -> None:
@@ -448,16 +270,6 @@ def test_of_a_decoding_step_that_has_too_little_room_each_sequence_gets_what_it_
         assert each is not None
         pool.abandon(each)
     pool.check()
-
-
-def test_where_not_all_fit_each_gets_what_it_can(chain: Chain, pool_of: PoolOf) -> None:
-    pool = pool_of(slots=4)
-    first, second, third = pool.reserve_each([(chain(1, 2, 3), None), (chain(5, 6), None), (chain(7), None)])
-    assert first is not None
-    assert second is None
-    assert third is not None
-    pool.abandon(first)
-    pool.abandon(third)
 
 
 def test_a_block_that_two_requests_of_a_step_store_is_taken_once(chain: Chain, pool_of: PoolOf) -> None:

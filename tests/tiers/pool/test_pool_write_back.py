@@ -23,34 +23,3 @@ def test_clean_blocks_are_evicted_before_dirty_ones(pool_of: PoolOf, chain: Chai
     store(pool, chain(31, 32))
     assert pool.lookup(dirty) == 0
     assert pool.num_dirty_dropped == 0
-
-
-def test_a_dirty_block_goes_when_nothing_else_is_left_and_is_counted(
-    pool_of: PoolOf, chain: Chain, policy: str
-) -> None:
-    pool, blocks = pool_of(3, policy), chain(1, 2, 3)
-    store(pool, blocks)
-    pool.mark_dirty(blocks)
-    pool.mark_dirty(blocks)
-    store(pool, chain(9))
-    assert pool.lookup(blocks) == 2  # the tail
-    assert pool.num_dirty_dropped == 1
-    assert pool.check().dirty == 2
-    # A leased dirty block is no victim, but it is still to be written: it comes last.
-    store(pool, chain(9))
-    with pool.lease(blocks[:1]):
-        assert set(pool.oldest_dirty(9)) == set(blocks[:2])
-        assert pool.oldest_dirty(9)[0] == blocks[0]
-    assert pool.evict(blocks) == 2
-    assert pool.num_dirty_dropped == 3
-
-
-def test_dirty_parents_come_first_across_branches(pool_of: PoolOf, chain: Chain) -> None:
-    pool = pool_of(8)
-    trunk, left, right = chain(1, 2), chain(1, 2, 3), chain(1, 2, 4)
-    store(pool, left)
-    store(pool, right)
-    pool.mark_dirty([*left, *right[2:]])
-    order = pool.oldest_dirty(9)
-    assert sorted(order) == sorted({*left, *right})
-    assert order[:2] == trunk

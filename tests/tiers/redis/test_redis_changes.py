@@ -1,7 +1,6 @@
 """What a process tells of a Redis it shares: what it wrote or read, until it expires, is missed, or is reset."""
 
 import random
-import threading
 
 from doubles import FakeClock, chain_of, record_of
 from event_rig import Shelf
@@ -50,25 +49,6 @@ def test_a_bound_costs_the_oldest() -> None:
     assert (told.gone, told.stored) == (NAMES[1:3], RECORDS[3:5])
     changes.seen(RECORDS[5:12])  # more at once than there is room for
     assert len(changes.take(10).stored) == 3
-
-
-def test_a_look_is_not_disturbed_by_what_is_seen_meanwhile() -> None:
-    meanwhile: list[threading.Thread] = []
-
-    def clock() -> float:
-        if threading.current_thread() is threading.main_thread():
-            for thread in meanwhile:
-                thread.start()
-                thread.join(0.1)
-        return 0.0
-
-    changes = SharedChanges(10.0, clock=clock)
-    changes.listen()
-    changes.seen(RECORDS[:4])
-    changes.take(10)
-    meanwhile.append(threading.Thread(target=changes.seen, args=(RECORDS[:2],)))
-    assert not changes.waiting
-    meanwhile.pop().join(60)
 
 
 def test_a_strict_reader_meets_no_contradiction() -> None:

@@ -390,12 +390,6 @@ def test_the_start_says_what_is_used(
     assert shown.endswith(", compressed by zstd")
 
 
-def test_it_is_off_and_loads_nothing_unless_it_is_asked_for() -> None:
-    assert Config.load(redis={"url": "redis://127.0.0.1"}).redis.compression == "none"
-    with pytest.raises(ConfigError, match=r"redis\.compression|compression"):
-        Config.load(redis={"url": "redis://127.0.0.1", "compression": "gzip"})
-
-
 @on_a_server
 def test_the_doctor_says_whether_it_would_pay_and_leaves_nothing(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch

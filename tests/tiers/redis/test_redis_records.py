@@ -139,10 +139,7 @@ def test_encrypted_as_documented() -> None:
 
 
 @every_form
-@given(
-    tokens=st.binary(max_size=16).map(lambda raw: raw[: len(raw) // 4 * 4]),
-    epoch=st.integers(1, 2**62 - 1),
-)
+@given(tokens=st.binary(max_size=16).map(lambda raw: raw[: len(raw) // 4 * 4]), epoch=st.integers(1, 2**62 - 1))
 def test_what_is_written_is_read(form: RecordForm, tokens: bytes, epoch: int) -> None:
     record = replace(RECORD, tokens=tokens)
     assert taken(form, written(form, record, epoch), epoch=epoch) == record
@@ -285,17 +282,8 @@ def test_random_bytes_are_no_record(form: RecordForm, junk: bytes) -> None:
 PLAIN = st.none() | st.integers(-(2**63), 2**64 - 1) | st.binary(max_size=40) | st.sampled_from(["text", "", 0.5, True])
 NESTED = PLAIN | st.lists(PLAIN, max_size=3) | st.dictionaries(PLAIN, PLAIN, max_size=3)
 FIELDS = [
-    "version",
-    "codec",
-    "fingerprint",
-    "epoch",
-    "chain_hash",
-    "parent",
-    "num_tokens",
-    "tokens",
-    "payload_len",
-    "xxh3",
-]
+    "version", "codec", "fingerprint", "epoch", "chain_hash", "parent", "num_tokens", "tokens", "payload_len", "xxh3",
+]  # fmt: skip
 
 
 @given(field=st.sampled_from(FIELDS), value=NESTED, another=st.sampled_from(FIELDS), more=NESTED)

@@ -6,7 +6,7 @@ What goes wrong under it is told in tests/faults/test_fault_redis_*.py.
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from socketserver import StreamRequestHandler, ThreadingTCPServer
@@ -16,32 +16,18 @@ from typing import Any
 import pytest
 from doubles import BLOCK_SIZE, SLOT_BYTES, chain_of, record_of, wait_until
 from redis_rig import NO_REDIS, RedisServer, cluster, standalone
-from redis_stories import (
-    CHAIN,
-    FINGERPRINT,
-    OTHER,
-    PATIENT,
-    open_store,
-    opened,
-    options,
-    read,
-    whole,
-    within,
-    write,
-    written,
-)
+from redis_stories import CHAIN, FINGERPRINT, OTHER, open_store, opened, options, read, whole, within, write, written
 
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.errors import ConfigError, KVTierError, TierUnavailable
-from kvtier.tiers.hierarchy.lower_tier import Rates, TierPort
+from kvtier.tiers.hierarchy.lower_tier import Rates
 from kvtier.tiers.hierarchy.opening import open_ports
 from kvtier.tiers.metrics import Metrics
 from kvtier.tiers.naming.identity import KVShape
-from kvtier.tiers.redis.lanes import Batches, Lane
+from kvtier.tiers.redis.lanes import Lane
 from kvtier.tiers.redis.opening import check_redis
 from kvtier.tiers.redis.options import _untrusted
 from kvtier.tiers.redis.store import RedisStore
-from kvtier.tiers.redis.wire import Wire
 from kvtier.tiers.reuse import MOST_AHEAD, ClassifiedEnd, ReusePredictor
 from kvtier.tiers.tier import Outcome, Tier
 
@@ -101,14 +87,6 @@ def test_locate_stops_at_the_first_hole(server: RedisServer) -> None:
         assert other.holds(long.hashes[699:702]) == [True, False, True]  # what it heard before it still believes …
         assert read(other, long)[699:702] == [OK, ABSENT, OK]  # … and rightly
         assert store.locate([]) == 0
-
-
-def test_nothing_is_read_that_was_not_asked_for(store: RedisStore) -> None:
-    written(store, CHAIN)
-    assert set(read(store, OTHER)) == {ABSENT}
-    store.discard(CHAIN.hashes[2:4])
-    assert store.lookup(CHAIN.hashes) == 2
-    assert read(store, CHAIN) == [OK, OK, ABSENT, ABSENT, OK, OK, OK, OK]
 
 
 def test_an_evicted_block_is_a_miss_and_forgotten(server: RedisServer, store: RedisStore) -> None:
@@ -317,101 +295,6 @@ def test_an_idle_connection_the_server_closed_costs_nothing(server: RedisServer,
     written(store, CHAIN)
     server.cli("CLIENT", "KILL", "TYPE", "normal")
     assert whole(read(store, CHAIN))
-
-
-def test_one_of_two_idle_connections_that_died_costs_no_block(server: RedisServer, store: RedisStore) -> None:
-    chains = [chain_of(40, first_token=100_000 * n) for n in range(2)]
-    with ThreadPoolExecutor(2) as pool:
-        for _ in range(20):  # until both were needed at once
-            assert all(whole(outcomes) for outcomes in pool.map(lambda chain: write(store, chain), chains))
-            if len(payload_connections(server)) == 2:
-                break
-        server.cli("CLIENT", "KILL", "ID", payload_connections(server)[0])
-        for outcomes in pool.map(lambda chain: read(store, chain), chains * 4):
-            assert whole(outcomes)
-    assert len(payload_connections(server)) <= 2
-
-
-def payload_connections(server: RedisServer) -> list[str]:
-    """Their ids, as the server knows them."""
-    lines = server.cli("CLIENT", "LIST").decode().splitlines()
-    return [line.split()[0].removeprefix("id=") for line in lines if "cmd=client" not in line]
-
-
-def calls(server: RedisServer, command: str) -> int:
-    """How often it was called since CONFIG RESETSTAT."""
-    lines = server.cli("INFO", "commandstats").decode().splitlines()
-    return sum(
-        int(line.partition("calls=")[2].split(",")[0]) for line in lines if line.startswith(f"cmdstat_{command}:")
-    )
-
-
-def test_no_length_is_asked_for_and_no_block_that_is_known_to_be_gone(server: RedisServer) -> None:
-    """What puts off the expiry of a whole batch tells what is there; two groups were asked for by then."""
-    with opened(server.url, in_flight="40KiB") as store:  # a few blocks a group
-        long = chain_of(200)
-        written(store, long)
-        gone = [*range(20, 120), 199]
-        store.discard([long.hashes[position] for position in gone])
-        server.cli("CONFIG", "RESETSTAT")
-        assert read(store, long) == [ABSENT if position in gone else OK for position in range(200)]
-        assert calls(server, "pexpire") == 200
-        assert 99 <= calls(server, "get") <= 99 + 20
-        assert calls(server, "strlen") == 0
-
-
-def test_values_that_are_no_records_cost_one_moment_and_themselves(server: RedisServer) -> None:
-    """Each is shorter than a block's: the first makes its group wait in vain, the others are read one by one."""
-    with opened(server.url, in_flight="40KiB") as store:
-        long = chain_of(200)
-        written(store, long)
-        bad = range(0, 200, 5)
-        for position in bad:
-            hexed = long.hashes[position].hex()
-            server.cli("SET", next(key for key in block_keys(server) if key.endswith(hexed)), "rubbish")
-        runs: list[int] = []
-        original = Wire._run
-
-        def counted(wire: Wire, head_bytes: int, into: Sequence[memoryview]) -> list[bytes]:
-            heads = original(wire, head_bytes, into)
-            runs.append(len(heads))
-            return heads
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Wire, "_run", counted)
-            assert read(store, long) == [Outcome.CHECKSUM if position in bad else OK for position in range(200)]
-        assert runs.count(0) == 1
-        assert read(store, long) == [ABSENT if position in bad else OK for position in range(200)]
-
-
-def test_a_read_that_deletes_bad_records_has_one_deadline(server: RedisServer) -> None:
-    """Deleting is part of the read, and the port, which sees that nothing of it is promised, asks for it no more."""
-    told: list[tuple[str, float]] = []
-    original = Batches.run
-
-    def noted(batches: Batches, hashes: Sequence[bytes], epoch: int, deadline: float, work: Any) -> Any:
-        told.append(("UNLINK" if work is Lane.unlink else "GET", deadline))
-        return original(batches, hashes, epoch, deadline, work)
-
-    port = TierPort("redis", lambda: open_store(server.url), PATIENT, Metrics(), Rates("load"))
-    store = port.tier
-    assert isinstance(store, RedisStore)
-    written(store, CHAIN)
-    server.cli("SET", next(key for key in block_keys(server) if key.endswith(CHAIN.hashes[3].hex())), "rubbish")
-    buffers = [memoryview(bytearray(SLOT_BYTES)) for _ in CHAIN.hashes]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Batches, "run", noted)
-        results = port.read(CHAIN.hashes, buffers)
-        assert [position for position, result in enumerate(results) if result is Outcome.CHECKSUM] == [3]
-        assert [verb for verb, _ in told] == ["GET", "UNLINK"]
-        assert told[0][1] == told[1][1]
-        assert len(block_keys(server)) == len(CHAIN.hashes) - 1
-        # A read that used its time up tells the server nothing, and holds nothing against it.
-        store._discard(CHAIN.hashes[:1], time.monotonic() - 1)
-        assert len(told) == 2
-        assert not store.holds(CHAIN.hashes[:1])[0]
-    assert store.locate(CHAIN.hashes) == 3
-    port.close(20)
 
 
 def test_over_a_unix_socket(tmp_path: Path) -> None:

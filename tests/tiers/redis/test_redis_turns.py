@@ -184,20 +184,6 @@ def test_any_answers_in_any_pieces_are_the_same(data: st.DataObject) -> None:
         assert fast[0][i] == slow[0][i] or (expiry[i] == b":0\r\n" and Outcome.ABSENT in (fast[0][i], slow[0][i]))
 
 
-def test_silence_costs_the_deadline_and_no_more() -> None:
-    mine, server = socket.socketpair()
-    with mine, server:
-        wire = Wire(mine)
-        wire.begin(time.monotonic() + 0.3)
-        server.sendall(b"".join((bulk(b"%016x" % EPOCH), *ANSWERS[1:], bulk(VALUES[0])))[:900])
-        lane = Lane(wire, SPACE, KEYS, EPOCH, 4, TTL, asks_epoch=True, make_turns=MADE)
-        with pytest.raises(WireError) as caught:
-            lane.get(HASHES, [memoryview(bytearray(PAYLOAD)) for _ in HASHES], range(NUM), lambda *_: None)
-        assert caught.value.outcome is Outcome.TIMEOUT
-        assert time.monotonic() >= wire._deadline
-        assert not wire.is_clean
-
-
 def test_what_cannot_be_turns_is_refused() -> None:
     module = extension("kvtier.tiers.redis.turns_compiled")
     assert module is not None
@@ -252,40 +238,6 @@ def test_a_round_trip_is_learned_from_first_replies() -> None:
         assert seen[1] < 1.0
         assert seen[2] == 2 * seen[1]
         assert seen[3] <= seen[2]
-
-
-def test_a_server_that_is_far_gets_as_many_at_once_as_python_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It hears of two. Its first answer took long, so it hears of the whole window before it brings a value."""
-    monkeypatch.setattr(redis_wire, "_UNDER_WAY", 2 * PAYLOAD)
-    monkeypatch.setattr(redis_wire, "PATIENCE", 0.05)
-    mine, server = socket.socketpair()
-    heard: list[int] = []
-
-    def serve() -> None:
-        server.settimeout(0.5)
-        script, asked = Script(), b""
-        while asked.count(b"GET\r\n") < 2:
-            asked += server.recv(1 << 16)
-        time.sleep(0.02)
-        server.sendall(b":1\r\n" * NUM)
-        with suppress(TimeoutError):
-            while asked.count(b"GET\r\n") < 4:
-                asked += server.recv(1 << 16)
-        heard.append(asked.count(b"GET\r\n"))
-        server.sendall(b"".join(map(bulk, script.values)))
-
-    found: Told = {}
-    peer = threading.Thread(target=serve)
-    with server, mine:
-        peer.start()
-        wire = Wire(mine)
-        wire.begin(time.monotonic() + 5)
-        lane = Lane(wire, SPACE, KEYS, EPOCH, 4, TTL, asks_epoch=False, make_turns=MADE)
-        lane.get(HASHES, [memoryview(bytearray(PAYLOAD)) for _ in HASHES], range(NUM), found.__setitem__)
-        peer.join()
-        assert wire.is_clean
-    assert heard == [4]
-    assert [found[i] for i in range(NUM)] == RECORDS
 
 
 @pytest.fixture

@@ -181,24 +181,6 @@ def test_nothing_but_resp2_is_believed(kind: int, rest: bytes, as_value: bool) -
     assert not (as_value and isinstance(reply, bytes)), "there was no value"
 
 
-@pytest.mark.parametrize(
-    ("said", "reply"),
-    [
-        (b"+OK", b"OK"),
-        (b":12", 12),
-        (b":-1", -1),
-        (b"$-1", None),
-        (b"$0\r\n", b""),
-        (b"$3\r\nabc", b"abc"),
-        (b"-OOM x", "OOM x"),
-    ],
-)
-def test_short_replies(said: bytes, reply: RedisReply) -> None:
-    wire = scripted(said + b"\r\n", 1)
-    assert wire.reply() == reply
-    assert wire.is_clean
-
-
 @pytest.mark.parametrize("length", [b"1073741824", b"999999999999999999999", b"-7", b"", b"4 ", b"0x10", b"\xd9\xa1"])
 def test_a_hostile_length_costs_the_connection_and_no_memory(length: bytes) -> None:
     wire = scripted(b"$" + length + b"\r\n" + bytes(500), 1)
@@ -220,16 +202,6 @@ def test_a_value_too_long_says_so_before_any_of_it_is_read() -> None:
         with pytest.raises(TooLongError, match=f"{size} bytes"):
             wire.value(HEAD, memoryview(bytearray(PAYLOAD)))
         assert not wire.is_clean
-
-
-def test_a_short_value_is_read_past() -> None:
-    wire = scripted(b"$5\r\nshort\r\n:1\r\n$-1\r\n:0\r\n", 4, pieces=[3] * 20)
-    into = memoryview(bytearray(PAYLOAD))
-    assert wire.value(HEAD, into) is Outcome.CHECKSUM
-    assert wire.reply() == 1
-    assert wire.value(HEAD, into) is None
-    assert wire.reply() == 0
-    assert wire.is_clean
 
 
 def test_a_payload_never_becomes_an_object(ends: tuple[Wire, socket.socket]) -> None:
@@ -315,18 +287,6 @@ def test_a_run_outlasts_patience_as_long_as_its_values_come(ends: tuple[Wire, so
     assert wire.is_clean
 
 
-def test_a_run_goes_on_after_a_pause_and_gives_up_at_another_answer() -> None:
-    """What has come by then decides: the beginning of values goes on, anything else is read one by one."""
-    whole = spelled(b"v" * (HEAD + PAYLOAD))
-    for said, is_run in ((whole * 3, True), (whole + b"$-1\r\n" + whole, False), (whole + b"$7\r\nforeign\r\n", False)):
-        for first in (len(whole) // 2, len(whole), len(whole) + 4):
-            wire = scripted(said, 3)
-            wire._stream = Paused(said, first)
-            heads = wire.values(HEAD, [memoryview(bytearray(PAYLOAD)) for _ in range(3)])
-            assert isinstance(heads, list) == is_run
-            assert next(iter(heads)) == b"v" * HEAD
-
-
 class Paused(Script):
     """A stream that pauses once, behind its first bytes."""
 
@@ -403,23 +363,6 @@ def test_a_connection_that_dies_in_a_run_gives_what_was_whole(asked: int) -> Non
         assert got == [b"v" * 8] * (end // len(value))
         assert buffers[: len(got)] == [b"v" * SHORT] * len(got)
         assert not wire.is_clean
-
-
-def test_values_before_the_connection_ended_are_served(ends: tuple[Wire, socket.socket]) -> None:
-    wire, server = ends
-    whole = b"v" * (HEAD + PAYLOAD)
-    server.sendall(spelled(whole) * 2 + spelled(whole)[:1000])
-    server.shutdown(socket.SHUT_WR)
-    wire.begin(time.monotonic() + 10)
-    wire.num_expected = 4
-    buffers = [memoryview(bytearray(PAYLOAD)) for _ in range(4)]
-    heads = iter(wire.values(HEAD, buffers))
-    assert [next(heads), next(heads)] == [whole[:HEAD]] * 2
-    assert buffers[0] == buffers[1] == whole[HEAD:]
-    with pytest.raises(WireError) as caught:
-        next(heads)
-    assert caught.value.outcome is Outcome.IO_ERROR
-    assert not wire.is_clean
 
 
 def test_many_parts_are_sent_in_order(ends: tuple[Wire, socket.socket]) -> None:
