@@ -91,7 +91,6 @@ EXPLAINED: Final = {
     "connector/models/ordinary.py:__init__:except": "a model's class, anybody's, raises what it likes when made anew",
     "connector/vllm/scheduler.py:__init__": "what vLLM's scheduler has, and each of it once",
     "tiers/tier.py:Tier": "a tier's verbs, and its capabilities: what it lacks it inherits",
-    "tiers/file/slab_rows.py:__init__": "what one open slab is made of",
     "tiers/file/store.py:open": "the tier's whole configuration; every caller names each",
     "tiers/file/store.py:FileStore": "a tier's verbs, and what it tells: children, lineage, ends, room",
     "service/archive/archive.py:export_blocks": "the namespace, and all that may be said of its export",

@@ -42,16 +42,15 @@ class SlabRows:
         blocks: ExtentMap,
         lock: threading.Lock,
         inside: Callable[[], AbstractContextManager[bool]],
-        child_index: ChildIndex | None,
     ) -> None:
-        """`inside` is `Calls.enter`; without `child_index` nobody asks for children."""
+        """`inside` is `Calls.enter`."""
         self._io = io
         self._file = file
         self._codec = codec
         self._blocks = blocks
         self._lock = lock
         self._inside = inside
-        self.child_index = child_index
+        self.child_index: ChildIndex | None = None  # None: nobody asks for children
         self._peek = peeking(io, file.fd)
         num_slots = file.superblock.num_slots
         self.parents: Words = np.zeros((num_slots, 4), np.uint64)

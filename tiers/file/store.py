@@ -244,9 +244,10 @@ class FileStore(Tier):
         num_extents = file.superblock.num_extents
         self.departures: Departures = Departures("file", file.superblock.num_slots // 2, num_extents)
         self._blocks = ExtentMap(num_extents, file.superblock.slots_per_extent, self.departures)
-        children = make_child_index(file.superblock.num_slots) if partial_blocks else None
-        self._rows = SlabRows(io, file, codec, self._blocks, self._lock, self._inside, children)
-        self.announcer: SlabRows = self._rows
+        self.announcer: SlabRows = SlabRows(io, file, codec, self._blocks, self._lock, self._inside)
+        self._rows = self.announcer
+        if partial_blocks:
+            self._rows.child_index = make_child_index(file.superblock.num_slots)
         sync = GroupSync(lambda: io.sync(file.fd)) if durable else None
         self._growth = SlabGrowth(io, file)
         self._writer = SlabWriter(io, file, payload, self._blocks, self._rows, self._lock, codec, self._growth, sync)
