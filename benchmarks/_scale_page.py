@@ -1,18 +1,17 @@
-"""The tables of docs/scale.md and of compression in docs/storage.md, of what scale.py and compression.py saved."""
+"""The tables of scale in docs/performance.md and of compression in docs/storage.md, of what was saved."""
 
 import json
 import re
-import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
 ROOT: Final = Path(__file__).resolve().parent.parent
-SCALE: Final = ROOT / "docs" / "scale.md"
-PAGES: Final = (SCALE, ROOT / "docs" / "storage.md")
+PAGES: Final = tuple(ROOT / "docs" / f"{name}.md" for name in ("performance", "storage"))
 RESULTS: Final = ROOT / "benchmarks" / "results"
 MARK: Final = re.compile(r"(<!-- figures: (\w+), written by [\w/.]+ -->\n).*?(<!-- end of figures -->\n)", re.DOTALL)
 NO_LIMIT: Final = "no limit found"
+_LEFT_OUT: Final = ("largest error", "pack, Python GB/s", "unpack, Python GB/s")  # of a narrow table
 
 ScaleRow = dict[str, Any]
 
@@ -21,13 +20,8 @@ def tables() -> dict[str, str]:
     """Each table of the pages by the word in its mark."""
     document = json.loads((RESULTS / "scale.json").read_text())
     rows: list[ScaleRow] = document["results"]
-    parts = {part: _of(rows, part) for part in ("events", "index", "decisions", "redis", "objects")}
-    limits = _of(rows, "limits")
-    made = {name: table(part if name in ("events", "decisions") else _largest(part)) for name, part in parts.items()}
-    made["limits"] = table(_limits(limits))
-    made["pieces"] = _listed({row["piece"]: row["measured"] for row in _of(rows, "a piece costs")})
-    made["moved"] = table(_turned(_of(rows, "a request moves")))
-    made["assumed"] = _listed(document["setup"])
+    made = {part: table(_largest(_of(rows, part))) for part in ("redis", "objects")}
+    made["limits"] = table(_limits(_of(rows, "limits")))
     made["machine"] = _machine(document)
     compressed = json.loads((RESULTS / "compression.json").read_text())
     kinds, tiers, kept, packed, answers = (
@@ -35,15 +29,16 @@ def tables() -> dict[str, str]:
         for column in ("ratio, plain", "SET GB/s", "KiB in a bucket", "with zstd", "right")
     )
     told = [table(rows) for rows in (kinds, tiers, kept) if rows]
+    packed = [{name: row[name] for name in row if name not in _LEFT_OUT} for row in packed]
     made["compression"] = "\n".join([*told, _machine(compressed)])
     made["lossy"] = f"{table(packed)}\n{table(answers)}\n{_machine(compressed)}" if packed else ""
     return made
 
 
-def filled(page: Path) -> str:
-    """The page with what was saved between its marks. KeyError if a mark names no table."""
+def filled(text: str) -> str:
+    """A page with what was saved between its marks. KeyError if a mark names no table."""
     made = tables()
-    return MARK.sub(lambda found: found[1] + made[found[2]] + found[3], page.read_text())
+    return MARK.sub(lambda found: found[1] + made[found[2]] + found[3], text)
 
 
 def table(rows: Sequence[ScaleRow]) -> str:
@@ -57,11 +52,6 @@ def table(rows: Sequence[ScaleRow]) -> str:
 def _machine(document: ScaleRow) -> str:
     machine = document["machine"]
     return f"{machine['cpu']}, {machine['cores']} cores, commit `{document['commit']}`.\n"
-
-
-def _listed(values: Mapping[str, Any]) -> str:
-    """Names with their values, in lines of text."""
-    return textwrap.fill(", ".join(f"{name} {_cell(value)}" for name, value in values.items()), 150) + "\n"
 
 
 def _largest(rows: Sequence[ScaleRow]) -> list[ScaleRow]:
@@ -83,16 +73,6 @@ def _limits(rows: Sequence[ScaleRow]) -> list[ScaleRow]:
             "up to, nodes": NO_LIMIT if row["holds up to"] is None else row["holds up to"],
         }
         for row in rows
-    ]
-
-
-def _turned(rows: Sequence[ScaleRow]) -> list[ScaleRow]:
-    """A row for each thing, and a column for each number of sightings."""
-    by = {f"stored from sighting {row['admit_after']}": row for row in rows}
-    return [
-        {"tokens a request": name.replace("_", " "), **{column: round(row[name]) for column, row in by.items()}}
-        for name in rows[0]
-        if name != "admit_after"
     ]
 
 

@@ -46,7 +46,7 @@ from kvtier.tiers import L2, BlockRecord, ChainHash, ChildBlock, FormatError, Me
 from kvtier.tiers.hierarchy import PENDING, Attribution, Claim, Ends, Filled, Pending, Wanted
 from kvtier.tiers.host import HostRegion
 from kvtier.tiers.pool import Causes, Lease, Reservation, lease_type
-from kvtier.tiers.returns import RequestEnd
+from kvtier.tiers.reuse import RequestEnd
 
 _ANSWER: Final = 0.25  # seconds
 _LATE: Final = 0.5  # seconds an answer may come after the time the daemon itself was given

@@ -27,7 +27,7 @@ from kvtier.tiers import L1, L2, TIERS, ChainHash, ChildBlock, FormatError, Outc
 from kvtier.tiers.hierarchy import Attribution, Ends, Meeting, Wanted
 from kvtier.tiers.naming import PROBE_BYTES
 from kvtier.tiers.pool import MAX_CHILDREN
-from kvtier.tiers.returns import Hint, RequestEnd
+from kvtier.tiers.reuse import Hint, RequestEnd
 
 T = TypeVar("T")
 

@@ -35,7 +35,7 @@ from kvtier.service.node import (
     wanting_parts,
 )
 from kvtier.service.node import status as status_of
-from kvtier.service.observe import EXPOSITION, LivePage, statuses, summary
+from kvtier.service.observe import EXPOSITION, LivePage, daemon_page, statuses
 from kvtier.service.web import Guard, HttpServer, HttpSocket, OperatorToken, page, read_body
 from kvtier.tiers import ConfigError, FingerprintMismatch, FormatError, KVTierError, TierUnavailable
 
@@ -133,7 +133,7 @@ def make_app(
         get("/metrics", lambda: Response(exposition(daemon, pins, use, optimum), media_type=EXPOSITION)),
         page("/healthz", lambda: _health(daemon)),
         page("/readyz", lambda: _readiness(daemon)),
-        get("/summary", lambda: PlainTextResponse(summary.page(status()))),
+        get("/summary", lambda: PlainTextResponse(daemon_page(status()))),
         get("/status", lambda: JSONResponse(status().as_json())),
         *live.routes(),
         Route("/memory", tell_memory, methods=["GET"]),

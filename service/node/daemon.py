@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from kvtier.connector.daemon import Hello, Peer, is_trusted, peer_of, wire
+from kvtier.service.explain import RequestLog
 from kvtier.service.node.health import Health, Refusals, Wanting
 from kvtier.service.node.listener import Listener
 from kvtier.service.node.loop import Loop, now
 from kvtier.service.node.namespaces import Namespace, Namespaces, Opening
 from kvtier.service.node.peer_server import PeerFeeds, PeerServer
 from kvtier.service.node.session import Buffers, Session
-from kvtier.service.why import RequestLog
 from kvtier.tiers import ConfigError, FormatError, KVMismatch, TierUnavailable
 from kvtier.tiers.config import Config
 from kvtier.tiers.peers import FEEDS, EventsAt

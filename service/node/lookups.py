@@ -20,7 +20,7 @@ from kvtier.service.simulation import Optimum
 from kvtier.service.web import LoopFile
 from kvtier.tiers import ChainHash, KVTierError
 from kvtier.tiers.pool import to_words
-from kvtier.tiers.returns import RequestEnd
+from kvtier.tiers.reuse import RequestEnd
 
 _log = logging.getLogger(__name__)
 

@@ -13,10 +13,10 @@ from threading import Thread
 from typing import Final, NamedTuple, Protocol
 
 from kvtier.connector.daemon import ID_BYTES, Hello
+from kvtier.service.explain import RequestLog
 from kvtier.service.node.loop import now
 from kvtier.service.node.peer_server import LentModel
 from kvtier.service.node.served_tiers import ServedTiers
-from kvtier.service.why import RequestLog
 from kvtier.tiers import ConfigError
 from kvtier.tiers.config import Config, format_size
 from kvtier.tiers.file import SLAB_NAME

@@ -11,10 +11,10 @@ from time import monotonic
 from typing import Final, NamedTuple
 
 from kvtier.service import Json
+from kvtier.service.explain import AskedChain, client_of, explain_chain, held_by_tenants, is_unknown, tenant_name
 from kvtier.service.node.daemon import Daemon
 from kvtier.service.node.loop import now
 from kvtier.service.node.namespaces import Namespace, OperatorHold, closed_models
-from kvtier.service.why import AskedChain, client_of, explain_chain, held_by_tenants, is_unknown, tenant_name
 from kvtier.tiers import ChainHash, ConfigError, KVTierError, TierUnavailable
 from kvtier.tiers.hierarchy import Hierarchy, bring
 from kvtier.tiers.naming import chain_hashes, root_hash

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from kvtier.service.explain import EndedRequest, Recent, RequestLog, tenant_of
 from kvtier.service.node.lookups import PastLookups, TraceRecorder
 from kvtier.service.node.quota import Quotas, Tenants
-from kvtier.service.why import EndedRequest, Recent, RequestLog, tenant_of
 from kvtier.tiers import L1, L2, TIERS, ChainHash, Outcome
 from kvtier.tiers.hierarchy import Claim, Ends, Hierarchy, Pending, Rates, Wanted
 from kvtier.tiers.pool import Causes, Lease, Reservation
-from kvtier.tiers.returns import RequestEnd
+from kvtier.tiers.reuse import RequestEnd
 
 if TYPE_CHECKING:
     from kvtier.service.events import TierFeed

@@ -32,7 +32,7 @@ from kvtier.service.observe import (
 )
 from kvtier.tiers import tier_captions
 from kvtier.tiers.hierarchy import Hierarchy, TierPort
-from kvtier.tiers.returns import EDGES
+from kvtier.tiers.reuse import EDGES
 
 if TYPE_CHECKING:
     from kvtier.service.events import Publisher

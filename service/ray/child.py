@@ -50,7 +50,7 @@ class EngineChild:
     def __init__(self, command: Sequence[str], env: Mapping[str, str], port: int) -> None:
         """`port`: of loopback, where it answers. KVTierError if the program cannot be started."""
         self._port = port
-        tied = [sys.executable, "-m", "kvtier.service.ray.tied", str(os.getpid())]
+        tied = [sys.executable, "-m", "kvtier.service.ray.die_with_parent", str(os.getpid())]
         try:
             self._process = subprocess.Popen([*tied, *command], env=child_environment(env), stdin=subprocess.DEVNULL)
         except OSError as error:

@@ -11,9 +11,9 @@ import ray
 from ray import serve
 
 from kvtier.service.openai import OpenAIError
-from kvtier.service.ray.asked import METADATA, AnswerHead, EngineRequest
 from kvtier.service.ray.child import EngineChild, held_ports
 from kvtier.service.ray.options import RayOptions
+from kvtier.service.ray.ranking import METADATA, AnswerHead, EngineRequest
 from kvtier.service.router import Deadlines, Failure, ReplicaClient, ReplicaFailed, ReplicaProfile
 from kvtier.tiers import KVTierError
 

@@ -9,8 +9,8 @@ import pytest
 from crash_images import KINDS, WRONG, Recorder, Write
 from extent import brief
 
-from kvtier.tiers.file import slab_reader
-from kvtier.tiers.file.slab_codec import Codec, SlabEntry
+from kvtier.tiers.file import store as file_store
+from kvtier.tiers.file.slab import Codec, SlabEntry
 from kvtier.tiers.tier import BlockRecord, ChainHash, Outcome
 
 COUNT, BLIND = brief((100, 60), (400, 200))  # images
@@ -38,7 +38,7 @@ def gullible() -> Iterator[None]:
         codec.show(record, stamp, payload)
         return record
 
-    with patch.object(slab_reader, "verified", believed):
+    with patch.object(file_store, "verified", believed):
         yield
 
 

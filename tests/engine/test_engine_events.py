@@ -10,7 +10,7 @@ from kvtier.engine.llm import Engine
 from kvtier.service.events.prefix_index import PrefixIndex, prompt_hashes
 from kvtier.service.events.publisher import AnnouncedBlocks, Source
 from kvtier.service.events.wire import KVEvent, namespace_of
-from kvtier.tiers.hierarchy.events import EventSource, TierEvents
+from kvtier.tiers.hierarchy.hierarchy import EventSource, TierEvents
 from kvtier.tiers.naming.chain import chain_hashes, root_hash
 
 

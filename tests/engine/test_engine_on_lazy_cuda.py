@@ -17,14 +17,14 @@ from tiny_models import config_of, prompt
 from kvtier.connector.local import LocalConnector
 from kvtier.connector.segments.paged_attention import PagedKV
 from kvtier.connector.worker import WorkerSide
-from kvtier.engine.batch import Batch
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.llm import Engine
 from kvtier.engine.model import Model
 from kvtier.engine.model_runner import ModelRunner
-from kvtier.engine.sequence import SampledToken, SamplingParams
+from kvtier.engine.requests import SampledToken, SamplingParams
+from kvtier.engine.sequence import Batch
 from kvtier.tiers.config.config import Config
-from kvtier.tiers.copies import tensor_copier
+from kvtier.tiers.copies import packer
 from kvtier.tiers.copies.copy_ways import CopyChoice, CopyWays
 from kvtier.tiers.copies.cuda_transfer import CudaCopyStream
 from kvtier.tiers.copies.device import BlockPool
@@ -151,7 +151,7 @@ def test_an_engine_whose_copies_are_lost_goes_on_without_them(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(tensor_copier.TensorCopier, "_compiled", lambda *_: None)
+    monkeypatch.setattr(packer.TensorCopier, "_compiled", lambda *_: None)
     driver: Any = LazyDriver(cuda, copies_in_batches=False)
 
     def stream(tensor: torch.Tensor, region: HostRegion) -> CudaCopyStream:

@@ -20,12 +20,11 @@ from kvtier.service.node.peer_server import PeerFeeds, PeerServer
 from kvtier.tiers.checksum import checksum
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.config.sections import EventsConfig
-from kvtier.tiers.hierarchy.events import EventSource
-from kvtier.tiers.hierarchy.hierarchy import Hierarchy
+from kvtier.tiers.hierarchy.hierarchy import EventSource, Hierarchy
 from kvtier.tiers.naming.chain import TokenChain
 from kvtier.tiers.peers import wire
-from kvtier.tiers.peers.events_at import EventsAt
 from kvtier.tiers.peers.following import FEEDS
+from kvtier.tiers.peers.link import EventsAt
 from kvtier.tiers.peers.store import PeersStore
 from kvtier.tiers.tier import BlockRecord
 

@@ -19,7 +19,7 @@ from kvtier.connector.daemon.wire import MAX_FRAME, REPLIES, REQUESTS, FrameRead
 from kvtier.service.node.daemon import Daemon
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.hierarchy.cache_tiers import Attribution, CacheTiers, Claim, Pending, Wanted
-from kvtier.tiers.hierarchy.rates import Meeting
+from kvtier.tiers.hierarchy.lower_tier import Meeting
 from kvtier.tiers.naming.chain import TokenChain
 from kvtier.tiers.pool.core import Lease
 from kvtier.tiers.pool.lease import Reservation

@@ -1,8 +1,8 @@
 from .config import Config, ConfigSource, child_environment, nearest, options
 from .environment import COMPILED, cache_directory, compiled_setting
 from .quantities import format_size, parse_duration, parse_room, parse_size, parse_time, show_size
-from .router import MAX_BLOCKS, RouterConfig
 from .sections import (
+    MAX_BLOCKS,
     CacheConfig,
     ChatConfig,
     EventsConfig,
@@ -11,6 +11,7 @@ from .sections import (
     ObjectsConfig,
     PeersConfig,
     RedisConfig,
+    RouterConfig,
     ServerConfig,
     ServiceConfig,
 )

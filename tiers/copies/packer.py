@@ -1,25 +1,72 @@
-"""Copies between an engine's blocks and slots on the current stream, through a staging tensor laid out like slots."""
+"""Copies on the current stream: an engine's blocks through staging laid out like slots, our own L1 block-first."""
 
 import itertools
 import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Final
+from functools import cache
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvtier.tiers.copies.block_copier import BlockCopies, CopyDirection
+from kvtier.tiers import install_command
+from kvtier.tiers.copies.block_copier import BlockCopies, BlockPart, CopyDirection, EngineBlocks
 from kvtier.tiers.copies.copy_ways import CopyWay, CopyWays
-from kvtier.tiers.copies.device_errors import DEVICE_ERRORS, is_out_of_memory
-from kvtier.tiers.copies.direct_copies import DirectCopies, Run, pieces_of, rows_of
-from kvtier.tiers.copies.engine_blocks import BlockPart, EngineBlocks
-from kvtier.tiers.copies.part_kernels import PartKernels
-from kvtier.tiers.host import HostRegion
+from kvtier.tiers.copies.kernels import Canonical, Geometry, LayoutKernels, PartKernels
+from kvtier.tiers.copies.transfer import DEVICE_ERRORS, is_out_of_memory
+from kvtier.tiers.host import CudaDriver, HostRegion
 
 logger = logging.getLogger(__name__)
+
+
+class Run(NamedTuple):
+    """The same bytes of every block: one run in L1, one run in the slot."""
+
+    address: int  # in L1, of block 0
+    stride: int  # in L1, from block to block
+    offset: int  # in the slot
+    num_bytes: int
+
+
+def pieces_of(
+    direction: CopyDirection, runs: Sequence[Run], blocks: NDArray[np.int64], slots: NDArray[np.int64],
+    region: HostRegion,
+) -> tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint64]]:  # fmt: skip
+    """Targets, sources and sizes of a batch's copies, ascending in the slots; what goes on on both sides is one piece.
+
+    None reaches over the border of two pieces of pinned memory.
+    """
+    order = np.argsort(slots, kind="stable")
+    blocks, slots = blocks[order][:, None], slots[order][:, None]
+    table = np.array(runs, np.int64)
+    table = table[np.argsort(table[:, 2], kind="stable")]
+    address, stride, offset, size = table.T
+    device = (address + blocks * stride).ravel()
+    host = (region.address + slots * region.slot_stride + offset).ravel()
+    sizes = np.broadcast_to(size, (len(slots), len(size))).ravel()
+    joined = (device[1:] == device[:-1] + sizes[:-1]) & (host[1:] == host[:-1] + sizes[:-1])
+    if region.pinning is not None:
+        piece = np.repeat(slots.ravel() // region.pinning.slots_per_piece, len(size))
+        joined &= piece[1:] == piece[:-1]
+    starts = np.flatnonzero(np.concatenate(([True], ~joined)))
+    device, host, sizes = (
+        array.astype(np.uint64) for array in (device[starts], host[starts], np.add.reduceat(sizes, starts))
+    )
+    return (device, host, sizes) if direction == "load" else (host, device, sizes)
+
+
+def rows_of(
+    direction: CopyDirection, run: Run, slots: NDArray[np.int64], region: HostRegion
+) -> tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint64]]:
+    """`pieces_of` blocks 0, 1, … whose only run is this one, a piece each: a fifth of the numpy calls."""
+    device = (run.address + run.stride * np.arange(len(slots))).astype(np.uint64)
+    host = (region.address + run.offset + region.slot_stride * slots).astype(np.uint64)
+    sizes = np.full(len(slots), run.num_bytes, np.uint64)
+    return (device, host, sizes) if direction == "load" else (host, device, sizes)
+
 
 STAGING_BYTES: Final = 64 << 20  # for each direction; what is more goes in batches of this size
 _UNITS: Final = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
@@ -44,11 +91,11 @@ class Packer:
         self,
         blocks: EngineBlocks,
         region: HostRegion,
-        direct: DirectCopies | None = None,
+        driver: CudaDriver | None = None,
         ways: CopyWays | None = None,
         kernels: Mapping[int, PartKernels] | None = None,
     ) -> None:
-        """With `direct`, parts that are one run in L1 are copied without staging, if `ways` says that this is faster.
+        """With a `driver` that copies in batches, parts that are one run in L1 go without staging, if `ways` says so.
 
         `kernels`, by group: what gathers and scatters the parts of that group at once.
 
@@ -61,10 +108,10 @@ class Packer:
         self._region = region
         self._slots = torch.from_numpy(region.array)
         self._parts = {id(part): _IntegerPart(part) for part in blocks.parts}
-        self._direct = direct
+        self._driver = driver  # None: without batched copies
         self._ways = ways or CopyWays()
         self._kernels = kernels or {}
-        self.ways: tuple[CopyWay, ...] = ("staging",) if direct is None else ("batch", "staging")
+        self.ways: tuple[CopyWay, ...] = ("staging",) if driver is None else ("batch", "staging")
         self._runs = {id(part): run for part in blocks.parts if (run := _run_of(part)) is not None}
         self._mean_runs: dict[tuple[int, tuple[int, int] | None], float] = {}
         self._selections: dict[tuple[tuple[int, ...], tuple[int, int] | None, frozenset[int]], _Selection] = {}
@@ -79,7 +126,7 @@ class Packer:
 
         `is_chained`: what is read may still be on its way there, on a stream that this one waits for.
         """
-        made = self._copy_runs(direction, copies, is_chained) if self._direct is not None else frozenset[int]()
+        made = self._copy_runs(direction, copies, is_chained) if self._driver is not None else frozenset[int]()
         with torch.inference_mode():  # an engine's tensors may have been made in it; then only it may write to them
             for slots, blocks in _by_slot(self._blocks, copies):
                 selection = self._select(tuple(blocks), copies.layers, made)
@@ -106,7 +153,7 @@ class Packer:
 
     def _copy_runs(self, direction: CopyDirection, copies: BlockCopies, is_chained: bool) -> frozenset[int]:
         """Copy the parts that are one run each by one call of the driver, if that is fast. Returns of which groups."""
-        assert self._direct is not None
+        assert self._driver is not None
         if not len(copies) or not self._region.is_pinned(copies.host_slots):
             return frozenset()
         made, batches = set[int](), []
@@ -120,7 +167,8 @@ class Packer:
         if batches:
             targets, sources, sizes = (np.concatenate(columns) for columns in zip(*batches, strict=True))
             stream = torch.cuda.current_stream(self.device).cuda_stream
-            self._direct.copy(direction, (targets, sources, sizes), stream, is_chained=is_chained)
+            at_once = direction == "load" and not is_chained  # slots that nobody fills any more may be read at once
+            self._driver.copy(targets, sources, sizes, stream, at_any_time=at_once)
             self._ways.count("batch", int(sizes.sum()))
         return frozenset(made)
 
@@ -229,7 +277,7 @@ class Packer:
         By one call of the driver. Where it is older, a torch call for each run: neighbouring whole slots go together,
         parts of slots one by one. Torch makes any other copy through pageable memory and waits for it.
         """
-        if self._direct is not None and self._region.is_pinned(slots):
+        if self._driver is not None and self._region.is_pinned(slots):
             width = staging.stride(0)
             runs = [Run(staging.data_ptr() + low - first, width, low, high - low) for low, high in spans]
             if len(runs) == 1:
@@ -237,7 +285,7 @@ class Packer:
             else:
                 pieces = pieces_of(direction, runs, np.arange(len(slots)), slots, self._region)
             stream = torch.cuda.current_stream(self.device).cuda_stream
-            return self._direct.copy(direction, pieces, stream, is_chained=is_chained)
+            return self._driver.copy(*pieces, stream, at_any_time=direction == "load" and not is_chained)
         whole = list(spans) == [(0, self._slots.shape[1])]
         starts = np.append(0, np.flatnonzero(ends_of_runs(slots, self._region)) + 1) if whole else np.arange(len(slots))
         for start, end in zip(starts.tolist(), [*starts[1:].tolist(), len(slots)], strict=True):
@@ -379,3 +427,119 @@ def _spans(parts: Sequence[_IntegerPart]) -> list[ByteRange]:
         else:
             spans.append((low, high))
     return spans
+
+
+# Of a CuPy that is missing, broken, or for another driver.
+NO_CUPY: Final = (ImportError, AttributeError, TypeError, ValueError, OSError, *DEVICE_ERRORS)
+_SORTED: Final = 2048  # blocks of a copy, at most, among which neighbours are looked for out of order, too
+
+
+class TensorCopier:
+    """Copies our own L1, block-first: neighbours are merged, small pieces go by kernel if there is one.
+
+    The others go by one call of the driver, or by one copy of torch's for each where the driver is older.
+    """
+
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        region: HostRegion,
+        cupy: Any,
+        driver: CudaDriver | None = None,
+        ways: CopyWays | None = None,
+    ) -> None:
+        """ValueError if the tensor's blocks are not as large as the region's slots."""
+        self.l1 = tensor.view(torch.uint8).view(tensor.shape[0], tensor.shape[1], -1)
+        self.device = tensor.device
+        self.num_blocks, self.num_layers, self._layer_bytes = self.l1.shape
+        if self.num_layers * self._layer_bytes != region.slot_bytes:
+            raise ValueError(f"blocks of {self.num_layers * self._layer_bytes} bytes, slots of {region.slot_bytes}")
+        self._region = region
+        self._driver = driver  # None: without batched copies
+        self._ways = ways or CopyWays()
+        self._l2 = torch.from_numpy(region.array)
+        self.kernels = self._compiled(cupy) if region.pinning is not None else None
+
+    @property
+    def ways(self) -> tuple[CopyWay, ...]:
+        """Those there are on this machine."""
+        batch: tuple[CopyWay, ...] = ("batch",) if self._driver is not None else ()
+        return (*batch, *(("kernel",) if self.kernels is not None else ()), "torch")
+
+    def copy(self, direction: CopyDirection, copies: BlockCopies, *, is_chained: bool = True) -> None:
+        """Enqueue valid copies on the current stream. RuntimeError is the driver's.
+
+        `is_chained`: what is read may still be on its way there, on a stream that this one waits for.
+        """
+        first, last = copies.layers or (0, self.num_layers)
+        blocks, slots = copies.device_blocks, copies.host_slots
+        if len(slots) <= _SORTED:
+            order = np.argsort(slots)
+            blocks, slots = blocks[order], slots[order]
+        starts = self._runs(blocks, slots, last - first)
+        if not len(starts):
+            return
+        num_bytes = len(blocks) * (last - first) * self._layer_bytes
+        way: CopyWay = "torch"
+        if self._region.is_pinned(slots):
+            has_batch, has_kernel = self._driver is not None, self.kernels is not None
+            way = self._ways.choice.way(num_bytes / len(starts), has_batch=has_batch, has_kernel=has_kernel)
+        self._ways.count(way, num_bytes)
+        if way == "batch" and self._driver is not None:
+            start, stride = first * self._layer_bytes, self.num_layers * self._layer_bytes
+            run = Run(self.l1.data_ptr() + start, stride, start, (last - first) * self._layer_bytes)
+            pieces = pieces_of(direction, [run], blocks, slots, self._region)
+            stream = torch.cuda.current_stream(self.device)
+            at_once = direction == "load" and not is_chained
+            self._driver.copy(*pieces, stream.cuda_stream, at_any_time=at_once)
+            return
+        if way == "kernel" and self.kernels is not None:
+            indices = torch.from_numpy(np.stack((blocks, slots))).pin_memory().to(self.l1.device, non_blocking=True)
+            canonical = Canonical(self._region.address, self._region.slot_stride, copies.layers)
+            self.kernels.grid = self._ways.choice.grid
+            launch = self.kernels.scatter if direction == "load" else self.kernels.gather
+            stream = torch.cuda.current_stream(self.device)
+            launch(indices[0].data_ptr(), indices[1].data_ptr(), len(blocks), canonical, stream.cuda_stream)
+            return
+        span = slice(first * self._layer_bytes, last * self._layer_bytes)
+        l1, l2 = self.l1.flatten(1)[:, span], self._l2[:, span]
+        target, source, into, out_of = (l1, l2, blocks, slots) if direction == "load" else (l2, l1, slots, blocks)
+        ends = np.append(starts[1:], len(blocks))
+        for i, j, length in zip(into[starts].tolist(), out_of[starts].tolist(), (ends - starts).tolist(), strict=True):
+            target[i : i + length].copy_(source[j : j + length], non_blocking=True)
+
+    def _compiled(self, cupy: Any) -> LayoutKernels | None:
+        """The kernels, compiled now rather than under the first copy; None: CuPy or its compiler is not there."""
+        geometry = Geometry.block_first(self.l1.data_ptr(), self.num_layers, self._layer_bytes)
+        try:
+            with torch.cuda.device(self.l1.device):
+                kernels = LayoutKernels(geometry, cupy)
+                kernels.compile(Canonical(self._region.address, self._region.slot_stride))
+        except NO_CUPY as failure:
+            say_what_is_lost(failure)
+            return None
+        return kernels
+
+    def _runs(self, blocks: NDArray[np.int64], slots: NDArray[np.int64], num_layers: int) -> NDArray[np.int64]:
+        """Where a new piece starts: whole blocks join if both sides go on without a gap, parts of blocks never."""
+        whole = num_layers == self.num_layers and self._region.slot_stride == self._region.slot_bytes
+        if not whole or not len(blocks):
+            return np.arange(len(blocks))
+        breaks = (np.diff(blocks) != 1) | ends_of_runs(slots, self._region)
+        return np.flatnonzero(np.concatenate(([True], breaks)))
+
+
+def say_what_is_lost(failure: Exception) -> None:
+    """Warn that there are no kernels, since CuPy does not work. Once in a process: every stream finds the same."""
+    _say_once(f"{type(failure).__name__}: {str(failure).strip().partition(chr(10))[0]}")
+
+
+@cache
+def _say_once(reason: str) -> None:
+    extra = "cuda12" if (torch.version.cuda or "").startswith("12.") else "cuda13"
+    logger.warning(
+        "no copy kernels, so small or scattered blocks are copied more slowly: CuPy does not work here (%s);"
+        " %s, or the one for this driver",
+        reason,
+        install_command(extra, "cupy"),
+    )

@@ -14,12 +14,19 @@ from typing import TYPE_CHECKING, Final, Protocol, TypeAlias, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.tiers.copies.block_copier import CANCELLED, BlockCopier, BlockCopies, CopyDirection
-from kvtier.tiers.copies.engine_blocks import EngineBlocks, PartCopier
+from kvtier.tiers.copies.block_copier import (
+    CANCELLED,
+    BlockCopier,
+    BlockCopies,
+    CopyDirection,
+    EngineBlocks,
+    PartCopier,
+)
 from kvtier.tiers.host import HostRegion
 
 if TYPE_CHECKING:
     import torch
+
 
 __all__ = ["COPIED", "L1", "BlockCopies", "CopyEvent", "CopyStream", "HostCopyStream", "HostEvent", "ended"]
 
@@ -146,7 +153,7 @@ class HostCopyStream:
 
         `at_once`: bytes up to which a copy waits for no thread.
         """
-        self._copier = copier(device, region)
+        self._copier = PartCopier(device, region) if isinstance(device, EngineBlocks) else BlockCopier(device, region)
         self._blocks_at_once = at_once // region.slot_bytes
         self._max_queued = max_queued
         self._changed = threading.Condition()
@@ -198,7 +205,11 @@ class HostCopyStream:
         return self._num_running + sum(map(len, self._queues.values()))
 
     def _enqueue(self, direction: CopyDirection, copies: BlockCopies, after: object | None) -> CopyEvent:
-        before = None if after is None else predecessor(after)
+        before = None
+        if after is not None:
+            if not isinstance(after, CopyEvent):
+                raise TypeError(f"after: a CopyEvent, not {type(after).__name__}")
+            before = after
         if before is not None and before.done() and before.error is None:
             before = None
         if before is None and len(copies.device_blocks) <= self._blocks_at_once:
@@ -220,7 +231,10 @@ class HostCopyStream:
         error = self._copier.invalid(copies)
         with self._changed:
             queue = self._queues[direction]
-            error = error or refusal(self._closed, len(queue), self._max_queued)
+            if self._closed:
+                error = error or "the stream is closed"
+            elif len(queue) >= self._max_queued:
+                error = error or "the copy queue is full"
             if error is None:
                 queue.append(task)
                 self._changed.notify()
@@ -257,10 +271,6 @@ class HostCopyStream:
         return None
 
 
-def copier(device: L1, region: HostRegion) -> BlockCopier | PartCopier:
-    return PartCopier(device, region) if isinstance(device, EngineBlocks) else BlockCopier(device, region)
-
-
 def ended(error: str) -> HostEvent:
     """The event of a copy that has failed."""
     event = HostEvent()
@@ -268,15 +278,46 @@ def ended(error: str) -> HostEvent:
     return event
 
 
-def predecessor(after: object) -> CopyEvent:
-    """What a copy starts after; TypeError if it is no event."""
-    if isinstance(after, CopyEvent):
-        return after
-    raise TypeError(f"after: a CopyEvent, not {type(after).__name__}")
+DEVICE_ERRORS: Final = (RuntimeError, MemoryError)
+"""All that a call of torch, CuPy or the driver may raise.
+
+torch.OutOfMemoryError, torch.AcceleratorError, CuPy's CUDARuntimeError and CUDADriverError, and our CudaError are
+RuntimeErrors. CuPy's OutOfMemoryError is a MemoryError. Its CompileException is neither; `LayoutKernels` translates it.
+"""
+
+_OUT_OF_MEMORY: Final = 2
+_OF_CAPTURES: Final = frozenset(range(900, 909))
+# "Any further CUDA work will return the same error. To continue, the process must be terminated and relaunched."
+_LASTING: Final = frozenset({4, 201, 214, 220, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719})
+# The same, where an older torch gives no number.
+_LASTING_WORDS: Final = (
+    *("illegal memory access", "launch timed out", "context is destroyed", "device-side assert", "uncorrectable"),
+    *("hardware stack error", "illegal instruction", "misaligned address", "invalid program counter"),
+    *("unspecified launch failure", "driver shutting down"),
+)
 
 
-def refusal(closed: bool, num_queued: int, max_queued: int) -> str | None:
-    """Why a stream takes no more copies now; None if it does."""
-    if closed:
-        return "the stream is closed"
-    return "the copy queue is full" if num_queued >= max_queued else None
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether there was no memory for what was asked; less of it may be there."""
+    import torch
+
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or number_of(error) == _OUT_OF_MEMORY
+
+
+def is_of_capture(error: Exception) -> bool:
+    """Whether a call was refused only because some thread captures a CUDA graph."""
+    return number_of(error) in _OF_CAPTURES or "captur" in str(error)
+
+
+def is_lasting(error: Exception) -> bool:
+    """Whether every later call of this process on the device fails, too."""
+    number = number_of(error)
+    return number in _LASTING if number is not None else any(words in str(error) for words in _LASTING_WORDS)
+
+
+def number_of(error: Exception) -> int | None:
+    """CUDA's number of the error; None where it has none."""
+    for name in ("status", "error_code"):  # of the driver's and CuPy's errors, of torch's
+        if isinstance(number := getattr(error, name, None), int):
+            return number
+    return None

@@ -1,4 +1,7 @@
-"""Which block lies in which slot of a slab: extents filled in chain order, evicted whole. Bookkeeping only, no I/O."""
+"""Which block lies in which slot of a slab: the index, and extents filled in chain order, evicted whole. No I/O.
+
+`BareSlab` is the same without a file, for simulations.
+"""
 
 import heapq
 from collections import OrderedDict
@@ -9,11 +12,103 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.tiers import ChainHash
-from kvtier.tiers.file.slab_index import SlabIndex
+from kvtier.tiers import BATCH_BYTES, ChainHash
+from kvtier.tiers.file import slab
 from kvtier.tiers.file.slab_room import SlabRoom
-from kvtier.tiers.pool import EVICTED, REMOVED, RESET, ChangeLog, Departures, Slots
-from kvtier.tiers.returns import ToldEnd
+from kvtier.tiers.pool import EVICTED, REMOVED, RESET, ChangeLog, Departures, Slots, Words, make_index
+from kvtier.tiers.reuse import ClassifiedEnd
+
+_PIECE: Final = 1 << 14  # names that are loaded, or looked for by a check, at once
+
+
+class SlabIndex:
+    """Names of slots: at most one per slot, and one slot per name. It takes no lock.
+
+    Compiled it takes 49 to 65 bytes a slot, interpreted some 200.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self._index = make_index(num_slots)
+        self.find_each: Callable[[list[ChainHash]], list[int]] = self._index.find_all
+        """The slot of each name, -1 where there is none. ValueError if a name is not 32 bytes."""
+        self._words: Words = self._index.names.view(np.uint64).reshape(-1, 4)
+        self.is_named = bytearray(num_slots)  # of every slot, and of those behind the last one
+        self._named = np.frombuffer(self.is_named, np.bool_)
+
+    @property
+    def num_names(self) -> int:
+        """Slots that have a name."""
+        return self._index.num_names
+
+    def find_one(self, name: ChainHash) -> int:
+        """The slot of one name, -1 if it has none."""
+        return self.find_each([name])[0]
+
+    def write(self, slots: Slots | slice, words: Words) -> None:
+        """Note the names of slots that have none; `load` makes them findable."""
+        self._words[slots] = words
+
+    def load(self, slots: Slots) -> list[int]:
+        """Make the names noted of these slots findable; returns the slots whose name another has, and has already."""
+        others: list[int] = []
+        for first in range(0, len(slots), _PIECE):
+            others += self._index.load(slots[first : first + _PIECE].tolist())
+        self._named[slots] = True
+        self._named[others] = False
+        return others
+
+    def add(self, hashes: Sequence[ChainHash], places: Sequence[int]) -> None:
+        """Name slots that have no name. No name comes twice, and none is in the index."""
+        slots = list(places)
+        self._index.put_all(list(hashes), slots)
+        for slot in slots:
+            self.is_named[slot] = 1
+
+    def remove(self, places: Sequence[int]) -> None:
+        """Take the slots' names away; each has one. `names` still tells it until the slot is named again."""
+        slots = list(places)
+        self._index.remove_all(slots)
+        for slot in slots:
+            self.is_named[slot] = 0
+
+    def holds(self, slots: Slots) -> NDArray[np.bool_]:
+        """Whether each of the slots (-1: none; it may lie behind the last one) has a name."""
+        held: NDArray[np.bool_] = self._named.take(slots, mode="wrap") & (slots >= 0) & (slots < self.num_slots)
+        return held
+
+    def named(self, first: int = 0, end: int | None = None) -> Slots:
+        """All slots from `first` to before `end` that have names, ascending."""
+        return first + np.flatnonzero(self._named[first:end])
+
+    def names(self, slots: Slots) -> list[ChainHash]:
+        """The names of slots that have one, or had one last."""
+        joined = self._words.take(slots, 0).tobytes()
+        return [joined[i : i + 32] for i in range(0, len(joined), 32)]
+
+    def words(self, slots: Slots) -> Words:
+        """The names of slots as `[n, 4]` uint64."""
+        return self._words.take(slots, 0)
+
+    def shorten(self, num_slots: int) -> None:
+        """Have no more than so many slots; those behind have no names."""
+        self.num_slots = num_slots
+
+    def reset(self) -> None:
+        """Take all names away."""
+        self._index.reset()
+        self._named[:] = False
+
+    def check(self) -> Slots:
+        """All named slots. Raises AssertionError unless each is found by its name, and nothing else is."""
+        named = self.named()
+        assert self.num_names == len(named), f"{self.num_names} names for {len(named)} slots"
+        assert not len(named) or named[-1] < self.num_slots, "a slot out of range has a name"
+        for first in range(0, len(named), _PIECE):
+            piece = named[first : first + _PIECE]
+            assert self.find_each(self.names(piece)) == piece.tolist(), "a name leads to another slot"
+        return named
+
 
 MAX_OPEN: Final = 4  # extents being filled at once: as many chains stay adjacent while they are stored together
 _MAX_CHANCES: Final = 64  # extents passed over per eviction, as most of them was hit: bounds the time under the lock
@@ -60,6 +155,7 @@ class ExtentMap:
     def __init__(self, num_extents: int, slots_per_extent: int, departures: Departures | None = None) -> None:
         """`departures`: where what leaves is remembered, with a place for each extent; None: nowhere."""
         self.num_extents = num_extents
+        self.num_in_use = num_extents  # those behind are retired: what is written there is lost, and not published
         self.per_extent = slots_per_extent
         num_slots = num_extents * slots_per_extent
         self.index = SlabIndex(num_slots)
@@ -70,7 +166,7 @@ class ExtentMap:
         self.departures = departures
         self.generations = np.zeros(num_slots, np.uint32)
         self._generation = memoryview(self.generations)  # one at a time; most reads are of few blocks
-        self._hits = bytearray(num_slots)
+        self.hits = bytearray(num_slots)  # 1: used since it was stored, a second chance when its extent is evicted
         self._live = [0] * num_extents
         self._fill = [0] * num_extents
         self._busy = [0] * num_extents
@@ -102,7 +198,7 @@ class ExtentMap:
             last = extent * self.per_extent + self._fill[extent] - 1
             (self._open[extent],) = self.index.names(np.array([last]))
 
-    def find_each(self, hashes: Sequence[ChainHash]) -> tuple[list[int], list[int]]:
+    def find_each(self, hashes: list[ChainHash]) -> tuple[list[int], list[int]]:
         """The slot of each block, -1 for none, and the slot's generation: it tells the block from any that follows."""
         slots = self.index.find_each(hashes)
         return slots, [self._generation[slot] for slot in slots]
@@ -118,13 +214,9 @@ class ExtentMap:
             for slot, then in zip(slots, generations, strict=True)
         ]
 
-    def touch(self, slot: int) -> None:
-        """This block was used: a second chance when its extent is evicted."""
-        self._hits[slot] = 1
-
-    def ended(self, end: ToldEnd) -> None:
+    def ended(self, end: ClassifiedEnd) -> None:
         """A request has ended: what is evicted next follows from how such requests return."""
-        self.room.ended(end, self.index.find(end.names), self._live)
+        self.room.ended(end, np.array(self.index.find_each(list(end.names)), np.int64), self._live)
 
     def enter(self, extent: int) -> None:
         """Keep an extent from being evicted until `leave`."""
@@ -194,13 +286,13 @@ class ExtentMap:
             if self.room.decides and self.room.is_told(extent):
                 return extent, []
             slots = self._slots(extent)
-            num_hits = self._hits.count(1, slots.start, slots.stop)
+            num_hits = self.hits.count(1, slots.start, slots.stop)
             if num_hits > most and chances:
                 chances -= 1
-                self._hits[slots.start : slots.stop] = bytes(self.per_extent)
+                self.hits[slots.start : slots.stop] = bytes(self.per_extent)
                 self.room.used(extent)
                 continue
-            return extent, [slot for slot in slots if self._hits[slot]][:most] if num_hits else []
+            return extent, [slot for slot in slots if self.hits[slot]][:most] if num_hits else []
         return None
 
     def _next_in_line(self) -> int | None:
@@ -260,7 +352,7 @@ class ExtentMap:
         self._free, self._withheld = [*self._free, *self._withheld], []
         heapq.heapify(self._free)
 
-    def publish(self, run: SlotRun, hashes: Sequence[ChainHash]) -> list[int]:
+    def publish(self, run: SlotRun, hashes: list[ChainHash]) -> list[int]:
         """The run's blocks are stored: make them findable. Returns slots of blocks somebody else stored meanwhile.
 
         The caller blanks those rows. It gives the run back with `leave`, as it does one it could not fill.
@@ -272,16 +364,18 @@ class ExtentMap:
             stored = [slot for slot, other in zip(stored, held, strict=True) if other < 0]
             hashes = [name for name, other in zip(hashes, held, strict=True) if other < 0]
         self.index.add(hashes, stored)
-        self._hits[run.first : run.first + run.size] = bytes(run.size)
+        self.hits[run.first : run.first + run.size] = bytes(run.size)
         self._live[run.extent] += len(stored)
-        self.room.stored(hashes, stored, self._live)
+        if self.room.late:
+            self.room.stored(hashes, stored, self._live)
         if self.changes is not None:
             self.changes.stored(np.array(stored, np.int64))
         return twins
 
     def leave(self, extent: int) -> None:
         self._busy[extent] -= 1
-        self._settle(extent)
+        if not self._live[extent]:
+            self._settle(extent)
 
     def drop(self, chain_hash: ChainHash, cause: str = REMOVED) -> int | None:
         """Forget a block; its slot, now a hole, stays busy until the caller has blanked its row and says `leave`."""
@@ -301,7 +395,7 @@ class ExtentMap:
             self.departures.left(self.index.words(self.index.named()), RESET)
         self.index.reset()
         self.room.reset()
-        self._hits = bytearray(len(self._hits))
+        self.hits = bytearray(len(self.hits))
         self._live = [0] * self.num_extents
         for extent in list(self._open):
             self._close(extent)
@@ -313,6 +407,7 @@ class ExtentMap:
     def retire(self, first: int) -> int:
         """Forget the blocks of extent `first` and all behind it, and fill them no more; returns how many those were."""
         slots = self.index.named(first * self.per_extent).tolist()
+        self.num_in_use = first
         self.num_evicted += len(slots)
         self._unlink(slots, EVICTED)
         for extent in range(first, self.num_extents):
@@ -324,12 +419,9 @@ class ExtentMap:
         heapq.heapify(self._free)
         return len(slots)
 
-    def is_retired(self, extent: int) -> bool:
-        """Whether what is written there is lost: it must not be published."""
-        return self._state[extent] is _ExtentState.RETIRED
-
     def revive(self, first: int) -> None:
         """Retired extents are used again, empty, each as soon as nobody is in it."""
+        self.num_in_use = self.num_extents
         for extent in range(first, self.num_extents):
             self._state[extent] = _ExtentState.CLOSED
             self._order[extent] = None
@@ -338,10 +430,10 @@ class ExtentMap:
     def shorten(self, num_extents: int) -> None:
         """Have no more than so many extents: those behind are retired, and nobody is in them."""
         num_slots = num_extents * self.per_extent
-        self.num_extents = num_extents
+        self.num_extents = self.num_in_use = num_extents
         for by_extent in (self._live, self._fill, self._busy, self._state, self._dirty):
             del by_extent[num_extents:]
-        del self._hits[num_slots:]
+        del self.hits[num_slots:]
         self.room.shorten(num_extents)
         self.index.shorten(num_slots)
 
@@ -364,7 +456,7 @@ class ExtentMap:
         self.room.left(slots)
         for slot in slots:
             self._live[slot // self.per_extent] -= 1
-            self._hits[slot] = 0
+            self.hits[slot] = 0
 
     def _close(self, extent: int) -> None:
         del self._open[extent]
@@ -403,3 +495,98 @@ class ExtentMap:
         assert set(self._open) == opened, "the open extents are off"
         assert set(self._order) == opened | closed, "the victim order is off"
         assert not any(live[extent] for extent in free), "a free extent holds blocks"
+
+
+_NOBODY: Final = bytes(32)  # a fingerprint: extents do not depend on it
+
+
+class BareSlab:
+    """As `FileStore`, of names alone: for simulations. For one thread. Every write succeeds, and at once."""
+
+    def __init__(self, num_bytes: int, slot_bytes: int, block_size: int) -> None:
+        """A slab of at most `num_bytes`, blocks of `slot_bytes` each. Without room for one it holds nothing."""
+        shape = slab.plan(_NOBODY, slot_bytes, block_size, num_bytes)
+        self._blocks = ExtentMap(shape.num_extents, shape.slots_per_extent) if shape.segments else None
+        self._batch = max(1, BATCH_BYTES // slot_bytes)
+        self.num_written = 0  # blocks, those that were stored again with them
+
+    @property
+    def num_slots(self) -> int:
+        """Blocks that it has room for."""
+        return self._blocks.num_extents * self._blocks.per_extent if self._blocks is not None else 0
+
+    @property
+    def num_evicted(self) -> int:
+        """Blocks that went to make room, since the start."""
+        return self._blocks.num_evicted if self._blocks is not None else 0
+
+    def lookup(self, hashes: Sequence[ChainHash]) -> int:
+        """How many leading blocks it holds."""
+        if self._blocks is None:
+            return 0
+        found = self._blocks.index.find_each(list(hashes))
+        return next((i for i, slot in enumerate(found) if slot < 0), len(found))
+
+    def read(self, hashes: Sequence[ChainHash]) -> None:
+        """Count a use of each of these blocks."""
+        if self._blocks is not None:
+            for slot in self._blocks.index.find_each(list(hashes)):
+                if slot >= 0:
+                    self._blocks.hits[slot] = 1
+
+    def ended(self, end: ClassifiedEnd) -> None:
+        """As `Tier.ended`."""
+        if self._blocks is not None:
+            self._blocks.ended(end)
+
+    def write(self, hashes: Sequence[ChainHash], parent: ChainHash | None) -> None:
+        """Store consecutive blocks of one chain, `parent` before them, batch by batch as they come from L2."""
+        for first in range(0, len(hashes), self._batch):
+            self._write(hashes[first : first + self._batch], hashes[first - 1] if first else parent)
+
+    def check(self) -> None:
+        """Raise AssertionError where the extents' law is broken."""
+        if self._blocks is not None:
+            self._blocks.check()
+
+    def _write(self, hashes: Sequence[ChainHash], parent: ChainHash | None) -> None:
+        blocks = self._blocks
+        if blocks is None:
+            return
+        slots = blocks.index.find_each(list(hashes))
+        held = [slot for slot in slots if slot >= 0]
+        entered = {slot // blocks.per_extent for slot in held}
+        for extent in entered:
+            blocks.enter(extent)
+        for slot in held:
+            blocks.hits[slot] = 1
+        todo = [position for position, slot in enumerate(slots) if slot < 0]
+        names, done, filled = [hashes[position] for position in todo], 0, list[tuple[SlotRun, Sequence[ChainHash]]]()
+        while done < len(todo):
+            before = hashes[todo[done] - 1] if todo[done] else parent
+            if (runs := self._reserve(names[done:] if done else names, before)) is None:
+                break
+            filled += runs
+            done += runs[-1][0].size
+        for run, stored in filled:
+            blocks.publish(run, list(stored))
+            self.num_written += run.size
+        for extent in [*entered, *(run.extent for run, _ in filled)]:
+            blocks.leave(extent)
+
+    def _reserve(
+        self, hashes: Sequence[ChainHash], parent: ChainHash | None
+    ) -> list[tuple[SlotRun, Sequence[ChainHash]]] | None:
+        """Slots for leading hashes, behind those of what is stored again. None: every extent is being written."""
+        blocks = self._blocks
+        assert blocks is not None
+        run = blocks.take(hashes, parent)
+        if run is None and (claim := blocks.claim()) is not None:
+            blocks.opened(claim)
+            again = blocks.take_in(claim.extent, claim.keep_hashes) if claim.keep else None
+            run = blocks.take_in(claim.extent, hashes)
+            if again is not None:
+                return [(again, claim.keep_hashes), (run, hashes[: run.size])]
+        elif run is None:
+            run = blocks.take(hashes, None)
+        return None if run is None else [(run, hashes[: run.size])]

@@ -5,18 +5,27 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from threading import Lock
 from typing import Final
 
-from kvtier.tiers import BATCH_BYTES, L2, ChainHash, Metrics, Outcome, checksum
-from kvtier.tiers.hierarchy.admission import TierAdmission
-from kvtier.tiers.hierarchy.lower_tier import TierPort
-from kvtier.tiers.hierarchy.settings import HierarchySettings
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtier.tiers import BATCH_BYTES, L2, ChainHash, Metrics, Outcome
+from kvtier.tiers.hierarchy.lower_tier import HierarchySettings, TierPort
 from kvtier.tiers.host import HostTier
-from kvtier.tiers.pool import Departures, Lease
+from kvtier.tiers.pool import NUM_AGES, Departures, Lease
+from kvtier.tiers.reuse import EDGES
 
 _log = logging.getLogger(__name__)
 
+_BEHIND: Final = 0.75  # of the store queue's room is taken: the tier falls behind
+_CALM: Final = 0.25  # from here on it has caught up
+_SHORTEST: Final = 10.0  # seconds without a sign of it before every block is taken again
+_LONGEST: Final = 160.0  # each stay that follows at once on one before is twice as long, up to this
+_LOOK: Final = 30.0  # seconds between two looks at how long blocks live
+_FEWEST: Final = 16  # evictions and returns that tell anything
 _MAX_FAILED: Final = 65_536  # remembered blocks that failed or were not admitted; their descendants are refused
 # What a write may end with and succeed later, as long as L2 has the block.
 _PASSING: Final = frozenset(
@@ -36,7 +45,6 @@ _TOO_LATE: Final = "a longer time to close writes more"
 _AWAY: Final = "it does not answer; a longer time to close waits longer for it"
 _REFUSED: Final = "it fails to take them; kvtier_store_dropped_total tells why"
 _LOST_WHILE_OFF: Final = "%s is off for now: %d blocks left host memory unwritten. A larger [host] size keeps more"
-
 BlocksEnded = Callable[[Sequence[ChainHash], Sequence[Outcome]], None]
 
 
@@ -121,8 +129,11 @@ class Demoter:
             return ()
         epoch = self.port.epoch  # before the leases: what they name was stored in this epoch or a later one
         ancestors = self._failed_ancestors(hashes[0]) if self._failed else []
-        hashes = [*ancestors, *self._admitted(hashes)]
-        taken = 0 if len(self._line) else self._take_room(len(hashes))
+        if self._admission is not None:
+            hashes = self._admitted(hashes, self._admission)
+        if ancestors:
+            hashes = [*ancestors, *hashes]
+        taken = 0 if self._line.is_used and len(self._line) else self._take_room(len(hashes))
         self._submit(hashes[:taken], epoch)
         refused = hashes[taken:]
         if not refused:
@@ -166,7 +177,8 @@ class Demoter:
         payloads = [self.host.region.slot(slot) for slot in slots]
         if self._failed and self._parent_failed(records[0].parent):
             return [Outcome.PARENT_FAILED] * len(slots)
-        same = [checksum(p) == r.checksum for p, r in zip(payloads, records, strict=True)]
+        sums = self.host.region.checksums(slots)
+        same = [found == record.checksum for found, record in zip(sums, records, strict=True)]
         whole = same.index(False) if False in same else len(same)
         outcomes = self.port.write(records[:whole], payloads[:whole], epoch) if whole else []
         if whole < len(same):
@@ -191,7 +203,8 @@ class Demoter:
                         if o not in _FORGOTTEN
                     }
                 )
-            self._pace(job, has_failed=bool(again))
+            if again or job.is_repeated:
+                self._pace(job, has_failed=bool(again))
         self._metrics.stored(self.port.name, len(good))
         for outcome in set(outcomes) - {Outcome.OK}:
             lost = [h for h, each in zip(hashes, outcomes, strict=True) if each is outcome]
@@ -201,7 +214,7 @@ class Demoter:
         if job.ended is not None:
             self._line.remove(good)
             job.ended(hashes, outcomes)
-        else:
+        elif again or self.host.pool.has_dirty:
             self._keep_in_line(good, again)
         if again:
             self._look_again(self._pause)
@@ -216,6 +229,8 @@ class Demoter:
         """
         if at_once:
             self._again_at = -math.inf
+        if not (self._line.is_used or self._again.is_used):
+            return
         if self.is_awaiting:
             self._look_again(self.due_in)
             return
@@ -359,14 +374,14 @@ class Demoter:
             self._num_waiting -= len(job.hashes)
         (self._again if job.is_repeated else self._line).add(job.hashes)
 
-    def _admitted(self, hashes: Sequence[ChainHash]) -> Sequence[ChainHash]:
+    def _admitted(self, hashes: Sequence[ChainHash], admission: "TierAdmission") -> Sequence[ChainHash]:
         """The leading blocks of a chain just sealed that are to be written now; what is left out is counted.
 
         If somebody continues them, or they come again, they were seen twice, and are offered then.
         """
-        if self._admission is None or not self._admission.is_selective(self._filling()):
+        if not admission.is_selective(self._filling()):
             return hashes
-        num_seen = self._admission.num_seen(hashes)
+        num_seen = admission.num_seen(hashes)
         if refused := hashes[num_seen:]:
             with self._lock:
                 self._remember_failed(dict.fromkeys(refused, True))
@@ -465,3 +480,99 @@ class _SweepJob:
 
     def overdue(self) -> None:
         """Never told: there is no deadline."""
+
+
+class Why(StrEnum):
+    """Why a tier takes only what was seen before."""
+
+    QUEUE = "queue"  # it takes stores more slowly than they come
+    RESIDENCE = "residence"  # blocks are evicted there before half of all requests would have returned
+
+
+class TierAdmission:
+    """One tier's. Thread-safe; no I/O, and nothing kept for each block: what left a tier is remembered there."""
+
+    def __init__(
+        self,
+        tier: str,
+        departures: Callable[[], Sequence[Departures]],
+        gaps: Callable[[], NDArray[np.float64] | None],
+        metrics: Metrics,
+        clock: Callable[[], float],
+    ) -> None:
+        """`departures`: of L2 and the tier, the tier's last. `gaps`: returns by age, as `SlotPool.return_gaps`."""
+        self._tier = tier
+        self._departures = departures
+        self._gaps = gaps
+        self._metrics = metrics
+        self._clock = clock
+        self._lock = Lock()
+        self._reasons: set[Why] = set()
+        self._behind_at = self._left_at = self._looked_at = -np.inf
+        self._stay = _SHORTEST
+        self._ages = np.zeros(NUM_AGES, np.int64)  # of evictions before the last look that told anything,
+        self._told_at = 0.0  # and when that was
+        self._show()
+
+    def is_selective(self, filling: float, *, refused: bool = False) -> bool:
+        """Whether only what was seen before is to be stored now.
+
+        `filling`: the part of the store queue's room that is taken. `refused`: it had no room for a block.
+        """
+        now = self._clock()
+        with self._lock:
+            reasons = {Why.QUEUE} if self._is_behind(filling, now, refused) else set()
+            if self._is_short_lived(now):
+                reasons.add(Why.RESIDENCE)
+            if reasons != self._reasons:
+                self._reasons = reasons
+                self._show()
+            return bool(reasons)
+
+    def num_seen(self, hashes: Sequence[ChainHash]) -> int:
+        """How many leading blocks were here before: they left a tier, or were not stored in one."""
+        departures = self._departures()
+        for count, name in enumerate(hashes):
+            if all(each.find(name) is None for each in departures):
+                return count
+        return len(hashes)
+
+    def _is_behind(self, filling: float, now: float, refused: bool) -> bool:
+        was_behind = Why.QUEUE in self._reasons
+        if refused or filling >= (_CALM if was_behind else _BEHIND):
+            if not was_behind:
+                follows = now - self._left_at < self._stay
+                self._stay = min(2 * self._stay, _LONGEST) if follows else _SHORTEST
+            self._behind_at = now
+            return True
+        if was_behind and now - self._behind_at >= self._stay:
+            self._left_at = now
+            return False
+        return was_behind
+
+    def _is_short_lived(self, now: float) -> bool:
+        """Blocks live less there than the median request takes to return; once so, until they live twice as long."""
+        was_short = Why.RESIDENCE in self._reasons
+        departures = self._departures()
+        if now - self._looked_at < _LOOK or not departures or departures[-1].tier != self._tier:
+            return was_short
+        self._looked_at = now
+        ages, gaps = departures[-1].ages[:NUM_AGES].copy(), self._gaps()
+        evicted = ages - self._ages
+        if gaps is None or gaps.sum() < _FEWEST:
+            return was_short
+        gap = float(EDGES[_median(gaps)]) + 1.0
+        if evicted.sum() < _FEWEST:  # the tier has room again: what is there has lived so long since
+            return was_short and now - self._told_at < 2.0 * gap
+        self._ages, self._told_at = ages, now
+        residence = 2.0 ** (_median(evicted) - 0.5)  # a bucket's middle: each is up to twice the one before
+        return bool(residence < (2.0 if was_short else 1.0) * gap)
+
+    def _show(self) -> None:
+        for why in Why:
+            self._metrics.selective(self._tier, why, why in self._reasons)
+
+
+def _median(counts: NDArray[np.int64] | NDArray[np.float64]) -> int:
+    """The bin that the middle one of all that were counted lies in."""
+    return int(np.searchsorted(np.cumsum(counts), counts.sum() / 2))

@@ -3,22 +3,143 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from itertools import repeat
+from dataclasses import dataclass, field
+from itertools import accumulate, repeat
 from typing import Final
 
 import numpy as np
 
-from kvtier.tiers import BATCH_BYTES, L2, BlockRecord, ChainHash, Metrics, Outcome
+from kvtier.tiers import BATCH_BYTES, L2, BlockRecord, ChainHash, Metrics, Outcome, checksum
 from kvtier.tiers.hierarchy.cache_tiers import PENDING, Claim, NewsCondition, Pending
-from kvtier.tiers.hierarchy.io_queue import IoQueue
-from kvtier.tiers.hierarchy.local_claim import Holding, HostCheck, LocalClaim, TierRead
+from kvtier.tiers.hierarchy.io_queue import IoQueue, JoinedJob
 from kvtier.tiers.hierarchy.lower_tier import TierPort
+from kvtier.tiers.hierarchy.stores import Sealing
 from kvtier.tiers.host import HostTier
-from kvtier.tiers.pool import Lease, Places
+from kvtier.tiers.pool import Lease, Places, Reservation
 
+_MOST: Final = 8192  # blocks in one question: a longer chain is asked about in pieces
 _FIRST_LEASE: Final = 256  # blocks looked for at once; twice as many while they are all there
 _BETWEEN_PIECES: Final = 0.5  # seconds in which who has copied one piece asks for the next
 _MAX_CHECKS: Final = 1 << 16  # batches waiting to be looked at
+
+
+@dataclass(eq=False, slots=True)
+class Holding:
+    """What one request holds or waits for: blocks that L2 has, by their slots, and the others by their names."""
+
+    run: Sequence[ChainHash]
+    slots: list[int]  # of the first blocks of the run
+    names: Sequence[ChainHash] = field(default=(), init=False)  # once it is counted: what is counted by name
+
+
+@dataclass(eq=False)
+class LocalClaim(Claim):
+    """A claim on this process's tiers. First `Hierarchy` asks where the blocks are, then `Promoter` brings the run.
+
+    The run is the part of the chain that is worth loading. What L2 holds of it is leased at once; what a lower tier
+    holds is read into L2 and leased as it lands.
+    """
+
+    # while it is asked where the blocks are
+    questions: "list[Question]" = field(default_factory=list)  # asked of shared tiers, not read yet
+    asked_until: int = 0  # blocks, from the chain's start, that shared tiers were asked about
+    sealing: Sealing | None = None  # a store has filled the first block that no tier holds
+    patient_until: float = 0.0  # for such stores, on the monotonic clock
+
+    # while the run is promoted
+    run: list[ChainHash] = field(default_factory=list)
+    run_parent: ChainHash = b""  # of run[0]
+    end: int = 0  # of the run; shrinks when a block cannot be had
+    next: int = 0  # first block of the run that is neither leased nor on its way
+    held: Holding | None = None  # what it is counted for while it waits
+    patience: float = 0.0  # seconds it waits for reads, from when it has room
+    room_until: float = 0.0  # it waits for room
+    deadline: float = math.inf  # for reads
+    polled_at: float = 0.0
+    leases: list[Lease] = field(default_factory=list)
+    reads: "set[TierRead]" = field(default_factory=set)
+    checks: "set[HostCheck]" = field(default_factory=set)  # until they end, none of the blocks they look at is promised
+    source: tuple[TierPort, int] | None = None  # found just now: it has so many next blocks, L2 has none
+    done: bool = False  # the promise is settled: one lease, or none
+    position: dict[ChainHash, int] = field(default_factory=dict)  # where in the run each block is, once one is read
+
+
+@dataclass(eq=False, slots=True)
+class TierRead(JoinedJob):
+    """One read of consecutive blocks from a lower tier, their reserved slots, and all claims that wait for it.
+
+    Implements `Job`. Small ones that wait in a row are one call of the tier: it has all their blocks in flight at once.
+    """
+
+    owner: "Promoter"
+    port: TierPort
+    reservation: Reservation
+    positions: range  # into the reservation
+    hashes: list[ChainHash]  # there: the blocks being read
+    deadline: float
+    waiters: set[LocalClaim] = field(default_factory=set)
+    is_joined: bool = False  # to the call of a read before it
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.hashes)
+
+    def run(self) -> Sequence[BlockRecord | Outcome]:
+        return self.port.read(self.hashes, self._begin())
+
+    def run_with(self, others: Sequence[JoinedJob]) -> list[Sequence[BlockRecord | Outcome]]:
+        reads = [self, *(other for other in others if isinstance(other, TierRead))]
+        for read in reads[1:]:
+            read.is_joined = True
+        slots = [slot for read in reads for slot in read._begin()]
+        results = self.port.read([name for read in reads for name in read.hashes], slots)
+        ends = [*accumulate(len(read.hashes) for read in reads)]
+        return [results[end - len(read.hashes) : end] for read, end in zip(reads, ends, strict=True)]
+
+    def _begin(self) -> list[memoryview]:
+        """The slots to read into. The wait in the queue had a deadline of its own."""
+        self.deadline = self.owner.clock() + self.port.settings.deadline
+        region = self.owner.host.region
+        return [region.slot(slot) for slot in self.reservation.slots[self.positions.start : self.positions.stop]]
+
+    def end(self, result: Sequence[BlockRecord | Outcome] | Outcome, *, late: bool) -> None:
+        results = [result] * len(self.positions) if isinstance(result, Outcome) else result
+        self.owner.landed(self, results, late=late)
+
+    def overdue(self) -> None:
+        if not self.is_joined:  # a call that hangs is one failure, however many reads it brings
+            self.port.failed("read")
+        self.owner.gave_up(self)
+
+
+@dataclass(eq=False, slots=True)
+class HostCheck:
+    """A check of consecutive blocks that L2 holds, under a lease of its own until its end. Implements `Job`."""
+
+    owner: "Promoter"
+    claim: LocalClaim
+    first: int  # of its blocks, in the run
+    lease: Lease
+    deadline: float = math.inf  # memory only: it cannot hang
+
+    def run(self) -> tuple[int, Outcome]:
+        """Compare names and checksums, up to the first block that is not what was stored."""
+        host = self.owner.host
+        for num_whole, (slot, chain_hash) in enumerate(zip(self.lease.slots, self.lease.hashes, strict=True)):
+            if self not in self.claim.checks:  # nobody waits for it any more
+                return num_whole, Outcome.ABORTED
+            record = host.records[slot]
+            if record is None or record.chain_hash != chain_hash or record.checksum != checksum(host.region.slot(slot)):
+                return num_whole, Outcome.CHECKSUM
+        return len(self.lease), Outcome.OK
+
+    def end(self, result: tuple[int, Outcome] | Outcome, *, late: bool) -> None:
+        """What was not checked is not promised."""
+        num_whole, outcome = (0, result) if isinstance(result, Outcome) else result
+        self.owner.checked(self, num_whole, outcome)
+
+    def overdue(self) -> None:
+        """Never told: there is no deadline."""
 
 
 class Promoter:
@@ -90,26 +211,31 @@ class Promoter:
         run: list[ChainHash],
         parent: ChainHash,
         places: Places,
-        deadline: float,
-        patience: float,
+        source: tuple[TierPort, int] | None,
+        patience: tuple[float, float],
     ) -> None:
         """Bring a run of consecutive blocks, of which waiting requests may hold half of L2 together.
 
-        `places`: where L2 had the first of them just now. If other requests hold what it needs, it stands in line for
-        `patience` seconds at most; then it takes what room there is. From then on it waits for `deadline` seconds.
+        `places`: where L2 had the first of them just now; `source`: the tier that had all others, which L2 had not.
+        `patience`: seconds for reads, and before that for room. If other requests hold what it needs, it stands in
+        line; then it takes what room there is.
         """
         now = self.clock()
         with self._lock:
             claim.run, claim.run_parent, claim.end = run, parent, len(run)
-            claim.patience, claim.polled_at, claim.room_until = deadline, now, now + patience
+            claim.patience, for_room = patience
+            claim.polled_at, claim.room_until = now, now + for_room
             self.active.add(claim)
-            room, is_next = self._held.room(run, places.slots, self._most(run)), self._is_next(run)
+            room, is_next = len(run), False
+            if self._goes_on is not None or self._held.at_most + room > self._max_waiting:
+                room, is_next = self._held.room(run, places.slots, self._most(run)), self._is_next(run)
             if is_next:
                 self._goes_on = None
-            if patience > 0 and ((self._line and not is_next) or room < min(claim.end, self._max_waiting)):
+            if for_room > 0 and ((self._line and not is_next) or room < min(claim.end, self._max_waiting)):
                 self._line = {claim: None, **self._line} if is_next else {**self._line, claim: None}
                 self._call_up()
             else:
+                claim.source = source
                 self._begin(claim, places, room)
 
     def poll(self, claim: LocalClaim) -> int | Pending:
@@ -141,9 +267,7 @@ class Promoter:
                     rest = len(claim.run) - self._max_waiting
                     until = self.clock() + min(claim.patience, _BETWEEN_PIECES)
                     self._goes_on = claim.run[self._max_waiting], min(rest, self._max_waiting), until
-                if (
-                    claim.promised is not None and claim.held is not None and not self._line
-                ):  # it is in no line and not short of slots
+                if claim.held is not None and not (self._line or self._short):
                     self.active.remove(claim)
                     self._held.drop(claim.held)
                 else:
@@ -216,11 +340,14 @@ class Promoter:
                 return
             for chain_hash in read.hashes:
                 del self._reads[chain_hash]
-            good, bad = self._sort(read, results)
-            lease = pool.seal(read.reservation, good)
+            records = {
+                at: result for at, result in zip(read.positions, results, strict=True) if type(result) is BlockRecord
+            }
+            self.host.describe([read.reservation.slots[at] for at in records], list(records.values()))
+            lease = pool.seal(read.reservation, list(records))
             try:
-                if bad:
-                    pool.abandon(read.reservation, bad)
+                if len(records) < len(results):
+                    pool.abandon(read.reservation, [at for at in read.positions if at not in records])
                 self._tell_waiters(read, results)
             finally:
                 lease.release()
@@ -301,7 +428,10 @@ class Promoter:
         if room < claim.end:
             self._shorten(claim, room, Outcome.NO_SLOT)
         wanted = run if claim.end == len(run) else run[: claim.end]
-        num_held = len(places.slots)
+        if not (num_held := len(places.slots)):
+            claim.held = self._held.hold(wanted, [])
+            self._advance(claim)
+            return
         if num_held < len(wanted):
             first = self.host.pool.lease(wanted[:num_held], places)
         else:
@@ -311,6 +441,7 @@ class Promoter:
             claim.leases.append(first)
             claim.next, claim.done = claim.end, True
             return
+        claim.source = claim.source if len(first.slots) == num_held else None
         self._take(claim, first)
         self._advance(claim)
 
@@ -327,40 +458,31 @@ class Promoter:
         self._shorten(claim, 0, reason, keep_arrived=True)
         self._finish(claim)
 
-    def _sort(self, read: TierRead, results: Sequence[BlockRecord | Outcome]) -> tuple[list[int], list[int]]:
-        records = {
-            at: result for at, result in zip(read.positions, results, strict=True) if type(result) is BlockRecord
-        }
-        good = list(records)
-        self.host.describe([read.reservation.slots[at] for at in good], list(records.values()))
-        return good, [position for position in read.positions if position not in records]
-
     def _tell_waiters(self, read: TierRead, results: Sequence[BlockRecord | Outcome]) -> None:
-        for waiter in read.waiters:
-            waiter.reads.discard(read)
-            self._deliver(waiter, read, results)
-        for waiter in read.waiters:
-            self._advance(waiter)
-        read.waiters.clear()
-        self._lock.notify_all()
-
-    def _deliver(self, waiter: LocalClaim, read: TierRead, results: Sequence[BlockRecord | Outcome]) -> None:
-        """Lease what landed to one waiter, up to its first hole; the run ends at the hole, finally for this request.
+        """Lease what landed to each waiter, up to its first hole; the run ends at the hole, finally for this request.
 
         A server that kept silent is asked once more, if computing would take longer.
         """
-        hashes, position = read.hashes, waiter.position
-        first = next((i for i, chain_hash in enumerate(hashes) if chain_hash in position), len(hashes))
-        whole = next((i for i in range(first, len(hashes)) if not isinstance(results[i], BlockRecord)), len(hashes))
-        if wanted := [chain_hash for chain_hash in hashes[first:whole] if chain_hash in position]:
-            waiter.leases.append(self.host.pool.lease(wanted))
-        if whole < len(hashes) and hashes[whole] in position:
+        hashes, num_hashes = read.hashes, len(read.hashes)
+        for waiter in read.waiters:
+            waiter.reads.discard(read)
+            position = waiter.position
+            first = next((i for i, chain_hash in enumerate(hashes) if chain_hash in position), num_hashes)
+            whole = next((i for i in range(first, num_hashes) if not isinstance(results[i], BlockRecord)), num_hashes)
+            if wanted := [chain_hash for chain_hash in hashes[first:whole] if chain_hash in position]:
+                waiter.leases.append(self.host.pool.lease(wanted))
+            if whole == num_hashes or hashes[whole] not in position:
+                continue
             outcome = results[whole]
             assert isinstance(outcome, Outcome)
             if outcome is Outcome.TIMEOUT and read.port.is_shared and self.clock() < waiter.room_until:
                 waiter.room_until, waiter.next = -math.inf, min(waiter.next, position[hashes[whole]])
             else:
                 self._shorten(waiter, position[hashes[whole]], outcome)
+        for waiter in read.waiters:
+            self._advance(waiter)
+        read.waiters.clear()
+        self._lock.notify_all()
 
     def _advance(self, claim: LocalClaim) -> None:
         """Lease, join or launch until the window is full or the run ends; finish when nothing is on its way."""
@@ -371,14 +493,15 @@ class Promoter:
                 return
             start = claim.next
             rest = claim.run[start : min(claim.end, start + self._window - on_the_way)]
-            num_leased = self._take(claim, self.host.pool.lease(rest[:size]))
+            source, claim.source = claim.source, None
+            num_leased = 0 if source is not None else self._take(claim, self.host.pool.lease(rest[:size]))
             if num_leased:
                 size = 2 * size if num_leased == size else _FIRST_LEASE
             elif read := self._reads.get(rest[0]):
                 self._join(claim, read, rest)
                 on_the_way += len(read.positions)
             else:
-                reason = self._launch(claim, rest[: self._missing_run(rest)])
+                reason = self._launch(claim, rest, source)
                 on_the_way += claim.next - start
                 if reason is Outcome.NO_SLOT and self.clock() < claim.room_until:
                     self._short[claim] = None  # copies and stores that end give slots back
@@ -426,23 +549,22 @@ class Promoter:
             first, size = first + size, 2 * size
         return len(hashes)
 
-    def _await(self, claim: LocalClaim, read: TierRead) -> None:
+    def _join(self, claim: LocalClaim, read: TierRead, rest: list[ChainHash]) -> None:
         read.waiters.add(claim)
         claim.reads.add(read)
-        if not claim.position:
-            claim.position = {chain_hash: i for i, chain_hash in enumerate(claim.run)}
-
-    def _join(self, claim: LocalClaim, read: TierRead, rest: list[ChainHash]) -> None:
-        self._await(claim, read)
+        claim.position = claim.position or {chain_hash: i for i, chain_hash in enumerate(claim.run)}
         ahead = read.hashes[read.hashes.index(rest[0]) :]
         claim.next += sum(1 for a, b in zip(ahead, rest, strict=False) if a == b)
 
-    def _launch(self, claim: LocalClaim, rest: list[ChainHash]) -> Outcome | None:
+    def _launch(self, claim: LocalClaim, rest: list[ChainHash], source: tuple[TierPort, int] | None) -> Outcome | None:
         """Start reading the leading blocks of `rest` from the first tier that holds them, or say why not."""
         pool = self.host.pool
-        port, held = next(((p, n) for p in self._ports if (n := p.lookup(rest))), (None, 0))
-        if port is None:
-            return Outcome.EVICTED
+        if source is None:
+            rest = rest[: self._missing_run(rest)]
+            source = next(((p, n) for p in self._ports if (n := p.lookup(rest))), None)
+            if source is None:
+                return Outcome.EVICTED
+        port, held = source
         rest = rest[: next((i for i, h in enumerate(rest[:held]) if h in self._reads), held)]
         parent = claim.run[claim.next - 1] if claim.next else claim.run_parent
         after = claim.next + len(rest)
@@ -461,6 +583,7 @@ class Promoter:
         if not run:  # somebody is storing the first one right now, or just has
             return None if pool.lookup(rest[:1]) else Outcome.NO_SLOT
         deadline = self.clock() + port.settings.deadline
+        claim.position = claim.position or {chain_hash: i for i, chain_hash in enumerate(claim.run)}
         for first in range(0, run, self._batch):
             positions = range(first, min(run, first + self._batch))
             names = reservation.hashes[positions.start : positions.stop]
@@ -469,7 +592,8 @@ class Promoter:
                 pool.abandon(reservation, range(first, run))
                 return Outcome.QUEUE_FULL
             self._reads.update(dict.fromkeys(names, read))
-            self._await(claim, read)
+            read.waiters.add(claim)
+            claim.reads.add(read)
             claim.next += len(positions)
         return None
 
@@ -589,3 +713,86 @@ class WaitedBlocks:
             held.names = names
         self._uncounted.clear()
         self._num_uncounted, self.at_most = 0, self._num_slots + len(self._by_name)
+
+
+@dataclass(eq=False, slots=True)
+class Question:
+    """One question on its way: which leading blocks of a chain does a shared tier hold? Implements `Job`."""
+
+    owner: "Locator"
+    port: TierPort
+    hashes: list[ChainHash]
+    deadline: float
+    done: bool = False  # answered, or given up: the port's `lookup` knows what there is to know
+    num_held: int = 0
+    num_asking: int = 0  # who have not read the answer yet
+
+    def run(self) -> int | Outcome:
+        return self.port.locate(self.hashes)
+
+    def end(self, result: int | Outcome, *, late: bool) -> None:
+        if not late:
+            self.owner.answered(self, result)
+
+    def overdue(self) -> None:
+        self.port.failed("read")
+        self.owner.answered(self, Outcome.TIMEOUT)
+
+
+class Locator:
+    """All questions of one hierarchy; two about the same blocks are one.
+
+    Lock: `news` (the hierarchy's), never held across I/O. Law (`check`): the index names questions not answered.
+    """
+
+    def __init__(self, ports: Sequence[TierPort], news: NewsCondition, clock: Callable[[], float]) -> None:
+        self._ports = ports
+        self._news = news
+        self._clock = clock
+        self._open: dict[tuple[str, ChainHash], Question] = {}  # (tier, first block) → the question
+        self.unread: set[Question] = set()  # answered, and nobody has looked yet
+
+    def ask(self, hashes: Sequence[ChainHash]) -> list[Question]:
+        """Ask every shared tier that answers about these blocks, which no tier is known to hold."""
+        asked = []
+        for port in self._ports:
+            if not (port.locates and hashes):
+                continue
+            with self._news:
+                question = self._open.get((port.name, hashes[0]))
+                if question is not None and question.hashes == list(hashes[: len(question.hashes)]):
+                    question.num_asking += 1
+                    asked.append(question)
+                    continue
+                deadline = self._clock() + port.settings.deadline
+                question = Question(self, port, list(hashes[:_MOST]), deadline, num_asking=1)
+                self._open[port.name, hashes[0]] = question
+            if port.queue.submit(question, urgent=True):
+                asked.append(question)
+            else:
+                self.read([question])
+                question.end(Outcome.QUEUE_FULL, late=False)
+        return asked
+
+    def answered(self, question: Question, result: int | Outcome) -> None:
+        """On an I/O thread, or on whose tick the deadline passed."""
+        with self._news:
+            question.done = True
+            question.num_held = result if not isinstance(result, Outcome) else 0
+            if question.num_asking > 0:
+                self.unread.add(question)
+            if self._open.get((question.port.name, question.hashes[0])) is question:
+                del self._open[question.port.name, question.hashes[0]]
+            self._news.notify_all()
+
+    def read(self, questions: Sequence[Question]) -> None:
+        """Whoever asked has seen the answers, or does not want them any more: once for each time it asked."""
+        with self._news:
+            for question in questions:
+                question.num_asking -= 1
+            self.unread.difference_update(questions)
+
+    def check(self) -> None:
+        with self._news:
+            if any(question.done for question in self._open.values()):
+                raise AssertionError("the index of questions names an answered one")

@@ -29,7 +29,7 @@ from typing import Final
 
 from kvtier.tiers import BlockRecord, ChainHash, ConfigError, FormatError, derive, install_command, load_key
 from kvtier.tiers.naming import PROBE_BYTES, KVProbe
-from kvtier.tiers.peers.tags import BlockTags
+from kvtier.tiers.peers.stream import BlockTags
 
 MAGIC: Final = b"kvtier peers 1\r\n"
 NONCE_BYTES: Final = 32

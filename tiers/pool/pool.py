@@ -16,7 +16,7 @@ from kvtier.tiers.pool.core import Lease
 from kvtier.tiers.pool.departures import EVICTED_CODE, REMOVED, RESET, Departures
 from kvtier.tiers.pool.lease import FILLING, QUARANTINED, Places, PoolCounts, Reservation, picked
 from kvtier.tiers.pool.policy import ended, form, learned, lease_type, make_core
-from kvtier.tiers.returns import RequestEnd, ToldEnd
+from kvtier.tiers.reuse import ClassifiedEnd, RequestEnd
 
 if TYPE_CHECKING:
     from _typeshed import SupportsGetItem
@@ -40,6 +40,8 @@ class SlotPool:
     def __init__(self, num_slots: int, *, policy: str = "lru", clock: Callable[[], float] = time.monotonic) -> None:
         self.num_slots = num_slots
         self._core = make_core(num_slots, policy, max(1, num_slots // 8), clock)
+        # The slots that hold a chain's unfinished last block, oldest first, as a hint: they change meanwhile.
+        self.tails: Collection[int] = self._core.partial
         self._learned = learned(self._core)
         self._lock = threading.Lock()
         self._epoch = 0  # resets so far
@@ -90,7 +92,7 @@ class SlotPool:
             return Places(slots, self._core.generations(slots))
 
     def return_gaps(self) -> NDArray[np.float64] | None:
-        """`[ages]`: requests that returned after so long, by the ages of `tiers.returns`; None: not learned."""
+        """`[ages]`: requests that returned after so long, by the ages of `tiers.reuse`; None: not learned."""
         gaps: NDArray[np.float64] | None = None if self._learned is None else self._learned.returns.gaps()
         return gaps
 
@@ -116,11 +118,6 @@ class SlotPool:
     def is_ready(self, slot: int) -> bool:
         """Whether a slot holds a block that can be found, as a hint: no lock is taken."""
         return self._core.is_ready(slot)
-
-    @property
-    def tails(self) -> Collection[int]:
-        """The slots that hold a chain's unfinished last block, oldest first, as a hint: they change meanwhile."""
-        return self._core.partial
 
     def counts(self) -> PoolCounts:
         """How many slots are in each state. O(1)."""
@@ -242,7 +239,7 @@ class SlotPool:
             self._settle_dropped()
             self._core.use(hashes if type(hashes) is list else list(hashes))
 
-    def ended(self, end: RequestEnd) -> ToldEnd | None:
+    def ended(self, end: RequestEnd) -> ClassifiedEnd | None:
         """A request has ended: a policy that learns how requests return hears of it. Returns what tiers below hear."""
         if self._learned is None:
             return None

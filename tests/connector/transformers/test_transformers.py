@@ -35,7 +35,7 @@ from kvtier.connector.transformers import tier_blocks
 from kvtier.connector.transformers.adapter import KVTier
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.llm import Engine
-from kvtier.engine.sequence import SamplingParams
+from kvtier.engine.requests import SamplingParams
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.copies.block_copier import BlockCopier
 from kvtier.tiers.errors import MissingPackages

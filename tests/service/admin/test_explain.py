@@ -13,11 +13,10 @@ from doubles import store as store_here
 from router_rig import RawReplica
 from service_rig import FINGERPRINT, DaemonProcess, attach, store, where
 
+from kvtier.service.explain.lines import changing_part, explained
 from kvtier.service.node.namespaces import BlockDimensions, Namespace, note_model
 from kvtier.service.node.operators import BlockSelection, explain
 from kvtier.service.node.served_tiers import ServedTiers
-from kvtier.service.observe.differing import changing_part
-from kvtier.service.observe.explained import explained
 from kvtier.service.web import http_client
 from kvtier.tiers.hierarchy.cache_tiers import Attribution
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy

@@ -9,9 +9,9 @@ import pytest
 from openai import OpenAI
 from server_rig import MODEL, ServerThread, save_checkpoint, serving, tokenizer
 
-from kvtier.engine.guided import Guide
-from kvtier.service.engine.calling import calls_schema
+from kvtier.engine.requests import Guide
 from kvtier.service.engine.guides import JsonGuides
+from kvtier.service.engine.request_parser import calls_schema
 from kvtier.service.openai.bodies import ChatBody, parse
 from kvtier.service.openai.errors import OpenAIError
 

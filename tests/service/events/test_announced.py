@@ -22,7 +22,7 @@ from kvtier.service.events.wire import (
     external_hash,
     namespace_of,
 )
-from kvtier.tiers.hierarchy.events import Removed, Stored
+from kvtier.tiers.hierarchy.hierarchy import Removed, Stored
 from kvtier.tiers.kinds import TIERS
 from kvtier.tiers.naming.chain import TokenChain, root_hash
 from kvtier.tiers.tier import BlockRecord

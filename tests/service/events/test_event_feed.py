@@ -30,7 +30,7 @@ from kvtier.service.events.wire import (
 )
 from kvtier.tiers.config.sections import EventsConfig
 from kvtier.tiers.errors import ConfigError
-from kvtier.tiers.hierarchy.events import Removed, Stored
+from kvtier.tiers.hierarchy.hierarchy import Removed, Stored
 from kvtier.tiers.naming.chain import TokenChain, root_hash
 from kvtier.tiers.tier import BlockRecord
 

@@ -650,7 +650,7 @@ def test_serve_needs_a_place() -> None:
 
 
 def test_an_engine_finds_the_daemon_by_its_configuration(home: Path, serve: Serve) -> None:
-    from kvtier.connector.opening import open_tiers
+    from kvtier.connector.local import open_tiers
     from kvtier.service.node.namespaces import BlockDimensions
 
     serve()

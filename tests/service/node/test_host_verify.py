@@ -12,7 +12,7 @@ from service_rig import DaemonThread, ask, attach, load, misses, store, verify
 from kvtier.connector.daemon.client import RemoteTiers
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.hierarchy.cache_tiers import PENDING
-from kvtier.tiers.hierarchy.settings import HierarchySettings
+from kvtier.tiers.hierarchy.lower_tier import HierarchySettings
 from kvtier.tiers.tier import Outcome
 
 CHECKED = Outcome.CHECKSUM

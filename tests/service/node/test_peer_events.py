@@ -23,17 +23,14 @@ from kvtier.service.events.wire import AllBlocksCleared
 from kvtier.service.node.peer_server import PeerFeeds
 from kvtier.tiers.config.sections import EventsConfig
 from kvtier.tiers.hierarchy.cache_tiers import Attribution
-from kvtier.tiers.hierarchy.events import Removed, Stored
-from kvtier.tiers.hierarchy.hierarchy import Hierarchy
-from kvtier.tiers.hierarchy.lower_tier import PortSettings, TierPort
-from kvtier.tiers.hierarchy.rates import Rates
-from kvtier.tiers.hierarchy.settings import HierarchySettings
+from kvtier.tiers.hierarchy.hierarchy import Hierarchy, Removed, Stored
+from kvtier.tiers.hierarchy.lower_tier import HierarchySettings, PortSettings, Rates, TierPort
 from kvtier.tiers.host.host import HostRegion, HostTier
 from kvtier.tiers.metrics import Metrics
 from kvtier.tiers.naming.chain import TokenChain
-from kvtier.tiers.peers import announced, wire
 from kvtier.tiers.peers import following as following_module
-from kvtier.tiers.peers.events_at import EventsAt
+from kvtier.tiers.peers import wire
+from kvtier.tiers.peers.link import EventsAt
 from kvtier.tiers.peers.store import PeersStore
 from kvtier.tiers.tier import BlockRecord, Outcome
 
@@ -127,7 +124,7 @@ def test_blocks_of_several_peers_and_of_the_one_that_has_to_be_asked(key: Path, 
 def test_a_hint_that_came_too_late_is_a_miss_and_is_not_given_twice(
     key: Path, node: TellingNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(announced, "_DOUBT", 1.0)
+    monkeypatch.setattr(following_module, "_DOUBT", 1.0)
     store(node.hierarchy, CHAIN)
     node.tell()
     with following(key, node.address) as tier:
@@ -148,7 +145,7 @@ def test_a_hint_that_came_too_late_is_a_miss_and_is_not_given_twice(
 def test_a_peer_whose_events_lie_costs_some_misses_and_is_then_asked(key: Path, made: list[TellingNode]) -> None:
     made += [TellingNode(key, CHAIN, slots=64), TellingNode(key, CHAIN)]
     liar, honest = made
-    chains = [chain_of(2, first_token=1000 * i) for i in range(announced.MAX_DOUBTS)]
+    chains = [chain_of(2, first_token=1000 * i) for i in range(following_module.MAX_DOUBTS)]
     for chain in chains:  # it has none of them
         records = [BlockRecord(name, chain.parent(i), chain.block_tokens(i), 0) for i, name in enumerate(chain.hashes)]
         liar.publisher.announce(FINGERPRINT, [Stored("l2", tuple(records))])
@@ -160,7 +157,7 @@ def test_a_peer_whose_events_lie_costs_some_misses_and_is_then_asked(key: Path, 
         for chain in chains:
             assert read(tier, chain) == [Outcome.EVICTED] * 2
             assert tier.lookup(chain.hashes) == 0
-        assert count(tier, "hints_wrong") == announced.MAX_DOUBTS
+        assert count(tier, "hints_wrong") == following_module.MAX_DOUBTS
         # Its events count no more. What it really has is found by asking it.
         fresh = chain_of(2, first_token=80_000)
         store(liar.hierarchy, fresh)
@@ -335,7 +332,7 @@ def test_a_publisher_without_peers_lets_no_node_in(tmp_path: Path) -> None:
     os.umask(before)
     ports = {name: f"tcp://127.0.0.1:{free_port()}" for name in ("publish", "replay")}
     config = EventsConfig.model_validate({**ports, **guarded(tmp_path)})
-    names = announced.AnnouncedNames(announced.NamesRoom(100))
+    names = following_module.AnnouncedNames(following_module.NamesRoom(100))
     with Publisher(config) as publisher:
         feed = PeerFeeds(config).open(FINGERPRINT, ports["publish"], ports["replay"], names)
         wait_until(lambda: publisher.counts["keys_refused"] >= 1)

@@ -11,9 +11,8 @@ from doubles import BLOCK_SIZE, SLOT_BYTES, chain_of, hierarchy_of, store, wait_
 from peers_rig import FINGERPRINT, PATIENCE, Node, Sizes, key_file
 
 from kvtier.tiers.peers import wire
-from kvtier.tiers.peers.addresses import MAX_PEERS
 from kvtier.tiers.peers.link import PeerLink
-from kvtier.tiers.peers.peer import MAX_READY
+from kvtier.tiers.peers.peer import MAX_PEERS, MAX_READY
 from kvtier.tiers.peers.stream import PeerFailed
 
 

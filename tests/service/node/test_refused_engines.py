@@ -13,7 +13,7 @@ from service_rig import FINGERPRINT, attach
 from kvtier.connector.daemon import wire
 from kvtier.connector.daemon.link import Peer
 from kvtier.connector.daemon.wire import Hello, pack_frame
-from kvtier.service.doctor.refused import check_refused
+from kvtier.service.doctor.doctor import check_refused
 from kvtier.service.node.health import Refusals
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.finding import Status

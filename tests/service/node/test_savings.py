@@ -9,7 +9,7 @@ from http_rig import ServedDaemon
 from service_rig import attach, load, store
 
 from kvtier.service.node.served_tiers import Savings
-from kvtier.tiers.hierarchy.rates import Rates
+from kvtier.tiers.hierarchy.lower_tier import Rates
 
 
 def test_seconds_are_those_of_the_rate_that_is_known() -> None:

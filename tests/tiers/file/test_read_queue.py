@@ -14,10 +14,8 @@ import pytest
 from doubles import FakeClock
 from slab_rig import get, hash_of, put, record_of
 
-from kvtier.tiers.file import payload_io, read_queue
-from kvtier.tiers.file.file_io import FileIO, address, writable_address
-from kvtier.tiers.file.payload_io import PayloadIO
-from kvtier.tiers.file.read_queue import ReadQueue
+from kvtier.tiers.file import file_io
+from kvtier.tiers.file.file_io import FileIO, PayloadIO, ReadQueue, address, writable_address
 from kvtier.tiers.file.slab_rows import SlabRows
 from kvtier.tiers.file.store import FileStore
 from kvtier.tiers.tier import BlockRecord, Outcome
@@ -31,7 +29,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Every story of a store is told of the Python way and of its twin."""
     if request.param == "python":
         monkeypatch.setenv("KVTIER_COMPILED", "off")
-    elif read_queue.compiled_reads() is None:
+    elif file_io.compiled_reads() is None:
         pytest.skip("not built: `make compiled`")
     return str(request.param)
 
@@ -168,7 +166,7 @@ def test_a_bad_sector_costs_its_block_alone(open_store: OpenStore, queue: ReadQu
     keys = every_other(store)
     slot = store._blocks.index.find_one(hash_of(keys[5]))
     bad_place = store.superblock.payload_offset(slot)
-    ordered = sorted(store._blocks.index.find([hash_of(key) for key in keys]).tolist())
+    ordered = sorted(store._blocks.index.find_each([hash_of(key) for key in keys]))
     read_each = PayloadIO.read_each
 
     def refuses(self: PayloadIO, offset: int, into: list[memoryview]) -> list[bool]:
@@ -195,7 +193,7 @@ def test_a_kernel_that_loses_the_queue_costs_no_block(
 def test_a_kernel_that_refuses_a_queue_is_asked_again_later(
     open_store: OpenStore, queue: ReadQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(payload_io, "time", SimpleNamespace(monotonic=(clock := FakeClock())))
+    monkeypatch.setattr(file_io, "time", SimpleNamespace(monotonic=(clock := FakeClock())))
     store = open_store()
     keys = every_other(store)
     with monkeypatch.context() as patch:
@@ -246,7 +244,7 @@ def test_entries_are_read_once_and_while_payloads_are_in_flight(
 
 
 def test_without_a_queue_blocks_are_read_one_by_one(open_store: OpenStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(read_queue, "_CALLS", {})
+    monkeypatch.setattr(file_io, "_CALLS", {})
     with pytest.raises(OSError, match="not implemented"):
         ReadQueue(4)
     store = open_store()

@@ -16,15 +16,16 @@ from service_rig import attach, load, where
 from service_rig import store as store_remote
 
 from kvtier.connector.daemon.wire import pack_found, unpack_found
-from kvtier.engine.sequence import SamplingParams, Sequence
+from kvtier.connector.request import ConnectedRequest
+from kvtier.engine.requests import SamplingParams
+from kvtier.engine.sequence import Sequence
 from kvtier.service.doctor.doctor import examine
 from kvtier.service.events.prefix_index import PrefixIndex, prompt_hashes
 from kvtier.service.events.publisher import AnnouncedBlocks
-from kvtier.service.router.ledger import Ledger
+from kvtier.service.router.proxy import Ledger
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.hierarchy.cache_tiers import Attribution
-from kvtier.tiers.hierarchy.events import EventSource, Stored
-from kvtier.tiers.hierarchy.hierarchy import Hierarchy
+from kvtier.tiers.hierarchy.hierarchy import EventSource, Hierarchy, Stored
 from kvtier.tiers.hierarchy.opening import TierModule, open_hierarchy
 from kvtier.tiers.kinds import TIERS, lookup_results
 from kvtier.tiers.metrics import Metrics
@@ -97,7 +98,8 @@ def test_what_was_found_in_it_is_said_to_clients_engines_and_routers() -> None:
     assert unpack_found(pack_found(found)) == found
     # The engine tells in an answer's usage where the prompt's tokens came from.
     request = Sequence("r", [0] * 40, SamplingParams(), chain_of(8), 0)
-    request.found, request.num_l1_tokens, request.num_external_tokens = found, BLOCK_SIZE, 5 * BLOCK_SIZE
+    request.lookup = ConnectedRequest(request, epoch=0, found=found)
+    request.num_l1_tokens, request.num_external_tokens = BLOCK_SIZE, 5 * BLOCK_SIZE
     assert request.cached_tokens == {"L1": 4, "L2": 8, "file": 0, "peers": 0, "redis": 0, "objects": 0, "shelf": 12}
     # The router adds that up.
     ledger = Ledger()

@@ -8,9 +8,7 @@ from doubles import SLOT_BYTES, FakeClock, MemoryTier, chain_of, payload_of, rec
 
 from kvtier.tiers.breaker import BreakerState
 from kvtier.tiers.hierarchy.demote import Demoter
-from kvtier.tiers.hierarchy.lower_tier import PortSettings, TierPort
-from kvtier.tiers.hierarchy.rates import Rates
-from kvtier.tiers.hierarchy.settings import HierarchySettings
+from kvtier.tiers.hierarchy.lower_tier import HierarchySettings, PortSettings, Rates, TierPort
 from kvtier.tiers.host.host import HostRegion, HostTier
 from kvtier.tiers.metrics import Metrics
 from kvtier.tiers.naming.chain import TokenChain
@@ -170,10 +168,10 @@ def test_with_the_breaker_open_blocks_are_dropped_without_being_hashed(
     hashes = story.put(chain_of(3))
     story.port.failed("write")
 
-    def unexpected(payload: memoryview) -> int:
+    def unexpected(region: object, slots: object) -> list[int]:
         raise AssertionError("hashed for nothing")
 
-    monkeypatch.setattr("kvtier.tiers.hierarchy.demote.checksum", unexpected)
+    monkeypatch.setattr("kvtier.tiers.host.host.HostRegion.checksums", unexpected)
     assert demoter.offer(hashes, story.note) == 3
     story.settle()
     assert {outcome for _, outcome in story.ended} == {Outcome.BREAKER_OPEN}

@@ -9,9 +9,7 @@ from doubles import SLOT_BYTES, FakeClock, MemoryTier, chain_of, hand_in, payloa
 from kvtier.tiers.checksum import checksum
 from kvtier.tiers.hierarchy.cache_tiers import PENDING, Attribution, Claim, Wanted
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy
-from kvtier.tiers.hierarchy.lower_tier import PortSettings, TierPort
-from kvtier.tiers.hierarchy.rates import Rates
-from kvtier.tiers.hierarchy.settings import HierarchySettings
+from kvtier.tiers.hierarchy.lower_tier import HierarchySettings, PortSettings, Rates, TierPort
 from kvtier.tiers.host.host import HostRegion, HostTier
 from kvtier.tiers.metrics import Metrics
 from kvtier.tiers.pool.lease import Places
@@ -22,6 +20,7 @@ class SharedTier(MemoryTier):
     """What others put there too: nothing is known before it was asked about."""
 
     name = "redis"
+    is_shared = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,13 +110,12 @@ def hashing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Event]:
     """Stored blocks are hashed only while it is set; a question waits for that for a minute."""
     go = Event()
 
-    def when_let(memory: memoryview) -> int:
+    def when_let(region: HostRegion, slots: Sequence[int]) -> list[int]:
         assert go.wait(60)
-        return checksum(memory)
+        return [checksum(region.slot(slot)) for slot in slots]
 
     monkeypatch.setattr("kvtier.tiers.hierarchy.stores._SEALED_NOW", -1)  # else who stores a few bytes hashes them
-    monkeypatch.setattr("kvtier.tiers.host.memory.compiled_checksums", lambda: None)  # the twin asks nobody
-    monkeypatch.setattr("kvtier.tiers.host.host.checksum_of", lambda num_bytes: when_let)
+    monkeypatch.setattr(HostRegion, "checksums", when_let)
     monkeypatch.setattr("kvtier.tiers.hierarchy.hierarchy._SEALING", 60.0)
     go.set()
     yield go

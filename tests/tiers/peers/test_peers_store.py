@@ -14,8 +14,7 @@ from peers_rig import Node, ScriptedPeer, block, borrowing, buffers, key_file, r
 from kvtier.tiers.naming.chain import TokenChain
 from kvtier.tiers.naming.kv_probe import KVProbe
 from kvtier.tiers.peers import TAG_BYTES, wire
-from kvtier.tiers.peers.resets import RESETS
-from kvtier.tiers.peers.store import PeersStore
+from kvtier.tiers.peers.store import RESETS, PeersStore
 from kvtier.tiers.tier import BlockRecord, ChainHash, Outcome
 
 HELD, LEND = wire.PeerVerb.HELD, wire.PeerVerb.LEND

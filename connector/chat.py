@@ -1,0 +1,213 @@
+"""What chats say: messages and tools in one form for one prefix, and hints of what becomes of a request's blocks."""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any, Final
+
+from kvtier.tiers.reuse import Hint
+
+if TYPE_CHECKING:
+    from kvtier.tiers.config import ChatConfig
+
+
+# In the order in which models know a schema's keys; all others follow by name.
+_CUSTOMARY: Final = ("type", "function", "name", "description", "parameters", "properties", "required")
+_KNOWN: Final = frozenset(_CUSTOMARY)
+_ROLES: Final = ("system", "developer")
+_SYSTEM: Final = ("system", "instructions")  # outside of the messages: of Anthropic's bodies, and the Responses API's
+_DAY: Final = r"(?:mon|tues|wednes|thurs|fri|satur|sun)day|(?:mon|tue|wed|thu|fri|sat|sun)"
+_MONTH: Final = (
+    r"(?:jan(?:uary)?|feb(?:ruary)?|mar(?:ch)?|apr(?:il)?|may|june?|july?|aug(?:ust)?|sept?(?:ember)?|oct(?:ober)?"
+    r"|nov(?:ember)?|dec(?:ember)?)"
+)
+_NAMED: Final = {  # lines that are no two requests' the same, by the names that the options know
+    "billing": re.compile(r"x-anthropic-billing-header:"),
+    # what says "now", then a date, a time of day or a day of the week alone: a bare number is none of them
+    "date": re.compile(
+        rf"""(?ix:[-*•\#>_\ \t]{{0,9}}
+        (?:<(?:current[_-]?)?(?:date|time)>|(?:it|today|now)\ is|(?:today|now|date|time|date\ and\ time)[*_\ ]{{0,3}}:
+          |(?:today(?:'s|’s)?|(?:the\ )?current)\ (?:date|time|day)(?:\W{{0,3}}(?:and\W)?time)?(?:\ \(\w{{1,5}}\))?)
+        (?:[^\w\n]{{0,6}}(?:is|now|the|{_DAY})\b){{0,4}}[^\w\n]{{0,6}}
+        (?:(?:19|20)\d\d\b|\d{{4}}年|\d{{1,4}}[-/.]\d{{1,2}}[-/.]\d|\d{{1,2}}:\d\d|\d{{1,2}}\ ?[ap]\.?m\b
+          |\d{{8}}(?:\d\d)?\b|\d{{1,2}}\.?\ \w+\ (?:19|20)\d\d\b
+          |\d{{1,2}}(?:st|nd|rd|th|\.)?(?:\ of)?[-\ ]{_MONTH}\b|{_MONTH}\b[.\ ]{{0,2}}\d|(?:{_DAY})\W{{0,3}}$))"""
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrefix:
+    """What `[chat]` says, applied to messages and tools as clients send them. What it cannot read stays as it is."""
+
+    sort_tools: bool = False
+    drop_lines: tuple[str, ...] = ()
+    move_lines: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, config: "ChatConfig") -> "ChatPrefix":
+        return cls(config.sort_tools, config.drop_lines, config.move_lines)
+
+    def body(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A request's JSON with messages, system text and tools in that form; itself if nothing changes. Idempotent."""
+        made = {
+            "messages": self.messages(body.get("messages")),
+            "tools": self.tools(body.get("tools")),
+            "input": self.messages(body.get("input")),  # of the Responses API
+            **{name: self._content(body.get(name)) for name in _SYSTEM},
+        }
+        changed = {name: value for name, value in made.items() if value is not body.get(name)}
+        return {**body, **changed} if changed else body
+
+    def tools(self, tools: Any) -> Any:
+        """Tools with every object's keys in one order. Lists keep theirs, and so do equal keys' values."""
+        if not self.sort_tools or not isinstance(tools, list):
+            return tools
+        try:
+            return [_sorted(tool) for tool in tools]
+        except (RecursionError, TypeError):  # too deep, or keys that are no texts
+            return tools
+
+    def messages(self, messages: Any) -> Any:
+        """Messages without the lines to drop; those to move stand at the end of their message."""
+        if not (self.drop_lines or self.move_lines) or not isinstance(messages, list):
+            return messages
+        made = [self._message(message) for message in messages]
+        return messages if all(one is other for one, other in zip(made, messages, strict=True)) else made
+
+    def _message(self, message: Any) -> Any:
+        if not isinstance(message, Mapping) or message.get("role") not in _ROLES:
+            return message
+        content = message.get("content")
+        made = self._content(content)
+        return message if made is content else {**message, "content": made}
+
+    def _content(self, content: Any) -> Any:
+        """A system message's text or parts; itself if nothing changes."""
+        if not (self.drop_lines or self.move_lines):
+            return content
+        made = self._parts(content) if isinstance(content, list) else self._text(content)
+        return content if made == content else made
+
+    def _text(self, text: Any) -> Any:
+        if not isinstance(text, str):
+            return text
+        kept, moved = self._split(text)
+        return "\n".join(kept + moved)
+
+    def _parts(self, parts: list[Any]) -> list[Any]:
+        """The same of parts. Each keeps its number, which marks of segments go by, and a marked part is left alone."""
+        made, moved, last = list(parts), [], None
+        for number, part in enumerate(parts):
+            if isinstance(part, Mapping) and isinstance(part.get("text"), str) and not part.get("kvtier"):
+                kept, own = self._split(part["text"])
+                made[number], last = {**part, "text": "\n".join(kept)}, number
+                moved += own
+        if last is None or not moved:
+            return made
+        if last == len(parts) - 1:
+            before = [made[last]["text"]] if made[last]["text"] else []
+            made[last] = {**made[last], "text": "\n".join([*before, *moved])}
+        else:
+            made.append({"type": parts[last].get("type", "text"), "text": "\n".join(moved)})
+        return made
+
+    def _split(self, text: str) -> tuple[list[str], list[str]]:
+        """Its lines that stay, and those that move to the end."""
+        kept: list[str] = []
+        moved: list[str] = []
+        to_drop, to_move = _lines_of(self.drop_lines), _lines_of(self.move_lines)
+        for line in text.split("\n"):
+            if not to_drop.match(line):
+                (moved if to_move.match(line) else kept).append(line)
+        return kept, moved
+
+
+AS_SENT: Final = ChatPrefix()
+
+
+def named_line(line: str) -> str | None:
+    """The name by which the options know such a line; None: they know it by its beginning alone."""
+    return next((name for name, pattern in _NAMED.items() if pattern.match(line.lstrip())), None)
+
+
+@cache
+def _lines_of(known: tuple[str, ...]) -> re.Pattern[str]:
+    """Matches the lines that an option lists; none if it lists none."""
+    starts = [_NAMED[one].pattern if one in _NAMED else re.escape(one) for one in known]
+    return re.compile(rf"\s*(?:{'|'.join(starts)})" if starts else r"(?!)")
+
+
+def _sorted(value: Any) -> Any:
+    if isinstance(value, dict):
+        names = [*[name for name in _CUSTOMARY if name in value], *sorted(value.keys() - _KNOWN)]
+        return {name: _sorted(value[name]) for name in names}
+    return [_sorted(each) for each in value] if isinstance(value, list) else value
+
+
+_MOST: Final = 16  # actions, and directives of one, that are read
+_VERSION: Final = "1"  # of both kinds of actions
+
+
+def is_cache_mark(value: object) -> bool:
+    """Whether this is `cache_control` as Anthropic has it: the prompt up to there is going to be asked for again."""
+    return isinstance(value, Mapping) and value.get("type") == "ephemeral"
+
+
+def hint_in(envelope: Any, ignored: Callable[[str], None]) -> Hint | None:
+    """What the actions of an envelope say of a request's blocks; `ignored` is called with why one says nothing.
+
+    The envelope is vLLM's object, or its JSON. To keep any of the blocks goes before letting them go.
+    """
+    actions = _field(envelope, "actions")
+    if not isinstance(actions, list | tuple):
+        ignored("malformed")
+        return None
+    said: set[Hint | None] = set()
+    for action in actions[:_MOST]:
+        kind, version, payload = (_field(action, name) for name in ("action_type", "action_version", "payload"))
+        if not isinstance(kind, str) or not isinstance(version, str) or not isinstance(payload, Mapping):
+            ignored("malformed")
+        elif kind not in _READ or version.partition(".")[0] != _VERSION:
+            ignored("unknown_action")
+        else:
+            try:
+                said.add(_READ[kind](payload))
+            except (TypeError, ValueError):
+                ignored("malformed")
+    return next((hint for hint in (Hint.GOES_ON, Hint.FINISHED) if hint in said), None)
+
+
+def _retained(payload: Mapping[str, Any]) -> Hint | None:
+    """Of `kv.retain`: a priority above 0 keeps a range of tokens, 0 lets it go."""
+    directives = payload.get("directives")
+    if not isinstance(directives, list):
+        raise TypeError(directives)
+    read = [(_number(each.get("priority")), each) for each in directives[:_MOST] if isinstance(each, Mapping)]
+    if any(priority > 0 for priority, _ in read):
+        return Hint.GOES_ON
+    whole = (each for _, each in read if not each.get("start") and each.get("end") is None)
+    return Hint.FINISHED if any(not each.get("covers_output") for each in whole) else None
+
+
+def _set_priority(payload: Mapping[str, Any]) -> Hint | None:
+    """Of `vllm.set_priority`: blocks without one have 0, and those of the lowest go first; null takes it back."""
+    value = 0 if payload.get("value") is None else _number(payload["value"])
+    return Hint.GOES_ON if value > 0 else Hint.FINISHED if value < 0 else None
+
+
+_READ: Final[Mapping[str, Callable[[Mapping[str, Any]], Hint | None]]] = {
+    "kv.retain": _retained,
+    "vllm.set_priority": _set_priority,
+}
+
+
+def _number(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(value)
+    return value
+
+
+def _field(value: Any, name: str) -> Any:
+    return value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)

@@ -1,0 +1,360 @@
+"""Segment reuse in the engine: missing segments come to L1, requests hold and blend them, outcomes are counted.
+
+No torch: the scheduler calls this.
+"""
+
+from collections import Counter, abc
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from kvtier.connector.segments import (
+    COUNTED,
+    DEVIATION_BOUNDS,
+    Blender,
+    BlendRequest,
+    BlendResult,
+    Repair,
+    ReusedPart,
+    Segment,
+    WantedReuse,
+    checked_repair,
+    checked_segments,
+    deviation_bound,
+    require_rotatable,
+)
+from kvtier.engine.config import EngineConfig
+from kvtier.engine.model import Model
+from kvtier.engine.requests import FinishReason, NamedPrompt, Output, SamplingParams
+from kvtier.engine.scheduler import Scheduler
+from kvtier.engine.sequence import Batch, Sequence, SequenceState
+from kvtier.tiers import ChainHash, ConfigError, RequestError
+from kvtier.tiers.copies import BlockPool
+from kvtier.tiers.naming import TokenChain
+
+if TYPE_CHECKING:
+    from kvtier.connector.segments import Blend
+
+
+@dataclass(slots=True)
+class HeldSegment:
+    """A segment that is worth reusing."""
+
+    segment: Segment
+    hashes: tuple[ChainHash, ...]  # names of its full blocks, in its own chain
+    child: Sequence | None  # that brings it to L1
+    blocks: list[int] | None = None  # referenced; None: not there yet, or let go
+
+    @property
+    def is_coming(self) -> bool:
+        return self.child is not None and self.child.state is not SequenceState.FINISHED
+
+
+@dataclass(slots=True)
+class SegmentReuse:
+    """What one request reuses. The blocks of segments that it holds are let go when the request releases its own.
+
+    Its children bring missing segments → it is admitted and holds blocks of segments (`allocate`, `resolve`) → it is
+    blended, step by step (`claim`) → `release`. With a check pass it may be admitted while children still load, once: a
+    check needs no segment. It holds the others as they come (`take`).
+    """
+
+    repair: Repair
+    wanted: tuple[HeldSegment, ...]
+    block_size: int
+    stats: Counter[str]  # counts segments that were not in L1 when their request was to hold them
+    blender: Blender
+    pool: BlockPool
+    blend: "Blend | None" = None  # under way
+    num_reused: int = 0  # tokens of the prompt, for the first one of the answer
+    num_repaired: int = 0  # of these: computed anew
+    _parts: list[ReusedPart] = field(default_factory=list)  # to be copied when the request is blended; then empty
+    _awaits: bool = False  # it was admitted before its segments were there
+    _may_be_early: bool = True
+    _reach: tuple[int, int] = (0, 0)  # tokens that were cached when it was admitted, and all but the last
+
+    @property
+    def children(self) -> list[Sequence]:
+        """Those that are not done yet."""
+        return [wanted.child for wanted in self.wanted if wanted.child is not None and wanted.is_coming]
+
+    @property
+    def is_waiting(self) -> bool:
+        return any(wanted.is_coming for wanted in self.wanted)
+
+    @property
+    def is_due(self) -> bool:
+        return bool(self._parts) or self._awaits
+
+    @property
+    def is_early(self) -> bool:
+        return self._awaits and self.is_waiting
+
+    def may_start(self, num_seats: int) -> bool:
+        if not self.is_waiting:
+            return True
+        is_checked = self.repair.rule == "deviation" and 0 < self.repair.share < 1
+        num_queued = sum(child.state is SequenceState.WAITING for child in self.children)
+        return self._may_be_early and is_checked and num_queued < num_seats
+
+    def allocate(self, num_blocks: int, leaving: int) -> list[int] | None:
+        """The request's own blocks, as `BlockPool.allocate`, while those of its segments are held.
+
+        Where both do not fit, the request's own go first, and what that leaves of the segments is reused. A request
+        whose segments are still to come leaves room for them.
+        """
+        self._hold()
+        coming = [child for child in self.children if child.state is SequenceState.WAITING]
+        leaving += sum(-(-child.num_tokens // self.block_size) for child in coming)
+        fresh = self.pool.allocate(num_blocks, leaving=leaving)
+        if fresh is None and not self.is_waiting and any(wanted.blocks for wanted in self.wanted):
+            self.release()
+            if (fresh := self.pool.allocate(num_blocks, leaving=leaving)) is not None:
+                self._hold()
+        if fresh is None:
+            self.release()
+        return fresh
+
+    def resolve(self, num_cached: int, num_tokens: int) -> int | None:
+        """Decide what is reused behind `num_cached` tokens; returns where that begins at the earliest.
+
+        None: nothing is. The last token is never reused: it brings the next one.
+        """
+        self._reach = (num_cached, num_tokens - 1)
+        self._parts = []
+        for wanted in self.wanted:
+            if wanted.blocks is not None:
+                self._reuse(wanted, len(wanted.blocks))
+        coming = [self._part(wanted, len(wanted.hashes)) for wanted in self.wanted if wanted.is_coming]
+        expected = [part for part in coming if part is not None]
+        self._awaits = bool(expected)
+        self._may_be_early = self._may_be_early and not expected
+        return min((part.start for part in self._parts + expected), default=None)
+
+    def take(self) -> bool:
+        """Hold the segments that came since the request was admitted. False: none of all is left to be reused."""
+        for wanted in self.wanted if self._awaits else ():
+            if wanted.blocks is None and not wanted.is_coming:
+                wanted.blocks = self.pool.match(wanted.hashes)
+                self._reuse(wanted, len(wanted.blocks))
+        self._awaits = self._awaits and self.is_waiting
+        return self.is_due
+
+    def claim(self, sequence: Sequence, budget: int) -> int:
+        if self.blend is None:
+            tokens, table = sequence.token_ids, sequence.block_table
+            request = BlendRequest(tokens, table, sequence.num_computed, None, self.repair)
+            self.blend = self.blender.begin(request)
+        self.blend.bring(self._parts, whole=not self._awaits)
+        return min(budget, self.blend.num_tokens_left)
+
+    def release_sources(self) -> None:
+        """Give the segments' blocks back: they were copied, or are not going to be."""
+        for wanted in self.wanted:
+            held, wanted.blocks = wanted.blocks, None
+            if held:
+                self.pool.free(held)
+
+    def release(self) -> None:
+        self.release_sources()
+        self.blend, self._parts, self._awaits = None, [], False
+
+    def _hold(self) -> None:
+        """What is there; that of segments that are still to come waits for all of them."""
+        for wanted in self.wanted:
+            wanted.blocks = None if wanted.is_coming else self.pool.match(wanted.hashes)
+
+    def _reuse(self, wanted: HeldSegment, num_blocks: int) -> None:
+        self.stats["segments_lost"] += num_blocks < len(wanted.hashes)
+        if (part := self._part(wanted, num_blocks)) is not None:
+            self._parts.append(part)
+
+    def _part(self, wanted: HeldSegment, num_blocks: int) -> ReusedPart | None:
+        """What is reused of a segment of which so many blocks are there, if anything is."""
+        origin, (num_cached, most) = wanted.segment.start, self._reach
+        start, end = max(origin, num_cached), min(origin + num_blocks * self.block_size, most)
+        return ReusedPart(start, end, origin, tuple(wanted.blocks or ())) if start < end else None
+
+
+_ONE_TOKEN: Final = SamplingParams(max_tokens=1, ignore_eos=True)
+
+
+_BLENDED: Final = ("llama", "mistral", "qwen2", "qwen3")  # model kinds whose decoder layers `Blender` runs one by one
+
+
+class SegmentRequests:
+    """Segments of one engine's requests. ConfigError at the start if the model's KV cannot be moved.
+
+    A segment that L1 lacks becomes a request of its own, a child, which finds or computes ordinary prefix blocks.
+    """
+
+    def __init__(self, model: Model, pool: BlockPool, scheduler: Scheduler, config: EngineConfig) -> None:
+        self.stats: Counter[str] = Counter()
+        # Requests by the upper bound of what was left unrepaired, and the sum of it.
+        self.deviations: Counter[float] = Counter(dict.fromkeys(DEVIATION_BOUNDS, 0))
+        self.deviation_sum = 0.0
+        self._model = model
+        self._pool = pool
+        self._scheduler = scheduler
+        self._config = config
+        if (kind := model.kind) not in _BLENDED:
+            known = ", ".join(_BLENDED)
+            raise ConfigError(
+                f'segments "on": model kind {kind!r}: a blend knows the layers of {known}; set them "off"'
+            )
+        self._blender = Blender(model.module, pool.tensor, require_rotatable(model.module), config.token_budget)
+        self._children: dict[str, Sequence] = {}
+
+    @property
+    def figures(self) -> abc.Mapping[str, int]:
+        """Counts since the start: tokens from segments, those of them computed anew, blends, segments by outcome."""
+        return {**dict.fromkeys(COUNTED, 0), **self.stats}
+
+    def wanted(self, segments: abc.Sequence[Segment], repair: Repair | None, num_tokens: int) -> WantedReuse:
+        """What a request asks for; RequestError for what this model or mode cannot do."""
+        if self._config.exact:
+            raise RequestError('segments: their reuse is approximate, and this engine is "exact"; leave them out')
+        default = Repair(self._config.repair_rule, self._config.repair_share)
+        repair = checked_repair(repair, default, self._model.num_layers)
+        return WantedReuse(checked_segments(segments, num_tokens), repair)
+
+    def open(
+        self, request_id: str, prompt: NamedPrompt, wanted: WantedReuse, order: abc.Iterator[int]
+    ) -> SegmentReuse | None:
+        """What a new request is to reuse, its children queued; None: nothing. Call it before the request is queued."""
+        kept: list[HeldSegment] = []
+        for segment in wanted.segments:
+            chain = self._chain_of(prompt, segment)
+            if not segment.start or segment.end - segment.start < self._config.segment_min_tokens or not chain.hashes:
+                self.stats["segments_short" if segment.start else "segments_prefix"] += 1
+                continue
+            child = None
+            if self._pool.lookup(chain.hashes) == len(chain.hashes):
+                self.stats["segments_held"] += 1
+            else:
+                child = self._child(f"{request_id} segment {len(kept) + 1}", prompt, segment, next(order))
+            kept.append(HeldSegment(segment, tuple(chain.hashes), child))
+        size = self._config.block_size
+        return SegmentReuse(wanted.repair, tuple(kept), size, self.stats, self._blender, self._pool) if kept else None
+
+    def advance(self) -> None:
+        """End the children that have all their blocks: the token that follows is nobody's.
+
+        A request that was admitted before its segments were there holds those that are there now.
+        """
+        for child in [child for child in self._children.values() if child.state is SequenceState.RUNNING]:
+            if child.num_named >= child.num_prompt_tokens // self._config.block_size:
+                self._count_child(child)
+                self._scheduler.abort(child.request_id)
+        for sequence in [*self._scheduler.running, *self._scheduler.loading.values()]:
+            if isinstance(reuse := sequence.reuse, SegmentReuse) and reuse.is_due and not reuse.take():
+                reuse.release()
+                self._scheduler.compute_exactly(sequence)
+
+    def blend(self, batch: Batch) -> None:
+        """Blend what the batch has tokens for. Behind a blend that ends in this step, the batch has the last token."""
+        blends = [
+            (chunk, chunk.sequence.reuse, chunk.sequence.reuse.blend)
+            for chunk in batch.chunks
+            if chunk.blends and isinstance(chunk.sequence.reuse, SegmentReuse)
+        ]
+        if not blends:
+            return
+        left = self._blender.advance([(blend, chunk.blends) for chunk, _, blend in blends if blend is not None])
+        unfinished = []
+        for (chunk, reuse, blend), over in zip(blends, left, strict=True):
+            assert blend is not None
+            if blend.has_copied:
+                reuse.release_sources()
+            if blend.result is None:
+                unfinished.append(chunk)
+                continue
+            self._count(chunk.sequence, reuse, blend.result)
+            reuse.release()
+            if not over:  # for the last token
+                chunk.sequence.num_computed = chunk.start
+                unfinished.append(chunk)
+        batch.blended(unfinished)
+        if not batch.chunks:
+            self._blender.synchronize()  # nobody else waits for this step's work
+
+    def takes(self, output: Output) -> bool:
+        """Whether an output is a child's, which nobody is told."""
+        child = self._children.get(output.request_id)
+        if child is None:
+            return False
+        if output.finish_reason is not None:
+            del self._children[output.request_id]
+            if output.finish_reason is not FinishReason.ABORT:
+                self._count_child(child)
+        return True
+
+    def abort(self, sequence: Sequence) -> None:
+        """End what a request waits for: whoever else wants the same segments has children of their own."""
+        for child in sequence.reuse.children if isinstance(sequence.reuse, SegmentReuse) else ():
+            if child.state is not SequenceState.FINISHED:
+                self._scheduler.abort(child.request_id)
+
+    def _child(self, name: str, prompt: NamedPrompt, segment: Segment, order: int) -> Sequence:
+        """Queue the segment alone: its full blocks, and one token more, since a last one is never loaded."""
+        size = self._config.block_size
+        num_tokens = (segment.end - segment.start) // size * size
+        tokens = prompt.token_ids[segment.start : segment.start + num_tokens]
+        tokens.append(prompt.token_ids[min(segment.start + num_tokens, segment.end - 1)])
+        assert prompt.chain is not None
+        chain = TokenChain(prompt.chain.root, size, self._config.hash_scheme)
+        chain.extend(tokens)
+        while name in self._scheduler.live or name in self._scheduler.orphans:
+            name += "'"
+        child = Sequence(name, tokens, _ONE_TOKEN, chain, order)
+        self._children[name] = child
+        self._scheduler.add(child, is_segment=True)
+        return child
+
+    def _chain_of(self, prompt: NamedPrompt, segment: Segment) -> TokenChain:
+        assert prompt.chain is not None
+        chain = TokenChain(prompt.chain.root, self._config.block_size, self._config.hash_scheme)
+        chain.extend(prompt.token_ids[segment.start : segment.end])
+        return chain
+
+    def _count_child(self, child: Sequence) -> None:
+        num_tokens = child.num_prompt_tokens - 1
+        had = {"held": child.num_l1_tokens, "loaded": child.num_l1_tokens + child.num_external_tokens}
+        outcome = next((way for way, number in had.items() if number >= num_tokens), "computed")
+        self.stats[f"segments_{outcome}"] += 1
+
+    def _count(self, sequence: Sequence, reuse: SegmentReuse, result: BlendResult) -> None:
+        if not sequence.num_generated:  # what its first token saw; a blend that had to be made again counts once
+            self.stats["segment_tokens"] += result.num_reused - reuse.num_reused
+            self.stats["repaired_tokens"] += result.num_repaired - reuse.num_repaired
+            reuse.num_reused, reuse.num_repaired = result.num_reused, result.num_repaired
+        self.stats["blends"] += 1
+        self.stats["blends_in_full"] += result.fell_back
+        self._scheduler.stats["computed_tokens"] += result.num_computed
+        if result.deviation is not None:
+            self.deviations[deviation_bound(result.deviation)] += 1
+            self.deviation_sum += result.deviation
+
+
+def wanted_reuse(
+    segments: abc.Sequence[Segment], repair: Repair | None, num_tokens: int, reuse: SegmentRequests | None
+) -> WantedReuse | None:
+    """What a request asks for, checked; None: nothing. `reuse` is the engine's, None where segments are off."""
+    if not segments:
+        return None
+    if reuse is None:
+        raise RequestError('segments: this engine reuses none; set [cache] segments = "on", or leave them out')
+    return reuse.wanted(segments, repair, num_tokens)
+
+
+def wanted_by_each(
+    segments: abc.Sequence[abc.Sequence[Segment]] | None,
+    repair: Repair | None,
+    prompts: abc.Sequence[abc.Sequence[int]],
+    reuse: SegmentRequests | None,
+) -> list[WantedReuse | None]:
+    """The same for several requests, of which each has a list of segments."""
+    if segments is None:
+        return [None] * len(prompts)
+    if len(segments) != len(prompts):
+        raise RequestError(f"segments of {len(segments)} prompts for {len(prompts)}: give one list each")
+    return [wanted_reuse(one, repair, len(prompt), reuse) for one, prompt in zip(segments, prompts, strict=True)]
