@@ -113,7 +113,8 @@ class SchedulerSide:
             if is_past or in_l1 < claim.num_l1:  # L1 got past what the view has of its own, or has lost some
                 self._cancel(known)
         known.asked = in_l1
-        if known.claim is None and not known.recompute:
+        is_fresh = known.claim is None and not known.recompute
+        if is_fresh:
             self._submit(known)
         least = in_l1 * block_size + in_part
         claim = known.claim
@@ -121,7 +122,7 @@ class SchedulerSide:
             claim is not None
             and claim.promised
             and claim.found is not None
-            and not (claim.told or self._partial_blocks)
+            and not (claim.found.miss or claim.told or self._partial_blocks)
         ):
             if known.found is None:
                 known.found = claim.found
@@ -129,7 +130,7 @@ class SchedulerSide:
             covered: int | None = (claim.num_l1 + claim.promised) * block_size
             claim.told = True  # from now on it is polled, which renews it
         else:
-            covered = self._answer(known, least)
+            covered = self._answer(known, least, is_fresh=is_fresh)
         if (claim := known.claim) is not None and claim.meeting is not None:
             self._begin_overlapped(known, claim)
         if covered is None:
@@ -285,7 +286,7 @@ class SchedulerSide:
         stores = self._reserved() if self._wanted else []
         if self._finished:
             self._report_finished()
-        if (self._asked or self.overlapped) and not stores:
+        if (self._asked or self.overlapped) and not stores and self.tiers.sends_later:
             self.tiers.tick()  # no reserving took the questions along
         self._asked = False
         loads, self._planned = tuple(self._planned), []
@@ -332,7 +333,9 @@ class SchedulerSide:
                 self._overlapped_copied(copy, well=False)
         if filled:
             self.tiers.seal_each(filled)
-            self._moved("store", sum([len(tokens) for _, tokens, _ in filled]), 0.0)
+            if (region := self.tiers.region) is not None:
+                num_blocks = sum([len(tokens) for _, tokens, _ in filled])
+                self.tiers.metrics.moved(L2, "store", num_blocks * region.slot_bytes, 0.0)
         if report.lost and not self._lost:
             self._lost = True
             self.forget_promises()
@@ -407,18 +410,20 @@ class SchedulerSide:
         known.claim = self.tiers.ask(hashes, chain.root, num_l1, block_size=chain.block_size, ends=ends)
         self._asked |= known.claim.promised is None
 
-    def _answer(self, known: ConnectedRequest, least: int) -> int | None:
+    def _answer(self, known: ConnectedRequest, least: int, *, is_fresh: bool = False) -> int | None:
         """How many leading tokens L1 and the promise cover, 0 for no promise; None: not known yet.
 
         Where a block that is held begins as the request's next one does, and so brings it more than `least` tokens, the
-        promise becomes one of that block, too.
+        promise becomes one of that block, too. `is_fresh`: it was asked just now; what is not known yet is not polled.
         """
         claim = known.claim
         if claim is None:
             return 0
-        is_new = claim.promised is not None and not claim.told
-        promised = claim.promised if is_new and claim.promised is not None else self.tiers.poll(claim)
-        claim.told |= is_new
+        promised: int | Pending = PENDING
+        if claim.promised is not None and not claim.told:
+            promised, claim.told = claim.promised, True
+        elif not is_fresh:
+            promised = self.tiers.poll(claim)
         if claim.found is not None and known.found is None:
             known.found = claim.found
             known.causes = None if claim.why is None else claim.why()
@@ -533,9 +538,9 @@ class SchedulerSide:
                 store.is_rest |= store.request_id in behind
         reservations = self.tiers.reserve(stores, may_retry=True) if stores else []
         ops = []
-        is_short = bool(stores) and self.tiers.is_short
         for op_id, store, reservation in zip(wanted, stores, reservations, strict=True):
-            if is_short and self._offer_rest(op_id, store, reservation):
+            is_less = reservation is None or len(reservation.indices) < len(store.blocks)
+            if is_less and self.tiers.is_short and self._offer_rest(op_id, store, reservation):
                 if reservation is None:
                     continue
             elif reservation is None and self.tiers.is_late:
@@ -548,7 +553,7 @@ class SchedulerSide:
                     self._drop(store, Outcome.TIMEOUT)
                 continue
             indices = [] if reservation is None else reservation.indices
-            if len(indices) < len(store.blocks):
+            if is_less and len(indices) < len(store.blocks):
                 kept = set(indices)
                 self.released += [block for i, block in enumerate(store.blocks) if i not in kept]
                 store.blocks = [store.blocks[i] for i in indices]

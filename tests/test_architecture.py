@@ -91,6 +91,7 @@ EXPLAINED: Final = {
     "connector/models/ordinary.py:__init__:except": "a model's class, anybody's, raises what it likes when made anew",
     "connector/vllm/scheduler.py:__init__": "what vLLM's scheduler has, and each of it once",
     "tiers/tier.py:Tier": "a tier's verbs, and its capabilities: what it lacks it inherits",
+    "tiers/file/slab_rows.py:__init__": "what one open slab is made of",
     "tiers/file/store.py:open": "the tier's whole configuration; every caller names each",
     "tiers/file/store.py:FileStore": "a tier's verbs, and what it tells: children, lineage, ends, room",
     "service/archive/archive.py:export_blocks": "the namespace, and all that may be said of its export",
@@ -135,7 +136,6 @@ EXPLAINED: Final = {
     "kvtier/cli/admin_cli.py:purge": "the same",
     "kvtier/cli/admin_cli.py:export_file": "the same",
     "kvtier/cli/admin_cli.py:kvtier.connector.models.answers": "tokenizers is asked for with --text alone",
-    "connector/daemon/wire.py:_end": "one for each field of the message",
     "tiers/hierarchy/lower_tier.py:TierPort": "all that the hierarchy does with one tier below",
     "tiers/redis/store.py:RedisStore": "a tier's verbs, and the probe that it keeps of its namespace's maker",
     "tiers/metrics.py:Metrics": "one verb for each thing that is counted",
@@ -168,7 +168,7 @@ EXPLAINED: Final = {
     "engine/offload.py:NoOffload": "what a scheduler calls, and none of it does anything",
     "tiers/copies/transfer.py:_enqueue:except": "a caller gets no exception",
     "tiers/copies/transfer.py:_run:except": "a failed copy is reported: no thread ends, no caller gets it",
-    "tiers/hierarchy/stores.py:_seal_now:except": "as a job that raises: it is counted, its slots are given back",
+    "tiers/hierarchy/stores.py:seal_each:except": "as a job that raises: it is counted, its slots are given back",
 }
 
 Function: Final = ast.FunctionDef | ast.AsyncFunctionDef

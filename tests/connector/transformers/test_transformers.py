@@ -420,7 +420,7 @@ def test_a_slow_disk_behind_the_daemon_does_not_cost_what_host_memory_has(
     tokens = ids(prompt(1, 90))
     config = Config.load(host={"size": "8MiB"}, cache=cache, service={"socket": str(tmp_path / "s")})
     with KVTier(model_of("llama"), config) as kv:
-        kv._tiers._claims._patience = PATIENCE  # type: ignore[attr-defined]
+        kv._tiers._patience = PATIENCE  # type: ignore[attr-defined]
         # Five blocks are in host memory and in the slab; the last two leave host memory, and the disk hangs.
         kv.generate(tokens, **GREEDY)
         assert kv.drain(PATIENCE)

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 from doubles import SLOT_BYTES, MemoryTier, hierarchy_of, store
 
-from kvtier.connector.daemon.handshake import Hello, pack_handshake
-from kvtier.connector.daemon.wire import MAX_HELLO
+from kvtier.connector.daemon.wire import MAX_HELLO, Hello, pack_handshake
 from kvtier.connector.local import open_tiers
 from kvtier.service.explain.lines import explained, finding
 from kvtier.service.node.namespaces import BlockDimensions, Namespace

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from service_rig import FINGERPRINT, PATIENCE, DaemonProcess, attach, load, store
 
-from kvtier.connector.daemon.handshake import Hello, pack_handshake
+from kvtier.connector.daemon.wire import Hello, pack_handshake
 from kvtier.service.node.daemon import MAX_CLIENTS
 from kvtier.service.node.session import MAX_BUFFERED, Buffers
 

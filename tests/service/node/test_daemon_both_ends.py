@@ -8,7 +8,7 @@ from doubles import BLOCK_SIZE, chain_of, wait_until
 from service_rig import DaemonThread, attach, store, verify
 
 from kvtier.connector.daemon.client import RemoteTiers
-from kvtier.connector.daemon.messages import Ask
+from kvtier.connector.daemon.wire import Ask
 from kvtier.connector.overlapped import OverlappedLoad
 from kvtier.connector.scheduler import SchedulerSide
 from kvtier.tiers.hierarchy.cache_tiers import PENDING, Claim, Ends

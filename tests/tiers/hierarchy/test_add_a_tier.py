@@ -94,7 +94,7 @@ def test_blocks_are_stored_in_it_and_come_back_after_a_restart() -> None:
 def test_what_was_found_in_it_is_said_to_clients_engines_and_routers() -> None:
     # The daemon tells its clients, in one number more.
     found = Attribution(9, l1=1, l2=2, shelf=3, miss=3)
-    assert pack_found(found) == [9, 1, 2, 0, 0, 0, 0, 3, 3]
+    assert pack_found(found) == (9, 1, 2, 0, 0, 0, 0, 3, 3)
     assert unpack_found(pack_found(found)) == found
     # The engine tells in an answer's usage where the prompt's tokens came from.
     request = Sequence("r", [0] * 40, SamplingParams(), chain_of(8), 0)
