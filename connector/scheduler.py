@@ -48,10 +48,10 @@ class SchedulerSide:
     Per step: `build_plan` → the worker → `update` with its report. Where the tiers are a daemon's, `build_plan` makes
     the step's one round trip, and only if there is something to store.
 
-    A request asked for while `computes_alone` may load its blocks while it computes those before. It has a `Back` from
-    its lookup on. The engine asks that in each step how far it may compute, and calls `leave` when it is over or the
-    request loses its blocks. What is copied goes on then: `writing` names the blocks that a plan's copies write to, and
-    an update names each in `released`.
+    A request asked for while `computes_alone` may load its blocks while it computes those before. From its lookup on it
+    has an `OverlappedLoad`. The engine asks that in each step how far it may compute, and calls `end_overlapped` when
+    it is over or the request loses its blocks. What is copied goes on then: `writing` names the blocks that a plan's
+    copies write to, and an update names each in `released`.
     """
 
     def __init__(
@@ -234,7 +234,7 @@ class SchedulerSide:
             if store.is_rest or not short_only:
                 self._drop(self.late.pop(op_id), Outcome.NO_SLOT if store.is_rest else Outcome.TIMEOUT)
 
-    def leave(self, request_id: str) -> int:
+    def end_overlapped(self, request_id: str) -> int:
         """Ask no more for the back of a request. Returns how many held blocks its front has computed. Idempotent."""
         if (back := self.overlapped.pop(request_id, None)) is None:
             return 0
@@ -354,7 +354,7 @@ class SchedulerSide:
         an engine that is idle then makes no more plans.
         """
         if self.overlapped:
-            self.leave(request_id)
+            self.end_overlapped(request_id)
         if (known := self.requests.pop(request_id, None)) is None:
             return
         if known.claim is not None:

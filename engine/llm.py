@@ -295,7 +295,7 @@ class Engine:
                     return
                 for request_id in list(self._requests):
                     self._abort(request_id)
-                start_copies(self.worker, self.scheduler.flush())  # of the last requests' tails
+                start_copies(self.worker, self.scheduler.flush())  # of the last requests' partial blocks
                 self.scheduler.apply(self.worker.close(_CLOSE_DEADLINE))
             finally:
                 self.connector.close()

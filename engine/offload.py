@@ -89,7 +89,7 @@ class NoOffload:
     def finished(self, request_id: str, answered: Answered | None = None) -> None:
         """Nothing is remembered."""
 
-    def leave(self, request_id: str) -> int:
+    def end_overlapped(self, request_id: str) -> int:
         return 0
 
     def computed(self, num_tokens: int, seconds: float, position: float = 0.0) -> None:

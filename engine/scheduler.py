@@ -257,7 +257,7 @@ class Scheduler:
 
     def _end_overlapped(self, sequence: Sequence) -> None:
         """It has all of its blocks, or none any more."""
-        self.stats["skipped_tokens"] += self._connector.leave(sequence.request_id) * self._config.block_size
+        self.stats["skipped_tokens"] += self._connector.end_overlapped(sequence.request_id) * self._config.block_size
 
     def _grow(self, sequence: Sequence, chunks: list[Chunk]) -> bool:
         """Have a block for every token, preempting the latest request that is not in `chunks`. False: not this step."""

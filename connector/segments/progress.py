@@ -38,10 +38,10 @@ def first_of(parts: Iterable[Positions], share: float) -> Positions:
 
 def borders_of(parts: Iterable[Positions], share: float) -> Positions:
     """The share of every part, half of it at its beginning and half at its end."""
-    return np.concatenate([_both_ends(part, count(share, len(part))) for part in parts])
+    return np.concatenate([_from_both_ends(part, count(share, len(part))) for part in parts])
 
 
-def _both_ends(part: Positions, number: int) -> Positions:
+def _from_both_ends(part: Positions, number: int) -> Positions:
     return np.concatenate([part[: number - number // 2], part[len(part) - number // 2 :]])
 
 
