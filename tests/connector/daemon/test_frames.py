@@ -98,8 +98,7 @@ anything = st.recursive(
 
 
 def body_of(frame: bytes) -> memoryview:
-    body: memoryview
-    (body,) = FrameReader(MAX_FRAME).feed(frame)
+    (body,) = FrameReader[memoryview](MAX_FRAME).feed(frame)
     return body
 
 

@@ -85,8 +85,7 @@ OPERATIONS: Final = [
 
 
 def body_of(frame: bytes) -> memoryview:
-    body: memoryview
-    (body,) = FrameReader(MAX_FRAME).feed(frame)
+    (body,) = FrameReader[memoryview](MAX_FRAME).feed(frame)
     return body
 
 
