@@ -107,7 +107,8 @@ anything = st.recursive(
 
 
 def body_of(frame: bytes) -> memoryview:
-    (body,) = FrameReader(MAX_FRAME).feed(frame)
+    bodies: list[memoryview] = FrameReader(MAX_FRAME).feed(frame)
+    [body] = bodies
     return body
 
 
