@@ -85,7 +85,8 @@ OPERATIONS: Final = [
 
 
 def body_of(frame: bytes) -> memoryview:
-    (body,) = FrameReader[memoryview](MAX_FRAME).feed(frame)
+    bodies: list[memoryview] = FrameReader(MAX_FRAME).feed(frame)
+    [body] = bodies
     return body
 
 
