@@ -10,7 +10,7 @@ from _synthetic_traces import TRACES, SyntheticRequest
 from numpy.typing import NDArray
 
 from kvtier.service.traces import HINTS, RequestTrace, load_trace
-from kvtier.tiers.returns import Hint
+from kvtier.tiers.reuse import Hint
 
 PRODUCTION: Final = "production conversations"
 _FILE: Final = Path(__file__).resolve().parents[2] / "shared" / "traces" / "conversation_trace.jsonl.gz"

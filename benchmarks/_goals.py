@@ -286,5 +286,10 @@ def without_mean(targets: Iterable[Target]) -> list[str]:
     return [name for name in names if re.search(_END, name) and re.sub(_END, "mean", name) not in names]
 
 
+def is_end(target: Target) -> bool:
+    """Whether it measures an interval's end."""
+    return re.search(_END, target.name) is not None
+
+
 def _is_unheld(benchmark: str, column: str, row: SavedRow) -> bool:
     return any(each.column in ("", column) and re.search(each.where, words(row)) for each in UNHELD.get(benchmark, ()))

@@ -9,7 +9,7 @@ from kvtier.service.traces import RequestTrace
 from kvtier.tiers import L2, BlockRecord, KVTierError
 from kvtier.tiers.hierarchy import CacheTiers, Pending, Wanted
 from kvtier.tiers.naming import TokenChain, root_hash
-from kvtier.tiers.returns import RequestEnd
+from kvtier.tiers.reuse import RequestEnd
 
 FINGERPRINT: Final = bytes(range(32))
 _LOOK: Final = 0.1  # seconds between looks at a claim that is under way

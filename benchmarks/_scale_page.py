@@ -1,4 +1,4 @@
-"""The tables of docs/scale.md and of compression in docs/storage.md, of what scale.py and compression.py saved."""
+"""The tables of scale in docs/performance.md and of compression in docs/storage.md, of what was saved."""
 
 import json
 import re
@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 ROOT: Final = Path(__file__).resolve().parent.parent
-SCALE: Final = ROOT / "docs" / "scale.md"
-PAGES: Final = (SCALE, ROOT / "docs" / "storage.md")
+PAGES: Final = tuple(ROOT / "docs" / f"{name}.md" for name in ("performance", "storage"))
 RESULTS: Final = ROOT / "benchmarks" / "results"
 MARK: Final = re.compile(r"(<!-- figures: (\w+), written by [\w/.]+ -->\n).*?(<!-- end of figures -->\n)", re.DOTALL)
 NO_LIMIT: Final = "no limit found"
@@ -25,8 +24,6 @@ def tables() -> dict[str, str]:
     limits = _of(rows, "limits")
     made = {name: table(part if name in ("events", "decisions") else _largest(part)) for name, part in parts.items()}
     made["limits"] = table(_limits(limits))
-    made["pieces"] = _listed({row["piece"]: row["measured"] for row in _of(rows, "a piece costs")})
-    made["moved"] = table(_turned(_of(rows, "a request moves")))
     made["assumed"] = _listed(document["setup"])
     made["machine"] = _machine(document)
     compressed = json.loads((RESULTS / "compression.json").read_text())
@@ -40,10 +37,10 @@ def tables() -> dict[str, str]:
     return made
 
 
-def filled(page: Path) -> str:
-    """The page with what was saved between its marks. KeyError if a mark names no table."""
+def filled(text: str) -> str:
+    """A page with what was saved between its marks. KeyError if a mark names no table."""
     made = tables()
-    return MARK.sub(lambda found: found[1] + made[found[2]] + found[3], page.read_text())
+    return MARK.sub(lambda found: found[1] + made[found[2]] + found[3], text)
 
 
 def table(rows: Sequence[ScaleRow]) -> str:
@@ -83,16 +80,6 @@ def _limits(rows: Sequence[ScaleRow]) -> list[ScaleRow]:
             "up to, nodes": NO_LIMIT if row["holds up to"] is None else row["holds up to"],
         }
         for row in rows
-    ]
-
-
-def _turned(rows: Sequence[ScaleRow]) -> list[ScaleRow]:
-    """A row for each thing, and a column for each number of sightings."""
-    by = {f"stored from sighting {row['admit_after']}": row for row in rows}
-    return [
-        {"tokens a request": name.replace("_", " "), **{column: round(row[name]) for column, row in by.items()}}
-        for name in rows[0]
-        if name != "admit_after"
     ]
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Final
 
-from kvtier.tiers.returns import Hint
+from kvtier.tiers.reuse import Hint
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from _live_replay import FINGERPRINT, ReplayClock, replay_live, simulated_beside
 from _report import RESULTS, Target, parser, progress, report
 from _synthetic_traces import TRACES
 
-from kvtier.service.charts import Chart, Line, save_png
+from kvtier.service import Chart, Line, save_png
 from kvtier.service.simulation import Capacity, TraceReplay, optimum_of, sweep
 from kvtier.service.traces import RequestTrace
 from kvtier.tiers.config import Config

@@ -14,7 +14,7 @@ import _report
 from memory import DEADLINE, WARM_UP, Footprint, names_of
 
 from kvtier.tiers.pool import Departures, SlotPool
-from kvtier.tiers.returns import RequestEnd
+from kvtier.tiers.reuse import RequestEnd
 
 COUNTS: Final = (100_000, 400_000)
 REQUEST: Final = 32  # blocks

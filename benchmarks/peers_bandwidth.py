@@ -31,7 +31,7 @@ import numpy as np
 from _report import Speed, Target, parser, progress, report
 from cryptography.hazmat.primitives.poly1305 import Poly1305
 
-from kvtier.service.node import Lender
+from kvtier.service.node import PeerServer
 from kvtier.tiers import BATCH_BYTES, BlockRecord, checksum
 from kvtier.tiers.config import Config
 from kvtier.tiers.hierarchy import open_hierarchy
@@ -74,10 +74,10 @@ def lend(blocks: BenchBlocks, config: Config, told: int) -> None:
     ]
     host.describe(slots, records)
     host.pool.seal(reservation).release()
-    lender = Lender(config.peers)
-    lender.lend(hierarchy, FINGERPRINT, blocks)
+    peer_server = PeerServer(config.peers)
+    peer_server.lend(hierarchy, FINGERPRINT, blocks)
     bare = socket.create_server(("127.0.0.1", 0))
-    os.write(told, f"{lender.address} {bare.getsockname()[1]}\n".encode())
+    os.write(told, f"{peer_server.address} {bare.getsockname()[1]}\n".encode())
     while True:
         connection, _ = bare.accept()
         prepare(connection)
@@ -118,10 +118,10 @@ class PeersBench:
     """One block size and number of threads."""
 
     def __init__(
-        self, blocks: BenchBlocks, num_threads: int, num_bytes: int, config: Config, port: int, lender: int
+        self, blocks: BenchBlocks, num_threads: int, num_bytes: int, config: Config, port: int, peer_server: int
     ) -> None:
         self.blocks = blocks
-        self.lender = lender
+        self.peer_server = peer_server
         self.num_threads = num_threads
         self.num_batches = max(2, num_bytes // BATCH_BYTES // num_threads)  # of each thread
         self.speeds: dict[str, list[Speed]] = {side: [] for side in SIDES}
@@ -162,7 +162,7 @@ class PeersBench:
 
     def cpu_seconds(self) -> float:
         """Of this process and the other one, as it counts them: in ticks."""
-        ticks = Path(f"/proc/{self.lender}/stat").read_text().rpartition(")")[2].split()[11:13]
+        ticks = Path(f"/proc/{self.peer_server}/stat").read_text().rpartition(")")[2].split()[11:13]
         return time.process_time() + sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
 
     def read(self, thread: int) -> None:
@@ -248,10 +248,10 @@ def main() -> int:
         key_file.write_bytes(os.urandom(32))
         for block_kib in sizes:
             blocks = BenchBlocks(block_kib << 10)
-            with lending(blocks, configured(key_file)) as (address, port, lender):
+            with lending(blocks, configured(key_file)) as (address, port, peer_server):
                 for num_threads in (1, 2):
                     progress(f"blocks of {block_kib} KiB, {num_threads} threads")
-                    bench = PeersBench(blocks, num_threads, num_bytes, configured(key_file, address), port, lender)
+                    bench = PeersBench(blocks, num_threads, num_bytes, configured(key_file, address), port, peer_server)
                     bench.run(rounds)
                     rows.append(bench.row())
                     bench.close()

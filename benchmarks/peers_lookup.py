@@ -27,7 +27,7 @@ from typing import Final
 from _report import parser, progress, report
 
 from kvtier.service.events import Publisher
-from kvtier.service.node import Lender, PeerFeeds
+from kvtier.service.node import PeerFeeds, PeerServer
 from kvtier.tiers import BlockRecord
 from kvtier.tiers.config import Config, EventsConfig
 from kvtier.tiers.hierarchy import EventSource, Hierarchy, open_hierarchy
@@ -77,8 +77,8 @@ def be_a_node(config: Config, told: int, asked: int) -> None:
     memory = Config.model_validate({"host": {"size": 2 * MOST * slot_stride(BLOCK_BYTES)}})
     hierarchy = open_hierarchy(memory, FINGERPRINT, LookupBlocks())
     put(hierarchy, chain_of(MOST))
-    lender = Lender(config.peers)
-    model = lender.lend(hierarchy, FINGERPRINT, LookupBlocks())
+    peer_server = PeerServer(config.peers)
+    model = peer_server.lend(hierarchy, FINGERPRINT, LookupBlocks())
     events = EventsConfig.model_validate({name: f"tcp://127.0.0.1:{free_port()}" for name in ("publish", "replay")})
     publisher = Publisher(events, has_peers=True)
     feed = publisher.feed(FINGERPRINT, EventSource(hierarchy))
@@ -86,7 +86,7 @@ def be_a_node(config: Config, told: int, asked: int) -> None:
     model.events = lambda: replace(at, tells_all=feed.tells_all)
     while feed.pump():
         publisher.flush(FOREVER)
-    os.write(told, f"{lender.address}\n".encode())
+    os.write(told, f"{peer_server.address}\n".encode())
     for number in range(1, 256):
         if not os.read(asked, 1):
             break

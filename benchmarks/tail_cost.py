@@ -16,7 +16,7 @@ from _report import Target, parser, progress, report
 
 from kvtier.tiers import ChainHash
 from kvtier.tiers.pool import SlotPool
-from kvtier.tiers.returns import RequestEnd
+from kvtier.tiers.reuse import RequestEnd
 
 SIZES: Final = (8, 32, 128, 512)  # blocks of a request
 LIMIT: Final = 0.3  # µs a block more than LRU

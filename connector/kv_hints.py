@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from kvtier.tiers.returns import Hint
+from kvtier.tiers.reuse import Hint
 
 _MOST: Final = 16  # actions, and directives of one, that are read
 _VERSION: Final = "1"  # of both kinds of actions

@@ -9,7 +9,7 @@ from kvtier.connector.plan import CopyOp
 from kvtier.tiers import ChainHash, Outcome
 from kvtier.tiers.hierarchy import Attribution, Claim, Wanted
 from kvtier.tiers.pool import Causes, Lease, Reservation
-from kvtier.tiers.returns import Hint, RequestEnd
+from kvtier.tiers.reuse import Hint, RequestEnd
 
 
 class BlockChain(Protocol):

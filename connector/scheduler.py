@@ -13,7 +13,7 @@ from kvtier.connector.request import Answered, ConnectedRequest, LoadingOp, Requ
 from kvtier.tiers import L2, ChainHash, Outcome, value
 from kvtier.tiers.hierarchy import PENDING, Attribution, CacheTiers, Claim, Ends, Filled, Pending
 from kvtier.tiers.pool import Reservation
-from kvtier.tiers.returns import RequestEnd
+from kvtier.tiers.reuse import RequestEnd
 
 _LOOK_AGAIN: Final = 0.05  # seconds: a request that waits is looked up at every step
 _OFFERED: Final = 2.0  # seconds a store is offered again to a daemon that answers late

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from kvtier.connector import Answered
 from kvtier.engine.sequence import FinishReason, Sequence
-from kvtier.tiers.returns import Hint
+from kvtier.tiers.reuse import Hint
 
 CallsTool = Callable[[abc.Sequence[int]], bool]
 """Whether an answer of these tokens calls a tool."""

@@ -18,7 +18,7 @@ from kvtier.tiers import L1, L2, TIERS, ChainHash, RequestError
 from kvtier.tiers.hierarchy import Attribution
 from kvtier.tiers.naming import TokenChain
 from kvtier.tiers.pool import Causes
-from kvtier.tiers.returns import Hint, hint_of
+from kvtier.tiers.reuse import Hint, hint_of
 
 if TYPE_CHECKING:  # it needs torch, this module does not
     from kvtier.tiers.copies import BlockPool

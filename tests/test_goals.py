@@ -122,7 +122,7 @@ def test_a_result_from_before_a_column_is_said_to_be_not_measured(monkeypatch: p
     assert "| pool, batches of 2,048" not in text
     missing = text.partition("Not measured yet:")[2]
     assert "python benchmarks/pool_throughput.py --vllm .venv-vllm/bin/python --save" in missing
-    assert "- time to first token, 1,024 to 8,192 tokens: cold ÷ L2; " in missing
+    assert "- our engine, time to first token, 1,024 – 8,192 tokens: cold ÷ L2; " in missing
     assert "python benchmarks/ttft.py --save" in missing
 
 

@@ -21,17 +21,13 @@ from lint.__main__ import RULES, main
 from lint.tree import Rule, Skip, Tree
 
 import kvtier
-from kvtier.cli.verbs import VERBS
+from kvtier.cli.program import VERBS
 
 ROW: Final = {"status": "hits", "message": "", "warm": 130, "restart": 130, "architecture": "a"}
 REFUSED: Final = {"engine": "kvtier", "status": "refused", "message": "no; what now", "warm": 0}
 MODELS: Final = [{**ROW, "engine": engine} for engine in _models_page.ENGINES if engine != "kvtier"] + [ROW | REFUSED]
 DISK: Final = """{"benchmark": "disk", "results": [{"ratio": 0.5}],
                    "targets": [{"name": "read", "target": ">= 0.9", "measured": 0.5}]}"""
-POOL: Final = [
-    {"verb": "store with eviction", "batch": 2048, "way": "compiled", "policy": policy, "us/block": 0.25}
-    for policy in ("lru", "s3fifo")
-]
 ANSWERS: Final = "[12 tokens of prompt\n" * 6
 PRINTED: Final = "<!-- printed by the script above, which benchmarks/_stories.py ran -->\n```\n{}```\n"
 TABLE: Final = "<!-- figures: {}, written by a.py -->\n<!-- end of figures -->\n"
@@ -109,9 +105,8 @@ PLANTED: Final[dict[str, tuple[Mapping[str, str], str]]] = {
     ),
     "api": (
         {
-            "docs/architecture.md": rows(
-                *kvtier.__all__, *references.CONFIGURED[1:], *(f"kvtier {verb}" for verb in VERBS)
-            )
+            "docs/architecture.md": rows(*kvtier.__all__, *references.CONFIGURED[1:]),
+            "docs/commands.md": rows(*(f"kvtier {verb}" for verb in VERBS)),
         },
         references.CONFIGURED[0],
     ),
@@ -135,21 +130,14 @@ PLANTED: Final[dict[str, tuple[Mapping[str, str], str]]] = {
     ),
     "figures": ({"a.md": "saved", "b.md": "of last week"}, "b.md: its figures are not the saved ones: run `write`"),
     "saved-tables": (
-        {"docs/scale.md": TABLE.format("events"), "docs/storage.md": TABLE.format("redis") * 2},
+        {"docs/performance.md": TABLE.format("events"), "docs/storage.md": TABLE.format("redis") * 2},
         "'redis' stands there 2 times",
     ),
     "stories": (
         {"docs/storage.md": PRINTED.format(ANSWERS), "docs/operate.md": PRINTED.format("typed by hand\n" * 6)},
         "docs/operate.md: what its script printed is not as printed",
     ),
-    "policy-costs": (
-        {
-            "benchmarks/results/pool_throughput.json": json.dumps({"results": POOL}),
-            "docs/performance.md": "S3-FIFO's keyed store takes 0.26 µs a block (LRU: 0.25)",
-        },
-        "takes 0.25 µs a block",
-    ),
-    "block-files": ({"docs/architecture.md": "`tiers/a.py` `tiers/c.py`", "tiers/a.py": ""}, "tiers/c.py"),
+    "drawing": ({"tiers/b.py": ""}, "a.py: no such file"),
     "goals": (
         {"docs/performance.md": "## What was missed, and why\n", "benchmarks/results/disk.json": DISK},
         "read: 0.5: name its cause",

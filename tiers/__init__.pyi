@@ -19,13 +19,11 @@ from .finding import Finding, Status, error, ok, warning
 from .forks import cut_off_in_children, forget_descriptor, hide_from_children
 from .fp8 import LEAST_GROUP, MOST_GROUP, Fp8Codec, Fp8Loops, fp8_form
 from .kinds import L1, L2, MISS, TIERS, TierKind, lookup_results, lower_tiers, tier_captions
-from .lineage import Lineage, TellsLineage
 from .metrics import Metrics, Series
-from .room import LastRoom, StoragePlace, TellsRoom
+from .room import LastRoom, StoragePlace
 from .tier import (
     BATCH_BYTES,
     Announcer,
-    Announces,
     BlockRecord,
     BlockShape,
     ChainHash,
@@ -33,13 +31,8 @@ from .tier import (
     ChildBlock,
     ConfiguredTier,
     Direction,
-    Enumerates,
-    HearsOthers,
-    KeepsKVProbe,
-    Locates,
+    Lineage,
     Outcome,
-    TellsChildren,
-    TellsKVProbe,
     Tier,
     require_buffers,
     require_records,
@@ -57,7 +50,6 @@ __all__ = [
     "STAMP_BYTES",
     "TIERS",
     "Announcer",
-    "Announces",
     "BlockCodec",
     "BlockRecord",
     "BlockShape",
@@ -69,19 +61,15 @@ __all__ = [
     "ConfiguredTier",
     "Direction",
     "Encryption",
-    "Enumerates",
     "Finding",
     "FingerprintMismatch",
     "FormatError",
     "Fp8Codec",
     "Fp8Loops",
-    "HearsOthers",
     "KVMismatch",
     "KVTierError",
-    "KeepsKVProbe",
     "LastRoom",
     "Lineage",
-    "Locates",
     "Metrics",
     "MissingPackages",
     "NameCipher",
@@ -92,10 +80,6 @@ __all__ = [
     "Status",
     "StoragePlace",
     "StoreLocked",
-    "TellsChildren",
-    "TellsKVProbe",
-    "TellsLineage",
-    "TellsRoom",
     "Tier",
     "TierKind",
     "TierUnavailable",

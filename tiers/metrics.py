@@ -245,7 +245,7 @@ class Metrics:
         self._waiting.labels(tier).set(num_blocks)
 
     def selective(self, tier: str, why: str, is_on: bool) -> None:
-        """Whether a tier takes only blocks that were seen before, for this reason (`hierarchy/admission.py`)."""
+        """Whether a tier takes only blocks that were seen before, for this reason (`hierarchy/demote.py`)."""
         self._selective.labels(tier, why).set(is_on)
 
     def pool(self, tier: str, state: str, num_slots: int) -> None:

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterable, Sequence
 from threading import Lock, Thread
-from typing import Final, NamedTuple, Protocol, runtime_checkable
+from typing import Final, NamedTuple
 
 _EVERY: Final = 10.0  # seconds between two looks, at least
 
@@ -13,14 +13,6 @@ class StoragePlace(NamedTuple):
     used: int  # bytes, by everybody
     limit: int | None  # bytes that there may be; None: no bound is set
     is_own: bool = False  # a file of the tier alone, which grows as it is filled: a slab
-
-
-@runtime_checkable
-class TellsRoom(Protocol):
-    """A tier that knows how full its storage is."""
-
-    def room(self) -> Sequence[StoragePlace]:
-        """Each place, as it was heard of last. Never waits for a server or a disk."""
 
 
 class LastRoom:

@@ -1,11 +1,17 @@
 """What the hierarchy asks of a tier below host memory: look up, read, write, all in batches, all verified."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Final, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, NamedTuple, Protocol
 
+from kvtier.tiers.room import StoragePlace
 from kvtier.tiers.value import value
+
+if TYPE_CHECKING:  # most that import this need no arrays
+    import numpy as np
+    from numpy.typing import NDArray
 
 ChainHash = bytes
 """32 bytes naming a block and everything before it (`chain.py`). Never truncated."""
@@ -78,6 +84,16 @@ class Changes:
     cleared: bool = False
 
 
+class Lineage(NamedTuple):
+    """Which blocks a tier holds, in no particular order, and what is before each: as `[n, 4]` uint64.
+
+    What figures of its content are made of. Some may have left meanwhile.
+    """
+
+    names: "NDArray[np.uint64]"
+    parents: "NDArray[np.uint64]"
+
+
 class BlockShape(Protocol):
     """What a tier needs to know of a model's blocks. A `KVShape` says it."""
 
@@ -90,19 +106,40 @@ class BlockShape(Protocol):
         """Bytes of one whole block."""
 
 
-class Tier(Protocol):
+class Announcer(Protocol):
+    """Says which blocks come to a tier and leave it, to one reader. Thread-safe; no method waits for I/O."""
+
+    def listen(self) -> None:
+        """Keep a log from now on, for a reader that knows no block. Called again it starts over."""
+
+    @property
+    def waiting(self) -> bool:
+        """Whether the reader may have something to learn."""
+
+    def take(self, limit: int) -> Changes:
+        """What the reader has to forget and, up to `limit` blocks, to learn. Nothing before `listen`."""
+
+    def stop_listening(self) -> list[ChainHash]:
+        """Keep no log any more; returns what the reader knows."""
+
+
+class Tier(ABC):
     """A tier below host memory. Thread-safe. No method raises for a storage failure: failures are outcomes.
 
     `lookup` and `holds` are index-only, without I/O, and may be asked from the scheduler's thread.
     `read` and `write` block; the hierarchy calls them from its I/O threads and holds the deadline.
+    What is not abstract is a capability: a tier that lacks it inherits what is right then.
     """
 
+    @abstractmethod
     def lookup(self, hashes: Sequence[ChainHash]) -> int:
         """How many leading blocks of the chain are held."""
 
+    @abstractmethod
     def holds(self, hashes: Sequence[ChainHash]) -> list[bool]:
         """Which of the blocks are held, each by itself."""
 
+    @abstractmethod
     def read(self, hashes: Sequence[ChainHash], into: Sequence[memoryview]) -> list[BlockRecord | Outcome]:
         """Read each block into its buffer (slot_bytes each, writable) and verify its whole key and checksum.
 
@@ -110,26 +147,102 @@ class Tier(Protocol):
         the buffer then holds rubbish.
         """
 
+    @abstractmethod
     def write(self, records: Sequence[BlockRecord], payloads: Sequence[memoryview]) -> list[Outcome]:
         """Store consecutive blocks of one chain; evicts as its size demands. OK also for a block already held whole."""
 
+    @abstractmethod
     def discard(self, hashes: Sequence[ChainHash]) -> None:
         """Forget blocks (found bad, or on request)."""
 
+    @abstractmethod
     def reset(self) -> None:
         """Forget every block."""
 
+    @abstractmethod
     def probe(self, direction: Direction) -> bool:
         """One small operation on the storage itself: does it answer, and is it still ours? Asked by an open breaker."""
 
+    @abstractmethod
     def stats(self) -> Mapping[str, int]:
         """Counts of its own since it was opened, `evicted` among them, and `slots_{state}` now."""
 
+    @abstractmethod
     def check(self) -> None:
         """Raise AssertionError if the tier's conservation law does not hold."""
 
+    @abstractmethod
     def close(self) -> None:
         """Release files and locks once the last running operation has ended; returns at once; idempotent."""
+
+    # Storage that nodes share.
+
+    is_shared: ClassVar[bool] = False
+    """Others store in it too: its `lookup` knows only what it wrote itself, or learned by `locate`."""
+
+    @property
+    def knows_all(self) -> bool:
+        """Whether `locate` would tell no more than `lookup` does now. No I/O."""
+        return not self.is_shared
+
+    def locate(self, hashes: Sequence[ChainHash]) -> int | Outcome:
+        """Ask the storage how many leading blocks of the chain it holds; `lookup` and `holds` know them from then on.
+
+        Blocks, like `read`: called on the hierarchy's I/O threads. An Outcome says why there is no answer.
+        """
+        return self.lookup(hashes)
+
+    stays_open: ClassVar[bool] = False
+    """Opening it anew could not mend its writes: each request stands for itself."""
+
+    # What the maker of its namespace computes of a few tokens (`naming/kv_probe.py`). All three may block, and raise
+    # TierUnavailable if the storage does not answer: they are called while the tier is opened.
+
+    def kv_probe(self) -> bytes | None:
+        """The packed probe that it keeps; None if there is none."""
+        return None
+
+    def keep_kv_probe(self, packed: bytes) -> None:
+        """Keep it, unless there is one by now."""
+        return
+
+    def tell_kv_probe(self, packed: bytes) -> None:
+        """Every block is of whoever holds it: from now on, take blocks only from those who compute alike."""
+        return
+
+    # What it tells of its blocks, and learns of requests.
+
+    announcer: Announcer | None = None
+    """Follows its changes. Of a store shared with others: what this process wrote or read there."""
+
+    departures: Any = None
+    """The `Departures` (`tiers/pool`) that remember what left it, when and why; None: it remembers nothing."""
+
+    def ended(self, end: Any) -> None:
+        """A request has ended, as this `ClassifiedEnd` (`tiers/reuse`) says: for the order of eviction. No I/O."""
+        return
+
+    def children(self, parent: ChainHash, limit: int, start: bytes = b"") -> list[ChildBlock]:
+        """Up to `limit` held blocks whose parent has this name and whose tokens begin with `start`.
+
+        A request's next block may begin as one of them does. Index-only, without I/O; it may leave some out.
+        """
+        return []
+
+    def held(self) -> list[tuple[ChainHash, ChainHash]]:
+        """Name and parent of every block, in no particular order; none of a store that is shared with others.
+
+        No I/O, but time for every block.
+        """
+        return []
+
+    def lineage(self) -> Lineage | None:
+        """The same without a Python object a block; the tier's lock is held for some blocks at a time."""
+        return None
+
+    def room(self) -> Sequence[StoragePlace]:
+        """How full its storage is: each place, as it was heard of last. Never waits for a server or a disk."""
+        return ()
 
 
 def require_space(fingerprint: bytes, slot_bytes: int, block_size: int) -> None:
@@ -161,88 +274,3 @@ class ConfiguredTier:
     deadline: float  # seconds one operation may take: no less than the tier gives itself for a whole batch
     joined: int = 1  # blocks of small reads that one `read` may bring together: it has them in flight at once
     takes_stores: bool = True  # False: nothing is offered to `write`
-
-
-@runtime_checkable
-class Locates(Protocol):
-    """A tier in which others store too: its `lookup` knows only what it wrote itself, or learned by `locate`."""
-
-    def locate(self, hashes: Sequence[ChainHash]) -> int | Outcome:
-        """Ask the storage how many leading blocks of the chain it holds; `lookup` and `holds` know them from then on.
-
-        Blocks, like `read`: called on the hierarchy's I/O threads. An Outcome says why there is no answer.
-        """
-
-
-@runtime_checkable
-class KeepsKVProbe(Protocol):
-    """A tier that keeps what the maker of its namespace computes of a few tokens (`kv_probe.py`).
-
-    Both block, and raise TierUnavailable if the storage does not answer: they are called while the tier is opened.
-    """
-
-    def kv_probe(self) -> bytes | None:
-        """The packed probe that is kept; None if there is none."""
-
-    def keep_kv_probe(self, packed: bytes) -> None:
-        """Keep it, unless there is one by now."""
-
-
-@runtime_checkable
-class TellsKVProbe(Protocol):
-    """A tier in which every block is of whoever holds it, not of one maker: each of them compares for itself."""
-
-    def tell_kv_probe(self, packed: bytes) -> None:
-        """From now on, take blocks only from those who compute alike."""
-
-
-@runtime_checkable
-class HearsOthers(Protocol):
-    """A tier that `Locates`, and mostly knows what others store there: they tell it."""
-
-    @property
-    def knows_all(self) -> bool:
-        """Whether `locate` would tell no more than `lookup` does now. No I/O."""
-
-
-@runtime_checkable
-class Enumerates(Protocol):
-    """A tier that can list what it holds. A store that is shared with others does not."""
-
-    def held(self) -> list[tuple[ChainHash, ChainHash]]:
-        """Name and parent of every block, in no particular order. No I/O, but time for every block."""
-
-
-@runtime_checkable
-class TellsChildren(Protocol):
-    """A tier that knows which blocks it holds behind a block: one of them may begin as a request's next block does."""
-
-    def children(self, parent: ChainHash, limit: int, start: bytes) -> list[ChildBlock]:
-        """Up to `limit` held blocks whose parent has this name and whose tokens begin with `start`.
-
-        Index-only, without I/O; it may leave some out.
-        """
-
-
-class Announcer(Protocol):
-    """Says which blocks come to a tier and leave it, to one reader. Thread-safe; no method waits for I/O."""
-
-    def listen(self) -> None:
-        """Keep a log from now on, for a reader that knows no block. Called again it starts over."""
-
-    @property
-    def waiting(self) -> bool:
-        """Whether the reader may have something to learn."""
-
-    def take(self, limit: int) -> Changes:
-        """What the reader has to forget and, up to `limit` blocks, to learn. Nothing before `listen`."""
-
-    def stop_listening(self) -> list[ChainHash]:
-        """Keep no log any more; returns what the reader knows."""
-
-
-@runtime_checkable
-class Announces(Protocol):
-    """A tier whose changes can be followed. Of a store shared with others: what this process wrote or read there."""
-
-    announcer: Announcer

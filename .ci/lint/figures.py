@@ -53,13 +53,16 @@ def _with(tables: str, page: Path) -> str:
     return str(program("_readme").written(page, tables))
 
 
+def _scaled(text: str) -> str:
+    return str(program("_scale_page").filled(text))
+
+
 # What a program writes, whole or in part → the command, and what the file would be if it ran now.
 WRITTEN: Final[Mapping[str, tuple[str, Callable[[Path], str]]]] = {
-    "docs/performance.md": (PAGES, lambda page: _with(program("_readme").figures(), page)),
+    "docs/performance.md": (PAGES, lambda page: _scaled(_with(program("_readme").figures(), page))),
     "README.md": (PAGES, lambda page: _with(program("_readme").six(), page)),
     "docs/models.md": (PAGES, lambda page: _with(program("_models_page").models_table(), page)),
-    "docs/scale.md": (PAGES, lambda page: str(program("_scale_page").filled(page))),
-    "docs/storage.md": (PAGES, lambda page: str(program("_scale_page").filled(page))),
+    "docs/storage.md": (PAGES, lambda page: _scaled(page.read_text())),
     "docs/faults.md": ("python tests/endurance/figures.py", lambda page: str(program("figures").written(page))),
     "docs/architecture.md": (WAY, _with_way),
     "docs/architecture.svg": (WAY, _drawn),
@@ -77,11 +80,11 @@ def figures(tree: Tree) -> Iterator[str]:
 def saved_tables(tree: Tree) -> Iterator[str]:
     """Each table that benchmarks/_scale_page.py makes stands in one page, once."""
     tables = program("_scale_page")
-    text = "".join(tree.text(page) for page in ("docs/scale.md", "docs/storage.md"))
+    text = "".join(tree.text(page) for page in ("docs/performance.md", "docs/storage.md"))
     shown = Counter(name for _, name, _ in tables.MARK.findall(text))
     for name in tree.each(tables.tables()):
         if shown[name] != 1:
-            yield f"docs/scale.md, docs/storage.md: the table {name!r} stands there {shown[name]} times"
+            yield f"docs/performance.md, docs/storage.md: the table {name!r} stands there {shown[name]} times"
 
 
 def stories(tree: Tree) -> Iterator[str]:
@@ -94,24 +97,8 @@ def stories(tree: Tree) -> Iterator[str]:
             yield f"docs/{page}: what its script printed is not as printed: run `python benchmarks/_stories.py {page}`"
 
 
-def policy_costs(tree: Tree) -> Iterator[str]:
-    """docs/performance.md says of S3-FIFO what benchmarks/pool_throughput.py measured."""
-    rows = json.loads(tree.text(f"{RESULTS}/pool_throughput.json"))["results"]
-    took = {
-        row["policy"]: f"{row['us/block']:.2g}"
-        for row in tree.each(rows)
-        if (row["verb"], row["batch"], row["way"]) == ("store with eviction", 2048, "compiled")
-    }
-    told = f"S3-FIFO's keyed store takes {took['s3fifo']} µs a block (LRU: {took['lru']})"
-    if told not in tree.text("docs/performance.md"):
-        yield f"docs/performance.md: it does not say {told!r}, which was measured"
-
-
-def block_files(tree: Tree) -> Iterator[str]:
-    """Every file that docs/architecture.md and its drawing name is in the tree."""
-    for path in tree.each(sorted(set(re.findall(r"`([\w/]+\.py)`", tree.text("docs/architecture.md"))))):
-        if not (tree.root / path).is_file():
-            yield f"docs/architecture.md: {path}: no such file"
+def drawing(tree: Tree) -> Iterator[str]:
+    """Every file that the drawing of docs/architecture.md names is in the tree."""
     for path in tree.each(name for place in program("_block_drawing")._PLACES for name in place.text.split()):
         if not tree.paths(f"[tces]*/**/{path}"):
             yield f"benchmarks/_block_drawing.py: {path}: no such file"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import kvtier
-from kvtier.cli.verbs import VERBS, load
+from kvtier.cli.program import VERBS, load
 from kvtier.tiers.config.config import Config, options
 from lint.tree import Tree
 
@@ -138,17 +138,16 @@ def _verb(name: str) -> Any:
 
 
 def api(tree: Tree) -> Iterator[str]:
-    """docs/architecture.md lists every public name, every path of configurations, and every verb in its order."""
-    page = tree.text("docs/architecture.md")
-    for what, start, wanted in (
-        ("names", r"(\w+)`", sorted(kvtier.__all__)),
-        ("paths", r"(kvtier[\w.:]+)`", sorted(CONFIGURED)),
-        ("verbs", r"kvtier (\w+)", list(VERBS)),
+    """docs/architecture.md lists public names and paths of configurations, docs/commands.md verbs in their order."""
+    for page, what, start, wanted in (
+        ("docs/architecture.md", "names", r"(\w+)`", sorted(kvtier.__all__)),
+        ("docs/architecture.md", "paths", r"(kvtier[\w.:]+)`", sorted(CONFIGURED)),
+        ("docs/commands.md", "verbs", r"kvtier (\w+)` \|", list(VERBS)),
     ):
-        listed = list(tree.each(re.findall(rf"^\| `{start}", page, re.MULTILINE)))
+        listed = list(tree.each(re.findall(rf"^\| `{start}", tree.text(page), re.MULTILINE)))
         if (listed if what == "verbs" else sorted(listed)) != wanted:
             stray = sorted({*listed} ^ {*wanted})
-            yield f"docs/architecture.md: its table of {what} is not kvtier's: {', '.join(stray) or 'the order'}"
+            yield f"{page}: its table of {what} is not kvtier's: {', '.join(stray) or 'the order'}"
 
 
 def configuration(tree: Tree) -> Iterator[str]:

@@ -1,8 +1,8 @@
 from . import handshake, messages, versions, wire
-from .attachment import join
+from .client import RemoteTiers
 from .fields import ID_BYTES, decoded, number
 from .handshake import Hello, Peer, is_trusted, peer_of
-from .remote import RemoteTiers
+from .link import join
 from .wire import MAX_FRAME, MAX_HELLO, MAX_ITEMS, FrameReader
 
 __all__ = [

@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 from kvtier.tiers import ChainHash, ChildBlock, Outcome
 from kvtier.tiers.hierarchy import Attribution, Ends, Meeting, Wanted
-from kvtier.tiers.returns import RequestEnd
+from kvtier.tiers.reuse import RequestEnd
 
 
 class Ask(NamedTuple):

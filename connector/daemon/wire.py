@@ -57,7 +57,7 @@ from kvtier.connector.daemon.versions import VERSION, tiers_of, tiers_with
 from kvtier.tiers import ChildBlock, FormatError, Outcome
 from kvtier.tiers.hierarchy import Attribution, Ends, Meeting, Wanted
 from kvtier.tiers.pool import MAX_CHILDREN
-from kvtier.tiers.returns import Hint, RequestEnd
+from kvtier.tiers.reuse import Hint, RequestEnd
 
 MAX_HELLO: Final = 8 << 10  # bytes of a frame from a client that has not said yet who it is
 MAX_ENDED: Final = 512  # names of an ended request, its last ones

@@ -55,7 +55,7 @@ from kvtier.connector.transformers.tier_blocks import PromptRow, TierBlocks
 from kvtier.tiers.config import Config, ConfigSource, format_size
 from kvtier.tiers.hierarchy import CacheTiers
 from kvtier.tiers.naming import KVProbe, root_hash, with_lossy
-from kvtier.tiers.returns import Hint, hint_of
+from kvtier.tiers.reuse import Hint, hint_of
 
 if int(_version.partition(".")[0]) < 5:
     raise MissingPackages(

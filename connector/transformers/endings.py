@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from kvtier.connector import Answered
 from kvtier.connector.transformers.tier_blocks import PromptRow
 from kvtier.tiers.hierarchy import CacheTiers
-from kvtier.tiers.returns import Hint
+from kvtier.tiers.reuse import Hint
 
 
 def tell_ends(

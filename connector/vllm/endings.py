@@ -12,7 +12,7 @@ from huggingface_hub import try_to_load_from_cache
 from kvtier.connector import Answered, hint_in
 from kvtier.connector.models import ToolCalls, load_tokenizer
 from kvtier.tiers import ConfigError
-from kvtier.tiers.returns import Hint
+from kvtier.tiers.reuse import Hint
 
 _log = logging.getLogger(__name__)
 

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
@@ -12,14 +13,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from kvtier.cli.options import ConfigOption, JsonOption, given, progress_bar, show
-from kvtier.cli.prompt_input import read, read_list, require_cutter, require_prompt, tokenizer_of, which_blocks
-from kvtier.service import Exit, Json, harmless, observe, router
+from kvtier.service import Exit, Json, harmless, observe
+from kvtier.service import explain as explanations
 from kvtier.tiers import ConfigError, KVTierError
 from kvtier.tiers import config as configuration
 from kvtier.tiers.config import format_size, parse_duration, parse_size, parse_time, show_size
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
     from kvtier.service.web import HttpClient
+
 
 app = typer.Typer()
 
@@ -118,13 +122,13 @@ def show_status(context: CommandContext, url: UrlOption = None) -> None:
     told = _asked(context, url).status(*_STATUS_FIELDS)
     if "replicas" in told:
         cluster = observe.RouterStatus.parse(told)
-        text, is_well = router.summary.page(cluster), cluster.num_up == len(cluster.replicas)
+        text, is_well = observe.router_page(cluster), cluster.num_up == len(cluster.replicas)
     elif "steps" in told:
         engine = observe.EngineStatus.parse(told)
-        text, is_well = observe.engine_summary.page(engine), engine.status == "ok"
+        text, is_well = observe.engine_page(engine), engine.status == "ok"
     else:
         daemon = observe.DaemonStatus.parse(told)
-        text, is_well = observe.summary.page(daemon), daemon.status == "ok"
+        text, is_well = observe.daemon_page(daemon), daemon.status == "ok"
     context.show(told, text.rstrip("\n"))
     if not is_well:
         raise typer.Exit(Exit.DEGRADED)
@@ -168,14 +172,14 @@ def explain(
             raise ConfigError(f'--blocks "{blocks}": not token ids, which is what --url takes; write a list of numbers')
         body = given(prompt=prompt, request=request, cache_salt=cache_salt, model=model, tokens=cut)
         answer = _asked(context, url).post("/explain", body, "lines")
-        context.show(answer, "\n".join(observe.ExplainedLines.parse(answer).lines))
+        context.show(answer, "\n".join(explanations.ExplainedLines.parse(answer).lines))
         return
     asked: dict[str, Any] = which_blocks(blocks, None, None, cache_salt, model) | given(tokens=cut, request=request)
     answer = context.client.post("/admin/explain", asked, "runs", "cause")
-    told = observe.Explanation.parse(answer).as_json()
+    told = explanations.Explanation.parse(answer).as_json()
     decode = None if cutter is None else partial(cutter.decode, skip_special_tokens=False)
     special = () if cutter is None else [at for at, each in cutter.get_added_tokens_decoder().items() if each.special]
-    context.show(answer, "\n".join(observe.explained(told, decode, asked.get("tokens", ()), special)))
+    context.show(answer, "\n".join(explanations.explained(told, decode, asked.get("tokens", ()), special)))
 
 
 @command("pin")
@@ -350,3 +354,75 @@ def _show_table(context: CommandContext, answer: Json, rows: list[Json], columns
     for row in rows:
         table.add_row(*(escape(harmless(show_size(row[c]) if c in _SIZES else str(row[c]))) for c in columns))
     show(answer, table, as_json=context.as_json)
+
+
+# --- prompts that an operator names ----------------------------------------------------------------------------------
+
+_MAX_INPUT: Final = 64 << 20  # characters of a file of tokens or of text
+
+
+def require_prompt(tokenizer: Path | None, cache_salt: str | None) -> None:
+    """ConfigError for what says more about a prompt, where none is given."""
+    for name, value in (("--tokenizer", tokenizer), ("--cache-salt", cache_salt)):
+        if value is not None:
+            raise ConfigError(f'{name} "{value}": it belongs to a prompt; give one by --blocks or --text')
+
+
+def which_blocks(
+    file: str | None, text: str | None, tokenizer: Path | None, cache_salt: str | None, model: str | None
+) -> Json:
+    """What a daemon is asked about: a prompt's blocks by their names or by its tokens, of which model and tenant."""
+    body = given(model=model, cache_salt=cache_salt)
+    if file is not None and text is not None:
+        raise ConfigError(f'--text "{text}": --blocks names the prompt, too; give one of them')
+    if text is None and tokenizer is not None:
+        raise ConfigError(f'--tokenizer "{tokenizer}": it cuts --text, which is not given; give that, or leave it out')
+    if file is not None:
+        values = read_list(file)
+        body["hashes" if values and isinstance(values[0], str) else "tokens"] = values
+    if text is not None:
+        body["tokens"] = list(require_cutter(text, tokenizer_of(tokenizer)).encode(read(text, "--text")).ids)
+    return body
+
+
+def tokenizer_of(directory: Path | None) -> "Tokenizer | None":
+    if directory is None:
+        return None
+    from kvtier.connector.models import load_tokenizer
+
+    return load_tokenizer(directory, "--tokenizer")
+
+
+def require_cutter(text: str, cutter: "Tokenizer | None") -> "Tokenizer":
+    if cutter is None:
+        raise ConfigError(f'--text "{text}": it takes the model\'s tokenizer; name its folder by --tokenizer')
+    return cutter
+
+
+def read(file: str, option: str) -> str:
+    try:
+        if file == "-":
+            text = sys.stdin.read(_MAX_INPUT + 1)
+            text.encode()  # without a locale, bytes that are no text come this far
+        else:
+            with Path(file).open(encoding="utf-8") as opened:
+                text = opened.read(_MAX_INPUT + 1)
+    except OSError as error:
+        raise ConfigError(f'{option} "{file}": {error.strerror}; name a file that can be read') from None
+    except UnicodeError:
+        raise ConfigError(f'{option} "{file}": not UTF-8 text; name a file of text') from None
+    if len(text) > _MAX_INPUT:
+        raise ConfigError(f'{option} "{file}": longer than {_MAX_INPUT:,} characters; name one prompt')
+    return text
+
+
+def read_list(file: str) -> list[Any]:
+    text = read(file, "--blocks")
+    wanted = "write a list of token ids or of block names"
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f'--blocks "{file}": not JSON ({error}); {wanted}') from None
+    if not isinstance(values, list):
+        raise ConfigError(f'--blocks "{file}": not a list; {wanted}')
+    return values

@@ -1,8 +1,9 @@
-"""The verbs `kvtier verify` and `kvtier doctor`: arguments in, a table or JSON out."""
+"""The verbs `kvtier config`, `verify` and `doctor`: arguments in, a table or JSON out."""
 
+import json
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from kvtier.cli.options import ConfigOption, JsonOption, progress_bar, show
-from kvtier.service import Exit
+from kvtier.service import Exit, router
 from kvtier.service import doctor as checks
 from kvtier.tiers import Finding, Status, load_key
 from kvtier.tiers import config as configuration
@@ -21,7 +22,46 @@ if TYPE_CHECKING:
 
     from kvtier.service.doctor import Verdict
 
+
+# --- kvtier config ---------------------------------------------------------------------------------------------------
+
 app = typer.Typer()
+
+
+@app.command("config")
+def show_config(config: ConfigOption = None, as_json: JsonOption = False) -> None:
+    from rich.markup import escape
+    from rich.table import Table
+
+    from kvtier.tiers.hierarchy import check_tiers
+
+    loaded, defaults = configuration.Config.load(config), configuration.Config().model_dump(mode="json")
+    path = loaded.file.path
+    made = () if path is None else [each for each in (path, *path.parents) if not each.exists()]
+    try:
+        check_tiers(loaded)
+    finally:
+        for each in made:  # on the way, as the others make it: this verb leaves nothing
+            with suppress(OSError):
+                each.rmdir()
+    if loaded.router.replicas:
+        router.parse_replicas(loaded.router.replicas)
+    values = loaded.model_dump(mode="json")
+    table = Table("option", "value", "default", "meaning", title="kvtier configuration", title_justify="left")
+    for section, name, field in configuration.options():
+        value, default = values[section][name], defaults[section][name]
+        shown = escape(_toml(value))
+        cells = (f"[{section}] {name}", "" if value == default else _toml(default), field.description or "")
+        option, usual, meaning = map(escape, cells)
+        table.add_row(option, shown if value == default else f"[bold]{shown}[/]", usual, meaning)
+    show(values, table, as_json=as_json)
+
+
+def _toml(value: object) -> str:
+    return "none" if value is None else json.dumps(value, ensure_ascii=False)
+
+
+# --- kvtier verify and doctor ----------------------------------------------------------------------------------------
 
 _COLOUR: Final = {Status.OK: "green", Status.WARNING: "yellow", Status.ERROR: "red"}
 

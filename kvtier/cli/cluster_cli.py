@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from kvtier.cli import serving
-from kvtier.cli.options import JsonOption, show
-from kvtier.cli.verbs import VerbGroup
+from kvtier.cli.options import JsonOption, on_signal, show
+from kvtier.cli.program import VerbGroup
 from kvtier.service import Exit
 from kvtier.service import cluster as processes
 from kvtier.service.cluster import BESIDE_US, FIRST_PORT, NUM_PORTS
@@ -75,7 +74,7 @@ def up(
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     topology = _installed(processes.Topology.read(file, places, profile or _PROFILES), profile is not None, console)
     stopping = Event()
-    serving.on_signal(stopping.set)
+    on_signal(stopping.set)
     with console.status("starting"):
         is_new = processes.Cluster(state).up(topology, port, lambda line: console.print(line, markup=False), stopping)
         if not no_restart:
@@ -127,7 +126,7 @@ def stop(name: NameArgument, state: StateOption = Path("kvtier-cluster")) -> Non
 def restart(name: NameArgument, state: StateOption = Path("kvtier-cluster")) -> None:
     """End one service and start it again, and wait until it is ready."""
     stopping = Event()
-    serving.on_signal(stopping.set)
+    on_signal(stopping.set)
     processes.restart_service(processes.Cluster(state), name, lambda line: print(line, file=sys.stderr), stopping)
 
 

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from kvtier.cli.options import ConfigOption, ExactOption, JsonOption, writable_file
-from kvtier.cli.verbs import VerbGroup
+from kvtier.cli.program import VerbGroup
 from kvtier.tiers import ConfigError, require_extra
 from kvtier.tiers import config as configuration
 

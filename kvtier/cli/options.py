@@ -6,6 +6,7 @@ help is theirs alone, and cheap.
 
 import json
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.progress import Progress, ProgressColumn
 
-    from kvtier.service.charts import Table
+    from kvtier.service import Table
 
 
 def writable_file(option: typer.CallbackParam, path: Path | None) -> Path | None:
@@ -57,6 +58,7 @@ HttpOption = Annotated[
 ExactOption = Annotated[bool, typer.Option("--exact", help="The same bits however a prompt was had; half as fast.")]
 
 
+_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 PRICES: Final = (1e-9, 1e12)  # of an hour
 DEADLINES: Final = (0.1, 86400.0)  # seconds
 
@@ -124,3 +126,16 @@ def progress_bar(*columns: "ProgressColumn") -> "Progress":
 
     console = Console(stderr=True)
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+
+def on_signal(stop: Callable[[], None], *, once: bool = False) -> None:
+    """Call `stop` at SIGTERM and at Ctrl-C. `once`: whoever insists ends the process at once."""
+
+    def handle(*_: object) -> None:
+        if once:
+            for number in _SIGNALS:
+                signal.signal(number, signal.SIG_DFL)
+        stop()
+
+    for number in _SIGNALS:
+        signal.signal(number, handle)

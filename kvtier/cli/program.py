@@ -1,15 +1,126 @@
-"""The `kvtier` command: finds the verb, and turns errors into one line and an exit status."""
+"""The `kvtier` command: its verbs, where each is defined; and errors as one line and an exit status."""
 
 import os
 import sys
-from typing import Annotated
+from importlib import import_module
+from typing import Annotated, Any, Final, NamedTuple
 
 import typer
+from typer.core import TyperArgument, TyperCommand, TyperGroup
+from typer.main import get_group
 
 from kvtier import __version__
-from kvtier.cli.verbs import Verbs
 from kvtier.service import Exit, harmless
 from kvtier.tiers import ConfigError, KVTierError, MissingPackages
+
+# --- the verbs -------------------------------------------------------------------------------------------------------
+
+
+class Verb(NamedTuple):
+    """A verb of `kvtier`: the module whose `app` holds it, and the help that `kvtier --help` shows."""
+
+    module: str
+    help: str
+
+
+# Module → verb → help, in the order of `kvtier --help`: here, so that it need not import the modules.
+_MODULES: Final = {
+    "checks_cli": {
+        "config": "Show the configuration in force: defaults, then the file, then KVTIER_SECTION__OPTION variables.",
+        "verify": "Check every block of slabs against its checksum. Status 0: clean, 1: damaged, 3: repaired.",
+        "doctor": "Check this machine against the configuration, with the fix. Status 0: well, 3: warnings, 1: errors.",
+    },
+    "demo_cli": {
+        "demo": "Prefill a long text once, then find it again in every tier, also after the process was killed.",
+        "model": "Save a model to try: a Llama of 50 M random weights, a tokenizer trained on the Python manual.",
+        "generate": "Answer one prompt greedily with an engine in this process, and say which tier its KV came from.",
+    },
+    "servers_cli": {
+        "serve": "Serve host memory and the tiers below it to the engines of this node, until SIGTERM or Ctrl-C.",
+        "engine": "Answer OpenAI requests with an engine of its own, its KV in every tier, until SIGTERM or Ctrl-C.",
+        "route": "Send OpenAI's requests to the replica that holds most of their prompt, until SIGTERM or Ctrl-C.",
+    },
+    "admin_cli": {
+        "status": "Show how the daemon is doing, or an engine or router. Status 0: well, 3: degraded, 1: no answer.",
+        "top": "Show what a daemon, engine or router does, look after look: a table on a terminal, a line otherwise.",
+        "explain": "Say which tier holds a prompt's blocks, why none holds the first that is missing, and what helps.",
+        "pin": "Keep the blocks of a prompt in host memory for a time; without blocks, list what is pinned.",
+        "unpin": "Let go of what a pin keeps.",
+        "quota": "Bound what a tenant has of each model's host memory; without a tenant, list the quotas.",
+        "purge": "Forget blocks in every tier: a prompt's, a model's, or all.",
+        "export": "Write a model's blocks, or a prompt's, to a file for `kvtier import`; the daemon goes on serving.",
+        "import": "Store the blocks of a file that `kvtier export` wrote; each is verified first.",
+        "trace": "Record a model's lookups as JSON lines in Mooncake's form.",
+    },
+    "measure_cli": {
+        "size": "Show what a model's KV takes, and how many tokens and conversations memory and disk hold.",
+        "worth": "Measure prompts computed and loaded here: from how many tokens on loading wins, in time and money.",
+        "bench": "Put load on an OpenAI server, or on two by turns: first tokens, tokens a second, cached tokens.",
+        "simulate": "Show what memory and disk of other sizes would have found of a trace, beside the optimum.",
+    },
+    "cluster_cli": {
+        "cluster": "A whole cluster on this machine, without containers.",
+    },
+}
+VERBS: Final = {name: Verb(module, text) for module, verbs in _MODULES.items() for name, text in verbs.items()}
+
+
+def load(name: str) -> TyperCommand | TyperGroup:
+    """A verb as its module defines it: imports the module, and all that it needs. KeyError for none of ours."""
+    module: Any = import_module(f"kvtier.cli.{VERBS[name].module}")
+    module.app.rich_markup_mode = None  # plain help, as that of `kvtier`
+    verb: TyperCommand | TyperGroup = get_group(module.app).commands[name]  # type: ignore[assignment]
+    verb.help = VERBS[name].help
+    for each in verb.commands.values() if isinstance(verb, TyperGroup) else ():
+        each.short_help = each.help  # else its first words
+    for each in verb.commands.values() if isinstance(verb, TyperGroup) else (verb,):
+        for param in each.params:
+            if isinstance(param, TyperArgument):  # its name is its metavar: no "<path>" behind that
+                vars(param)["display_type_rich"] = lambda ctx: None
+    return verb
+
+
+class VerbGroup(TyperGroup):
+    """A group whose verbs print their help without pydantic, which typer would import to convert `--help` not given."""
+
+    def get_help_option(self, ctx: Any) -> Any:
+        option = super().get_help_option(ctx)
+        if option is not None:
+            option.default = False  # typer takes a bool as it is
+        return option
+
+
+class Verbs(VerbGroup):
+    """The group of all verbs. `--help` reads the table above; a verb's module is imported when the verb is used."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        self.commands = {name: TyperCommand(name=name, short_help=verb.help) for name, verb in VERBS.items()}
+
+    def get_params(self, ctx: Any) -> Any:
+        """Those of `kvtier` itself, all flags: what is not given is no, as above."""
+        params = super().get_params(ctx)
+        for each in params:
+            each.default = each.default or False
+        return params
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the verb. What an option refuses is told with the value, which typer leaves out of some errors."""
+        try:
+            return super().invoke(ctx)
+        except typer.BadParameter as error:
+            refused: Any = error.__cause__
+            if callable(getattr(refused, "errors", None)):  # pydantic's, which converts what typer is given
+                error.message = f"{refused.errors()[0]['input']!r:.60}: {error.message}"
+            raise
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The verb that the arguments start with, loaded, and the arguments after it."""
+        name, _, rest = super().resolve_command(ctx, args)
+        return name, load(str(name)), rest
+
+
+# --- the program -----------------------------------------------------------------------------------------------------
 
 # Help and mistakes are plain text: rich alone would take twice the CPU time of all else.
 app = typer.Typer(

@@ -1,6 +1,9 @@
 """The verbs that serve until they are told to stop: `kvtier serve`, `engine` and `route`."""
 
+import gc
 import logging
+import resource
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 from threading import Event
@@ -8,13 +11,33 @@ from typing import Annotated, Final
 
 import typer
 
-from kvtier.cli import serving
-from kvtier.cli.options import ConfigOption, ExactOption, HttpOption, given
+from kvtier.cli.options import ConfigOption, ExactOption, HttpOption, given, on_signal
 from kvtier.connector import ChatPrefix
-from kvtier.service import LogFormat, LogLevel
+from kvtier.service import LogFormat, LogLevel, log_to_stderr
 from kvtier.tiers import ConfigError, hash_without_the_gil, require_extra
 from kvtier.tiers import config as configuration
 from kvtier.tiers.config import format_size
+
+_COLLECT: Final = 20_000  # objects more than before that make the collector look at the youngest; Python's are 700
+
+
+def begin(switch_interval: float, log_level: LogLevel, log_format: LogFormat) -> None:
+    """Log to stderr, allow as many open files as can be, and let a thread wait so long for the GIL."""
+    log_to_stderr(log_level, log_format)
+    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))  # each client takes one or more
+    sys.setswitchinterval(switch_interval)
+
+
+def settle() -> None:
+    """Behind all imports: the garbage collector never looks at what is there by now, and at the rest less often.
+
+    Else it goes through all modules now and then while somebody waits for an answer.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(_COLLECT)
+
 
 app = typer.Typer()
 
@@ -52,7 +75,7 @@ def serve(
     path = settings.service.socket
     if path is None:
         raise ConfigError("[service] socket none: the daemon needs a place to listen; name one, or give --socket PATH")
-    serving.begin(_DAEMON_SWITCH, log_level, log_format)
+    begin(_DAEMON_SWITCH, log_level, log_format)
     hash_without_the_gil()  # its loop answers meanwhile
     from kvtier.service.admin import Pages
     from kvtier.service.events import Publisher
@@ -71,10 +94,10 @@ def serve(
             listening.close()
             raise
         pages = Pages(daemon, listening)
-        serving.on_signal(daemon.stop)
+        on_signal(daemon.stop)
         pages.start()
         size = format_size(settings.host.size)
-        serving.settle()
+        settle()
         token = "" if pages.token.file is None else f", its token in {pages.token.file}"
         _log.info("ready on %s, %s of host memory%s, http on %s", path, size, token, pages.address)
         for each in tiers:
@@ -103,7 +126,7 @@ def serve_engine(
 ) -> None:
     options = given(name=name, http=http, request_log=request_log, tool_parser=tool_parser)
     settings = configuration.Config.load(config, server=options)
-    serving.begin(_SWITCH, log_level, log_format)
+    begin(_SWITCH, log_level, log_format)
     require_extra("kvtier engine", "engine")
     from kvtier.connector.models import require_checkpoint
     from kvtier.service.web import HttpSocket
@@ -113,7 +136,7 @@ def serve_engine(
     from kvtier.service.engine import EngineServer  # and torch: what is wrong so far is said at once
 
     server = EngineServer(model, settings, exact=exact, listening=listening)
-    serving.on_signal(server.stop, once=True)
+    on_signal(server.stop, once=True)
     server.run()
 
 
@@ -133,12 +156,12 @@ def route(
 ) -> None:
     options = given(replicas=replica, replicas_file=replicas_file, model=model, http=http)
     settings = configuration.Config.load(config, router=options)
-    serving.begin(_SWITCH, log_level, log_format)
+    begin(_SWITCH, log_level, log_format)
     from kvtier.service.router import serve as serve_router
 
     prefix = ChatPrefix.of(settings.chat)
     server, stopping = serve_router(settings.router, strict=settings.events.strict, prefix=prefix), Event()
-    serving.on_signal(stopping.set, once=True)
+    on_signal(stopping.set, once=True)
     server.start()
     _log.info("ready on %d replicas, http on %s", len(settings.router.replicas), server.address)
     stopping.wait()

@@ -9,7 +9,7 @@ from kvtier.service.node import (
     MAX_QUOTAS,
     Daemon,
     Namespace,
-    NotThere,
+    NotFound,
     Pins,
     PinView,
     explain,
@@ -26,7 +26,7 @@ _PATIENCE: Final = 15.0  # seconds for lower tiers
 class Admin:
     """The verbs. They wait, for the loop and for lower tiers, each up to a deadline: on any thread but the loop's.
 
-    All raise ConfigError for what cannot be asked, NotThere for what is not here, TierUnavailable if the loop or a
+    All raise ConfigError for what cannot be asked, NotFound for what is not here, TierUnavailable if the loop or a
     tier does not answer in time.
     """
 
@@ -108,7 +108,7 @@ class Admin:
     def _forget_quota(self, salt: str) -> list[Namespace]:
         """On the loop's thread."""
         if self._daemon.limits.pop(salt, None) is None:
-            raise NotThere("cache_salt: this tenant has no quota; `kvtier quota` lists those that have")
+            raise NotFound("cache_salt: this tenant has no quota; `kvtier quota` lists those that have")
         return self._daemon.namespaces()
 
     def _open(self) -> list[Namespace]:

@@ -24,10 +24,10 @@ from kvtier.service.node import (
     Daemon,
     MemoryUse,
     Namespace,
-    NotThere,
+    NotFound,
     OptimumWatch,
     Pins,
-    Watched,
+    WatchedModel,
     degraded_tiers,
     exposition,
     memory,
@@ -35,7 +35,7 @@ from kvtier.service.node import (
     wanting_parts,
 )
 from kvtier.service.node import status as status_of
-from kvtier.service.observe import EXPOSITION, LivePage, statuses, summary
+from kvtier.service.observe import EXPOSITION, LivePage, daemon_page, statuses
 from kvtier.service.web import Guard, HttpServer, HttpSocket, OperatorToken, page, read_body
 from kvtier.tiers import ConfigError, FingerprintMismatch, FormatError, KVTierError, TierUnavailable
 
@@ -133,7 +133,7 @@ def make_app(
         get("/metrics", lambda: Response(exposition(daemon, pins, use, optimum), media_type=EXPOSITION)),
         page("/healthz", lambda: _health(daemon)),
         page("/readyz", lambda: _readiness(daemon)),
-        get("/summary", lambda: PlainTextResponse(summary.page(status()))),
+        get("/summary", lambda: PlainTextResponse(daemon_page(status()))),
         get("/status", lambda: JSONResponse(status().as_json())),
         *live.routes(),
         Route("/memory", tell_memory, methods=["GET"]),
@@ -162,11 +162,11 @@ def _status(daemon: Daemon, pins: Pins, optimum: OptimumWatch | None, token: Ope
     return told if token.file is None else told.model_copy(update={"token_file": str(token.file)})
 
 
-def _watched(daemon: Daemon) -> list[Watched]:
+def _watched(daemon: Daemon) -> list[WatchedModel]:
     """The models whose lookups are kept. Waits for the loop."""
     namespaces = daemon.call(daemon.namespaces)
     return [
-        Watched(each.fingerprint, each.tiers.past, partial(_capacity, each))
+        WatchedModel(each.fingerprint, each.tiers.past, partial(_capacity, each))
         for each in namespaces
         if each.tiers.past is not None
     ]
@@ -230,5 +230,5 @@ def _broke(request: Request, error: Exception) -> Response:
     return JSONResponse({"error": "an error of ours; the daemon's log has it"}, 500)
 
 
-_CODES: Final = {NotThere: 404, TierUnavailable: 503, ConfigError: 400, FormatError: 400, FingerprintMismatch: 400}
+_CODES: Final = {NotFound: 404, TierUnavailable: 503, ConfigError: 400, FormatError: 400, FingerprintMismatch: 400}
 _HANDLERS: Final = {HTTPException: _refused, KVTierError: _failed, Exception: _broke}

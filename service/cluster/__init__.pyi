@@ -1,9 +1,7 @@
 from .cluster import Cluster
-from .defaults import BESIDE_US, FIRST_PORT, NUM_PORTS
-from .file import Placeholders, Topology
-from .logs import show_logs
-from .mending import restart_service, start_keeper, stop_service
-from .process import is_installed
+from .file import BESIDE_US, FIRST_PORT, NUM_PORTS, Placeholders, Topology
+from .keeper import restart_service, start_keeper, stop_service
+from .process import is_installed, show_logs
 
 __all__ = [
     "BESIDE_US",

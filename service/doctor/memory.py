@@ -47,7 +47,7 @@ print(SIZE / min(took))
 # Runs in its own process, since a driver may hang or crash.
 _GPU: Final = """
 import json
-from kvtier.tiers.host.cuda_driver import CudaDriver
+from kvtier.tiers.host.pinning import CudaDriver
 from kvtier.tiers.host.host import HostRegion
 driver = CudaDriver.load()
 answer = {"driver": driver is not None}

@@ -1,4 +1,4 @@
-"""One OpenAI completion: it turns the engine's updates into choices, stream chunks and usage."""
+"""One OpenAI completion: the engine's updates become choices, stream chunks and usage; or texts precomputed."""
 
 import asyncio
 import json
@@ -8,12 +8,118 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from kvtier.engine import FinishReason
+from kvtier.engine import FinishReason, TokenLogprobs
 from kvtier.service import Json, request_id
-from kvtier.service.engine.logprobs import ChatLogprobs, TextLogprobs
 from kvtier.service.engine.loop import EngineLoop, LiveRequest, PromptSource, SequenceInput, SequenceUpdate
-from kvtier.service.engine.text import AnswerText
-from kvtier.service.openai import CallReader, Heard, OpenAIError, ToolCall
+from kvtier.service.openai import CallReader, Detokenizer, Heard, OpenAIError, TokenTexts, ToolCall, overlap
+
+# --- how likely an answer's tokens were ------------------------------------------------------------------------------
+
+_LEAST: Final = -9999.0  # JSON has no infinity; OpenAI and vLLM tell this
+
+
+class ChatLogprobs:
+    """Of one choice of a chat: each token with its bytes, and the likeliest in its place. Each is told once."""
+
+    def __init__(self, texts: TokenTexts) -> None:
+        self._texts = texts
+        self._content: list[Json] = []
+
+    def add(self, told: TokenLogprobs) -> None:
+        """One more token."""
+        likeliest = [self._entry(*each) for each in told.likeliest]
+        self._content.append({**self._entry(told.token_id, told.logprob), "top_logprobs": likeliest})
+
+    def taken(self) -> Json:
+        """Of the tokens since the last call."""
+        content, self._content = self._content, []
+        return {"content": content, "refusal": None}
+
+    def _entry(self, token_id: int, logprob: float) -> Json:
+        text, data = self._texts.of(token_id)
+        return {"token": text, "logprob": max(logprob, _LEAST), "bytes": list(data)}
+
+
+class TextLogprobs:
+    """Of one choice of a completion: four lists. `top_logprobs` has the token itself, too, as OpenAI's has."""
+
+    def __init__(self, texts: TokenTexts) -> None:
+        self._texts = texts
+        self._offset = 0  # characters of the tokens so far, each by itself
+        self._begin()
+
+    def add(self, told: TokenLogprobs) -> None:
+        text = self._note(told.token_id)
+        self._logprobs.append(max(told.logprob, _LEAST))
+        found: dict[str, float] = {}
+        for token_id, logprob in (*told.likeliest, (told.token_id, told.logprob)):
+            found.setdefault(text if token_id == told.token_id else self._texts.of(token_id)[0], max(logprob, _LEAST))
+        self._likeliest.append(found)
+
+    def add_first(self, token_id: int) -> None:
+        """A prompt's first token, of which nothing is said: nothing stands before it."""
+        self._note(token_id)
+        self._logprobs.append(None)
+        self._likeliest.append(None)
+
+    def taken(self) -> Json:
+        told = {
+            "tokens": self._tokens,
+            "token_logprobs": self._logprobs,
+            "top_logprobs": self._likeliest,
+            "text_offset": self._offsets,
+        }
+        self._begin()
+        return told
+
+    def _begin(self) -> None:
+        self._tokens: list[str] = []
+        self._logprobs: list[float | None] = []
+        self._likeliest: list[dict[str, float] | None] = []
+        self._offsets: list[int] = []
+
+    def _note(self, token_id: int) -> str:
+        text = self._texts.of(token_id)[0]
+        self._tokens.append(text)
+        self._offsets.append(self._offset)
+        self._offset += len(text)
+        return text
+
+
+# --- an answer's text ------------------------------------------------------------------------------------------------
+
+
+class AnswerText:
+    """Tokens in, text out. Text that may begin a stop string is held back until that is decided."""
+
+    def __init__(self, detokenizer: Detokenizer, stops: Sequence[str]) -> None:
+        self.is_stopped = False  # a stop string came: no more text is sent
+        self._detokenizer = detokenizer
+        self._stops = stops
+        self._held = ""
+
+    def push(self, token_id: int) -> str:
+        return self._release(self._detokenizer.push(token_id))
+
+    def end(self) -> str:
+        ready = self._release(self._detokenizer.end())
+        ready, self._held = ready + self._held, ""
+        return ready
+
+    def _release(self, piece: str) -> str:
+        if self.is_stopped:
+            return ""
+        text = self._held + piece
+        stopped_at = min((at for stop in self._stops if (at := text.find(stop)) >= 0), default=None)
+        if stopped_at is not None:
+            self.is_stopped, self._held = True, ""
+            return text[:stopped_at]
+        num_held = max((overlap(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - num_held :]
+        return text[: len(text) - num_held]
+
+
+# --- completions -----------------------------------------------------------------------------------------------------
 
 DONE: Final = b"data: [DONE]\n\n"
 
@@ -39,11 +145,11 @@ class CompletionFormat:
     delta: Callable[[Piece], Json]
 
 
-def _text(piece: Piece) -> Json:
+def _text_choice(piece: Piece) -> Json:
     return {"index": piece.index, "text": piece.text, "logprobs": piece.logprobs, "finish_reason": piece.finish_reason}
 
 
-def _message(piece: Piece) -> Json:
+def _chat_choice(piece: Piece) -> Json:
     message: Json = {"role": "assistant", "content": piece.text or (None if piece.calls else ""), "refusal": None}
     if piece.calls:
         message["tool_calls"] = [call.content for call in piece.calls]
@@ -54,7 +160,7 @@ def _ended(piece: Piece) -> Json:
     return {"logprobs": piece.logprobs, "finish_reason": piece.finish_reason}
 
 
-def _delta(piece: Piece) -> Json:
+def _chat_delta(piece: Piece) -> Json:
     role = {"role": "assistant"} if piece.is_first else {}
     text: Json = {"content": piece.text} if piece.text or (piece.is_first and not piece.calls) else {}
     if piece.calls:
@@ -62,8 +168,8 @@ def _delta(piece: Piece) -> Json:
     return {"index": piece.index, "delta": {**role, **text}, **_ended(piece)}
 
 
-TEXT: Final = CompletionFormat("cmpl-", "text_completion", "text_completion", _text, _text)
-CHAT: Final = CompletionFormat("chatcmpl-", "chat.completion", "chat.completion.chunk", _message, _delta)
+TEXT: Final = CompletionFormat("cmpl-", "text_completion", "text_completion", _text_choice, _text_choice)
+CHAT: Final = CompletionFormat("chatcmpl-", "chat.completion", "chat.completion.chunk", _chat_choice, _chat_delta)
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,3 +389,53 @@ def late() -> OpenAIError:
 def _event(content: Json) -> bytes:
     """One event, in ASCII: some clients take U+2028 and similar characters for line ends."""
     return b"data: " + json.dumps(content, separators=(",", ":")).encode() + b"\n\n"
+
+
+# --- texts computed ahead, to be segments ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PrecomputeRequest:
+    model: str
+    inputs: Sequence[SequenceInput]
+    deadline: float  # on the event loop's clock
+
+
+class Precomputation:
+    """One request's texts on their way through the engine. `close` aborts what is still computed; idempotent."""
+
+    headers: dict[str, str] = {}  # noqa: RUF012 - none, and nobody writes it
+
+    def __init__(self, request: PrecomputeRequest, loop: EngineLoop) -> None:
+        """Submits the texts. Raises OpenAIError if the engine has no room for them."""
+        self._wanted = request
+        self._loop = loop
+        self._live = LiveRequest(request.inputs, f"precompute-{secrets.token_hex(12)}")
+        self._unfinished = set(range(len(request.inputs)))
+        loop.submit(self._live)
+
+    async def whole(self) -> Json:
+        """What became of each text, as the response's JSON. Raises OpenAIError."""
+        num_held = [0] * len(self._wanted.inputs)
+        try:
+            async with asyncio.timeout_at(self._wanted.deadline):
+                while self._unfinished:
+                    update = await self._live.next()
+                    self._unfinished.discard(update.index)
+                    if update.source is not None:
+                        num_held[update.index] = sum(update.source.cached.values())
+        except TimeoutError:
+            raise late() from None
+        lengths = [len(each.prompt.token_ids) for each in self._wanted.inputs]
+        texts = [_told(length, held) for length, held in zip(lengths, num_held, strict=True)]
+        total = _told(sum(lengths), sum(num_held))
+        return {"object": "precompute", "model": self._wanted.model, **total, "texts": texts}
+
+    def close(self) -> None:
+        if self._unfinished:
+            self._loop.abort(self._live, list(self._unfinished))
+            self._unfinished.clear()
+
+
+def _told(num_tokens: int, num_held: int) -> Json:
+    return {"tokens": num_tokens, "held": num_held, "computed": num_tokens - num_held}

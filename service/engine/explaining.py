@@ -7,9 +7,16 @@ from kvtier.connector import LocalConnector
 from kvtier.engine import Engine, NamedPrompt
 from kvtier.service import Json
 from kvtier.service.engine.loop import EngineLoop
-from kvtier.service.observe import explained
+from kvtier.service.explain import (
+    AskedChain,
+    client_of,
+    explain_chain,
+    explained,
+    held_by_tenants,
+    is_unknown,
+    tenant_name,
+)
 from kvtier.service.openai import ExplainBody, OpenAIError, Prompts, parse
-from kvtier.service.why import AskedChain, client_of, explain_chain, held_by_tenants, is_unknown, tenant_name
 from kvtier.tiers import L1, ChainHash, RequestError
 from kvtier.tiers.hierarchy import Hierarchy
 from kvtier.tiers.naming import root_hash

@@ -2,12 +2,15 @@
 
 import asyncio
 import logging
+import re
 import threading
 import time
+from array import array
 from collections import Counter, abc
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from threading import Lock
 from typing import Final
 
 from prometheus_client import Histogram
@@ -15,14 +18,92 @@ from prometheus_client import Histogram
 from kvtier.connector import LocalConnector
 from kvtier.connector.segments import Repair, Segment
 from kvtier.engine import Engine, FinishReason, NamedPrompt, Output, SamplingParams, Sequence, TokenLogprobs
-from kvtier.service.engine.ended import EndedSequences
-from kvtier.service.engine.ignored_fields import IgnoredFields
 from kvtier.service.events import TierFeed
+from kvtier.service.explain import UNSALTED, EndedRequest, Recent, RequestLog, client_of, tenant_of
 from kvtier.service.openai import OpenAIError, busy, stopping_error
-from kvtier.service.why import RequestLog
-from kvtier.tiers import RequestError
+from kvtier.tiers import TIERS, ChainHash, RequestError
+
+# --- fields that are unknown here ------------------------------------------------------------------------------------
 
 _log = logging.getLogger(__name__)
+
+OTHER: Final = "other"  # what the rest counts as
+_MOST: Final = 32  # names that are counted by themselves: clients choose them, and a metric keeps them for ever
+_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}", re.ASCII)
+
+
+class IgnoredFields:
+    """Requests by the unknown field they had. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+        self._lock = Lock()
+
+    def note(self, names: Iterable[str]) -> None:
+        """One request had these."""
+        with self._lock:
+            for name in sorted({name if _NAME.fullmatch(name) else OTHER for name in names}):
+                if name not in self._counts and len(self._counts) >= _MOST:
+                    name = OTHER
+                if name not in self._counts:
+                    _log.warning("request field %s: unknown here, so it is ignored; this is said once", name)
+                self._counts[name] += 1
+
+    @property
+    def counts(self) -> dict[str, int]:
+        with self._lock:
+            return dict(self._counts)
+
+
+# --- requests that ended ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class EndedPrompt:
+    """A prompt that was asked for."""
+
+    tokens: "array[int]"
+    root: ChainHash  # of its tenant's chains
+
+    @property
+    def num_items(self) -> int:
+        return len(self.tokens)
+
+
+class EndedSequences:
+    """Notes each sequence that ended. `note` on the engine's thread, the rest on any."""
+
+    def __init__(self, engine: Engine, log: RequestLog | None) -> None:
+        self.recent: Recent[EndedPrompt] = Recent()
+        self.log = log
+        self._names_blocks = engine.config.enable_prefix_caching
+        self._engine = engine
+
+    def note(self, sequence: Sequence, end: str) -> None:
+        """`end`: how it ended."""
+        client = None
+        if self._names_blocks:
+            root = sequence.chain.root
+            client = client_of(root)
+            prompt = array("I", sequence.token_ids[: sequence.num_prompt_tokens])
+            self.recent.note(client, sequence.request_id, EndedPrompt(prompt, root))
+        if self.log is not None:
+            self.log.write(
+                EndedRequest(
+                    id=sequence.request_id,
+                    tenant=UNSALTED if client is None else tenant_of(client, self._engine.identity.fingerprint()),
+                    prompt_tokens=sequence.num_prompt_tokens,
+                    tokens={name: sequence.cached_tokens[kind.label] for name, kind in TIERS.items()},
+                    missed=sequence.causes,
+                    output_tokens=sequence.num_generated,
+                    ttft=sequence.ttft,
+                    seconds=time.monotonic() - sequence.arrived,
+                    end=str(end),
+                )
+            )
+
+
+# --- the loop --------------------------------------------------------------------------------------------------------
 
 _IDLE: Final = 0.25  # seconds between two idle turns, in which lower tiers report what they have stored
 _SOON: Final = 0.005  # the same, in seconds, while events still wait to be published

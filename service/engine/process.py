@@ -11,15 +11,14 @@ from transformers.utils.logging import disable_progress_bar
 from kvtier.connector import ChatPrefix, LocalConnector
 from kvtier.connector.models import name_of, require_checkpoint
 from kvtier.engine import Engine, open_engine
-from kvtier.service.engine.asked import Served
-from kvtier.service.engine.calling import form_of
 from kvtier.service.engine.guides import JsonGuides
 from kvtier.service.engine.loop import EngineLoop
+from kvtier.service.engine.request_parser import Served, form_of
 from kvtier.service.engine.server import make_app
 from kvtier.service.events import Publisher, Source, TierFeed
+from kvtier.service.explain import RequestLog
 from kvtier.service.openai import Prompts, refusal
 from kvtier.service.web import HttpServer, HttpSocket
-from kvtier.service.why import RequestLog
 from kvtier.tiers import L1
 from kvtier.tiers.config import Config, EventsConfig
 from kvtier.tiers.hierarchy import EventSource, Hierarchy, TierEvents, check_tiers

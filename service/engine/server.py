@@ -13,7 +13,10 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from kvtier.service import Json
-from kvtier.service.engine.asked import (
+from kvtier.service.engine.completion import CHAT, TEXT, CompletionFormat, OpenAICompletion, Precomputation, late
+from kvtier.service.engine.explaining import explain_prompt
+from kvtier.service.engine.loop import EngineLoop
+from kvtier.service.engine.request_parser import (
     Served,
     completion_of,
     precomputation_of,
@@ -21,10 +24,6 @@ from kvtier.service.engine.asked import (
     text_of_tokens,
     tokens_of,
 )
-from kvtier.service.engine.completion import CHAT, TEXT, CompletionFormat, OpenAICompletion, late
-from kvtier.service.engine.explaining import explain_prompt
-from kvtier.service.engine.loop import EngineLoop
-from kvtier.service.engine.precompute import Precomputation
 from kvtier.service.engine.status import exposition, model_entry, status
 from kvtier.service.observe import EXPOSITION, version
 from kvtier.service.openai import ChatBody, CompletionBody, error_handlers, stopping_error

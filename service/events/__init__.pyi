@@ -1,8 +1,7 @@
-from .announced import AnnouncedBlocks
 from .consumer import EventConsumer
 from .guard import CurveKeys
 from .prefix_index import PrefixIndex, prompt_hashes
-from .publisher import Publisher, Source, TierFeed
+from .publisher import AnnouncedBlocks, Publisher, Source, TierFeed
 from .wire import MAX_BLOCK_SIZE, BlockRemoved, BlockStored, KVEvent, as_u64, namespace_of, topic_of
 
 __all__ = [

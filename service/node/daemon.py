@@ -14,16 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from kvtier.connector.daemon import Hello, Peer, handshake, is_trusted, peer_of
-from kvtier.service.node.buffers import Buffers
-from kvtier.service.node.health import Health, Wanting
-from kvtier.service.node.lending import Lender
+from kvtier.service.explain import RequestLog
+from kvtier.service.node.health import Health, Refusals, Wanting
 from kvtier.service.node.listener import Listener
 from kvtier.service.node.loop import Loop, now
 from kvtier.service.node.namespaces import Namespace, Namespaces, Opening
-from kvtier.service.node.peer_feeds import PeerFeeds
-from kvtier.service.node.refusals import Refusals
-from kvtier.service.node.session import Session
-from kvtier.service.why import RequestLog
+from kvtier.service.node.peer_server import PeerFeeds, PeerServer
+from kvtier.service.node.session import Buffers, Session
 from kvtier.tiers import ConfigError, FormatError, KVMismatch, TierUnavailable
 from kvtier.tiers.config import Config
 from kvtier.tiers.peers import FEEDS, EventsAt
@@ -68,7 +65,7 @@ class Daemon:
     def __init__(
         self, config: Config, path: Path, *, lease_deadline: float = 60.0, publisher: "Publisher | None" = None
     ) -> None:
-        """Take the socket at `path`. Raises ConfigError as `Listener` and `Lender` do.
+        """Take the socket at `path`. Raises ConfigError as `Listener` and `PeerServer` do.
 
         A promise its client does not renew is kept for `lease_deadline` seconds. `publisher` is told what the tiers
         hold; it stays the caller's.
@@ -95,7 +92,7 @@ class Daemon:
         self.health = Health(config)
         self._listener = Listener(path)
         try:
-            self.lender = None if config.peers.listen is None else Lender(config.peers)
+            self.peer_server = None if config.peers.listen is None else PeerServer(config.peers)
         except BaseException:
             self._listener.close()
             raise
@@ -116,8 +113,8 @@ class Daemon:
         for session in list(self._sessions.values()):
             session.end("shutdown")
         self.loop.close()
-        if self.lender is not None:
-            self.lender.close()
+        if self.peer_server is not None:
+            self.peer_server.close()
         threads = [
             threading.Thread(target=each.close, args=(timeout,), name="kvtier-close", daemon=True)
             for each in self._namespaces.clear()
@@ -160,8 +157,8 @@ class Daemon:
         """Raise AssertionError if a law of the budget or of any namespace is broken. On the loop's thread."""
         self._namespaces.check()
         self.buffers.check()
-        if self.lender is not None:
-            self.lender.check()
+        if self.peer_server is not None:
+            self.peer_server.check()
         for namespace in self._namespaces:
             namespace.hierarchy.check(in_use=namespace.in_use)
 
@@ -344,8 +341,8 @@ class Daemon:
         self._namespaces.opened(fingerprint, result if isinstance(result, Namespace) else None)
         if isinstance(result, Namespace):
             result.hierarchy.news.watch(lambda: self._note_progress(result))
-            if self.lender is not None:
-                result.lent = self.lender.lend(result.hierarchy, fingerprint, result.blocks)
+            if self.peer_server is not None:
+                result.lent = self.peer_server.lend(result.hierarchy, fingerprint, result.blocks)
                 result.lent.kv_probe = lambda: result.kv_probe
             if self.publisher is not None and result.source is not None:
                 result.tiers.feed = feed = self.publisher.feed(fingerprint, result.source)

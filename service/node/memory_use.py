@@ -1,18 +1,23 @@
-"""What fills each tier of a model: blocks by tenant, and the prefixes that most blocks begin with."""
+"""What fills each tier of a model, by tenant and prefix: `/memory`, and its series for Prometheus."""
 
 import hashlib
 import secrets
 import time
-from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from threading import Lock
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from prometheus_client.metrics_core import Metric
 
+from kvtier.service.node.daemon import Daemon
+from kvtier.service.node.namespaces import Namespace
+from kvtier.service.node.operators import name_of
+from kvtier.service.node.quota import MOST_HEADS, Tenants
+from kvtier.service.observe import gauge, statuses
 from kvtier.tiers import ChainHash, Lineage
-from kvtier.tiers.hierarchy import Hierarchy, Wanted, lineages
+from kvtier.tiers.hierarchy import Hierarchy, lineages
 from kvtier.tiers.naming import root_hash
 from kvtier.tiers.pool import Slots, Words
 
@@ -22,45 +27,8 @@ UNKNOWN: Final = "not known"
 
 _MOST_TENANTS: Final = 10  # told by themselves
 _MOST_PREFIXES: Final = 10
-_MOST_ROOTS: Final = 4096  # tenants known
-_MOST_HEADS: Final = 1 << 16  # first blocks whose tenant was told with them
 _LONGEST: Final = 4096  # blocks of a prefix that are counted
 _MIX: Final = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x27D4EB2F165667C5], np.uint64)
-
-
-class Tenants:
-    """Which tenants a model has, as far as they have stored since the start. Bounded. On the loop's thread, but `of`.
-
-    A tenant is known by the root of chains with its salt. Under vLLM's names all chains begin at one root: there a
-    first block is remembered with the tenant that stored it.
-    """
-
-    def __init__(self, fingerprint: bytes) -> None:
-        self.unsalted = root_hash(fingerprint)
-        self._roots: OrderedDict[ChainHash, None] = OrderedDict()
-        self._heads: OrderedDict[ChainHash, ChainHash] = OrderedDict()
-
-    def note(self, wanted: Iterable[Wanted]) -> None:
-        """Blocks are about to be stored: whose they are."""
-        for each in wanted:
-            if each.tenant != self.unsalted:
-                self._roots[each.tenant] = None
-                if len(self._roots) > _MOST_ROOTS:
-                    self._roots.popitem(last=False)
-                if each.parent == self.unsalted and each.hashes:
-                    self._heads[each.hashes[0]] = each.tenant
-                    if len(self._heads) > _MOST_HEADS:
-                        self._heads.popitem(last=False)
-
-    def known(self) -> list[ChainHash]:
-        """The roots of all tenants, those without a salt first. On any thread."""
-        return [self.unsalted, *self._roots.copy()]
-
-    def of(self, head: ChainHash, parent: ChainHash) -> ChainHash | None:
-        """Whose a chain is that begins with `head` behind `parent`; None if nobody has said."""
-        if parent == self.unsalted:
-            return self._heads.get(head, parent)
-        return parent if parent in self._roots else None
 
 
 class TenantUse(NamedTuple):
@@ -97,11 +65,11 @@ def use_of(lineage: Lineage, tenants: Tenants) -> TierUse:
     sizes = np.bincount(heads, minlength=len(names))
     begun = np.flatnonzero(sizes)
     begun = begun[np.argsort(sizes[begun], kind="stable")[::-1]]
-    owners = [tenants.of(names[i].tobytes(), lineage.parents[i].tobytes()) for i in begun[:_MOST_HEADS].tolist()]
+    owners = [tenants.of(names[i].tobytes(), lineage.parents[i].tobytes()) for i in begun[:MOST_HEADS].tolist()]
     by_root: dict[ChainHash | None, int] = {}
     for root, size in zip(owners, sizes[begun].tolist(), strict=False):
         by_root[root] = by_root.get(root, 0) + size
-    unknown = by_root.pop(None, 0) + int(sizes[begun[_MOST_HEADS:]].sum())
+    unknown = by_root.pop(None, 0) + int(sizes[begun[MOST_HEADS:]].sum())
     ordered = sorted(by_root.items(), key=lambda each: each[1], reverse=True)
     told = [TenantUse(root, size) for root, size in ordered[:_MOST_TENANTS]]
     if rest := sum(size for _, size in ordered[_MOST_TENANTS:]):
@@ -183,3 +151,90 @@ class MemoryUse:
     def label(self, name: ChainHash) -> str:
         """For people who may not know names: the same for one name while this process lives, and no way back."""
         return hashlib.blake2b(name, key=self._key, digest_size=4).hexdigest()
+
+
+def memory(daemon: Daemon, use: MemoryUse, *, named: bool) -> statuses.MemoryStatus:
+    """By tier, tenant and prefix. `named`: for operators, who may know names. Waits for the loop as `status` does."""
+    namespaces, limits = daemon.call(lambda: (daemon.namespaces(), dict(daemon.limits)))
+    found = use.of(_models(namespaces))
+    models = []
+    for namespace in namespaces:
+        tiers = found.get(namespace.fingerprint, {})
+        quotas = {root_hash(namespace.fingerprint, cache_salt=each): (each, limits[each]) for each in limits}
+        shown = _ShownNames(namespace.tiers.tenants, use, quotas if named else {}, named=named)
+        told = {tier: _tier(each, namespace.blocks.block_size, namespace.blocks.block_bytes, shown)
+                for tier, each in tiers.items()}  # fmt: skip
+        models.append(statuses.ModelMemory(model=name_of(namespace.fingerprint), tiers=told))
+    return statuses.MemoryStatus(named=named, models=models)
+
+
+def memory_series(namespaces: list[Namespace], use: MemoryUse) -> Iterator[Metric]:
+    """Blocks by tenant, a label each, and how many tenants there are."""
+    found = use.of(_models(namespaces))
+    blocks: dict[tuple[str, str, str], float] = {}
+    tenants: dict[tuple[str, str], float] = {}
+    for namespace in namespaces:
+        model, shown = name_of(namespace.fingerprint), _ShownNames(namespace.tiers.tenants, use, {}, named=False)
+        for tier, each in found.get(namespace.fingerprint, {}).items():
+            tenants[model, tier] = each.num_tenants
+            for tenant in each.tenants:
+                blocks[model, tier, shown.tenant(tenant.root)] = tenant.num_blocks
+    yield gauge(
+        "kvtier_tenant_blocks", "Blocks by whose they are; a label says nothing of the cache_salt", blocks,
+        "fingerprint", "tier", "tenant",
+    )  # fmt: skip
+    yield gauge("kvtier_tenants", "Tenants that have blocks, as far as they are known", tenants, "fingerprint", "tier")
+
+
+def _models(namespaces: list[Namespace]) -> Mapping[bytes, tuple[Hierarchy, Tenants]]:
+    return {each.fingerprint: (each.hierarchy, each.tiers.tenants) for each in namespaces}
+
+
+class _ShownNames:
+    """What tenants and blocks are called, for operators or for everybody."""
+
+    def __init__(
+        self, tenants: Tenants, use: MemoryUse, quotas: Mapping[ChainHash, tuple[str, int]], *, named: bool
+    ) -> None:
+        """`quotas`: by the tenant's root its cache_salt and its bytes of host memory."""
+        self._tenants, self._use, self.quotas, self._named = tenants, use, quotas, named
+
+    def tenant(self, root: ChainHash | None) -> str:
+        if root is None:
+            return UNKNOWN
+        if not root:
+            return OTHERS
+        return UNSALTED if root == self._tenants.unsalted else self._use.label(root)
+
+    def block(self, name: ChainHash) -> str:
+        return name.hex() if self._named else self._use.label(name)
+
+
+def _tier(use: TierUse, block_size: int, block_bytes: int, shown: _ShownNames) -> statuses.TierMemory:
+    tenants = []
+    for each in use.tenants:
+        quota = None if each.root is None else shown.quotas.get(each.root)
+        named: dict[str, Any] = {} if quota is None else {"cache_salt": quota[0], "quota_bytes": quota[1]}
+        tenants.append(
+            statuses.TenantMemory(
+                tenant=shown.tenant(each.root), blocks=each.num_blocks, bytes=each.num_blocks * block_bytes, **named
+            )
+        )
+    prefixes = [
+        statuses.PrefixMemory(
+            prefix=shown.block(each.head),
+            tenant=shown.tenant(each.root),
+            tokens=each.num_shared * block_size,
+            branches=each.num_branches,
+            blocks=each.num_blocks,
+            bytes=each.num_blocks * block_bytes,
+        )
+        for each in use.prefixes
+    ]
+    return statuses.TierMemory(
+        blocks=use.num_blocks,
+        bytes=use.num_blocks * block_bytes,
+        num_tenants=use.num_tenants,
+        tenants=tenants,
+        prefixes=prefixes,
+    )

@@ -1,7 +1,7 @@
 """How much of one model's host memory a tenant may have: counted by name, enforced when slots are reserved."""
 
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from threading import Lock
 from typing import Final, NamedTuple
 
@@ -13,6 +13,8 @@ from kvtier.tiers.naming import root_hash
 from kvtier.tiers.pool import SlotPool
 
 MAX_QUOTAS: Final = 1024  # tenants that have one
+_MOST_ROOTS: Final = 4096  # tenants known
+MOST_HEADS: Final = 1 << 16  # first blocks whose tenant was told with them
 
 
 class Quota(NamedTuple):
@@ -245,3 +247,38 @@ class _Tenant:
             if parent in self._parents:
                 self._leaves[parent] = None
                 self._leaves.move_to_end(parent, last=False)
+
+
+class Tenants:
+    """Which tenants a model has, as far as they have stored since the start. Bounded. On the loop's thread, but `of`.
+
+    A tenant is known by the root of chains with its salt. Under vLLM's names all chains begin at one root: there a
+    first block is remembered with the tenant that stored it.
+    """
+
+    def __init__(self, fingerprint: bytes) -> None:
+        self.unsalted = root_hash(fingerprint)
+        self._roots: OrderedDict[ChainHash, None] = OrderedDict()
+        self._heads: OrderedDict[ChainHash, ChainHash] = OrderedDict()
+
+    def note(self, wanted: Iterable[Wanted]) -> None:
+        """Blocks are about to be stored: whose they are."""
+        for each in wanted:
+            if each.tenant != self.unsalted:
+                self._roots[each.tenant] = None
+                if len(self._roots) > _MOST_ROOTS:
+                    self._roots.popitem(last=False)
+                if each.parent == self.unsalted and each.hashes:
+                    self._heads[each.hashes[0]] = each.tenant
+                    if len(self._heads) > MOST_HEADS:
+                        self._heads.popitem(last=False)
+
+    def known(self) -> list[ChainHash]:
+        """The roots of all tenants, those without a salt first. On any thread."""
+        return [self.unsalted, *self._roots.copy()]
+
+    def of(self, head: ChainHash, parent: ChainHash) -> ChainHash | None:
+        """Whose a chain is that begins with `head` behind `parent`; None if nobody has said."""
+        if parent == self.unsalted:
+            return self._heads.get(head, parent)
+        return parent if parent in self._roots else None

@@ -1,26 +1,95 @@
-"""How the daemon is doing: what /status says, and /summary and the commands print."""
+"""How the daemon is doing: what /status says, what commands print, and what Prometheus scrapes."""
 
 import os
-from collections.abc import Iterable, Mapping
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from kvtier.service.node.borrowing import borrowed_by
+import numpy as np
+from prometheus_client.metrics_core import Metric
+
 from kvtier.service.node.daemon import ClientView, Daemon
 from kvtier.service.node.health import Wanting
+from kvtier.service.node.lookups import OptimumSoFar, OptimumWatch
 from kvtier.service.node.loop import now
+from kvtier.service.node.memory_use import MemoryUse, memory_series
 from kvtier.service.node.namespaces import Namespace
-from kvtier.service.node.operator_access import name_of
-from kvtier.service.node.past_lookups import OptimumSoFar, OptimumWatch
-from kvtier.service.node.pins import Pins
-from kvtier.service.observe import DaemonStatus, MetricValues, figures, statuses, version
+from kvtier.service.node.operators import Pins, name_of
+from kvtier.service.observe import (
+    DaemonStatus,
+    MetricValues,
+    counter,
+    figures,
+    gauge,
+    labelled,
+    statuses,
+    text_of,
+    version,
+    wanting,
+)
 from kvtier.tiers import tier_captions
 from kvtier.tiers.hierarchy import Hierarchy, TierPort
-from kvtier.tiers.returns import EDGES
+from kvtier.tiers.reuse import EDGES
 
 if TYPE_CHECKING:
     from kvtier.service.events import Publisher
+
+_FAILED: Final = "failed_"
+
+
+class Borrowed(NamedTuple):
+    """What one model's tier says of other nodes."""
+
+    num_answering: int
+    failures: dict[str, int]  # by reason
+    num_sure: int  # of those that answer, whose events tell all that they hold
+    num_told: int  # blocks known by events
+    questions: int  # by name, each to one node
+    hints: dict[str, int]  # flights that events sent: right, or wrong
+
+
+def borrowed_by(port: TierPort) -> Borrowed | None:
+    """None of a tier that is not in other nodes' memory, or is detached."""
+    tier = port.tier  # a probe may detach it meanwhile
+    stats = tier.stats() if tier is not None else {}
+    if "answering" not in stats:
+        return None
+    failures = {name.removeprefix(_FAILED): n for name, n in stats.items() if name.startswith(_FAILED)}
+    hints = {name: stats.get(f"hints_{name}", 0) for name in ("right", "wrong")}
+    return Borrowed(stats["answering"], failures, stats["sure"], stats["told"], stats.get("questions", 0), hints)
+
+
+def peers_series(daemon: Daemon, namespaces: Sequence[Namespace]) -> Iterator[Metric]:
+    """Nothing if no node is borrowed from and nothing is lent."""
+    told = {
+        name_of(namespace.fingerprint): borrowed
+        for namespace in namespaces
+        for port in namespace.hierarchy.ports
+        if (borrowed := borrowed_by(port)) is not None
+    }
+    if told:
+        failures, hints = Counter[str](), Counter[str]()
+        for borrowed in told.values():
+            failures.update(borrowed.failures)
+            hints.update(borrowed.hints)
+        yield counter("kvtier_peer_failures", "Failures of other nodes to lend, by reason", dict(failures), "reason")
+        text = "Batches asked of a node because its KV events name their blocks; wrong: one was not there"
+        yield counter("kvtier_peer_hints", text, {name: hints[name] for name in ("right", "wrong")}, "result")
+        asked = sum(borrowed.questions for borrowed in told.values())
+        yield counter("kvtier_peer_questions", "Questions to other nodes which blocks they hold", asked)
+        for name, text, values in (
+            ("answering", "Other nodes that answer", {model: each.num_answering for model, each in told.items()}),
+            ("sure", "Of these, whose KV events tell all", {model: each.num_sure for model, each in told.items()}),
+            ("told_blocks", "Blocks of theirs known by events", {model: each.num_told for model, each in told.items()}),
+        ):
+            yield gauge(f"kvtier_peers_{name}", text, values, "fingerprint")
+    if (peer_server := daemon.peer_server) is not None:
+        text = "Blocks and bytes lent to other nodes, and why connections were ended"
+        yield counter("kvtier_lent", text, dict(peer_server.counts), "event")
+        yield gauge("kvtier_lending_connections", "Connections of other nodes", peer_server.num_connections)
 
 
 def status(daemon: Daemon, pins: Pins, optimum: OptimumWatch | None = None) -> DaemonStatus:
@@ -44,7 +113,7 @@ def status(daemon: Daemon, pins: Pins, optimum: OptimumWatch | None = None) -> D
         budget=statuses.MemoryBudget(bytes=daemon.config.host.size, given=given),
         events=dict(daemon.counts),
         tier_captions=[statuses.TierCaption.model_validate(each) for each in tier_captions()],
-        lent=None if daemon.lender is None else dict(daemon.lender.counts),
+        lent=None if daemon.peer_server is None else dict(daemon.peer_server.counts),
         kv_events=None if daemon.publisher is None else _published(daemon.publisher),
         gpu_hour=daemon.config.service.gpu_hour,
         models=[_model(each, clients, pinned.get(name_of(each.fingerprint), 0), optimum) for each in namespaces],
@@ -195,3 +264,89 @@ def _client(client: ClientView) -> statuses.ClientStatus:
 
 def _breakers(port: TierPort) -> dict[str, str]:
     return {direction: str(breaker.state) for direction, breaker in port.breakers.items()}
+
+
+_QUANTILES: Final = (0.5, 0.9)
+
+
+def exposition(daemon: Daemon, pins: Pins, use: MemoryUse, optimum: OptimumWatch | None = None) -> str:
+    """The text format. Waits for the loop: TierUnavailable if it does not answer."""
+    namespaces, clients = daemon.call(lambda: (daemon.namespaces(), daemon.clients()))
+    metrics = {name_of(namespace.fingerprint): namespace.hierarchy.metrics for namespace in namespaces}
+    return text_of(
+        [
+            *labelled(metrics),
+            *_own(daemon, namespaces, clients, pins),
+            *memory_series(namespaces, use),
+            *_possible(namespaces, optimum),
+            *_returns(namespaces),
+        ]
+    )
+
+
+def _own(daemon: Daemon, namespaces: list[Namespace], clients: list[ClientView], pins: Pins) -> Iterator[Metric]:
+    yield gauge("kvtier_build_info", "The version in use", {version(): 1}, "version")
+    yield gauge("kvtier_uptime_seconds", "Since the daemon started", time.monotonic() - daemon.started)
+    yield gauge("kvtier_clients", "Clients connected", sum(client.connected for client in clients))
+    dead = sum(not client.connected for client in clients)
+    yield gauge("kvtier_dead_clients", "Clients gone whose processes may still copy", dead)
+    yield gauge("kvtier_budget_bytes", "Host memory there is for all models", daemon.config.host.size)
+    yield wanting(each.part for each in wanting_parts(daemon, namespaces))
+    sizes = {name_of(namespace.fingerprint): namespace.size for namespace in namespaces}
+    yield gauge("kvtier_host_bytes", "Host memory a model has", sizes, "fingerprint")
+    yield counter("kvtier_client_events", "What became of clients and their leases", dict(daemon.counts), "event")
+    told = dict(daemon.publisher.counts) if daemon.publisher is not None else {}
+    yield counter("kvtier_kv_events", "KV events published, in batches, and told again", told, "event")
+    log = {} if daemon.request_log is None else dict(daemon.request_log.counts)
+    yield counter("kvtier_request_log_lines", "Lines of the request log", log, "outcome")
+    yield gauge("kvtier_pinned_blocks", "Blocks kept by pins", pins.blocks_by_model(), "fingerprint")
+    yield from peers_series(daemon, namespaces)
+    yield from _savings(daemon, namespaces)
+
+
+def _possible(namespaces: list[Namespace], watch: OptimumWatch | None) -> Iterator[Metric]:
+    """What was found in the last hour, and what the best policy would have found. Of models whose lookups are kept."""
+    looks = {name_of(each.fingerprint): watch.of(each.fingerprint) for each in namespaces if watch is not None}
+    known = {model: look for model, look in looks.items() if look is not None and look.asked}
+    text = "Of the blocks asked for in the last hour, the share that the best possible policy would have found"
+    yield gauge(
+        "kvtier_optimum_share", text, {m: each.optimum / each.asked for m, each in known.items()}, "fingerprint"
+    )
+    text = "Of the same blocks, the share that was found"
+    yield gauge("kvtier_found_share", text, {m: each.found / each.asked for m, each in known.items()}, "fingerprint")
+    dropped = {
+        name_of(each.fingerprint): each.tiers.past.num_dropped for each in namespaces if each.tiers.past is not None
+    }
+    yield counter("kvtier_lookups_not_kept", "Lookups and stores that this leaves out", dropped, "fingerprint")
+
+
+def _returns(namespaces: list[Namespace]) -> Iterator[Metric]:
+    """How long after a request's end the next one of its conversation came, where a policy learns it."""
+    seconds: dict[tuple[str, str], float] = {}
+    for namespace in namespaces:
+        gaps = namespace.hierarchy.host.pool.return_gaps()
+        if gaps is not None and (total := float(gaps.sum())) > 0:
+            within = np.interp(_QUANTILES, np.append(0.0, np.cumsum(gaps)) / total, [*EDGES, 2 * EDGES[-1]])
+            model = name_of(namespace.fingerprint)
+            seconds |= {(model, f"{q:g}"): float(age) for q, age in zip(_QUANTILES, within, strict=True)}
+    text = "Within which of its requests' ends this part of the next ones came"
+    yield gauge("kvtier_return_gap_seconds", text, seconds, "fingerprint", "quantile")
+
+
+def _savings(daemon: Daemon, namespaces: list[Namespace]) -> Iterator[Metric]:
+    """What requests did not have to compute: less `kvtier_load_seconds_sum`, it is what was saved."""
+    savings = {name_of(each.fingerprint): each.tiers.savings for each in namespaces}
+    tokens = {model: each.num_tokens for model, each in savings.items()}
+    yield counter("kvtier_saved_tokens", "Tokens that were loaded instead of computed", tokens, "fingerprint")
+    seconds = {(model, rate): value for model, each in savings.items() for rate, value in each.seconds.items()}
+    yield counter(
+        "kvtier_saved_prefill_seconds",
+        "Seconds of prefill that these would have taken, by whether an engine measured its rate or it is assumed",
+        seconds,
+        "fingerprint",
+        "rate",
+    )
+    rates = {model: rate for model, each in savings.items() if (rate := each.tokens_per_second) is not None}
+    yield gauge("kvtier_prefill_tokens_per_second", "What an engine prefills", rates, "fingerprint")
+    if (price := daemon.config.service.gpu_hour) is not None:
+        yield gauge("kvtier_gpu_hour_price", "Of an hour of an engine's GPUs, as the operator says", price)

@@ -1,35 +1,28 @@
-from . import engine_summary, statuses, summary
-from .dashboard import LivePage
-from .explained import explained
-from .explanation import ExplainedLines, Explanation
-from .figures import MetricValues, figures, version
-from .prometheus import EXPOSITION, counter, gauge, histogram, labelled, text_of, wanting
-from .statuses import DaemonStatus, EngineStatus, ReplicaScore, RouterStatus
-from .summary import brief_time, counts, row
+from . import statuses
+from .live_page import LivePage
+from .metrics import EXPOSITION, MetricValues, counter, figures, gauge, histogram, labelled, text_of, version, wanting
+from .statuses import DaemonStatus, EngineStatus, ReplicaScore, RouterStatus, StatusPart
+from .summary import daemon_page, engine_page, router_page
 from .top import watch
 
 __all__ = [
     "EXPOSITION",
     "DaemonStatus",
     "EngineStatus",
-    "ExplainedLines",
-    "Explanation",
     "LivePage",
     "MetricValues",
     "ReplicaScore",
     "RouterStatus",
-    "brief_time",
+    "StatusPart",
     "counter",
-    "counts",
-    "engine_summary",
-    "explained",
+    "daemon_page",
+    "engine_page",
     "figures",
     "gauge",
     "histogram",
     "labelled",
-    "row",
+    "router_page",
     "statuses",
-    "summary",
     "text_of",
     "version",
     "wanting",

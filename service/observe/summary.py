@@ -1,19 +1,30 @@
-"""The daemon's status as a page of text, for /summary and `kvtier status`."""
+"""Statuses as pages of text, of a daemon, an engine or a router: for /summary and `kvtier status`."""
 
+import time
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
-from kvtier.service.observe.statuses import DaemonStatus, ModelStatus, WantingPart
+from kvtier.service.observe.statuses import (
+    BlockFigures,
+    DaemonStatus,
+    EngineStatus,
+    ModelStatus,
+    ReplicaScore,
+    RouterStatus,
+    WantingPart,
+)
 from kvtier.tiers import L2, MISS, TIERS
 from kvtier.tiers.config import show_size
+
+# --- a daemon --------------------------------------------------------------------------------------------------------
 
 _MAX_CLIENTS: Final = 64  # listed
 _STATES: Final = ("ready", "leased", "dirty", "tails", "filling", "quarantined", "free")  # of slots
 
 
-def page(status: DaemonStatus) -> str:
-    """The whole page. Ends with a newline."""
-    return "\n".join(_lines(status)) + "\n"
+def daemon_page(status: DaemonStatus) -> str:
+    """The whole daemon_page. Ends with a newline."""
+    return "\n".join(_daemon_lines(status)) + "\n"
 
 
 def hit_share(lookups: Mapping[str, int]) -> float:
@@ -22,7 +33,7 @@ def hit_share(lookups: Mapping[str, int]) -> float:
     return (asked - lookups.get(MISS, 0)) / asked if asked else 0.0
 
 
-def _lines(status: DaemonStatus) -> Iterable[str]:
+def _daemon_lines(status: DaemonStatus) -> Iterable[str]:
     budget, clients = status.budget, status.clients
     yield (
         f"kvtier {status.version}, pid {status.pid}, up {brief_time(status.uptime_s)}: "
@@ -110,3 +121,79 @@ def brief_time(seconds: float) -> str:
         if whole >= size:
             return f"{whole / size:.1f} {unit}"
     return f"{whole} s"
+
+
+# --- an engine -------------------------------------------------------------------------------------------------------
+
+
+def engine_page(status: EngineStatus) -> str:
+    """The whole engine_page. Ends with a newline."""
+    return "\n".join(_engine_lines(status)) + "\n"
+
+
+def _engine_lines(status: EngineStatus) -> Iterable[str]:
+    requests, tokens, l1 = status.requests, status.tokens, status.l1
+    yield f"kvtier {status.version} engine of {status.model}, pid {status.pid}: {status.status}"
+    yield from wanting(status.wanting)
+    size = f"blocks of {status.block_size} tokens, requests of up to {status.max_model_len:,}"
+    yield row("model", f"{status.fingerprint[:16]}: {size}")
+    waiting = f"{requests.running} running, {requests.loading} loading, {requests.waiting} waiting"
+    yield row("requests", f"{requests.live} of {requests.capacity}: {waiting}; ended {counts(status.outcomes)}")
+    yield row("refused", f"{counts(status.refused)}; preempted {status.preempted}")
+    yield row("L1", f"{l1.blocks - l1.free} of {l1.blocks} blocks used")
+    yield row("tokens", f"{tokens.prompt_tokens:,} of prompts, {tokens.computed_tokens:,} computed")
+    yield row("answers", f"{tokens.generated_tokens:,} tokens")
+    yield row("cached", f"tokens {counts(status.cached_tokens)}")
+    yield row("steps", f"{status.steps.done:,}, {status.steps.failed} failed")
+    if status.tiers is not None:
+        yield from _engine_tiers(status.tiers)
+
+
+def _engine_tiers(tiers: BlockFigures) -> Iterable[str]:
+    """Of the tiers that are the engine's own, or as it sees its daemon's."""
+    lookups = tiers.lookups
+    yield row("lookups", f"{sum(lookups.values())} blocks, {hit_share(lookups):.1%} found; {counts(lookups)}")
+    yield row("not served", counts(tiers.missed))
+    yield row("stored", f"{counts(tiers.stored)}; evicted {counts(tiers.evicted)}")
+
+
+# --- a router --------------------------------------------------------------------------------------------------------
+
+_SHOWN: Final = 12  # decisions shown
+_DECISION: Final = "{:<10} {:>7}  {:<22} {:<8} {}"
+
+
+def router_page(status: RouterStatus) -> str:
+    """The router_page for a `Router.status`. Ends with a newline."""
+    return "\n".join(_router_lines(status)) + "\n"
+
+
+def _router_lines(status: RouterStatus) -> Iterable[str]:
+    replicas, tokens = status.replicas, status.tokens
+    yield f"kvtier router, up {brief_time(status.uptime_s)}: {status.num_up} of {len(replicas)} replicas up"
+    yield row("requests", f"{counts(status.requests)}; retries {counts(status.retries)}")
+    yield row("errors", counts(status.errors))
+    yield row("prompts", f"{tokens.told_prompt:,} tokens, of which replicas had {tokens.told_cached:,} cached")
+    yield row("index", f"{status.indexed_blocks:,} blocks of {status.block_size} tokens")
+    for replica in replicas:
+        yield ""
+        why = f" ({replica.why})" if replica.why else ""
+        yield f"replica {replica.name}: {replica.state}{why}"
+        yield row("load", f"{replica.load:.0f} blocks of work in {replica.in_flight} requests")
+        yield row("served", f"{replica.requests} requests; errors {counts(replica.errors)}")
+        yield row("holds", counts(replica.blocks))
+        feeds = (("engine", replica.events), ("node", replica.node_events))
+        events = [f"{name} {feed.state}" for name, feed in feeds if feed is not None]
+        yield row("events", " · ".join(events) or "none")
+    if status.decisions:
+        yield ""
+        yield _DECISION.format("at", "blocks", "sent to", "because", "blocks held, work left")
+    for decision in status.decisions[:_SHOWN]:
+        at = time.strftime("%H:%M:%S", time.localtime(decision.time))
+        scores = " · ".join(map(_score, decision.scores))
+        yield _DECISION.format(at, decision.prompt_blocks, decision.chosen or "nobody", decision.reason, scores)
+
+
+def _score(score: ReplicaScore) -> str:
+    work = "cannot take it" if score.work is None else f"{score.work:.0f}"
+    return f"{score.name} {score.cached}, {work}"

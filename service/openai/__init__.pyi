@@ -2,21 +2,19 @@ from .bodies import (
     ChatBody,
     CompletionBody,
     CompletionPrompt,
+    DetokenizeBody,
+    ExplainBody,
     PrecomputeBody,
     RequestBody,
+    TokenizeBody,
     json_object,
     parse,
+    schema_of,
 )
-from .chat_turns import chat_of, template_variables
+from .chat import TokenizedPrompt, chat_of, template_variables
 from .errors import OpenAIError, busy, error_handlers, refusal, stopping_error, too_long, unknown_model
-from .explain_body import ExplainBody
-from .overlap import overlap
-from .pieces import TokenizedPrompt
-from .prompts import Detokenizer, Prompts
-from .response_format import schema_of
-from .token_texts import TokenTexts
-from .tokenize_body import DetokenizeBody, TokenizeBody
-from .tool_calls import MARKS, CallForm, CallReader, GuidedReader, Heard, HermesReader, LlamaReader, ToolCall
+from .prompts import Detokenizer, Prompts, TokenTexts
+from .tool_calls import MARKS, CallForm, CallReader, GuidedReader, Heard, HermesReader, LlamaReader, ToolCall, overlap
 
 __all__ = [
     "MARKS",

@@ -1,31 +1,176 @@
-"""Parses OpenAI request bodies: every field is typed and bounded, and every error names its field."""
+"""Parses request bodies: every field is typed and bounded, and every error names its field."""
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Final, Self, TypeVar
+from typing import Annotated, Any, Final, Literal, Self, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
 
 from kvtier.connector import ChatPrefix, is_cache_mark
 from kvtier.service import Json, first_error, object_in, shown
-from kvtier.service.openai.chat_turns import Chat, chat_of
+from kvtier.service.openai.chat import Chat, PromptPiece, chat_of, text_pieces
 from kvtier.service.openai.errors import OpenAIError
 from kvtier.service.openai.fields import (
+    MAX_NUMBER,
     ApiCacheSalt,
+    ApiTokenId,
+    ApiTokenIds,
+    CacheMark,
+    ChatReuse,
+    ChosenTool,
+    CompletionReuse,
     Documents,
     Ignored,
+    KVHints,
+    Messages,
+    Off,
+    Prompt,
     Strict,
     Text,
+    TextPart,
     Tolerant,
+    ToolChoice,
+    Tools,
     few_fields,
     must_be,
     options,
 )
-from kvtier.service.openai.messages import Messages, Prompt, TextPart
-from kvtier.service.openai.pieces import PromptPiece, text_pieces
-from kvtier.service.openai.reuse import CacheMark, ChatReuse, CompletionReuse, KVHints
-from kvtier.service.openai.sampling import Sampling, TokenLimit
-from kvtier.service.openai.tools import ChosenTool, ToolChoice, Tools
-from kvtier.tiers.returns import Hint
+from kvtier.tiers.reuse import Hint
+
+# --- response_format: a text, or JSON, maybe of a schema -------------------------------------------------------------
+
+
+class _TextFormat(Tolerant):
+    type: Literal["text"]
+
+
+class _ObjectFormat(Tolerant):
+    type: Literal["json_object"]
+
+
+class _NamedSchema(Tolerant):
+    name: Text | None = None
+    description: Text | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    strict: bool | None = None  # a schema is always followed
+
+
+class _SchemaFormat(Tolerant):
+    type: Literal["json_schema"]
+    json_schema: Annotated[_NamedSchema, BeforeValidator(few_fields)]
+
+
+def _format_kind(value: object) -> str | None:
+    kinds = {"text": "=text", "json_object": "=object", "json_schema": "=schema"}
+    return kinds.get(str(value.get("type"))) if isinstance(value, dict) else None
+
+
+ResponseFormat = Annotated[
+    Annotated[_TextFormat, Tag("=text")]
+    | Annotated[_ObjectFormat, Tag("=object")]
+    | Annotated[_SchemaFormat, Tag("=schema")],
+    Discriminator(
+        _format_kind,
+        custom_error_type="response_format",
+        custom_error_message="not a format; give an object of type text, json_object or json_schema",
+    ),
+]
+
+
+def schema_of(wanted: "ResponseFormat | None") -> tuple[Json, str] | None:
+    """The schema of the answer, and the field that has it; None: it may be any text."""
+    if isinstance(wanted, _SchemaFormat):
+        schema = wanted.json_schema.schema_
+        return ({"type": "object"} if schema is None else schema), "response_format.json_schema.schema"
+    return ({"type": "object"}, "response_format") if isinstance(wanted, _ObjectFormat) else None
+
+
+# --- how to answer ---------------------------------------------------------------------------------------------------
+
+_MAX_CHOICES: Final = 128
+_MAX_STOPS: Final = 16
+_MAX_STOP: Final = 256  # characters
+_MAX_BIASES: Final = 1024
+_AS_FORMAT: Final = "send response_format instead"
+_DIGITS: Final = 11  # more than a token id has
+
+
+def _listed(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+def _by_token(value: object) -> object:
+    """JSON has names of fields only as texts."""
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise ValueError("not an object; give numbers by token id")
+    if len(value) > _MAX_BIASES:
+        raise ValueError(f"{len(value)} tokens; at most {_MAX_BIASES} are taken")
+    if wrong := next((name for name in value if not (name.isdecimal() and len(name) < _DIGITS)), None):
+        raise ValueError(f"{wrong[:20]!r} is no token id; name tokens by their numbers")
+    return {int(name): bias for name, bias in value.items()}
+
+
+Bias = Annotated[float, Field(ge=-100, le=100)]
+Stop = Annotated[Text, Field(min_length=1, max_length=_MAX_STOP)]
+TokenLimit = Annotated[int, Field(ge=1, le=MAX_NUMBER)]
+
+
+class StreamOptions(Tolerant):
+    include_usage: bool | None = None
+    include_obfuscation: Ignored = None
+    continuous_usage_stats: Off = None
+
+
+class Sampling(Tolerant):
+    """Defaults are OpenAI's; `top_k`, `min_p`, `repetition_penalty`, `stop_token_ids` and `ignore_eos` are vLLM's."""
+
+    max_tokens: TokenLimit | None = None
+    n: Annotated[int, Field(ge=1, le=_MAX_CHOICES)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=MAX_NUMBER)] | None = None  # 0, -1: all
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: Annotated[list[Stop], Field(max_length=_MAX_STOPS, fail_fast=True), BeforeValidator(_listed)] | None = None
+    stop_token_ids: Annotated[list[ApiTokenId], Field(max_length=_MAX_STOPS, fail_fast=True)] | None = None
+    ignore_eos: bool | None = None
+    stream_options: Annotated[StreamOptions | None, BeforeValidator(few_fields)] = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None  # of others no logits are left
+    logit_bias: Annotated[dict[ApiTokenId, Bias], BeforeValidator(_by_token)] | None = None
+    response_format: ResponseFormat | None = None
+    user: Ignored = None
+    metadata: Ignored = None
+    # of vLLM, and what they would change is another answer
+    min_tokens: Annotated[None, must_be(0)] = None
+    bad_words: Annotated[None, must_be([])] = None
+    allowed_token_ids: Annotated[None, must_be()] = None
+    structured_outputs: Annotated[None, must_be({}, fix=_AS_FORMAT)] = None
+    guided_json: Annotated[None, must_be(fix=_AS_FORMAT)] = None
+    guided_regex: Annotated[None, must_be()] = None
+    guided_choice: Annotated[None, must_be()] = None
+    guided_grammar: Annotated[None, must_be()] = None
+    use_beam_search: Off = None
+    length_penalty: Annotated[None, must_be(1)] = None
+    prompt_logprobs: Annotated[None, must_be()] = None
+    truncate_prompt_tokens: Annotated[None, must_be()] = None
+    skip_special_tokens: Annotated[None, must_be(True)] = None
+    include_stop_str_in_output: Off = None
+
+    @property
+    def wants_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @model_validator(mode="after")
+    def _streams(self) -> Self:
+        if self.stream_options is not None and not getattr(self, "stream", None):
+            raise ValueError("stream_options: allowed only if stream is true; leave it out")
+        return self
+
+
+# --- the bodies ------------------------------------------------------------------------------------------------------
 
 MOST_LOGPROBS: Final = 20  # OpenAI's limit of a chat, and vLLM's default for both
 
@@ -237,3 +382,58 @@ def _refused(error: ValidationError) -> OpenAIError:
         )
     code = "unsupported_parameter" if why.startswith("not supported") else "invalid_value"
     return OpenAIError(400, f"{param} {shown(value)}: {why}", param=param, code=code)
+
+
+class TokenizeBody(TemplateFields, Tolerant):
+    """A text, or a chat as `/v1/chat/completions` takes it; one of the two."""
+
+    model_config = Tolerant.model_config
+
+    model: Text | None = None
+    prompt: Text | None = None
+    messages: Messages | None = None
+    return_token_strs: bool | None = None
+    chat_template: Annotated[None, must_be()] = None
+
+    @model_validator(mode="after")
+    def _one_way(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("prompt, messages: give one of the two")
+        return self
+
+    def chat(self, prefix: ChatPrefix) -> Chat:
+        """Of the messages, which are there. Raises OpenAIError if the template cannot be given this."""
+        assert self.messages is not None
+        return self.chat_with(self.messages, prefix)
+
+
+class DetokenizeBody(Tolerant):
+    model: Text | None = None
+    tokens: ApiTokenIds
+
+
+class ExplainBody(BaseModel):
+    """`POST /explain`: a prompt as the API takes it, or a request's id; one of the three."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    model: Text | None = None
+    cache_salt: ApiCacheSalt | None = None
+    prompt: Prompt | None = None
+    messages: Messages | None = None
+    tools: Tools | None = None  # beside messages
+    request: Annotated[Text, Field(min_length=1, max_length=512)] | None = None
+    tokens: ApiTokenIds | None = None  # what another tokenizer made of the text
+
+    @model_validator(mode="after")
+    def _one_way(self) -> Self:
+        if sum(each is not None for each in (self.prompt, self.messages, self.request)) != 1:
+            raise ValueError("prompt, messages, request: give one of the three")
+        return self
+
+    @property
+    def asked(self) -> "CompletionPrompt | ChatPrompt | None":
+        """The prompt; None: it is a request's."""
+        if self.messages is not None:
+            return ChatPrompt.model_construct(model="", messages=self.messages, tools=self.tools)
+        return None if self.prompt is None else CompletionPrompt.model_construct(model="", prompt=self.prompt)

@@ -16,7 +16,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from kvtier.service.openai.chat_turns import Chat, Turn, join_texts
+from kvtier.service.openai.chat import Chat, Turn, join_texts
 
 _CPU: Final = 2.0  # CPU seconds for one chat; a million tokens in a thousand turns take a tenth of it
 _ROUNDS: Final = 256  # loop rounds between two looks at the clock

@@ -5,26 +5,65 @@ transformers would load torch into every router. All it adds to `tokenizers` her
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
 
 from jinja2 import TemplateError
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, pre_tokenizers
 
 from kvtier.connector import AS_SENT, ChatPrefix
 from kvtier.connector.models import REASONING_MARKS, Reasoning, ToolCalls, load_tokenizer
 from kvtier.service import writable
 from kvtier.service.openai.bodies import AnyPrompt, ChatPrompt, CompletionPrompt
+from kvtier.service.openai.chat import Chat, PromptPiece, TokenizedPrompt, Turn, chat_pieces
 from kvtier.service.openai.chat_template import ChatTemplate, TextTooLong
-from kvtier.service.openai.chat_turns import Chat, Turn
 from kvtier.service.openai.errors import OpenAIError
-from kvtier.service.openai.pieces import PromptPiece, TokenizedPrompt, chat_pieces
-from kvtier.service.openai.token_texts import TokenTexts
 from kvtier.service.openai.tool_calls import MARKS, CallForm
 from kvtier.tiers import ConfigError
 
-_UNKNOWN: Final = "\ufffd"  # the replacement character: bytes that are not a whole character
+# --- single tokens as texts ------------------------------------------------------------------------------------------
+
+_UNKNOWN: Final = "\ufffd"  # what decoding makes of bytes that are no character
+_BYTE: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # a byte by its number, in vocabularies of SentencePiece
+_MOST: Final = 1 << 16  # tokens that are remembered
+
+
+class TokenTexts:
+    """Of one tokenizer. Thread-safe."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.of = lru_cache(_MOST)(self._of)  # a token's text, and its bytes
+
+    def _of(self, token_id: int) -> tuple[str, bytes]:
+        text: str = self._tokenizer.decode([token_id], skip_special_tokens=False)
+        if _UNKNOWN not in text:
+            return text, text.encode()
+        word: str = self._tokenizer.id_to_token(token_id) or ""
+        letters = _letters()
+        if (byte := _BYTE.fullmatch(word)) is not None:
+            return text, bytes.fromhex(byte[1])
+        if word and all(letter in letters for letter in word):
+            return text, bytes(letters[letter] for letter in word)
+        return text, text.encode()
+
+
+@lru_cache(1)
+def _letters() -> dict[str, int]:
+    """The letters that stand for bytes in byte-level vocabularies (GPT-2's)."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    found = {chr(byte): byte for byte in plain}
+    others = (byte for byte in range(256) if byte not in set(plain))
+    found |= {chr(256 + number): byte for number, byte in enumerate(others)}
+    assert set(found) == set(pre_tokenizers.ByteLevel.alphabet())
+    return found
+
+
+# --- prompts ---------------------------------------------------------------------------------------------------------
+
 _CHARACTER: Final = 4  # most tokens of one character: its bytes
 _RUBBISH: Final = 16  # after so many tokens without a whole character, the bytes are invalid
 _THOUGHT: Final = "kvtierthinks"  # letters alone, which templates leave as they are

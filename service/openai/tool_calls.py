@@ -10,7 +10,13 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal, Protocol
 
 from kvtier.service import Json, writable
-from kvtier.service.openai.overlap import overlap
+
+
+def overlap(text: str, mark: str) -> int:
+    """How many characters at the end of the text may begin the mark."""
+    longest = min(len(text), len(mark) - 1)
+    return next((length for length in range(longest, 0, -1) if text.endswith(mark[:length])), 0)
+
 
 CallForm = Literal["hermes", "llama"]
 

@@ -1,6 +1,6 @@
 from .application import build
-from .asked import EngineRequest
 from .options import RayOptions
+from .ranking import EngineRequest
 
 __all__ = [
     "EngineRequest",

@@ -14,9 +14,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from kvtier.service.openai import OpenAIError, busy
-from kvtier.service.ray.asked import AnswerHead, EngineRequest
 from kvtier.service.ray.options import RayOptions
-from kvtier.service.ray.ranking import rankings
+from kvtier.service.ray.ranking import AnswerHead, EngineRequest, rankings
 from kvtier.service.router import NOT_ANSWERED, NOT_ASKED, passed
 from kvtier.service.web import read_body
 

@@ -1,7 +1,4 @@
-"""ReplicaRanking: which replicas to ask first for a request, by who holds its prompt and by what each has to do.
-
-It is what `kvtier route` does, the same index and the same policy, for a router that is not ours.
-"""
+"""ReplicaRanking: which replicas to ask first for a request, by who holds its prompt and by what each has to do."""
 
 import asyncio
 from collections import Counter, OrderedDict
@@ -13,12 +10,12 @@ from typing import Any, Final, NamedTuple
 from weakref import WeakSet
 
 from kvtier.service.openai import OpenAIError, Prompts, json_object
-from kvtier.service.ray.asked import EngineRequest
 from kvtier.service.router import (
     READ,
     WEIGHTS,
     Candidate,
     FleetHoldings,
+    Headers,
     Held,
     KnownPrompt,
     Publishers,
@@ -31,6 +28,43 @@ from kvtier.service.router import (
 )
 from kvtier.tiers import KVTierError
 from kvtier.tiers.config import MAX_BLOCKS
+
+# --- what goes between ingress and replica ---------------------------------------------------------------------------
+
+METADATA: Final = "kvtier"  # what a replica tells routers of itself is under this name
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """An HTTP request for an engine. The request router reads its prompt; the replica sends it on as it is."""
+
+    method: str
+    path: str  # with the query
+    headers: Headers
+    body: bytes
+    key: str  # names this request in the process that routes it
+    tried: frozenset[str] = frozenset()  # replicas that failed it, by `ReplicaID.unique_id`
+
+    @property
+    def prompt(self) -> str:
+        """The body as text: Ray Serve's own prefix router looks for this, and bodies that begin alike are near.
+
+        Never empty: that router divides by its length.
+        """
+        return self.body.decode("utf-8", "replace") or self.path
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerHead:
+    """The first thing a replica answers; the answer's bytes follow in pieces."""
+
+    status: int
+    headers: Headers
+    replica: str  # `ReplicaID.unique_id`
+    is_broken: bool = False  # the engine hung up on it: the request may be what ended it
+
+
+# --- the ranking -----------------------------------------------------------------------------------------------------
 
 _MAX_ITEMS: Final = 1 << 18  # values in a body that is parsed: more block the event loop for over 20 ms
 _BYTES: Final = 64  # bytes of a body that count as a block if the prompt is not known

@@ -9,8 +9,7 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, ReplicaResult, RequestRouter, RunningReplica
 
-from kvtier.service.ray.asked import METADATA, EngineRequest
-from kvtier.service.ray.ranking import Queue, ReplicaRanking
+from kvtier.service.ray.ranking import METADATA, EngineRequest, Queue, ReplicaRanking
 
 _log = logging.getLogger("ray.serve")  # whose lines Ray Serve keeps
 

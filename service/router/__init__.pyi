@@ -1,13 +1,11 @@
-from . import summary
 from .app import serve
 from .client import Deadlines, Failure, Headers, ReplicaClient, ReplicaFailed
 from .holdings import FleetHoldings, Held, VersionHoldings, joined
 from .policy import CROWD, LOAD_WEIGHT, WEIGHTS, Candidate, Choice, Reason, choose, choose_or_stick, sticky
-from .prompts import READ, KnownPrompt, read_prompt
+from .prompts import READ, KnownPrompt, read_prompt, session_of
 from .proxy import NOT_ANSWERED, NOT_ASKED, passed
-from .replica_profile import ReplicaProfile
-from .sessions import session_of
-from .spec import Publishers, parse_replicas
+from .replica_list import Publishers, parse_replicas
+from .replicas import ReplicaProfile
 
 __all__ = [
     "CROWD",
@@ -39,5 +37,4 @@ __all__ = [
     "serve",
     "session_of",
     "sticky",
-    "summary",
 ]

@@ -12,7 +12,7 @@ from typing import Final, NamedTuple, TypeVar
 
 from kvtier.service.events import CurveKeys, EventConsumer, PrefixIndex, namespace_of, prompt_hashes, topic_of
 from kvtier.service.observe import statuses
-from kvtier.service.router.spec import Publishers
+from kvtier.service.router.replica_list import Publishers
 from kvtier.tiers import TIERS, ConfigError
 from kvtier.tiers.config import MAX_BLOCKS
 from kvtier.tiers.naming import root_hash

@@ -1,20 +1,184 @@
-"""Forwards one request: chooses a replica, tries the next one on failure, and passes the answer on."""
+"""Forwards one request: chooses a replica, tries the next one on failure, passes the answer on, and counts."""
 
 import asyncio
+import json
+import re
 import time
-from collections.abc import Mapping
+from collections import Counter, defaultdict, deque
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Any, Final
 
+from kvtier.service.observe import statuses
 from kvtier.service.openai import OpenAIError
-from kvtier.service.router.client import Deadlines, Failure, Headers, ReplicaAnswer, ReplicaFailed
+from kvtier.service.router.client import Deadlines, Failure, Headers, ReplicaAnswer, ReplicaFailed, Shortcut
 from kvtier.service.router.fleet import Fleet
 from kvtier.service.router.holdings import Held
-from kvtier.service.router.ledger import Ledger
 from kvtier.service.router.policy import Candidate, Choice, Reason, choose_or_stick
-from kvtier.service.router.replica_profile import ModelVersion
-from kvtier.service.router.replicas import AssignedWork, Replica, ReplicaState
-from kvtier.service.router.reply import ClientReply, Relayed
+from kvtier.service.router.replicas import AssignedWork, ModelVersion, Replica, ReplicaState
+from kvtier.tiers import TIERS
+
+# --- what is counted -------------------------------------------------------------------------------------------------
+
+_KEPT: Final = 64  # decisions
+# The quotes are unescaped, so no text of a model or a user can match.
+_CACHED: Final = re.compile(rb'"cached_tokens":\s*(\d{1,12})\b')
+_TIERS: Final = re.compile(rb'"prompt_tokens_details":\s*\{[^{}]{0,400}"kvtier":\s*\{([^{}]{1,200})\}')
+_TIER: Final = re.compile(rb'"([^"\\]{1,32})":\s*(\d{1,12})\b')
+_PROMPT: Final = re.compile(rb'"prompt_tokens":\s*(\d{1,12})\b')
+
+
+@dataclass(slots=True)
+class Ledger:
+    """Counts since the router started. Written and read on one event loop."""
+
+    requests: Counter[tuple[str, str]] = field(default_factory=Counter)  # (replica, reason) chosen
+    answers: Counter[tuple[str, str]] = field(default_factory=Counter)  # (replica, "2xx") passed on
+    retries: Counter[str] = field(default_factory=Counter)  # why another replica was tried before a byte was streamed
+    errors: Counter[str] = field(default_factory=Counter)  # why the router answered with an error of its own
+    untokenised: Counter[str] = field(default_factory=Counter)  # why the prompt of a request was not known
+    prompt_tokens: int = 0  # of prompts that were known, and whose answers began
+    promised_tokens: int = 0  # of these, held by the answering replica according to the index
+    told_prompt_tokens: int = 0  # as reported in the replicas' usage
+    told_cached_tokens: int = 0
+    told_tiers: Counter[str] = field(default_factory=Counter)  # of these, by tier; only kvtier's engines report it
+    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))  # by "tokenise", "score"
+    decisions: deque[statuses.RoutingDecision] = field(default_factory=lambda: deque(maxlen=_KEPT))
+
+    def decided(self, choice: Choice, num_blocks: int) -> None:
+        if choice.name is not None:
+            self.requests[choice.name, choice.reason] += 1
+        self.decisions.append(
+            statuses.RoutingDecision(
+                time=time.time(),
+                prompt_blocks=num_blocks,
+                chosen=choice.name,
+                reason=choice.reason,
+                scores=choice.scores,
+            )
+        )
+
+    def read_usage(self, piece: bytes) -> None:
+        """Count the usage in a piece of an answer, if there is one; the rest is not parsed."""
+        if b'"usage"' not in piece:
+            return
+        prompts, cached = _PROMPT.findall(piece), _CACHED.findall(piece)
+        if prompts:
+            self.told_prompt_tokens += int(prompts[-1])
+            self.told_cached_tokens += int(cached[-1]) if cached else 0
+            for by_tier in _TIERS.findall(piece)[-1:]:
+                counts = {label.encode(): label for label in (kind.label for kind in TIERS.values())}
+                self.told_tiers.update({counts[tier]: int(n) for tier, n in _TIER.findall(by_tier) if tier in counts})
+
+
+# --- what the client receives ----------------------------------------------------------------------------------------
+
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+_ENDS: Final = (b"\n\n", b"\r\n\r\n")  # how an event ends
+_DONE: Final = (b"data: [DONE]\n\n", b"data: [DONE]\r\n\r\n")
+_DONE_CHUNK: Final = tuple(done + b"\r\n" for done in _DONE)
+_MAX_TAIL: Final = 64 << 10  # bytes held back of an event that has not ended
+_LAST_WORD: Final = 1.0  # seconds a client may take to read the error that ends its stream
+
+
+@dataclass(frozen=True, slots=True)
+class Relayed:
+    """A replica's refusal that no other replica could better; passed on as it is."""
+
+    status: int
+    headers: Headers
+    body: bytes
+
+
+class ClientReply:
+    """One answer through an ASGI `send`: `whole`, or `begin`, `write` …, `end`; `fail` at any time instead.
+
+    `pass_chunks` writes chunks past ASGI if they need no change.
+    """
+
+    def __init__(self, send: Send, pass_chunks: Shortcut) -> None:
+        self.is_begun = False
+        self._send, self._pass_chunks = send, pass_chunks
+        self._events: WholeEvents | None = None
+
+    @property
+    def is_done(self) -> bool:
+        return self._events is not None and self._events.is_done
+
+    async def whole(self, status: int, headers: Headers, body: bytes) -> None:
+        await self.begin(status, [*headers, (b"content-length", b"%d" % len(body))], is_stream=False)
+        await self._body(body, more=False)
+
+    async def begin(self, status: int, headers: Headers, *, is_stream: bool) -> None:
+        """Send the head. From here on no other replica can answer."""
+        self.is_begun = True
+        self._events = WholeEvents() if is_stream else None
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def write(self, piece: bytes) -> None:
+        """Send more of the body, as the replica sent it."""
+        whole = piece if self._events is None else self._events.cut(piece)
+        if whole:
+            await self._body(whole, more=True)
+
+    def pass_on(self, chunks: bytes) -> bool:
+        """Pass on chunks of whole events, as the replica sent them. False: the caller must `write` them."""
+        if self._events is None or self._events.tail or not self._pass_chunks(chunks):
+            return False
+        self._events.is_done = chunks.endswith(_DONE_CHUNK)
+        return True
+
+    async def end(self) -> None:
+        await self._body(b"" if self._events is None else self._events.tail, more=False)
+
+    async def fail(self, error: OpenAIError | Relayed) -> None:
+        """Report why there is no answer, or why it breaks off.
+
+        In a stream the error is the last event. Any other answer that has begun stays without an end: the server then
+        closes the connection, so that no client takes the answer for a whole one.
+        """
+        if isinstance(error, Relayed):
+            await self.whole(error.status, error.headers, error.body)
+        elif not self.is_begun:
+            headers = [(name.encode(), value.encode()) for name, value in error.headers.items()]
+            headers.append((b"content-type", b"application/json"))
+            await self.whole(error.status, headers, json.dumps(error.content).encode())
+        elif self._events is not None:
+            last = b"" if self.is_done else b"data: " + json.dumps(error.content).encode() + b"\n\n"
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_LAST_WORD):
+                    await self._body(last, more=False)
+
+    async def _body(self, data: bytes, *, more: bool) -> None:
+        await self._send({"type": "http.response.body", "body": data, "more_body": more})
+
+
+class WholeEvents:
+    """Cuts a stream of server-sent events at the end of events, so that an error event may follow at any point.
+
+    A replica usually sends whole events: then nothing is held back, and nothing is copied.
+    """
+
+    def __init__(self) -> None:
+        self.is_done = False  # the stream's own last event has passed
+        self.tail = b""  # bytes held back: the beginning of an event
+
+    def cut(self, piece: bytes) -> bytes:
+        """The part of the stream that can be passed on now."""
+        data = self.tail + piece if self.tail else piece
+        if data.endswith(_ENDS):
+            self.tail, self.is_done = b"", data.endswith(_DONE)
+            return data
+        end = max((data.rfind(mark) + len(mark) for mark in _ENDS if mark in data), default=0)
+        if not end and len(data) > _MAX_TAIL:
+            end = len(data)
+        self.tail = data[end:]
+        return data[:end]
+
+
+# --- the way of one request ------------------------------------------------------------------------------------------
 
 _MAX_FAILED: Final = 4  # replicas that may fail one request
 _MAX_BROKEN: Final = 2  # of these, replicas that may hang up on it: the request may be what kills them

@@ -1,21 +1,192 @@
-"""One replica behind the router: probes whether it is up, reads what it serves, and accounts for its work."""
+"""One replica behind the router: what it serves, whether it is up, how long its requests wait, and its work."""
 
 import asyncio
 import json
 import logging
+import re
 import ssl
 import time
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Final
 
+import xxhash
+
+from kvtier.service.events import MAX_BLOCK_SIZE
+from kvtier.service.observe import statuses
 from kvtier.service.router.client import Deadlines, Failure, Headers, ReplicaAnswer, ReplicaClient, ReplicaFailed
-from kvtier.service.router.latencies import PERIOD, Latencies
-from kvtier.service.router.replica_profile import ModelVersion, ReplicaProfile
-from kvtier.service.router.spec import ReplicaSpec
+from kvtier.service.router.replica_list import Publishers, ReplicaSpec
+
+# --- what it says of itself at /v1/models ----------------------------------------------------------------------------
+
+_DIGEST: Final = re.compile("[0-9a-f]{64}")
+_NAMESPACE: Final = re.compile("[0-9a-f]{32}")
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaProfile:
+    """What a replica reports of itself at `/v1/models`."""
+
+    models: tuple[Mapping[str, Any], ...]
+    block_size: int | None  # None if it is not reported
+    fingerprint: str | None
+    publishers: Publishers
+    namespace: str | None = None  # for chains of requests that name no tenant, if those have a salt
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Of the models, adapters among them."""
+        return frozenset(str(model["id"]) for model in self.models)
+
+    @property
+    def bases(self) -> tuple[str, ...]:
+        """Names of its models that are no adapters."""
+        return tuple(sorted(str(model["id"]) for model in self.models if not isinstance(model.get("parent"), str)))
+
+    @classmethod
+    def of(cls, page: object) -> "ReplicaProfile":
+        """Parse the page's JSON. Raises ReplicaFailed if it is not an OpenAI server's."""
+        entries = page.get("data") if isinstance(page, dict) else None
+        models: list[Any] = entries if isinstance(entries, list) else [None]
+        if not all(isinstance(model, dict) and isinstance(model.get("id"), str) for model in models):
+            raise ReplicaFailed(Failure.GARBLED, "/v1/models has no list of models")
+        ours: dict[str, Any] = next((m["kvtier"] for m in models if isinstance(m.get("kvtier"), dict)), {})
+        size, fingerprint, namespace = (ours.get(name) for name in ("block_size", "fingerprint", "namespace"))
+        if size is not None and not (type(size) is int and 1 <= size <= MAX_BLOCK_SIZE):
+            raise ReplicaFailed(Failure.GARBLED, f"block_size {size!r:.40} is not a number of tokens from 1 to 4096")
+        return cls(
+            tuple(models),
+            size,
+            fingerprint if isinstance(fingerprint, str) and _DIGEST.fullmatch(fingerprint) else None,
+            Publishers(*_publisher(ours.get("events")), *_publisher(ours.get("node"))),
+            namespace if isinstance(namespace, str) and _NAMESPACE.fullmatch(namespace) else None,
+        )
+
+
+def _publisher(value: object) -> tuple[str | None, str | None]:
+    """The publisher's endpoint, and its replay endpoint."""
+    found = value if isinstance(value, dict) else {}
+    publish, replay = (at if isinstance(at := found.get(name), str) else None for name in ("publish", "replay"))
+    return publish, replay if publish is not None else None
+
+
+class ModelVersion:
+    """What replicas must agree on so that one index serves them all. What one does not report, the next may."""
+
+    def __init__(self, number: int, profile: ReplicaProfile, block_size: int | None) -> None:
+        self._number = number
+        self.block_size = block_size
+        self.fingerprint = profile.fingerprint
+        self.namespace = profile.namespace
+        self._bases = profile.bases
+
+    def takes(self, profile: ReplicaProfile, block_size: int | None) -> bool:
+        """Whether nothing that a replica reports contradicts this."""
+        both_known = None not in (profile.fingerprint, self.fingerprint)
+        if both_known and (profile.fingerprint, profile.namespace) != (self.fingerprint, self.namespace):
+            return False
+        if None not in (block_size, self.block_size) and block_size != self.block_size:
+            return False
+        return both_known or profile.bases == self._bases
+
+    def learn(self, profile: ReplicaProfile, block_size: int | None) -> None:
+        """A replica that this takes has joined."""
+        self.block_size = self.block_size or block_size
+        if self.fingerprint is None and profile.fingerprint is not None:
+            self.fingerprint, self.namespace = profile.fingerprint, profile.namespace
+
+    def __str__(self) -> str:
+        told = [
+            f"fingerprint {self.fingerprint}" if self.fingerprint else "no fingerprint",
+            f"block_size {self.block_size or 'not known'}",
+            f"namespace {self.namespace}" if self.namespace else "",
+            f"models {', '.join(self._bases)}",
+        ]
+        return ", ".join(filter(None, told))
+
+    @property
+    def seed(self) -> int:
+        """Its own in rankings; the same in every router if the fingerprint is known."""
+        return xxhash.xxh3_64_intdigest((self.fingerprint or str(self._number)).encode())
+
+
+# --- how long its requests wait, by its own metrics ------------------------------------------------------------------
+
+PERIOD: Final = 5.0  # seconds between two reads of a replica's metrics
+_KEPT: Final = 13  # reads: figures are of the last minute
+_MOST_BOUNDS: Final = 200  # of a histogram's buckets
+# Histograms of seconds, by what they measure: kvtier's, vLLM's, SGLang's.
+_FAMILIES: Final[Mapping[bytes, str]] = {
+    b"kvtier_engine_ttft_seconds": "ttft",
+    b"vllm:time_to_first_token_seconds": "ttft",
+    b"sglang:time_to_first_token_seconds": "ttft",
+    b"kvtier_engine_itl_seconds": "itl",
+    b"vllm:inter_token_latency_seconds": "itl",
+    b"sglang:inter_token_latency_seconds": "itl",
+}
+_BUCKET: Final = re.compile(
+    rb"^("
+    + b"|".join(_FAMILIES)
+    + rb')_bucket\{[^}\n]{0,1000}?\ble="([^"\n]{1,32})"[^}\n]{0,1000}\} ([0-9.eE+]{1,32})',
+    re.MULTILINE,
+)
+
+_Observed = dict[str, dict[float, float]]  # what → upper bound in seconds → observations up to it
+
+
+class Latencies:
+    """Of one replica. Figures are of the observations between the oldest and the newest read that are kept."""
+
+    def __init__(self) -> None:
+        self._reads: deque[_Observed] = deque(maxlen=_KEPT)
+
+    def read(self, page: bytes) -> None:
+        """Take in a page of metrics in Prometheus' text format. What is no histogram of these is passed over."""
+        found: _Observed = {}
+        for family, bound, value in _BUCKET.findall(page):
+            buckets = found.setdefault(_FAMILIES[family], {})
+            try:
+                at, count = float(bound), float(value)
+            except ValueError:
+                continue
+            if at in buckets or len(buckets) < _MOST_BOUNDS:
+                buckets[at] = buckets.get(at, 0.0) + count  # engines in one process: their sum
+        if self._reads and any(_all_of(found, what) < _all_of(self._reads[-1], what) for what in ("ttft", "itl")):
+            self._reads.clear()  # it has started anew
+        self._reads.append(found)
+
+    def figures(self) -> dict[str, statuses.LatencyFigures]:
+        """By "ttft" and "itl"; without what nobody waited for in the last minute."""
+        told = {}
+        if self._reads:
+            first, last = self._reads[0], self._reads[-1]
+            for what, buckets in last.items():
+                before = first.get(what, {})
+                grown = sorted((bound, max(0.0, count - before.get(bound, 0.0))) for bound, count in buckets.items())
+                if grown and (total := grown[-1][1]) > 0:
+                    p50, p95 = (round(_quantile(grown, share * total), 6) for share in (0.5, 0.95))
+                    told[what] = statuses.LatencyFigures(num=int(total), p50_s=p50, p95_s=p95)
+        return told
+
+
+def _all_of(counts: _Observed, what: str) -> float:
+    return max(counts.get(what, {}).values(), default=0.0)
+
+
+def _quantile(buckets: list[tuple[float, float]], wanted: float) -> float:
+    """Below which so many observations lie, as if those in a bucket lay evenly; of the last one, its lower end."""
+    lower, below = 0.0, 0.0
+    for bound, count in buckets:
+        if count >= wanted and count > below:
+            return lower if bound == float("inf") else lower + (bound - lower) * (wanted - below) / (count - below)
+        lower, below = bound, count
+    return lower
+
+
+# --- its state and its work ------------------------------------------------------------------------------------------
 
 _log = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ import json
 import ssl
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
@@ -18,21 +18,59 @@ from kvtier.service.events import CurveKeys
 from kvtier.service.observe import RouterStatus, statuses
 from kvtier.service.openai import OpenAIError, Prompts, json_object, unknown_model
 from kvtier.service.router.client import Deadlines, Headers
-from kvtier.service.router.explaining import explained_holdings
 from kvtier.service.router.fleet import Fleet
 from kvtier.service.router.holdings import FleetHoldings, Held
-from kvtier.service.router.ledger import Ledger
-from kvtier.service.router.lists import ReplicaList
-from kvtier.service.router.prompts import CHAT, COMPLETION, READ, KnownPrompt, read_prompt
-from kvtier.service.router.proxy import NOT_ASKED, Proxy, RoutedRequest, passed
-from kvtier.service.router.replica_profile import ModelVersion
-from kvtier.service.router.replica_tokenizer import ReplicaTokenizer
-from kvtier.service.router.replicas import ProbeSettings, Replica
-from kvtier.service.router.reply import ClientReply
-from kvtier.service.router.sessions import session_of
-from kvtier.service.router.spec import Publishers
-from kvtier.tiers import ConfigError, tier_captions
+from kvtier.service.router.prompts import CHAT, COMPLETION, READ, KnownPrompt, ReplicaTokenizer, read_prompt, session_of
+from kvtier.service.router.proxy import NOT_ASKED, ClientReply, Ledger, Proxy, RoutedRequest, passed
+from kvtier.service.router.replica_list import Publishers, ReplicaList
+from kvtier.service.router.replicas import ModelVersion, ProbeSettings, Replica
+from kvtier.tiers import TIERS, ConfigError, tier_captions
 from kvtier.tiers.config import RouterConfig
+
+# --- what it answers to `kvtier explain` -----------------------------------------------------------------------------
+
+_UNKNOWN_PROMPT = {
+    "unreadable": "the router cannot read it; give a prompt or messages as the API takes them",
+    "no_tokenizer": "the router has no tokenizer; start it with --model DIR, or give token ids by --blocks",
+    "late": "no replica has tokenised it in time; give token ids by --blocks",
+}
+
+
+def explained_holdings(known: KnownPrompt, held: Held, block_size: int | None) -> Json:
+    """Who holds the prompt, with lines for people. Raises OpenAIError if its tokens are not known."""
+    if known.unknown is not None:
+        why = _UNKNOWN_PROMPT.get(
+            known.unknown, f"its tokens are not known ({known.unknown}); give token ids by --blocks"
+        )
+        raise OpenAIError(400, f"prompt: {why}", param="prompt", code="unknown_prompt")
+    replicas = [
+        {"replica": name, "blocks": sum(found.values()), "media": dict(found), "sure": name in held.sure}
+        for name, found in held.prefixes.items()
+    ]
+    answer: Json = {
+        "block_size": block_size,
+        "tokens": len(known.tokens),
+        "blocks": held.num_blocks,
+        "replicas": sorted(replicas, key=lambda each: -each["blocks"]),
+    }
+    return {**answer, "lines": list(_lines(answer))}
+
+
+def _lines(answer: Json) -> Iterator[str]:
+    """For people."""
+    if answer["block_size"] is None or not answer["replicas"]:
+        yield "No replica publishes KV events: the router knows nothing of what they hold."
+        return
+    shown = {kind.medium: kind.shown for kind in TIERS.values()}
+    yield f"{answer['tokens']:,} tokens, {answer['blocks']:,} whole blocks of {answer['block_size']}"
+    for each in answer["replicas"]:
+        where = ", ".join(f"{count:,} in {shown.get(medium, medium)}" for medium, count in each["media"].items())
+        unsure = "" if each["sure"] else "; its events are not up to date"
+        yield f"{each['replica']}: {each['blocks']:,} blocks{' (' + where + ')' if where else ''}{unsure}"
+    yield "A router knows no reasons: ask the engine by --url, or its node's daemon by --http, why it lacks the others."
+
+
+# --- the router ------------------------------------------------------------------------------------------------------
 
 _BYTES: Final = 64  # bytes of a body that count as a block if the prompt is not known
 _MAX_ITEMS: Final = 1 << 18  # values in a body that is parsed: more block the event loop for over 20 ms

@@ -1,8 +1,7 @@
 from .optimum import Optimum
 from .replay import SimulatedRun, TraceReplay, sweep
-from .shown import charts_of_runs, table_of_runs
 from .simulated_tiers import Capacity, SimulatedTiers
-from .value import LoadRates, optimum_of, rates_from, value_of
+from .value import LoadRates, charts_of_runs, optimum_of, rates_from, table_of_runs, value_of
 
 __all__ = [
     "Capacity",

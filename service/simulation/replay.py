@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from kvtier.service.simulation.simulated_tiers import Capacity, SimulatedTiers
 from kvtier.service.traces import HINTS, RequestTrace
 from kvtier.tiers import BATCH_BYTES, L2, ChainHash
-from kvtier.tiers.returns import Hint, RequestEnd
+from kvtier.tiers.reuse import Hint, RequestEnd
 
 _HINTS: Final = (None, *map(Hint, HINTS))
 TIERS: Final = (L2, "file", "redis")

@@ -8,7 +8,7 @@ from typing import Final
 from kvtier.tiers import ChainHash
 from kvtier.tiers.file import BareSlab
 from kvtier.tiers.pool import Lease, SlotPool
-from kvtier.tiers.returns import RequestEnd
+from kvtier.tiers.reuse import RequestEnd
 
 _SIGHTINGS_PER_SLOT: Final = 4  # that are remembered, as in `tiers/hierarchy/stores.py`
 _ROOT: Final = bytes(32)  # what first blocks stand behind: the slab begins a run there, as for a model's own root

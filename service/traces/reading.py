@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import BinaryIO, Final
 
 from kvtier.service.traces import forms
-from kvtier.service.traces.trace_line import TraceLine
+from kvtier.service.traces.forms import TraceLine
 from kvtier.tiers import ConfigError, FormatError
 
 _MOST_FAULTS: Final = 20  # lines that are named, of those that are wrong

@@ -1,10 +1,9 @@
-from .guard import Guard, read_body
-from .hang_up import hang_up
+from .disconnect_timer import disconnect_after
+from .guard import Guard, page, read_body
 from .http_client import HttpClient
 from .http_server import HttpServer, HttpSocket
 from .loop_file import LoopFile
 from .operator_token import OperatorToken, token_at
-from .routes import page
 
 __all__ = [
     "Guard",
@@ -13,7 +12,7 @@ __all__ = [
     "HttpSocket",
     "LoopFile",
     "OperatorToken",
-    "hang_up",
+    "disconnect_after",
     "page",
     "read_body",
     "token_at",

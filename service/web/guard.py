@@ -1,13 +1,16 @@
-"""Checks every HTTP request: who may ask, how large its body may be, and how long that may take."""
+"""Checks every HTTP request: who may ask, how large its body may be, and how long that may take; routes of pages."""
 
 import asyncio
 import hmac
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Final
 
 from pydantic import SecretStr
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
 
 _BODY: Final = 10.0  # seconds in which a request's body must arrive
 _LOOPBACK: Final = ("127.", "::1", "::ffff:127.")
@@ -61,3 +64,18 @@ async def read_body(request: Request, limit: int) -> bytes:
     except ClientDisconnect:
         raise HTTPException(400, "body: cut short; send all of it") from None
     return bytes(body)
+
+
+# --- pages that need nothing but leave to be read --------------------------------------------------------------------
+
+
+def page(path: str, answer: Callable[[], Response | Awaitable[Response]], guard: Guard | None = None) -> Route:
+    """`GET path`, called on the event loop. Without a guard everybody may read it."""
+
+    async def endpoint(request: Request) -> Response:
+        if guard is not None:
+            guard.admit(request)
+        answered = answer()
+        return answered if isinstance(answered, Response) else await answered
+
+    return Route(path, endpoint, methods=["GET"])

@@ -13,7 +13,7 @@ import httpx2
 from pydantic import SecretStr
 
 from kvtier.service import Json
-from kvtier.service.web.hang_up import hang_up
+from kvtier.service.web.disconnect_timer import disconnect_after
 from kvtier.tiers import ConfigError, FormatError, KVTierError, TierUnavailable
 
 _CONNECT: Final = 2.0  # seconds
@@ -99,7 +99,7 @@ class HttpClient:
         timeout = httpx2.Timeout(self._patience, connect=_CONNECT)
         try:
             with ExitStack() as opened:
-                with hang_up(lambda: self._socket, self._patience) as late:
+                with disconnect_after(lambda: self._socket, self._patience) as late:
                     try:
                         stream = self._client.stream(
                             method, path, content=content, headers=_JSON, timeout=timeout, extensions=watched

@@ -1,7 +1,8 @@
-"""An HTTP server on its own thread, which drops clients that send or read too slowly."""
+"""An HTTP server on its own thread, which drops clients that send or read too slowly, and answers to its names."""
 
 import asyncio
 import errno
+import ipaddress
 import logging
 import math
 import resource
@@ -18,14 +19,58 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvtier.service import REQUEST_ID, Crowd, begin_request
-from kvtier.service.web.http_hosts import HostNames, name_in
 from kvtier.tiers import ConfigError
+
+# --- names it answers to ---------------------------------------------------------------------------------------------
+
+_ANY: Final = "*"
+_GUARDED: Final = ("/v1/", "/admin/")  # `guard.py` requires the token, or a local name if there is no token
+_HEALTH: Final = ("/healthz", "/readyz")  # they report health only, nothing of what the server holds
+
+
+class HostNames:
+    """The names a server answers to: localhost, IP addresses, its address, this machine's name, and those configured.
+
+    This prevents DNS rebinding: a page of evil.example may make that name point to 127.0.0.1, and then read the answers
+    as its own. But its requests carry `Host: evil.example`. An IP address was never looked up, so it is safe.
+    """
+
+    def __init__(self, address: str, names: Iterable[str] = ()) -> None:
+        """`address` is the configured HOST:PORT. A * in `names` allows every name."""
+        known = (address.rpartition(":")[0], socket.gethostname(), *names)
+        self._names = {_plain_name(name) for name in known if name}
+
+    def admits(self, path: str, host: bytes | None) -> bool:
+        """Whether a request for `path` under the Host header `host` is answered; `host` is None without a header."""
+        if host is None or path in _HEALTH or path.startswith(_GUARDED) or _ANY in self._names:
+            return True  # None is allowed since every browser sends the header
+        name = _plain_name(name_in(host.decode("latin-1")))
+        return name in self._names or name == "localhost" or name.endswith(".localhost") or _is_address(name)
+
+
+def name_in(host: str) -> str:
+    name, _, port = host.rpartition(":")
+    return name if port.isdecimal() and name else host
+
+
+def _plain_name(name: str) -> str:
+    return name.strip().strip("[]").rstrip(".").lower()
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+# --- the server ------------------------------------------------------------------------------------------------------
 
 _log = logging.getLogger(__name__)
 _BACKLOG: Final = 1024  # connections that the kernel queues; those past the limit below get an answer that says so
 _MAX_REQUESTS: Final = 64  # requests answered at once; as many connections may wait for their next request
 _RESERVED: Final = 16  # health checks answered beside them
-_HEALTH: Final = ("/healthz", "/readyz")
 _MAX_HEADERS: Final = 16 << 10  # bytes
 _HEAD: Final = 5.0  # seconds until the head of a connection's first request must be whole
 _IDLE: Final = 10.0  # seconds from one request to the end of the next one's head

@@ -17,7 +17,7 @@ from typer.core import TyperArgument
 from typer.main import get_command
 
 from kvtier.cli import main
-from kvtier.cli.verbs import VERBS, load
+from kvtier.cli.program import VERBS, load
 
 HEAVY = (
     "torch", "numpy", "pydantic", "rich", "redis", "msgpack", "prometheus_client", "aiohttp", "httpx2", "starlette",

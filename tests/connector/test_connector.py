@@ -11,7 +11,8 @@ from service_rig import drops, wanted
 
 from kvtier.connector.plan import CopyOp, WorkerReport
 from kvtier.connector.scheduler import ConnectorUpdate
-from kvtier.tiers.copies.transfer import BlockCopies, CopyEvent
+from kvtier.tiers.copies.block_copier import BlockCopies
+from kvtier.tiers.copies.transfer import CopyEvent
 from kvtier.tiers.hierarchy.cache_tiers import PENDING, Wanted
 from kvtier.tiers.pool import Reservation
 from kvtier.tiers.tier import Outcome

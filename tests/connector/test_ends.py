@@ -17,7 +17,7 @@ from kvtier.connector.vllm.endings import AnswerReader, answered_of
 from kvtier.engine.sequence import SamplingParams
 from kvtier.tiers.errors import RequestError
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy
-from kvtier.tiers.returns import Hint, RequestEnd
+from kvtier.tiers.reuse import Hint, RequestEnd
 
 
 @pytest.fixture
@@ -69,8 +69,8 @@ def test_an_idle_engines_last_end_is_told_at_once(bench: Bench, told: list[Reque
 
 def test_a_prompt_shorter_than_a_block_is_known_by_its_answer() -> None:
     names = chain_of(3).hashes
-    assert RequestEnd(names, 2, 9).tail_names == names[:2]
-    assert RequestEnd(names, 0, 9).tail_names == names
+    assert RequestEnd(names, 2, 9).match_names == names[:2]
+    assert RequestEnd(names, 0, 9).match_names == names
 
 
 def test_an_aborted_request_tells_no_end(bench: Bench, told: list[RequestEnd]) -> None:

@@ -8,7 +8,7 @@ import pytest
 from kvtier.connector.local import LocalConnector
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.copies.copy_ways import CopyWays
-from kvtier.tiers.naming.shape import KVShape
+from kvtier.tiers.naming.identity import KVShape
 
 SHAPE = KVShape(num_layers=2, num_kv_heads=2, head_dim=8, block_size=4, dtype="float32")
 

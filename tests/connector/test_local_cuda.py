@@ -11,7 +11,7 @@ from kvtier.connector.local import LocalConnector
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.copies.copy_ways import CopyWays
 from kvtier.tiers.host.host import HostRegion
-from kvtier.tiers.naming.shape import KVShape
+from kvtier.tiers.naming.identity import KVShape
 
 SHAPE = KVShape(num_layers=2, num_kv_heads=2, head_dim=32, block_size=16, dtype="bfloat16")
 

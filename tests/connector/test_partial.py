@@ -36,7 +36,7 @@ class Prompt:
 class TellingTier(MemoryTier):
     """A lower tier that knows its children."""
 
-    def children(self, parent: ChainHash, limit: int, start: bytes) -> list[ChildBlock]:
+    def children(self, parent: ChainHash, limit: int, start: bytes = b"") -> list[ChildBlock]:
         records = [record for record, _ in self.blocks.values()]
         found = [each for each in records if each.parent == parent and each.tokens.startswith(start)]
         return [ChildBlock(each.chain_hash, each.tokens) for each in found][:limit]

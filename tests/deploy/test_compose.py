@@ -16,13 +16,12 @@ from compose_rig import FILE, SECRETS, VARIABLE, command_of, processes, raw, ser
 from node_rig import ROOT
 
 from kvtier.cli import servers_cli
-from kvtier.cli.verbs import load
+from kvtier.cli.program import load
 from kvtier.service.cluster.cluster import GRACE
-from kvtier.service.cluster.defaults import FIRST_PORT
-from kvtier.service.cluster.file import Placeholders, Service, Topology
+from kvtier.service.cluster.file import FIRST_PORT, Placeholders, Service, Topology
 from kvtier.service.cluster.process import _BRIEF
 from kvtier.service.web import http_server
-from kvtier.service.web.http_hosts import HostNames
+from kvtier.service.web.http_server import HostNames
 from kvtier.tiers.config.config import Config
 
 EXAMPLE: Final = ROOT / "deploy" / "example.env"

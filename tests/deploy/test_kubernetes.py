@@ -18,11 +18,11 @@ from compose_rig import command_of, services, variables
 from node_rig import ROOT
 
 from kvtier import __version__
-from kvtier.cli.verbs import load
+from kvtier.cli.program import load
 from kvtier.service.cluster.cluster import GRACE
-from kvtier.service.router.spec import ReplicaSpec
+from kvtier.service.router.replica_list import ReplicaSpec
 from kvtier.tiers.config.config import Config
-from kvtier.tiers.peers.events_at import EventsAt
+from kvtier.tiers.peers.link import EventsAt
 
 FOLDER: Final = ROOT / "deploy" / "kubernetes"
 OVERLAYS: Final = ("gpu", "model-claim", "monitoring", "peers", "vllm")

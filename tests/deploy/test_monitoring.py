@@ -19,9 +19,9 @@ from service_rig import attach, load, store
 
 from kvtier.service.events.publisher import Publisher
 from kvtier.service.observe.statuses import LatencyFigures
-from kvtier.service.router.latencies import Latencies
+from kvtier.service.router.replicas import Latencies
 from kvtier.tiers.config.sections import EventsConfig
-from kvtier.tiers.returns import RequestEnd
+from kvtier.tiers.reuse import RequestEnd
 
 DEPLOY = Path(__file__).resolve().parent.parent.parent / "deploy"
 PROMETHEUS = DEPLOY / "prometheus"

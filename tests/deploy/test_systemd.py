@@ -6,7 +6,7 @@ from typing import Final
 import pytest
 from node_rig import ROOT
 
-from kvtier.cli.verbs import load
+from kvtier.cli.program import load
 from kvtier.service.cluster.cluster import GRACE
 
 UNIT: Final = ROOT / "deploy" / "systemd" / "kvtier.service"

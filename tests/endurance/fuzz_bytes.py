@@ -24,11 +24,8 @@ from kvtier.tiers.errors import FormatError
 from kvtier.tiers.file import slab
 from kvtier.tiers.file.slab_codec import codec_of
 from kvtier.tiers.objects.layout import MAX_BLOCKS, ObjectSpace
-from kvtier.tiers.redis.stream import WireError
-from kvtier.tiers.redis.wire import Wire
-from kvtier.tiers.shared.compressed import CompressedForm
-from kvtier.tiers.shared.encrypted import EncryptedForm
-from kvtier.tiers.shared.forms import ClearForm, RecordForm
+from kvtier.tiers.redis.wire import Wire, WireError
+from kvtier.tiers.shared.forms import ClearForm, CompressedForm, EncryptedForm, RecordForm
 
 NAME: Final = b"n" * 32
 Target = Callable[[bytes], None]

@@ -16,7 +16,7 @@ from kvtier.service.openai.errors import OpenAIError
 from kvtier.service.openai.prompts import Prompts
 from kvtier.service.router import client as router_client
 from kvtier.service.router import prompts as router_prompts
-from kvtier.service.router.reply import WholeEvents
+from kvtier.service.router.proxy import WholeEvents
 from kvtier.tiers.errors import ConfigError
 
 Target = Callable[[bytes], None]

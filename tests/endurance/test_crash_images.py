@@ -9,7 +9,7 @@ import pytest
 from crash_images import KINDS, WRONG, Recorder, Write
 from extent import brief
 
-from kvtier.tiers.file import slab_reader
+from kvtier.tiers.file import store as file_store
 from kvtier.tiers.file.slab_codec import Codec, SlabEntry
 from kvtier.tiers.tier import BlockRecord, ChainHash, Outcome
 
@@ -38,7 +38,7 @@ def gullible() -> Iterator[None]:
         codec.show(record, stamp, payload)
         return record
 
-    with patch.object(slab_reader, "verified", believed):
+    with patch.object(file_store, "verified", believed):
         yield
 
 

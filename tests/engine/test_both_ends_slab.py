@@ -19,8 +19,8 @@ from kvtier.engine.sequence import Output, SamplingParams
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.copies.block_copier import BlockCopies
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy
-from kvtier.tiers.hierarchy.local_claim import HostCheck
-from kvtier.tiers.hierarchy.rates import Rates
+from kvtier.tiers.hierarchy.lower_tier import Rates
+from kvtier.tiers.hierarchy.promotion import HostCheck
 from kvtier.tiers.kinds import TIERS
 
 HELD = 960  # tokens: 60 blocks of 16

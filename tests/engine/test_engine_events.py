@@ -7,11 +7,10 @@ from tiny_models import prompt
 
 from kvtier.connector.local import LocalConnector
 from kvtier.engine.llm import Engine
-from kvtier.service.events.announced import AnnouncedBlocks
 from kvtier.service.events.prefix_index import PrefixIndex, prompt_hashes
-from kvtier.service.events.publisher import Source
+from kvtier.service.events.publisher import AnnouncedBlocks, Source
 from kvtier.service.events.wire import KVEvent, namespace_of
-from kvtier.tiers.hierarchy.events import EventSource, TierEvents
+from kvtier.tiers.hierarchy.hierarchy import EventSource, TierEvents
 from kvtier.tiers.naming.chain import chain_hashes, root_hash
 
 

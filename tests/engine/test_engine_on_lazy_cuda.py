@@ -24,7 +24,7 @@ from kvtier.engine.model import Model
 from kvtier.engine.model_runner import ModelRunner
 from kvtier.engine.sequence import SampledToken, SamplingParams
 from kvtier.tiers.config.config import Config
-from kvtier.tiers.copies import tensor_copier
+from kvtier.tiers.copies import packer
 from kvtier.tiers.copies.copy_ways import CopyChoice, CopyWays
 from kvtier.tiers.copies.cuda_transfer import CudaCopyStream
 from kvtier.tiers.copies.device import BlockPool
@@ -151,7 +151,7 @@ def test_an_engine_whose_copies_are_lost_goes_on_without_them(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(tensor_copier.TensorCopier, "_compiled", lambda *_: None)
+    monkeypatch.setattr(packer.TensorCopier, "_compiled", lambda *_: None)
     driver: Any = LazyDriver(cuda, copies_in_batches=False)
 
     def stream(tensor: torch.Tensor, region: HostRegion) -> CudaCopyStream:

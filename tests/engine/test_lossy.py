@@ -19,8 +19,8 @@ from state_models import model_of
 from tiny_models import config_of
 from transformers import AutoModelForCausalLM
 
+from kvtier.connector.daemon.client import RemoteTiers
 from kvtier.connector.daemon.handshake import Hello
-from kvtier.connector.daemon.remote import RemoteTiers
 from kvtier.connector.local import LocalConnector
 from kvtier.connector.transformers.adapter import KVTier
 from kvtier.engine.config import EngineConfig

@@ -28,7 +28,7 @@ from kvtier.engine.sequence import SamplingParams
 from kvtier.engine.state_scheduler import StateScheduler
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.errors import ConfigError
-from kvtier.tiers.hierarchy.evict import evict_everywhere
+from kvtier.tiers.hierarchy.hierarchy import evict_everywhere
 
 BLOCK = 16
 NEW = 24

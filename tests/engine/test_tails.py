@@ -15,7 +15,7 @@ from tiny_models import prompt
 from kvtier.connector.local import LocalConnector
 from kvtier.connector.scheduler import ConnectorUpdate
 from kvtier.engine.llm import Engine
-from kvtier.tiers.hierarchy.events import TierEvents
+from kvtier.tiers.hierarchy.hierarchy import TierEvents
 from kvtier.tiers.tier import BlockRecord
 
 

@@ -37,8 +37,7 @@ from kvtier.tiers.errors import FormatError
 from kvtier.tiers.file.file_io import FileIO
 from kvtier.tiers.file.payload_io import Mode
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy
-from kvtier.tiers.hierarchy.lower_tier import PortSettings
-from kvtier.tiers.hierarchy.settings import HierarchySettings
+from kvtier.tiers.hierarchy.lower_tier import HierarchySettings, PortSettings
 from kvtier.tiers.tier import Outcome
 
 MODES: list[Mode] = ["direct", "buffered", "mmap"]

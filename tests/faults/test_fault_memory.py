@@ -35,10 +35,10 @@ from kvtier.tiers.config.config import Config
 from kvtier.tiers.file.payload_io import Mode
 from kvtier.tiers.file.store import FileStore
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy
+from kvtier.tiers.hierarchy.lower_tier import HierarchySettings
 from kvtier.tiers.hierarchy.opening import open_hierarchy
-from kvtier.tiers.hierarchy.settings import HierarchySettings
 from kvtier.tiers.naming.chain import TokenChain
-from kvtier.tiers.naming.shape import KVShape
+from kvtier.tiers.naming.identity import KVShape
 from kvtier.tiers.tier import BlockRecord, Outcome
 
 Open = Callable[..., Hierarchy]

@@ -13,7 +13,7 @@ from service_rig import DaemonProcess, patient
 from small_engines import end, settled
 from tiny_models import config_of, prompt
 
-from kvtier.connector.daemon.remote import RemoteTiers
+from kvtier.connector.daemon.client import RemoteTiers
 from kvtier.connector.local import LocalConnector
 from kvtier.engine.completion import Completion
 from kvtier.engine.config import EngineConfig

@@ -31,7 +31,7 @@ from redis_stories import (
 from kvtier.tiers.checksum import checksum
 from kvtier.tiers.errors import ConfigError
 from kvtier.tiers.finding import Status
-from kvtier.tiers.redis.doctor import check_redis
+from kvtier.tiers.redis.opening import check_redis
 from kvtier.tiers.redis.store import RedisStore
 from kvtier.tiers.tier import BlockRecord, Outcome
 

@@ -37,7 +37,7 @@ from redis_stories import (
 )
 from toxic_proxy import ToxicProxy
 
-from kvtier.tiers.hierarchy.evict import evict_everywhere
+from kvtier.tiers.hierarchy.hierarchy import evict_everywhere
 from kvtier.tiers.redis.store import RedisStore
 from kvtier.tiers.tier import Outcome
 

@@ -15,7 +15,7 @@ from kvtier.tiers.cipher import key_id
 from kvtier.tiers.errors import ConfigError
 from kvtier.tiers.file import slab
 from kvtier.tiers.file.slab_check import check_slab
-from kvtier.tiers.file.slab_space import read_rows
+from kvtier.tiers.file.slab_file import read_rows
 from kvtier.tiers.file.store import FileStore
 from kvtier.tiers.tier import BlockRecord, Outcome
 

@@ -9,8 +9,8 @@ from device_rig import WAYS, DeviceRig, ended_well, pairs
 from extent import brief
 
 from kvtier.tiers.copies import packer
+from kvtier.tiers.copies.block_copier import BlockPart, EngineBlocks, PartCopier
 from kvtier.tiers.copies.cuda_transfer import CudaCopyStream
-from kvtier.tiers.copies.engine_blocks import BlockPart, EngineBlocks, PartCopier
 from kvtier.tiers.host.host import HostRegion
 
 pytestmark = pytest.mark.filterwarnings("default")  # CuPy's and the driver's own

@@ -9,7 +9,7 @@ from device_rig import DeviceRig
 from layout_reference import gather_reference, scatter_reference
 
 from kvtier.tiers.copies.kernels import Canonical, Geometry, LayoutKernels
-from kvtier.tiers.naming.shape import KVLayout, KVShape
+from kvtier.tiers.naming.identity import KVLayout, KVShape
 
 pytestmark = pytest.mark.filterwarnings("default")  # CuPy's and the driver's own
 

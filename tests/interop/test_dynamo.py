@@ -14,7 +14,7 @@ from node_rig import ROOT, free_port
 
 from kvtier.service.events.publisher import Publisher
 from kvtier.tiers.config.sections import EventsConfig
-from kvtier.tiers.hierarchy.events import Removed, Stored
+from kvtier.tiers.hierarchy.hierarchy import Removed, Stored
 from kvtier.tiers.naming.chain import TokenChain, root_hash
 from kvtier.tiers.tier import BlockRecord
 

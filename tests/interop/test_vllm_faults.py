@@ -15,7 +15,7 @@ from vllm_rig import BLOCK, Engine, engine, greedy, make_checkpoint, prompt, tie
 from kvtier.connector.plan import StepPlan, WorkerReport
 from kvtier.connector.vllm.steps import RegionHandle
 from kvtier.connector.worker import WorkerSide
-from kvtier.tiers.copies.engine_blocks import PartCopier
+from kvtier.tiers.copies.block_copier import PartCopier
 from kvtier.tiers.errors import TierUnavailable
 
 pytestmark = pytest.mark.timeout(300)

@@ -41,8 +41,7 @@ from kvtier.connector.vllm.identity import identity
 from kvtier.connector.vllm.layer_specs import layer_specs
 from kvtier.connector.vllm.slot_plan import is_uneven, slot_plan
 from kvtier.tiers.config.sections import CacheConfig
-from kvtier.tiers.copies.block_copier import BlockCopies
-from kvtier.tiers.copies.engine_blocks import PartCopier
+from kvtier.tiers.copies.block_copier import BlockCopies, PartCopier
 from kvtier.tiers.errors import ConfigError
 from kvtier.tiers.host.host import HostRegion
 

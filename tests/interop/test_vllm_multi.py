@@ -22,7 +22,7 @@ from vllm_rig import Engine, engine, make_checkpoint, multi, prompt, tiers
 
 from kvtier.connector.scheduler import SchedulerSide
 from kvtier.connector.vllm import plugin as vllm_plugin
-from kvtier.tiers.copies.engine_blocks import PartCopier
+from kvtier.tiers.copies.block_copier import PartCopier
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -28,10 +28,9 @@ from kvtier.connector.vllm.slot_order import slot_order, warn_of_order
 from kvtier.connector.vllm.slot_plan import slot_plan
 from kvtier.connector.vllm.slots import SlotPlan
 from kvtier.tiers.config.sections import CacheConfig
-from kvtier.tiers.copies.block_copier import BlockCopies
+from kvtier.tiers.copies.block_copier import BlockCopies, PartCopier
 from kvtier.tiers.copies.copy_ways import CopyChoice, CopyWays
 from kvtier.tiers.copies.cuda_transfer import CudaCopyStream
-from kvtier.tiers.copies.engine_blocks import PartCopier
 from kvtier.tiers.errors import ConfigError
 from kvtier.tiers.host.host import HostRegion
 

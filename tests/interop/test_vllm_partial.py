@@ -15,7 +15,7 @@ from node_rig import Node, node
 from vllm_rig import BLOCK, Engine, engine, greedy, make_checkpoint, prompt, tiers
 
 from kvtier.connector.scheduler import SchedulerSide
-from kvtier.tiers.copies.engine_blocks import PartCopier
+from kvtier.tiers.copies.block_copier import PartCopier
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -12,7 +12,7 @@ pytest.importorskip("vllm", reason="no vLLM here; run `make test-vllm`")
 from vllm_rig import engine, make_checkpoint, prompt, tiers
 
 from kvtier.tiers.checksum import checksum
-from kvtier.tiers.copies.engine_blocks import PartCopier
+from kvtier.tiers.copies.block_copier import PartCopier
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -19,7 +19,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm_rig import Engine, engine, make_checkpoint, prompt, tiers
 
 from kvtier.connector.vllm.worker import WorkerHalf
-from kvtier.tiers.copies.engine_blocks import PartCopier
+from kvtier.tiers.copies.block_copier import PartCopier
 from kvtier.tiers.copies.transfer import HostCopyStream
 from kvtier.tiers.host.host import HostRegion
 

@@ -18,7 +18,7 @@ pytest.importorskip("vllm", reason="no vLLM here; run `make test-vllm`")
 import torch
 from vllm_rig import VOCAB, Engine, engine, greedy, make_checkpoint, prompt, tiers
 
-from kvtier.tiers.copies.engine_blocks import PartCopier
+from kvtier.tiers.copies.block_copier import PartCopier
 from kvtier.tiers.naming import state_name
 
 pytestmark = pytest.mark.timeout(600)

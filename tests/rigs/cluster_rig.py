@@ -16,9 +16,9 @@ import httpx2
 from command_rig import kvtier, kvtier_process
 from fork_rig import ENGINE, SERVICES, Forked
 
-from kvtier.service.cluster import cluster, mending, process
+from kvtier.service.cluster import cluster, keeper, process
 from kvtier.service.cluster.cluster import Cluster, ServiceStatus
-from kvtier.service.cluster.defaults import NUM_PORTS
+from kvtier.service.cluster.file import NUM_PORTS
 from kvtier.service.cluster.process import Process, is_free, launch
 from kvtier.tiers.config.config import child_environment
 
@@ -52,7 +52,7 @@ class Running:
     def _run(self, *arguments: str) -> "subprocess.CompletedProcess[str]":
         with (
             patch.object(cluster, "launch", self._launch),
-            patch.object(mending, "launch", self._launch),
+            patch.object(keeper, "launch", self._launch),
             patch.object(process, "_ANSWER", self.answer),
         ):
             done = kvtier("cluster", *arguments, **self._variables)

@@ -10,8 +10,7 @@ from manual_copies import ManualCopyStream
 from kvtier.connector.plan import StepPlan
 from kvtier.connector.scheduler import ConnectorUpdate, SchedulerSide
 from kvtier.connector.worker import WorkerSide
-from kvtier.tiers.hierarchy.rates import LoadPolicy
-from kvtier.tiers.hierarchy.settings import HierarchySettings
+from kvtier.tiers.hierarchy.lower_tier import HierarchySettings, LoadPolicy
 from kvtier.tiers.naming.chain import TokenChain
 
 NUM_LAYERS = 4

@@ -15,12 +15,10 @@ from _gpu import cuda_stream
 from cpu_cupy import FakeCupy, LazyCupy
 from lazy_cuda import LazyCuda, LazyDriver, LazyEvent, LazyStream, pin, ranges_of
 
-from kvtier.tiers.copies.block_copier import BlockCopies
+from kvtier.tiers.copies.block_copier import BlockCopies, EngineBlocks
 from kvtier.tiers.copies.cuda_transfer import CudaCopyStream
-from kvtier.tiers.copies.engine_blocks import EngineBlocks
-from kvtier.tiers.host.cuda_driver import cuda_driver
 from kvtier.tiers.host.host import HostRegion
-from kvtier.tiers.host.pinning import PinDriver, PinnedPieces
+from kvtier.tiers.host.pinning import PinDriver, PinnedPieces, cuda_driver
 
 WAYS: Final = ("kernel", "batch", "copies")
 

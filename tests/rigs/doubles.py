@@ -8,14 +8,12 @@ from threading import Event, Lock
 from kvtier.tiers.checksum import checksum
 from kvtier.tiers.hierarchy.cache_tiers import Wanted
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy
-from kvtier.tiers.hierarchy.lower_tier import PortSettings, TierPort
-from kvtier.tiers.hierarchy.rates import LoadPolicy, Rates
-from kvtier.tiers.hierarchy.settings import HierarchySettings
+from kvtier.tiers.hierarchy.lower_tier import HierarchySettings, LoadPolicy, PortSettings, Rates, TierPort
 from kvtier.tiers.host.host import HostRegion, HostTier
 from kvtier.tiers.metrics import Metrics
 from kvtier.tiers.naming.chain import TokenChain, root_hash
 from kvtier.tiers.pool.lease import Reservation
-from kvtier.tiers.tier import BlockRecord, ChainHash, Direction, Outcome
+from kvtier.tiers.tier import BlockRecord, ChainHash, Direction, Outcome, Tier
 
 BLOCK_SIZE = 4
 SLOT_BYTES = 4096
@@ -51,7 +49,7 @@ def record_of(chain: TokenChain, i: int) -> BlockRecord:
     return BlockRecord(chain_hash, chain.parent(i), chain.block_tokens(i), checksum(memoryview(payload_of(chain_hash))))
 
 
-class MemoryTier:
+class MemoryTier(Tier):
     """A lower tier in a dict, whose every read and write can be counted, held back, failed or corrupted by the test."""
 
     name = "file"

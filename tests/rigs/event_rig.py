@@ -7,11 +7,8 @@ from pathlib import Path
 from doubles import BLOCK_SIZE, SLOT_BYTES
 
 from kvtier.tiers.file.store import FileStore
-from kvtier.tiers.hierarchy.events import Event, EventSource, Removed, TierEvents
-from kvtier.tiers.hierarchy.hierarchy import Hierarchy
-from kvtier.tiers.hierarchy.lower_tier import PortSettings, TierPort
-from kvtier.tiers.hierarchy.rates import Rates
-from kvtier.tiers.hierarchy.settings import HierarchySettings
+from kvtier.tiers.hierarchy.hierarchy import Event, EventSource, Hierarchy, Removed, TierEvents
+from kvtier.tiers.hierarchy.lower_tier import HierarchySettings, PortSettings, Rates, TierPort
 from kvtier.tiers.host.host import HostRegion, HostTier
 from kvtier.tiers.metrics import Metrics
 from kvtier.tiers.tier import BlockRecord, ChainHash

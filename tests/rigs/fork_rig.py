@@ -21,8 +21,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Final, Self
 
-_TIERS: Final = ("kvtier.tiers.file.store", "kvtier.tiers.file.doctor", "kvtier.tiers.redis.store",
-                 "kvtier.tiers.redis.doctor", "encodings.idna", "stringprep")  # fmt: skip
+_TIERS: Final = ("kvtier.tiers.file.store", "kvtier.tiers.file.opening", "kvtier.tiers.redis.store",
+                 "kvtier.tiers.redis.opening", "encodings.idna", "stringprep")  # fmt: skip
 _PAGES: Final = ("uvicorn.lifespan.on", "uvicorn.loops.asyncio", "anyio._backends._asyncio")
 SERVICES: Final = (
     "kvtier.cli.servers_cli",

@@ -15,10 +15,10 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse
 
 from kvtier.service.admin.http_app import Pages
-from kvtier.service.observe import dashboard
-from kvtier.service.observe.dashboard import LivePage
+from kvtier.service.observe import live_page
+from kvtier.service.observe.live_page import LivePage
+from kvtier.service.web.guard import page
 from kvtier.service.web.http_server import HttpServer, HttpSocket
-from kvtier.service.web.routes import page
 
 MODEL = FINGERPRINT.hex()[:16]
 _CLOSE = b"Connection: close\r\n"
@@ -83,7 +83,7 @@ class ServedStatus:
     def is_asked(self) -> bool:
         """Whether somebody looks: it is asked for again within some periods."""
         before = self.num_asked
-        time.sleep(5 * dashboard._PERIOD)
+        time.sleep(5 * live_page._PERIOD)
         return self.num_asked > before
 
 

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier.tiers.host import memory
-from kvtier.tiers.naming.shape import DTYPE_BYTES, KVLayout, KVShape
+from kvtier.tiers.naming.identity import DTYPE_BYTES, KVLayout, KVShape
 
 
 def gather_reference(

@@ -8,7 +8,7 @@ from kvtier.tiers.checksum import checksum
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.finding import Finding, ok
 from kvtier.tiers.kinds import TierKind
-from kvtier.tiers.tier import BlockRecord, BlockShape, ChainHash, Changes, ConfiguredTier, Direction, Outcome
+from kvtier.tiers.tier import BlockRecord, BlockShape, ChainHash, Changes, ConfiguredTier, Direction, Outcome, Tier
 
 # Step 1: the row. In the product it stands in the table itself, `tiers/kinds.py`.
 ROW = TierKind("shelf", "shelf", "the shelf", "SHELF", 0.5, module="memory_tier")
@@ -17,8 +17,8 @@ Blocks = dict[ChainHash, tuple[BlockRecord, bytes]]
 SHELVES: dict[bytes, Blocks] = {}  # by fingerprint: what a disk would keep
 
 
-# Step 2: the tier. Every method is one of the protocol `Tier`.
-class ShelfTier:
+# Step 2: the tier. Every method is one of `Tier`.
+class ShelfTier(Tier):
     """A `Tier` over a dict. Thread-safe. It also announces what comes and goes."""
 
     def __init__(self, blocks: Blocks) -> None:

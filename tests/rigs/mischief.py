@@ -27,8 +27,8 @@ from kvtier.tiers.config.config import Config
 from kvtier.tiers.copies.block_copier import BlockCopies
 from kvtier.tiers.copies.device import BlockPool
 from kvtier.tiers.copies.transfer import HostCopyStream
+from kvtier.tiers.hierarchy.lower_tier import Rates
 from kvtier.tiers.hierarchy.opening import open_hierarchy
-from kvtier.tiers.hierarchy.rates import Rates
 from kvtier.tiers.naming.identity import ModelIdentity
 from kvtier.tiers.pool.lease import READY
 from kvtier.tiers.tier import BlockRecord, ChainHash, Outcome

@@ -16,17 +16,15 @@ from node_rig import free_port
 from service_rig import DaemonProcess, end_child
 
 from kvtier.service.events.publisher import Publisher
-from kvtier.service.node.lending import Lender
-from kvtier.service.node.peer_feeds import PeerFeeds
+from kvtier.service.node.peer_server import PeerFeeds, PeerServer
 from kvtier.tiers.checksum import checksum
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.config.sections import EventsConfig
-from kvtier.tiers.hierarchy.events import EventSource
-from kvtier.tiers.hierarchy.hierarchy import Hierarchy
+from kvtier.tiers.hierarchy.hierarchy import EventSource, Hierarchy
 from kvtier.tiers.naming.chain import TokenChain
 from kvtier.tiers.peers import wire
-from kvtier.tiers.peers.events_at import EventsAt
 from kvtier.tiers.peers.following import FEEDS
+from kvtier.tiers.peers.link import EventsAt
 from kvtier.tiers.peers.store import PeersStore
 from kvtier.tiers.tier import BlockRecord
 
@@ -63,16 +61,16 @@ class Node:
     def __init__(self, key: Path, *, slots: int = 32, address: str = "127.0.0.1:0", **options: Any) -> None:
         self.hierarchy: Hierarchy = hierarchy_of(slots)
         config = peers_config(key, listen=address, **options).peers
-        self.lender = Lender(config, node=os.urandom(wire.NODE_BYTES))
-        self.model = self.lender.lend(self.hierarchy, FINGERPRINT, Sizes())
+        self.peer_server = PeerServer(config, node=os.urandom(wire.NODE_BYTES))
+        self.model = self.peer_server.lend(self.hierarchy, FINGERPRINT, Sizes())
 
     @property
     def address(self) -> str:
-        return self.lender.address
+        return self.peer_server.address
 
     def close(self) -> None:
-        self.lender.check()
-        self.lender.close()
+        self.peer_server.check()
+        self.peer_server.close()
         self.model.close()
         self.hierarchy.check()
         self.hierarchy.close()
@@ -136,14 +134,14 @@ class ScriptedPeer:
             self.hangs.wait(PATIENCE)
         try:
             connection.sendall(wire.pack_challenge(challenge))
-            session, _ = wire.PeerSession.heard(self._key, challenge, _receive(connection, wire.HELLO_BYTES))
+            session, _ = wire.PeerSession.accept(self._key, challenge, _receive(connection, wire.HELLO_BYTES))
             connection.sendall(session.welcome(wire.Greeting.WELCOME, b"n" * wire.NODE_BYTES))
             self.num_welcomed += 1
             while True:
                 words = _receive(connection, wire.WORDS_BYTES)
                 verb, names = session.read_question(words, _receive(connection, session.question_bytes(words)))
                 self._script(connection, session, verb, names)
-        except (OSError, EOFError, wire.WrongWords):
+        except (OSError, EOFError, wire.ProtocolError):
             connection.close()
 
     def close(self) -> None:

@@ -169,7 +169,7 @@ class Cluster:
 
 
 @dataclass
-class Watched:
+class WatchedModel:
     """A master, its replica, and the Sentinels that watch them."""
 
     name: str
@@ -220,7 +220,7 @@ def cluster(*options: str, replicas: int = 0, proxied: bool = False, password: s
 
 
 @contextmanager
-def watched(num_sentinels: int = 1, name: str = "mymaster", password: str | None = None) -> Iterator[Watched]:
+def watched(num_sentinels: int = 1, name: str = "mymaster", password: str | None = None) -> Iterator[WatchedModel]:
     """A master and a replica under Sentinels that fail over within some seconds."""
     with ExitStack() as stack:
         directory = stack.enter_context(_directory())
@@ -247,7 +247,7 @@ def watched(num_sentinels: int = 1, name: str = "mymaster", password: str | None
         for sentinel in sentinels:
             wait_for(lambda s=sentinel: b"num-slaves\n1\n" in s.cli("SENTINEL", "MASTER", name))
             wait_for(lambda s=sentinel: others in s.cli("SENTINEL", "MASTER", name))
-        yield Watched(name, master, replica, sentinels)
+        yield WatchedModel(name, master, replica, sentinels)
 
 
 def wait_for(condition: Callable[[], object]) -> None:

@@ -12,9 +12,7 @@ from doubles import BLOCK_SIZE, SLOT_BYTES, chain_of, payload_of, record_of, wai
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.config.sections import RedisConfig
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy
-from kvtier.tiers.hierarchy.lower_tier import PortSettings, TierPort
-from kvtier.tiers.hierarchy.rates import Rates
-from kvtier.tiers.hierarchy.settings import HierarchySettings
+from kvtier.tiers.hierarchy.lower_tier import HierarchySettings, PortSettings, Rates, TierPort
 from kvtier.tiers.host.host import HostRegion, HostTier
 from kvtier.tiers.metrics import Metrics
 from kvtier.tiers.naming.chain import TokenChain

@@ -13,7 +13,7 @@ from kvtier.engine.sequence import Sequence as Live
 from kvtier.tiers.copies.device import BlockPool
 from kvtier.tiers.hierarchy.cache_tiers import Pending
 from kvtier.tiers.naming.chain import TokenChain, root_hash
-from kvtier.tiers.naming.shape import KVShape
+from kvtier.tiers.naming.identity import KVShape
 
 BLOCK = 4
 ROOT = root_hash(b"f" * 32)

@@ -20,13 +20,13 @@ from kvtier.engine.sequence import SampledToken, SamplingParams
 from kvtier.engine.sequence import Sequence as Live
 from kvtier.tiers.copies.device import BlockPool
 from kvtier.tiers.hierarchy.cache_tiers import PENDING, Attribution, Claim, Ends, Pending, Wanted
-from kvtier.tiers.hierarchy.rates import LoadPolicy, Rates, Span
+from kvtier.tiers.hierarchy.lower_tier import LoadPolicy, Rates, Span
 from kvtier.tiers.metrics import Metrics
 from kvtier.tiers.naming.chain import TokenChain, root_hash
-from kvtier.tiers.naming.shape import KVShape
+from kvtier.tiers.naming.identity import KVShape
 from kvtier.tiers.pool.core import Lease
 from kvtier.tiers.pool.departures import Causes
-from kvtier.tiers.returns import RequestEnd
+from kvtier.tiers.reuse import RequestEnd
 from kvtier.tiers.tier import ChainHash, Outcome
 
 BLOCK: Final = 16

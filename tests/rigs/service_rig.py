@@ -14,8 +14,8 @@ from doubles import BLOCK_SIZE, SLOT_BYTES, payload_of
 from fault_rig import rest
 from fork_rig import SERVICES, Forked
 
+from kvtier.connector.daemon.client import RemoteTiers
 from kvtier.connector.daemon.handshake import Hello, pack_handshake
-from kvtier.connector.daemon.remote import RemoteTiers
 from kvtier.service.node.daemon import Daemon
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.hierarchy.cache_tiers import Attribution, CacheTiers, Claim, Pending, Wanted

@@ -10,7 +10,7 @@ from kvtier.tiers.checksum import checksum
 from kvtier.tiers.file import slab
 from kvtier.tiers.file.file_io import FileIO
 from kvtier.tiers.file.slab_check import VerifyReport, check_payloads
-from kvtier.tiers.file.slab_space import read_header, read_rows
+from kvtier.tiers.file.slab_file import read_header, read_rows
 from kvtier.tiers.file.store import FileStore
 from kvtier.tiers.tier import BlockRecord, Outcome
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from peers_rig import Fleet
     from server_rig import ServerThread
 
-    from kvtier.connector.daemon.remote import RemoteTiers
+    from kvtier.connector.daemon.client import RemoteTiers
 
 
 @pytest.fixture

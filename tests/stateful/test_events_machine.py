@@ -15,9 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from kvtier.tiers.file.store import FileStore
 from kvtier.tiers.hierarchy.cache_tiers import Wanted
-from kvtier.tiers.hierarchy.events import EventSource
-from kvtier.tiers.hierarchy.hierarchy import Hierarchy
-from kvtier.tiers.hierarchy.settings import HierarchySettings
+from kvtier.tiers.hierarchy.hierarchy import EventSource, Hierarchy
+from kvtier.tiers.hierarchy.lower_tier import HierarchySettings
 from kvtier.tiers.naming.chain import TokenChain
 
 SLOTS = 16

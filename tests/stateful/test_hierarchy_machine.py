@@ -36,9 +36,8 @@ from hypothesis.stateful import (
 
 from kvtier.tiers.hierarchy.cache_tiers import PENDING
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy
-from kvtier.tiers.hierarchy.local_claim import LocalClaim
-from kvtier.tiers.hierarchy.lower_tier import PortSettings
-from kvtier.tiers.hierarchy.settings import HierarchySettings
+from kvtier.tiers.hierarchy.lower_tier import HierarchySettings, PortSettings
+from kvtier.tiers.hierarchy.promotion import LocalClaim
 from kvtier.tiers.naming.chain import TokenChain
 from kvtier.tiers.pool.core import Lease
 from kvtier.tiers.pool.lease import Reservation

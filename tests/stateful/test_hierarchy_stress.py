@@ -10,8 +10,7 @@ from doubles import MemoryTier, chain_of, fill_slots, hierarchy_of, payload_of, 
 
 from kvtier.tiers.hierarchy.cache_tiers import PENDING
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy
-from kvtier.tiers.hierarchy.lower_tier import PortSettings
-from kvtier.tiers.hierarchy.settings import HierarchySettings, WritePolicy
+from kvtier.tiers.hierarchy.lower_tier import HierarchySettings, PortSettings, WritePolicy
 from kvtier.tiers.naming.chain import TokenChain
 from kvtier.tiers.tier import BlockRecord, ChainHash, Outcome
 

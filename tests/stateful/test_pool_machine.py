@@ -21,12 +21,12 @@ from hypothesis.stateful import (
 )
 
 from kvtier.tiers.copies.device import BlockPool
-from kvtier.tiers.hierarchy.events import TierEvents
-from kvtier.tiers.naming.shape import KVShape
+from kvtier.tiers.hierarchy.hierarchy import TierEvents
+from kvtier.tiers.naming.identity import KVShape
 from kvtier.tiers.pool.core import Lease
 from kvtier.tiers.pool.lease import Reservation
 from kvtier.tiers.pool.pool import SlotPool
-from kvtier.tiers.returns import Hint, RequestEnd
+from kvtier.tiers.reuse import Hint, RequestEnd
 from kvtier.tiers.tier import BlockRecord, ChainHash
 
 Path = tuple[int, ...]

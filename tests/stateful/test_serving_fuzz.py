@@ -26,11 +26,9 @@ from kvtier.engine.sequence import FinishReason, SampledToken, SamplingParams
 from kvtier.engine.sequence import Sequence as Live
 from kvtier.tiers.copies.device import BlockPool
 from kvtier.tiers.copies.transfer import CopyEvent
-from kvtier.tiers.hierarchy.lower_tier import PortSettings
-from kvtier.tiers.hierarchy.rates import LoadPolicy
-from kvtier.tiers.hierarchy.settings import HierarchySettings
+from kvtier.tiers.hierarchy.lower_tier import HierarchySettings, LoadPolicy, PortSettings
 from kvtier.tiers.naming.chain import TokenChain, root_hash
-from kvtier.tiers.naming.shape import KVShape
+from kvtier.tiers.naming.identity import KVShape
 
 NUM_LAYERS = 4
 LAYER_BYTES = SLOT_BYTES // NUM_LAYERS

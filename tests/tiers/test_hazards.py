@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.tiers.returns.hazards import EDGES, NUM_AGES, NUM_CLASSES, Hazards, expected
+from kvtier.tiers.reuse.predictor import EDGES, NUM_AGES, NUM_CLASSES, Hazards, expected
 
 Ages = NDArray[np.float64]
 

@@ -1,8 +1,7 @@
 from .config import Config, ConfigSource, child_environment, nearest, options
 from .environment import COMPILED, cache_directory, compiled_setting
-from .quantities import format_size, parse_duration, parse_room, parse_size, parse_time, show_size
-from .router import MAX_BLOCKS, RouterConfig
 from .sections import (
+    MAX_BLOCKS,
     CacheConfig,
     ChatConfig,
     EventsConfig,
@@ -11,10 +10,22 @@ from .sections import (
     ObjectsConfig,
     PeersConfig,
     RedisConfig,
+    RouterConfig,
     ServerConfig,
     ServiceConfig,
 )
-from .values import ByteSize, Lifetime, is_endpoint, is_one_line
+from .values import (
+    ByteSize,
+    Lifetime,
+    format_size,
+    is_endpoint,
+    is_one_line,
+    parse_duration,
+    parse_room,
+    parse_size,
+    parse_time,
+    show_size,
+)
 
 __all__ = [
     "COMPILED",

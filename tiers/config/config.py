@@ -16,7 +16,6 @@ from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSetti
 
 from kvtier.tiers import ConfigError
 from kvtier.tiers.config.environment import COMPILED
-from kvtier.tiers.config.router import RouterConfig
 from kvtier.tiers.config.sections import (
     BreakerConfig,
     CacheConfig,
@@ -28,6 +27,7 @@ from kvtier.tiers.config.sections import (
     ObjectsConfig,
     PeersConfig,
     RedisConfig,
+    RouterConfig,
     ServerConfig,
     ServiceConfig,
 )

@@ -1,12 +1,8 @@
-from .block_copier import BlockCopier, BlockCopies, CopyDirection, block_bytes_view
-from .copy_ways import CopyWays
-from .cuda_event import CudaEvent
-from .cuda_transfer import CudaCopyStream
+from .block_copier import BlockCopier, BlockCopies, BlockPart, CopyDirection, EngineBlocks, PartCopier, block_bytes_view
+from .copy_ways import CopyWays, KeptChoice, KeptChoices
+from .cuda_transfer import CudaCopyStream, CudaEvent
 from .device import BlockPool
-from .device_errors import DEVICE_ERRORS, is_out_of_memory
-from .engine_blocks import BlockPart, EngineBlocks, PartCopier
-from .kept_choices import KeptChoice, KeptChoices
-from .transfer import COPIED, CopyEvent, CopyStream, HostCopyStream, ended
+from .transfer import COPIED, DEVICE_ERRORS, CopyEvent, CopyStream, HostCopyStream, ended, is_out_of_memory
 
 __all__ = [
     "COPIED",

@@ -1,16 +1,18 @@
-"""Times each way to copy pieces of one size between memory of its own on a device and pinned memory of its own."""
+"""Measures at the first use of a device which way its copies go best, in the background, and keeps the answer."""
 
+import logging
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Final, Protocol
 
 import numpy as np
 import torch
 
-from kvtier.tiers.copies.block_copier import BlockCopies, CopyDirection
-from kvtier.tiers.copies.copy_ways import CopyChoice, CopyWay, CopyWays
-from kvtier.tiers.copies.engine_blocks import BlockPart, EngineBlocks
+from kvtier.tiers.config import format_size
+from kvtier.tiers.copies.block_copier import BlockCopies, BlockPart, CopyDirection, EngineBlocks
+from kvtier.tiers.copies.copy_ways import DEFAULT, ChoiceKey, CopyChoice, CopyWay, CopyWays, KeptChoices
 from kvtier.tiers.host import CudaDriver, HostRegion
 
 _REPEATS: Final = 3  # the fastest counts: what else the device does only adds
@@ -159,3 +161,153 @@ class _ProbeMemory:
 
 def _timed_event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+logger = logging.getLogger(__name__)
+
+SIZES: Final = tuple(4096 << power for power in range(9))  # bytes of a piece: 4 KiB to 1 MiB
+GRIDS: Final = (8, 16, 24, 32)
+_GRID_SIZE: Final = 64 << 10  # of the pieces that grids are compared by
+_AS_GOOD: Final = 0.95  # of the best rate: the copy engines then leave more to the model than threads do
+NO_BATCHES: Final = "this driver has no batched copies (they need driver 570)"
+DEADLINE: Final = 5.0  # seconds for all of it, those included in which another process measures
+
+
+class CopyTimer(Protocol):
+    """Copies on a device that can be timed."""
+
+    @property
+    def ways(self) -> Sequence[CopyWay]:
+        """Those there are here."""
+
+    def rate(self, way: CopyWay, piece_bytes: int, grid: int) -> float:
+        """Bytes per second of many scattered pieces of one size, there and back. RuntimeError is the driver's."""
+
+
+class MeasuringStopped(RuntimeError):
+    """The measurement is not wanted any more, or is past its deadline."""
+
+
+def measured(probe: CopyTimer, go_on: Callable[[], None] = lambda: None) -> CopyChoice:
+    """Compare the ways. `go_on` is called before each measurement, and raises if there shall be no more."""
+
+    def rate(way: CopyWay, size: int, grid: int) -> float:
+        go_on()
+        return probe.rate(way, size, grid)
+
+    grid, kernel_rates = DEFAULT.grid, dict[int, float]()
+    if "kernel" in probe.ways:
+        kernel_rates = {grid: rate("kernel", _GRID_SIZE, grid) for grid in GRIDS}
+        grid = next(grid for grid in GRIDS if kernel_rates[grid] >= _AS_GOOD * max(kernel_rates.values()))
+    rates: dict[CopyWay, dict[int, float]] = {way: {} for way in probe.ways}
+    for size in SIZES:
+        for way in probe.ways:
+            rates[way][size] = rate(way, size, grid)
+    gathered = {way: of_way for way, of_way in rates.items() if way != "batch"}
+    best = {size: max((of_way[size] for of_way in gathered.values()), default=0.0) for size in SIZES}
+    batch_from = _from(rates["batch"], best) if "batch" in rates else None
+    torch_from = DEFAULT.torch_from
+    if "kernel" in rates and "torch" in rates:
+        torch_from = _from(rates["torch"], rates["kernel"])
+    return CopyChoice(batch_from, torch_from, grid, "measured", _reason(rates, batch_from))
+
+
+def _from(rates: Mapping[int, float], others: Mapping[int, float]) -> int | None:
+    """The least size from which on `rates` are as good as the others; 0 if all are, None if the largest is not."""
+    start: int | None = None
+    for size in reversed(SIZES):
+        if rates[size] < _AS_GOOD * others[size]:
+            return start
+        start = size
+    return 0
+
+
+def _reason(rates: Mapping[CopyWay, Mapping[int, float]], batch_from: int | None) -> str:
+    """The rates where the decision fell."""
+    if "batch" not in rates:
+        return NO_BATCHES
+    at = SIZES[-1] if batch_from is None else max(batch_from, SIZES[0])
+    shown = ", ".join(f"{way} {of_way[at] / 1e9:.1f}" for way, of_way in rates.items())
+    return f"pieces of {format_size(at)}: {shown} GB/s"
+
+
+class Calibration:
+    """One measurement, on a thread of its own. Until it ends the defaults hold, and hold on if it fails."""
+
+    def __init__(
+        self,
+        ways: CopyWays,
+        key: ChoiceKey,
+        make_probe: Callable[[], AbstractContextManager[CopyTimer]],
+        *,
+        kept: KeptChoices | None = None,
+        deadline: float | None = None,
+    ) -> None:
+        """Take what was measured before, or start measuring. `make_probe` is called on the thread.
+
+        `deadline` are the seconds for all of it, 5 by default.
+        """
+        self._ways = ways
+        self._key = key
+        self._make_probe = make_probe
+        self._kept = kept or KeptChoices()
+        self._deadline = DEADLINE if deadline is None else deadline
+        self._give_up_at = time.monotonic() + self._deadline
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
+        if "+" not in key.ways:
+            ways.choose(CopyChoice(reason="nothing to choose from: " + NO_BATCHES))
+            self._kept.keep(key, ways.choice)
+        elif (choice := self._kept.load(key)) is not None:
+            ways.choose(choice)
+        else:
+            self._thread = threading.Thread(target=self._run, name="kvtier-calibrate", daemon=True)
+            self._thread.start()
+        ways.show(key.device)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until the choice is final; False if `timeout` seconds passed first."""
+        if self._thread is not None:
+            self._thread.join(timeout)
+        return self._thread is None or not self._thread.is_alive()
+
+    def close(self, timeout: float) -> bool:
+        """Measure no more; False if what is under way has not ended in time. Idempotent."""
+        self._closing.set()
+        return self.wait(timeout)
+
+    def _run(self) -> None:
+        try:
+            with self._kept.alone(self._key, self._is_over) as is_alone:
+                choice = self._kept.load(self._key)  # another process may have measured meanwhile
+                if choice is None:
+                    choice = self._measured() if is_alone else _failed("another process measures, for too long")
+        except Exception as error:  # whatever a driver, torch or CuPy can think of: it may cost no more than the choice
+            is_ours = isinstance(error, MeasuringStopped)
+            choice = _failed(str(error) if is_ours else f"{type(error).__name__}: {error}")
+            if not self._closing.is_set():
+                self._kept.keep(self._key, choice)  # for `doctor`; the next start measures
+                logger.warning("how copies go best is not known, so published figures count: %s", choice.reason)
+        self._ways.choose(choice)
+        self._ways.show(self._key.device)
+
+    def _measured(self) -> CopyChoice:
+        with self._make_probe() as probe:
+            choice = measured(probe, self._go_on)
+        self._kept.keep(self._key, choice)
+        text = "never" if choice.batch_from is None else f"from {choice.batch_from} bytes on"
+        logger.info("copies by the driver: %s (%s)", text, choice.reason)
+        return choice
+
+    def _is_over(self) -> bool:
+        return self._closing.is_set() or time.monotonic() >= self._give_up_at
+
+    def _go_on(self) -> None:
+        if self._closing.is_set():
+            raise MeasuringStopped("closed while it was measured")
+        if time.monotonic() >= self._give_up_at:
+            raise MeasuringStopped(f"past its deadline of {self._deadline:.1f} s")
+
+
+def _failed(why: str) -> CopyChoice:
+    return CopyChoice(reason=f"not measured: {why}")

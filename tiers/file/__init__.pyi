@@ -1,10 +1,9 @@
 from . import slab
-from .bare_slab import BareSlab
+from .extents import BareSlab
 from .file_io import PAGE, FileIO, write_all
 from .payload_io import Mode
-from .slab_budget import SLAB_NAME
 from .slab_check import ReportProgress, SlabCheck, check_slab
-from .slab_file import open_slab, release
+from .slab_file import SLAB_NAME, open_slab, release
 from .store import FileStore
 
 __all__ = [

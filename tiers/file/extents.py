@@ -1,4 +1,7 @@
-"""Which block lies in which slot of a slab: extents filled in chain order, evicted whole. Bookkeeping only, no I/O."""
+"""Which block lies in which slot of a slab: the index, and extents filled in chain order, evicted whole. No I/O.
+
+`BareSlab` is the same without a file, for simulations.
+"""
 
 import heapq
 from collections import OrderedDict
@@ -9,11 +12,109 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.tiers import ChainHash
-from kvtier.tiers.file.slab_index import SlabIndex
+from kvtier.tiers import BATCH_BYTES, ChainHash
+from kvtier.tiers.file import slab
 from kvtier.tiers.file.slab_room import SlabRoom
-from kvtier.tiers.pool import EVICTED, REMOVED, RESET, ChangeLog, Departures, Slots
-from kvtier.tiers.returns import ToldEnd
+from kvtier.tiers.pool import EVICTED, REMOVED, RESET, ChangeLog, Departures, Slots, Words, make_index
+from kvtier.tiers.reuse import ClassifiedEnd
+
+_PIECE: Final = 1 << 14  # names that are loaded, or looked for by a check, at once
+
+
+class SlabIndex:
+    """Names of slots: at most one per slot, and one slot per name. It takes no lock.
+
+    Compiled it takes 49 to 65 bytes a slot, interpreted some 200.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self._index = make_index(num_slots)
+        self._words: Words = self._index.names.view(np.uint64).reshape(-1, 4)
+        self.is_named = bytearray(num_slots)  # of every slot, and of those behind the last one
+        self._named = np.frombuffer(self.is_named, np.bool_)
+
+    @property
+    def num_names(self) -> int:
+        """Slots that have a name."""
+        return self._index.num_names
+
+    def find(self, hashes: Sequence[ChainHash]) -> Slots:
+        """The slot of each name, -1 where there is none. ValueError if a name is not 32 bytes."""
+        return np.array(self.find_each(hashes), np.int64)
+
+    def find_each(self, hashes: Sequence[ChainHash]) -> list[int]:
+        """As `find`, as a list."""
+        return self._index.find_all(hashes if isinstance(hashes, list) else list(hashes))
+
+    def find_one(self, name: ChainHash) -> int:
+        """The slot of one name, -1 if it has none. ValueError as `find`."""
+        return self._index.find_all([name])[0]
+
+    def write(self, slots: Slots | slice, words: Words) -> None:
+        """Note the names of slots that have none; `load` makes them findable."""
+        self._words[slots] = words
+
+    def load(self, slots: Slots) -> list[int]:
+        """Make the names noted of these slots findable; returns the slots whose name another has, and has already."""
+        others: list[int] = []
+        for first in range(0, len(slots), _PIECE):
+            others += self._index.load(slots[first : first + _PIECE].tolist())
+        self._named[slots] = True
+        self._named[others] = False
+        return others
+
+    def add(self, hashes: Sequence[ChainHash], places: Sequence[int]) -> None:
+        """Name slots that have no name. No name comes twice, and none is in the index."""
+        slots = list(places)
+        self._index.put_all(list(hashes), slots)
+        for slot in slots:
+            self.is_named[slot] = 1
+
+    def remove(self, places: Sequence[int]) -> None:
+        """Take the slots' names away; each has one. `names` still tells it until the slot is named again."""
+        slots = list(places)
+        self._index.remove_all(slots)
+        for slot in slots:
+            self.is_named[slot] = 0
+
+    def holds(self, slots: Slots) -> NDArray[np.bool_]:
+        """Whether each of the slots (-1: none; it may lie behind the last one) has a name."""
+        held: NDArray[np.bool_] = self._named.take(slots, mode="wrap") & (slots >= 0) & (slots < self.num_slots)
+        return held
+
+    def named(self, first: int = 0, end: int | None = None) -> Slots:
+        """All slots from `first` to before `end` that have names, ascending."""
+        return first + np.flatnonzero(self._named[first:end])
+
+    def names(self, slots: Slots) -> list[ChainHash]:
+        """The names of slots that have one, or had one last."""
+        joined = self._words.take(slots, 0).tobytes()
+        return [joined[i : i + 32] for i in range(0, len(joined), 32)]
+
+    def words(self, slots: Slots) -> Words:
+        """The names of slots as `[n, 4]` uint64."""
+        return self._words.take(slots, 0)
+
+    def shorten(self, num_slots: int) -> None:
+        """Have no more than so many slots; those behind have no names."""
+        self.num_slots = num_slots
+
+    def reset(self) -> None:
+        """Take all names away."""
+        self._index.reset()
+        self._named[:] = False
+
+    def check(self) -> Slots:
+        """All named slots. Raises AssertionError unless each is found by its name, and nothing else is."""
+        named = self.named()
+        assert self.num_names == len(named), f"{self.num_names} names for {len(named)} slots"
+        assert not len(named) or named[-1] < self.num_slots, "a slot out of range has a name"
+        for first in range(0, len(named), _PIECE):
+            piece = named[first : first + _PIECE]
+            assert self.find_each(self.names(piece)) == piece.tolist(), "a name leads to another slot"
+        return named
+
 
 MAX_OPEN: Final = 4  # extents being filled at once: as many chains stay adjacent while they are stored together
 _MAX_CHANCES: Final = 64  # extents passed over per eviction, as most of them was hit: bounds the time under the lock
@@ -122,7 +223,7 @@ class ExtentMap:
         """This block was used: a second chance when its extent is evicted."""
         self._hits[slot] = 1
 
-    def ended(self, end: ToldEnd) -> None:
+    def ended(self, end: ClassifiedEnd) -> None:
         """A request has ended: what is evicted next follows from how such requests return."""
         self.room.ended(end, self.index.find(end.names), self._live)
 
@@ -403,3 +504,98 @@ class ExtentMap:
         assert set(self._open) == opened, "the open extents are off"
         assert set(self._order) == opened | closed, "the victim order is off"
         assert not any(live[extent] for extent in free), "a free extent holds blocks"
+
+
+_NOBODY: Final = bytes(32)  # a fingerprint: extents do not depend on it
+
+
+class BareSlab:
+    """As `FileStore`, of names alone: for simulations. For one thread. Every write succeeds, and at once."""
+
+    def __init__(self, num_bytes: int, slot_bytes: int, block_size: int) -> None:
+        """A slab of at most `num_bytes`, blocks of `slot_bytes` each. Without room for one it holds nothing."""
+        shape = slab.plan(_NOBODY, slot_bytes, block_size, num_bytes)
+        self._blocks = ExtentMap(shape.num_extents, shape.slots_per_extent) if shape.segments else None
+        self._batch = max(1, BATCH_BYTES // slot_bytes)
+        self.num_written = 0  # blocks, those that were stored again with them
+
+    @property
+    def num_slots(self) -> int:
+        """Blocks that it has room for."""
+        return self._blocks.num_extents * self._blocks.per_extent if self._blocks is not None else 0
+
+    @property
+    def num_evicted(self) -> int:
+        """Blocks that went to make room, since the start."""
+        return self._blocks.num_evicted if self._blocks is not None else 0
+
+    def lookup(self, hashes: Sequence[ChainHash]) -> int:
+        """How many leading blocks it holds."""
+        if self._blocks is None:
+            return 0
+        found = self._blocks.index.find_each(hashes)
+        return next((i for i, slot in enumerate(found) if slot < 0), len(found))
+
+    def read(self, hashes: Sequence[ChainHash]) -> None:
+        """Count a use of each of these blocks."""
+        if self._blocks is not None:
+            for slot in self._blocks.index.find_each(hashes):
+                if slot >= 0:
+                    self._blocks.touch(slot)
+
+    def ended(self, end: ClassifiedEnd) -> None:
+        """As `Tier.ended`."""
+        if self._blocks is not None:
+            self._blocks.ended(end)
+
+    def write(self, hashes: Sequence[ChainHash], parent: ChainHash | None) -> None:
+        """Store consecutive blocks of one chain, `parent` before them, batch by batch as they come from L2."""
+        for first in range(0, len(hashes), self._batch):
+            self._write(hashes[first : first + self._batch], hashes[first - 1] if first else parent)
+
+    def check(self) -> None:
+        """Raise AssertionError where the extents' law is broken."""
+        if self._blocks is not None:
+            self._blocks.check()
+
+    def _write(self, hashes: Sequence[ChainHash], parent: ChainHash | None) -> None:
+        blocks = self._blocks
+        if blocks is None:
+            return
+        slots = blocks.index.find_each(hashes)
+        held = [slot for slot in slots if slot >= 0]
+        entered = {slot // blocks.per_extent for slot in held}
+        for extent in entered:
+            blocks.enter(extent)
+        for slot in held:
+            blocks.touch(slot)
+        todo = [position for position, slot in enumerate(slots) if slot < 0]
+        names, done, filled = [hashes[position] for position in todo], 0, list[tuple[SlotRun, Sequence[ChainHash]]]()
+        while done < len(todo):
+            before = hashes[todo[done] - 1] if todo[done] else parent
+            if (runs := self._reserve(names[done:] if done else names, before)) is None:
+                break
+            filled += runs
+            done += runs[-1][0].size
+        for run, stored in filled:
+            blocks.publish(run, stored)
+            self.num_written += run.size
+        for extent in [*entered, *(run.extent for run, _ in filled)]:
+            blocks.leave(extent)
+
+    def _reserve(
+        self, hashes: Sequence[ChainHash], parent: ChainHash | None
+    ) -> list[tuple[SlotRun, Sequence[ChainHash]]] | None:
+        """Slots for leading hashes, behind those of what is stored again. None: every extent is being written."""
+        blocks = self._blocks
+        assert blocks is not None
+        run = blocks.take(hashes, parent)
+        if run is None and (claim := blocks.claim()) is not None:
+            blocks.opened(claim)
+            again = blocks.take_in(claim.extent, claim.keep_hashes) if claim.keep else None
+            run = blocks.take_in(claim.extent, hashes)
+            if again is not None:
+                return [(again, claim.keep_hashes), (run, hashes[: run.size])]
+        elif run is None:
+            run = blocks.take(hashes, None)
+        return None if run is None else [(run, hashes[: run.size])]

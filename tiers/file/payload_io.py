@@ -14,8 +14,18 @@ from typing import Final, Literal, NamedTuple
 import numpy as np
 
 from kvtier.tiers import BlockRecord, ChainHash
-from kvtier.tiers.file.file_io import CALL_BYTES, PAGE, FileIO, Mapping, Scratch, read_all, writable_address, write_all
-from kvtier.tiers.file.read_queue import ReadQueue, SlabLayout
+from kvtier.tiers.file.file_io import (
+    CALL_BYTES,
+    PAGE,
+    FileIO,
+    Mapping,
+    ReadQueue,
+    Scratch,
+    SlabLayout,
+    read_all,
+    writable_address,
+    write_all,
+)
 from kvtier.tiers.file.slab import round_up
 
 _log = logging.getLogger(__name__)

@@ -11,8 +11,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from kvtier.tiers import STAMP_BYTES, ConfigError, Encryption, FingerprintMismatch, FormatError
-from kvtier.tiers.file.file_io import CALL_BYTES, PAGE
-from kvtier.tiers.file.read_queue import SlabLayout
+from kvtier.tiers.file.file_io import CALL_BYTES, PAGE, SlabLayout
 from kvtier.tiers.naming import FORMAT_VERSION
 
 MAGIC: Final = b"KVTIER01"

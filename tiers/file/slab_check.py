@@ -14,7 +14,7 @@ from kvtier.tiers.file.file_io import CALL_BYTES, FileIO
 from kvtier.tiers.file.payload_io import PayloadIO
 from kvtier.tiers.file.slab import Superblock
 from kvtier.tiers.file.slab_codec import Codec, codec_of, verified
-from kvtier.tiers.file.slab_space import SlabFile, blank_slots, open_existing, read_header, read_rows, write_superblock
+from kvtier.tiers.file.slab_file import SlabFile, blank_slots, open_existing, read_header, read_rows, write_superblock
 
 ReportProgress = Callable[[int, int], None]
 """Told the payload bytes read so far and how many there are, after every few MiB."""

@@ -1,32 +1,442 @@
-"""Opens the slab of a fingerprint: creation, lock, one byte budget per directory."""
+"""A slab's file: opening, creating, growing and shrinking it, within one byte budget for all slabs of a directory."""
 
+import errno
 import logging
+import mmap
 import os
+import re
+import stat
+import struct
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
-from kvtier.tiers import ConfigError, FormatError, TierUnavailable
+import numpy as np
+import xxhash
+
+from kvtier.tiers import ConfigError, FormatError, KVTierError, StoreLocked, TierUnavailable
 from kvtier.tiers.config import format_size, show_size
 from kvtier.tiers.file import slab
-from kvtier.tiers.file.file_io import FileIO
+from kvtier.tiers.file.file_io import PAGE, FileIO, read_all, write_all
 from kvtier.tiers.file.slab import Superblock
-from kvtier.tiers.file.slab_budget import SLAB_NAME, room_for
-from kvtier.tiers.file.slab_space import (
-    SlabFile,
-    no_space,
-    open_existing,
-    read_header,
-    resize,
-    take_space,
-    write_owner,
-    write_superblock,
-)
 
 _log = logging.getLogger(__name__)
+FULL_ERRNOS: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+STEP_BYTES: Final = 64 << 20  # of payloads whose disk space is taken at once
+_CHUNK_BYTES: Final = 8 << 20
+_ASKED: Final = struct.Struct("<QQ")  # bytes, and their xxh3: rubbish on the disk is no request
+
+
+@dataclass(slots=True)
+class SlabFile:
+    """An open, locked slab file; `fd` is buffered and serves table and superblock.
+
+    `superblock` is replaced by a reset and when the slab gives up its tail, each while it holds `rewriting`.
+    """
+
+    path: Path
+    fd: int
+    superblock: Superblock
+    rewriting: threading.Lock = field(default_factory=threading.Lock, repr=False)  # held across the superblock's I/O
+
+
+def open_existing(io: FileIO, path: Path, wanted: Superblock | None = None, *, read_only: bool = False) -> SlabFile:
+    """Lock a slab and read its superblock; it stays as it is until both are known to be fine.
+
+    `wanted` None takes a slab of any model. Raises StoreLocked, FormatError, FingerprintMismatch or OSError.
+    """
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise FormatError(f"{path}: not a regular file; it was left untouched: choose another [file] path")
+    fd = io.open(path, os.O_RDONLY if read_only else os.O_RDWR)
+    try:
+        header = read_header(io, fd)
+        if not io.lock(fd):
+            owner = int.from_bytes(header[slab.OWNER_OFFSET : slab.OWNER_OFFSET + 8], "little")
+            raise StoreLocked(f"{path}: in use by process {owner or 'unknown'}; stop it or choose another [file] path")
+        superblock = slab.decode(read_header(io, fd), str(path))  # read again: its owner may just have resized it
+        if wanted is not None:
+            slab.require_identity(superblock, wanted, str(path))
+        if io.size(fd) < superblock.file_bytes:
+            raise FormatError(
+                f"{path}: cut short, {io.size(fd)} bytes of {superblock.file_bytes}; it was left untouched: "
+                "restore it, or delete it to start anew"
+            )
+    except BaseException:
+        io.close(fd)
+        raise
+    return SlabFile(path, fd, superblock)
+
+
+def read_header(io: FileIO, fd: int) -> bytes:
+    """The superblock and its copy, or what there is of them."""
+    header = bytearray(min(slab.HEADER_BYTES, io.size(fd)))
+    if header:
+        read_all(io, fd, [memoryview(header)], 0)
+    return bytes(header)
+
+
+def write_owner(io: FileIO, fd: int, pid: int) -> None:
+    """Leave our pid for whoever finds the slab locked, or 0; OSError if the disk refuses."""
+    write_all(io, fd, [memoryview(pid.to_bytes(8, "little"))], slab.OWNER_OFFSET)
+
+
+def ask_for_room(io: FileIO, fd: int, num_bytes: int) -> None:
+    """Ask whoever has the slab open to cut it down to `num_bytes`; 0 takes the question back."""
+    asked = num_bytes.to_bytes(8, "little")
+    told = _ASKED.pack(num_bytes, xxhash.xxh3_64_intdigest(asked)) if num_bytes else bytes(_ASKED.size)
+    write_all(io, fd, [memoryview(told)], slab.ASKED_OFFSET)
+
+
+def read_asked(fd: int) -> int:
+    """The bytes that the slab was last asked to be cut down to; 0 if it was not, or the file is cut short."""
+    told = os.pread(fd, _ASKED.size, slab.ASKED_OFFSET)
+    if len(told) < _ASKED.size:
+        return 0
+    num_bytes, digest = _ASKED.unpack(told)
+    return int(num_bytes) if digest == xxhash.xxh3_64_intdigest(told[:8]) else 0
+
+
+def read_rows(io: FileIO, fd: int, superblock: Superblock) -> slab.Rows:
+    """The whole entry table, read in large pieces; OSError if the file ends first."""
+    rows = np.empty(superblock.num_slots, superblock.row_dtype)
+    view, start = slab.byte_view(rows), 0
+    for segment in superblock.segments:
+        offset, end = segment.table_offset, start + segment.num_slots * superblock.entry_bytes
+        while start < end:
+            piece = min(_CHUNK_BYTES, end - start)
+            read_all(io, fd, [view[start : start + piece]], offset)
+            start, offset = start + piece, offset + piece
+    return rows
+
+
+def blank_rows(io: FileIO, fd: int, superblock: Superblock, extents: list[int]) -> None:
+    """Make the extents' rows name nothing, adjacent ones in one write."""
+    num_bytes = superblock.slots_per_extent * superblock.entry_bytes
+    zeros = memoryview(bytes(min(_CHUNK_BYTES, len(extents) * num_bytes)))
+    starts = sorted(superblock.table_offsets[extent] for extent in extents)
+    index = 0
+    while index < len(starts):
+        begin = end = starts[index]
+        while index < len(starts) and starts[index] == end:
+            end, index = end + num_bytes, index + 1
+        for offset in range(begin, end, len(zeros)):
+            write_all(io, fd, [zeros[: end - offset]], offset)
+
+
+def blank_slots(io: FileIO, fd: int, superblock: Superblock, slots: Sequence[int]) -> None:
+    blank = memoryview(bytes(superblock.entry_bytes))
+    for slot in slots:
+        write_all(io, fd, [blank], superblock.row_offset(slot))
+
+
+# Below: called with the directory locked.
+
+
+def resize(io: FileIO, file: SlabFile, size: int, room: int) -> SlabFile:
+    """Fit an existing slab to the room there is; says so if that changes it.
+
+    It grows only if the disk has all that takes: else it stays as it is, after one warning.
+    """
+    superblock = file.superblock
+    resized = superblock.resized(room)
+    if not resized.segments:
+        least = superblock.payload_offsets[0] + superblock.extent_bytes
+        if least <= size:
+            raise TierUnavailable(f"{file.path}: other slabs keep all but {show_size(max(room, 0))}; it stays closed")
+        raise ConfigError(
+            f'[file] size "{format_size(size)}": {file.path.name} cannot shrink below '
+            f"{format_size(least)}; raise size or delete it"
+        )
+    if resized.num_slots > superblock.num_slots:
+        resized = _room_to_grow(io, file, resized, size)
+    old, new = show_size(superblock.file_bytes), show_size(resized.file_bytes)
+    if len(resized.segments) == slab.MAX_SEGMENTS and room - resized.file_bytes > superblock.extent_bytes:
+        _log.warning("[file] %s: grown so often that it stays at %s; delete it to use more", file.path, new)
+    if resized.num_slots > superblock.num_slots:
+        _log.warning("[file] %s: grows from %s to %s; every block is kept", file.path, old, new)
+        blank_rows(io, file.fd, resized, list(range(superblock.num_extents, resized.num_extents)))
+        write_superblock(io, file.fd, resized)
+        file = replace(file, superblock=resized)
+    elif resized.num_slots < superblock.num_slots:
+        _log.warning("[file] %s: shrinks from %s to %s; the blocks stored last are kept", file.path, old, new)
+        file = _shrink(io, file, resized)
+    if io.size(file.fd) > file.superblock.file_bytes:
+        io.truncate(file.fd, file.superblock.file_bytes)  # a resize that was killed left more
+    write_owner(io, file.fd, os.getpid())
+    ask_for_room(io, file.fd, 0)
+    os.utime(file.fd)
+    return file
+
+
+def _room_to_grow(io: FileIO, file: SlabFile, resized: Superblock, size: int) -> Superblock:
+    """Take the disk space that growing needs; if there is none, the slab as it is."""
+    old = file.superblock
+    added = resized.file_bytes - old.file_bytes
+    free = io.free_bytes(file.path.parent)
+    reason = f"the directory has {show_size(free)} free"
+    if added <= free:
+        try:
+            take_space(io, file.fd, file.path, resized, old)
+            return resized
+        except ConfigError as error:  # a quota, or a limit on a file's size
+            reason = str(error)
+    _log.warning(
+        '[file] %s: stays at %s of [file] size "%s", %s more do not fit: %s',
+        file.path,
+        show_size(old.file_bytes),
+        format_size(size),
+        show_size(added),
+        reason,
+    )
+    return old
+
+
+def _shrink(io: FileIO, file: SlabFile, resized: Superblock) -> SlabFile:
+    """Move the extents stored last into the part that stays, over those stored first, then cut."""
+    old = file.superblock
+    rows = read_rows(io, file.fd, old)
+    valid = slab.find_valid(rows, np.arange(len(rows)), old)
+    used = np.flatnonzero(valid)
+    _, first = np.unique(rows["chain_hash"][used], return_index=True)
+    valid = np.isin(np.arange(len(rows)), used[first])  # a killed shrink left some blocks at both places
+    newest = np.where(valid, rows["seq"], 0).reshape(old.num_extents, -1).max(axis=1)
+    ranked = np.argsort(newest, kind="stable")[::-1].tolist()
+    kept = [extent for extent in ranked[: resized.num_extents] if newest[extent]]
+    stay = {extent for extent in kept if extent < resized.num_extents}
+    places = [extent for extent in range(resized.num_extents) if extent not in stay]
+    scratch = memoryview(mmap.mmap(-1, old.extent_bytes))
+    for source, target in zip([extent for extent in kept if extent not in stay], places, strict=False):
+        try:
+            io.allocate(file.fd, old.payload_offsets[target], old.extent_bytes)
+        except OSError as error:
+            if error.errno not in FULL_ERRNOS:
+                raise
+            _log.warning("[file] %s: the disk is full, the blocks of some extents go", file.path)
+            break
+        blank_rows(io, file.fd, old, [target])
+        read_all(io, file.fd, [scratch], old.payload_offsets[source])
+        write_all(io, file.fd, [scratch], old.payload_offsets[target])
+        per = old.slots_per_extent
+        moved = np.where(
+            valid[source * per : (source + 1) * per], rows[source * per : (source + 1) * per], np.zeros(1, rows.dtype)
+        )
+        moved["slot"] = np.arange(target * per, (target + 1) * per)
+        held = np.flatnonzero(valid[source * per : (source + 1) * per])
+        sealed = moved[held].copy()
+        slab.seal_rows(sealed, old)
+        moved[held] = sealed
+        write_all(io, file.fd, [slab.byte_view(moved)], old.table_offsets[target])
+    return cut(io, file, resized)
+
+
+def cut(io: FileIO, file: SlabFile, resized: Superblock) -> SlabFile:
+    """Drop the extents beyond `resized`: rows, then superblock, then space; and what a kill left behind the last."""
+    old = file.superblock
+    if resized.num_slots < old.num_slots:
+        io.sync(file.fd)
+        blank_rows(io, file.fd, old, list(range(resized.num_extents, old.num_extents)))
+        write_superblock(io, file.fd, resized)
+        file = replace(file, superblock=resized)
+    if io.size(file.fd) > file.superblock.file_bytes:
+        io.truncate(file.fd, file.superblock.file_bytes)
+    return file
+
+
+def write_superblock(io: FileIO, fd: int, superblock: Superblock) -> None:
+    """The copy, then the superblock; one of both is whole at any time."""
+    encoded = memoryview(slab.encode(superblock))
+    for offset in (PAGE, 0):
+        write_all(io, fd, [encoded], offset)
+        io.sync(fd)
+
+
+def take_space(io: FileIO, fd: int, path: Path, wanted: Superblock, old: Superblock | None = None) -> None:
+    """Make the file as long as `wanted`, with disk space for its tables and the first step of a new slab.
+
+    Extents get theirs before they are filled (`SlabGrowth`). ConfigError, and the file as it was, if there is none.
+    """
+    size, before = wanted.file_bytes, old.file_bytes if old is not None else 0
+    ranges = [(each.table_offset, each.payload_offset) for each in wanted.segments if each.table_offset >= before]
+    if old is None:
+        ranges[0] = 0, min(size, wanted.payload_offsets[0] + STEP_BYTES)
+    try:
+        for begin, end in (*ranges, (size - PAGE, size)):  # the last page makes it so long
+            io.allocate(fd, begin, end - begin)
+    except OSError as error:
+        if error.errno not in FULL_ERRNOS:
+            raise
+        io.truncate(fd, before)
+        if error.errno == errno.EFBIG:
+            raise ConfigError(
+                f'[file] size "{format_size(size)}": larger than a file may be here '
+                "(ulimit -f, or the file system's limit); lower size or choose another path"
+            ) from error
+        raise ConfigError(no_space(size, io.free_bytes(path.parent))) from error
+
+
+def no_space(size: int, free: int) -> str:
+    return (
+        f'[file] size "{format_size(size)}": the directory has {show_size(free)} free; '
+        "lower size or choose another path"
+    )
+
+
+SLAB_NAME: Final = re.compile(r"[0-9a-f]{64}\.slab")
+_HALF: Final = 2  # a slab beside which none is open gets at least half, the closed ones keep the rest
+_BACK_SOON: Final = 7 * 24 * 3600 * 10**9  # ns since its last use within which a closed slab is thought to be in use
+
+
+@dataclass(slots=True)
+class Room:
+    num_bytes: int
+    share: int  # what it is entitled to: less is worth a warning
+    others: int  # slabs there are beside it
+    asked: dict[Path, int] = field(default_factory=dict)  # open slabs that were asked to shrink, and to how many bytes
+
+
+@dataclass(eq=False, slots=True)
+class _Other:
+    """Another slab of the directory: closed, and locked by us meanwhile; or open; or none of ours to touch."""
+
+    path: Path
+    size: int
+    used_at: int  # ns, of its last use
+    file: SlabFile | None = None
+    is_open: bool = False
+
+    def is_rival(self, *, of_existing: bool) -> bool:
+        """Whether it is entitled to a share of its own.
+
+        A slab that exists spares those that were in use lately: when a daemon restarts, all of them are opened
+        again, one by one. A new slab needs room first.
+        """
+        is_recent = self.file is not None and time.time_ns() - self.used_at < _BACK_SOON
+        return self.is_open or (of_existing and is_recent)
+
+
+def room_for(io: FileIO, path: Path, size: int, existing: SlabFile | None, least: int) -> Room:
+    """Bytes the slab at `path` may have, after others gave up what they don't need and what is above their share.
+
+    Its share is the budget over the number of slabs in use, itself included, and at most half. A slab that exists
+    takes others' tails only if it would have less than half its share. Extents are cut off whole, and no slab
+    should lose some at every start. `least` is what the smallest slab takes: no tail goes for less. An open slab
+    shrinks by itself when it sees that it was `asked`: look again later. Call with the directory locked.
+    """
+    with _others(io, path) as others:
+        rivals = [other for other in others if other.is_rival(of_existing=existing is not None)]
+        share = size // max(_HALF, 1 + len(rivals))
+        room = Room(size - sum(other.size for other in others), share, len(others))
+        by_age = sorted(others, key=lambda other: other.used_at)
+        for other in by_age:
+            if room.num_bytes < size:
+                room.num_bytes += _shrunk(_trim, io, other, 0)
+        for other in by_age:
+            if room.num_bytes < share and other not in rivals:
+                left = max(share, other.size - (share - room.num_bytes)) if other.size > share else 0
+                room.num_bytes += _shrunk(_cut, io, other, left)
+        takes_tails = existing is None or min(existing.superblock.file_bytes, room.num_bytes) < share // 2
+        if takes_tails and room.num_bytes + sum(max(0, rival.size - share) for rival in rivals) >= least:
+            _take_tails(io, sorted(rivals, key=lambda rival: -rival.size), room)
+        return room
+
+
+def _take_tails(io: FileIO, rivals: list[_Other], room: Room) -> None:
+    """What rivals have above the share, the largest first, as far as it is missing."""
+    missing = room.share - room.num_bytes
+    for rival in rivals:
+        left = max(room.share, rival.size - missing)
+        if missing <= 0 or left >= rival.size:
+            return
+        missing -= rival.size - left
+        if not rival.is_open:
+            room.num_bytes += _shrunk(_cut, io, rival, left)
+        elif _ask(io, rival, left):
+            room.asked[rival.path] = left
+
+
+@contextmanager
+def _others(io: FileIO, path: Path) -> Iterator[list[_Other]]:
+    """The directory's other slabs, the closed ones locked as long as this lasts."""
+    others: list[_Other] = []
+    try:
+        for name in path.parent.glob("*.slab"):
+            if name == path or not SLAB_NAME.fullmatch(name.name) or not name.is_file():
+                continue
+            status = name.stat()
+            other = _Other(name, status.st_size, status.st_mtime_ns)
+            others.append(other)
+            try:
+                other.file = open_existing(io, name)
+            except StoreLocked:
+                other.is_open = True
+            except KVTierError:
+                pass  # of another version, or none of ours
+            except OSError as error:
+                _log.warning("[file] %s: %s; it was left as it is", name, error.strerror or error)
+        yield others
+    finally:
+        for other in others:
+            if other.file is not None:
+                io.close(other.file.fd)
+
+
+def _shrunk(verb: Callable[[FileIO, SlabFile, int], int], io: FileIO, other: _Other, num_bytes: int) -> int:
+    """Apply the verb to a closed slab of ours; returns how many bytes that freed."""
+    if other.file is None:
+        return 0
+    before = other.size
+    try:
+        other.size = verb(io, other.file, num_bytes)
+    except OSError as error:  # no permission, or the disk refuses: it keeps its space, we open ours
+        _log.warning("[file] %s: %s; it was left as it is", other.path, error.strerror or error)
+    return before - other.size
+
+
+def _trim(io: FileIO, file: SlabFile, num_bytes: int) -> int:
+    """Cut the unused end off; returns the slab's size."""
+    rows = read_rows(io, file.fd, file.superblock)
+    used = np.flatnonzero(slab.find_valid(rows, np.arange(len(rows)), file.superblock))
+    extents = int(used[-1]) // file.superblock.slots_per_extent + 1 if len(used) else 1
+    return _cut_at(io, file, file.superblock.payload_offsets[extents - 1] + file.superblock.extent_bytes)
+
+
+def _cut(io: FileIO, file: SlabFile, num_bytes: int) -> int:
+    """Cut down to `num_bytes`, blocks or not; removed if not one extent fits. Returns the slab's size."""
+    if file.superblock.resized(num_bytes).segments:
+        left = _cut_at(io, file, num_bytes)
+        _log.warning("[file] %s: cut down to %s, its share beside other slabs", file.path, show_size(left))
+        return left
+    file.path.unlink()
+    _log.warning("[file] path %s: full; removed the least recently used slab %s", file.path.parent, file.path.name)
+    return 0
+
+
+def _cut_at(io: FileIO, file: SlabFile, num_bytes: int) -> int:
+    before = os.fstat(file.fd)
+    file.superblock = cut(io, file, file.superblock.resized(num_bytes)).superblock
+    os.utime(file.fd, ns=(before.st_atime_ns, before.st_mtime_ns))  # this was no use of it
+    return file.superblock.file_bytes
+
+
+def _ask(io: FileIO, other: _Other, num_bytes: int) -> bool:
+    """Ask an open slab to shrink by itself; False if it is none of this version, or cannot be written."""
+    try:
+        fd = io.open(other.path, os.O_RDWR)
+        try:
+            slab.decode(read_header(io, fd), str(other.path))
+            ask_for_room(io, fd, num_bytes)
+        finally:
+            io.close(fd)
+    except (KVTierError, OSError) as error:
+        _log.warning("[file] %s: %s; it was left as it is", other.path, error)
+        return False
+    return True
+
+
 _DIRECTORY_LOCK_SECONDS: Final = 10.0
 _ANSWER_SECONDS: Final = 5.0  # that open slabs have to give up their tails; then we open with what there is
 

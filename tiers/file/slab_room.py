@@ -1,7 +1,7 @@
 """SlabRoom: which extent of a slab is freed next: the one whose blocks are needed least, as requests' ends tell.
 
 An extent counts as the last request that had blocks in it. Before the first end, and so after every start, there is no
-opinion. While LRU would have kept more (`LruRival`), the order is by when that request ended: memory above answers
+opinion. While LRU would have kept more (`LruShadow`), the order is by when that request ended: memory above answers
 requests, too, which the slab's own reads do not tell.
 """
 
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from kvtier.tiers import ChainHash
 from kvtier.tiers.pool import Slots
-from kvtier.tiers.returns import UNTOLD, LruRival, ToldEnd
+from kvtier.tiers.reuse import UNTOLD, ClassifiedEnd, LruShadow
 
 Extents = NDArray[np.int64]
 
@@ -35,9 +35,11 @@ class SlabRoom:
         self._since = np.zeros(num_extents)  # seconds
         self._depth = np.zeros(num_extents, np.int64)  # of its deepest block
         self._are_told = np.zeros(num_extents * slots_per_extent, np.bool_)  # slots whose block an end has told of
-        self._late: OrderedDict[ChainHash, tuple[ToldEnd, int]] = OrderedDict()  # not written yet: its end, its depth
-        self.rival = LruRival(len(self._are_told))
-        self._last: ToldEnd | None = None
+        self._late: OrderedDict[ChainHash, tuple[ClassifiedEnd, int]] = (
+            OrderedDict()
+        )  # not written yet: its end, its depth
+        self.rival = LruShadow(len(self._are_told))
+        self._last: ClassifiedEnd | None = None
         self._plan: list[int] = []  # the next victims, the last of them first
         self._planned_at = 0.0
         self._view()
@@ -57,7 +59,7 @@ class SlabRoom:
         """Whether an end told of a block in the extent since it was opened."""
         return self._kinds[extent] != UNTOLD
 
-    def ended(self, end: ToldEnd, slots: Slots, live: Sequence[int]) -> None:
+    def ended(self, end: ClassifiedEnd, slots: Slots, live: Sequence[int]) -> None:
         """A request has ended; its blocks are in these slots, -1 where not. `live`: the blocks in each extent."""
         if self._last is None:
             self._since[:] = end.ended_at
@@ -131,7 +133,7 @@ class SlabRoom:
         first = np.lexsort((-self._depth[extents], self._since[extents], places))[:count]
         self._plan, self._planned_at = extents[first][::-1].tolist(), now
 
-    def _note(self, end: ToldEnd, slots: Slots, depths: NDArray[np.int64], live: Sequence[int]) -> None:
+    def _note(self, end: ClassifiedEnd, slots: Slots, depths: NDArray[np.int64], live: Sequence[int]) -> None:
         """These slots hold the request's blocks of these depths.
 
         An extent becomes the request's if at least half of its blocks are. Else an earlier one keeps it that needs it
@@ -160,7 +162,7 @@ class SlabRoom:
         self._late.clear()
         self._plan.clear()
         self._last = None
-        self.rival = LruRival(len(self._are_told))
+        self.rival = LruShadow(len(self._are_told))
 
     def shorten(self, num_extents: int) -> None:
         """Have no more than so many extents."""
@@ -170,4 +172,4 @@ class SlabRoom:
         self._are_told = self._are_told[: num_extents * self._per_extent].copy()
         self._view()
         self._plan = [extent for extent in self._plan if extent < num_extents]
-        self.rival = LruRival(len(self._are_told))
+        self.rival = LruShadow(len(self._are_told))

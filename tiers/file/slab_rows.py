@@ -1,24 +1,26 @@
-"""SlabRows: an open slab's entry table. Some columns are in memory; whole rows come from the disk, verified.
+"""An open slab's entry table: some columns in memory, whole rows from the disk, verified; children and changes.
 
 Names are in the `ExtentMap`'s index. A row of tokens would take more memory than all of that together, and is needed
 only where the block's payload is read or written too.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.tiers import ChainHash, Outcome
+from kvtier.tiers import BlockRecord, ChainHash, Changes, ChildBlock, Outcome
 from kvtier.tiers.file import slab
 from kvtier.tiers.file.extents import ExtentMap
 from kvtier.tiers.file.file_io import FileIO, ReadCall, peeking, read_all
 from kvtier.tiers.file.slab import Rows, Superblock
-from kvtier.tiers.file.slab_codec import Codec, SlabEntry
-from kvtier.tiers.file.slab_space import SlabFile
-from kvtier.tiers.pool import Slots, Words
+from kvtier.tiers.file.slab_codec import NO_CHECKSUM, Codec, SlabEntry
+from kvtier.tiers.file.slab_file import SlabFile
+from kvtier.tiers.pool import ChangeLog, ChildIndex, Slots, Words
 
 _PIECE_BYTES: Final = 2 << 20  # of the table read at once: what is made of them finds them in the processor's cache
 NUM_VERIFIED: Final = 4096  # newest rows verified at opening; the others, when they are used
@@ -174,3 +176,111 @@ class SlabRows:
         if whole.any():
             self._codec.show_names(rows, np.flatnonzero(whole))
         return whole
+
+
+_PIECE: Final = 1 << 12  # slots entered at once: bounds the copy of their parents' names
+
+
+@dataclass(eq=False, slots=True)
+class SlabChildren:
+    """What an open slab answers about children. `lock` guards `blocks`, `rows`' arrays, and who changes `index`.
+
+    The index is told of blocks that come, never of those that leave: `find` looks at each slot it names.
+    """
+
+    blocks: ExtentMap
+    rows: SlabRows
+    lock: threading.Lock
+    codec: Codec
+    inside: Callable[[], AbstractContextManager[bool]]  # `Calls.enter`
+    index: ChildIndex | None  # None: nobody asks
+
+    def stored(self, slots: Slots) -> None:
+        """These rows hold blocks now. The caller holds the lock, or nobody else knows the slab yet."""
+        if self.index is None:
+            return
+        for first in range(0, len(slots), _PIECE):
+            piece = slots[first : first + _PIECE]
+            names = self.rows.parents.take(piece, 0).tobytes()
+            self.index.enter([names[at : at + 32] for at in range(0, len(names), 32)], piece.tolist())
+
+    def find(self, parent: ChainHash, limit: int, start: bytes = b"") -> list[ChildBlock]:
+        """Up to `limit` blocks held now whose parent has this name and whose tokens begin with `start`.
+
+        Never waits for the disk: a child whose entry left the page cache is not told this time, but sent for. Of a
+        sealed slab only blocks with this parent are decrypted.
+        """
+        if self.index is None:
+            return []
+        first_word, word_of = int.from_bytes(parent[:8], "little"), self.rows.parents.item
+        likely = [slot for slot in self.index.find(parent) if word_of(slot, 0) == first_word]  # a hint: no lock yet
+        if not likely:
+            return []
+        with self.inside() as is_open:
+            with self.lock:
+                held = self.blocks.index.holds(np.array(likely, np.int64))
+                likely = [slot for slot, is_held in zip(likely, held.tolist(), strict=True) if is_held]
+            if not is_open or not likely:
+                return []
+            rows, whole = self.rows.peek(likely)
+            names, parents = (rows[field].tolist() for field in ("chain_hash", "parent"))
+            children = [
+                ChildBlock(names[at], self.codec.tokens(rows[at].tobytes()))
+                for at in range(len(likely))
+                if whole[at] and parents[at] == parent
+            ]
+        return [child for child in children if child.tokens and child.tokens.startswith(start)][:limit]
+
+    def check(self) -> None:
+        """Raise AssertionError unless the index is whole and names only rows there are. The caller holds the lock."""
+        if self.index is not None:
+            self.index.check()
+            assert self.index.num_slots == len(self.rows.seqs), "the index of children is of another slab"
+
+
+@dataclass(eq=False, slots=True)
+class SlabChanges:
+    """The reader's end of the log that an open slab's `ExtentMap` writes. `lock` guards both, and `rows`' arrays."""
+
+    blocks: ExtentMap
+    rows: SlabRows
+    lock: threading.Lock
+    codec: Codec
+    inside: Callable[[], AbstractContextManager[bool]]  # `Calls.enter`
+
+    def listen(self) -> None:
+        """Keep a log from now on. What is held already comes first, in the order it was stored."""
+        with self.lock:
+            slots = self.blocks.index.named()
+            self.blocks.changes = ChangeLog(len(self.rows.seqs))
+            self.blocks.changes.stored(slots[np.argsort(self.rows.seqs[slots], kind="stable")])
+
+    @property
+    def waiting(self) -> bool:
+        log = self.blocks.changes
+        return log is not None and log.waiting
+
+    def take(self, limit: int) -> Changes:
+        """Never waits for the disk: a record whose entry is not in the page cache, or not whole, has no tokens."""
+        with self.inside() as is_open:
+            with self.lock:
+                if (log := self.blocks.changes) is None:
+                    return Changes([], [])
+                gone, slots, cleared = log.take(limit)
+                names, parents = self.blocks.index.names(slots), self.rows.parents_of(slots)
+            told = [BlockRecord(name, parent, b"", NO_CHECKSUM) for name, parent in zip(names, parents, strict=True)]
+            if is_open and told:
+                rows, whole = self.rows.peek(slots.tolist())
+                for position, record in enumerate(self.codec.to_records(rows)):
+                    if whole[position] and record.chain_hash == names[position]:
+                        told[position] = record
+        return Changes(gone, told, cleared)
+
+    def stop_listening(self) -> list[ChainHash]:
+        """Keep no log any more; returns what the reader knows."""
+        with self.lock:
+            log, self.blocks.changes = self.blocks.changes, None
+            if log is None:
+                return []
+            log.cleared(self.blocks.index.words)
+            return log.take(0)[0]

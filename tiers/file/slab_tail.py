@@ -10,7 +10,7 @@ from kvtier.tiers.config import show_size
 from kvtier.tiers.file.extents import ExtentMap
 from kvtier.tiers.file.file_io import FileIO
 from kvtier.tiers.file.slab import Superblock
-from kvtier.tiers.file.slab_space import SlabFile, ask_for_room, cut, read_asked
+from kvtier.tiers.file.slab_file import SlabFile, ask_for_room, cut, read_asked
 
 _log = logging.getLogger(__name__)
 _LOOK_SECONDS: Final = 0.2  # between two looks whether somebody asks

@@ -6,7 +6,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -15,6 +16,7 @@ import numpy as np
 from kvtier.tiers import (
     BlockRecord,
     ChainHash,
+    ChildBlock,
     ConfigError,
     Direction,
     Encryption,
@@ -22,6 +24,7 @@ from kvtier.tiers import (
     Lineage,
     Outcome,
     StoragePlace,
+    Tier,
     TierUnavailable,
     require_buffers,
     require_records,
@@ -29,24 +32,138 @@ from kvtier.tiers import (
 )
 from kvtier.tiers.file import slab
 from kvtier.tiers.file.extents import ExtentMap
-from kvtier.tiers.file.file_io import FileIO, write_all
-from kvtier.tiers.file.group_sync import GroupSync
+from kvtier.tiers.file.file_io import FileIO, GroupSync, write_all
 from kvtier.tiers.file.payload_io import Mode, PayloadIO, probe_mode
-from kvtier.tiers.file.slab_changes import SlabChanges
-from kvtier.tiers.file.slab_children import SlabChildren
-from kvtier.tiers.file.slab_codec import Codec, codec_of
-from kvtier.tiers.file.slab_file import is_ours, is_removed, open_slab, release
-from kvtier.tiers.file.slab_growth import SlabGrowth
-from kvtier.tiers.file.slab_reader import SlabReader
-from kvtier.tiers.file.slab_rows import SlabRows
-from kvtier.tiers.file.slab_space import SlabFile, blank_slots, write_owner
+from kvtier.tiers.file.slab_codec import Codec, SlabEntry, codec_of, verified
+from kvtier.tiers.file.slab_file import SlabFile, blank_slots, is_ours, is_removed, open_slab, release, write_owner
+from kvtier.tiers.file.slab_rows import SlabChanges, SlabChildren, SlabRows
 from kvtier.tiers.file.slab_tail import Calls, TailGiver
-from kvtier.tiers.file.slab_writer import SlabWriter
+from kvtier.tiers.file.slab_writer import SlabGrowth, SlabWriter
 from kvtier.tiers.naming import PROBE_BYTES
 from kvtier.tiers.pool import Departures, make_child_index
-from kvtier.tiers.returns import ToldEnd
+from kvtier.tiers.reuse import ClassifiedEnd
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False, slots=True)
+class SlabReader:
+    """Reads blocks of one open slab. Thread-safe. `lock` guards `blocks` and `counts`; it is never held across I/O."""
+
+    file: SlabFile
+    payload: PayloadIO
+    blocks: ExtentMap
+    rows: SlabRows
+    lock: threading.Lock
+    codec: Codec
+    writer: SlabWriter
+    counts: Counter[str]  # of outcomes: read_{outcome}
+
+    def read(self, hashes: Sequence[ChainHash], into: Sequence[memoryview]) -> list[BlockRecord | Outcome]:
+        """See `Tier.read`. The caller is inside the store."""
+        with self.lock:
+            slots, generations = self.blocks.find_each(hashes)
+        results: list[BlockRecord | Outcome] = [Outcome.ABSENT if slot < 0 else Outcome.IO_ERROR for slot in slots]
+        positions = [i for i, slot in enumerate(slots) if slot >= 0]
+        if len(positions) > 1:
+            positions.sort(key=slots.__getitem__)
+        if positions and not self.codec.hides_payloads:
+            positions = self._read_compiled(positions, slots, hashes, into, results)
+        if positions:
+            self._read_held(positions, slots, hashes, into, results)
+        self._settle(hashes, slots, generations, results)
+        return results
+
+    def _read_compiled(
+        self,
+        positions: list[int],
+        slots: list[int],
+        hashes: Sequence[ChainHash],
+        into: Sequence[memoryview],
+        results: list[BlockRecord | Outcome],
+    ) -> list[int]:
+        """By the twin: put the records of whole blocks at their positions; returns those left to `_read_held`."""
+        held, names = [slots[position] for position in positions], [hashes[position] for position in positions]
+        buffers = [into[position] for position in positions]
+        records = self.payload.read_blocks(self.file.fd, self.file.superblock.layout, held, names, buffers)
+        if records is None:
+            return positions
+        left = []
+        for position, record in zip(positions, records, strict=True):
+            if record is None:
+                left.append(position)
+            else:
+                results[position] = record
+        return left
+
+    def _read_held(
+        self,
+        positions: list[int],
+        slots: list[int],
+        hashes: Sequence[ChainHash],
+        into: Sequence[memoryview],
+        results: list[BlockRecord | Outcome],
+    ) -> None:
+        """Put what became of each block at its position, these being in the order of their slots."""
+        held = [slots[position] for position in positions]
+        entries = list[SlabEntry | Outcome]()
+        offsets = [self.file.superblock.payload_offset(slot) for slot in held]
+        buffers = [into[position] for position in positions]
+        reads = self.payload.read_runs(
+            offsets,
+            buffers,
+            lambda: entries.extend(self.rows.entries(held)),  # while payloads are in flight
+        )
+        with closing(reads):  # the buffers outlive what is in flight
+            for run, readable in reads:
+                for at, is_there in zip(range(run.start, run.stop), readable, strict=True):
+                    position, entry = positions[at], entries[at]
+                    if isinstance(entry, Outcome):
+                        results[position] = entry
+                    elif is_there:
+                        results[position] = verified(self.codec, entry, hashes[position], buffers[at])
+
+    def _settle(
+        self,
+        hashes: Sequence[ChainHash],
+        slots: list[int],
+        generations: list[int],
+        results: list[BlockRecord | Outcome],
+    ) -> None:
+        """Mark hits; tell bad blocks from those evicted under the read, and forget the bad.
+
+        If the disk answers, but not for some, these go too: they would be promised again and again.
+        """
+        bad, lost = list[ChainHash](), list[ChainHash]()
+        num_whole, answers = 0, False
+        with self.lock:
+            are_current = self.blocks.still_hold(slots, generations)
+            for position, (slot, is_current) in enumerate(zip(slots, are_current, strict=True)):
+                result = results[position]
+                if isinstance(result, BlockRecord):
+                    num_whole += 1
+                    if is_current:
+                        self.blocks.touch(slot)
+                elif result is Outcome.IO_ERROR:
+                    lost.append(hashes[position])
+                elif result is not Outcome.ABSENT:
+                    answers = True
+                    if is_current:
+                        bad.append(hashes[position])
+                    else:
+                        results[position] = Outcome.EVICTED
+            self.counts["read_ok"] += num_whole
+            if num_whole < len(results):
+                self.counts.update(f"read_{result}" for result in results if isinstance(result, Outcome))
+        answers = answers or num_whole > 0
+        if bad:
+            _log.warning("[file] %s: dropped %d corrupt blocks, first %s", self.file.path, len(bad), bad[0].hex())
+        if bad or (lost and answers):
+            self.writer.discard(bad, Outcome.CHECKSUM)
+            if answers:
+                self.writer.discard(lost, Outcome.IO_ERROR)
+
+
 _FIRST_LOOK: Final = 4  # names of a lookup found at once; twice as many while all are held
 _MOST_LOOKED: Final = 2048
 _LOOK: Final = 2.0  # seconds between two looks whether the path still names the slab
@@ -54,7 +171,7 @@ _SECTOR: Final = 512  # bytes; what `stat` counts a file's blocks in
 _PIECE: Final = 1 << 16  # slots whose blocks are listed under the lock at a time
 
 
-class FileStore:
+class FileStore(Tier):
     """A `Tier` over one slab file. Thread-safe; several I/O threads may read and write at once.
 
     A block is findable from the moment its entry is written until its extent is evicted. Names and parents are in
@@ -79,12 +196,11 @@ class FileStore:
         self._inside = self._calls.enter
         self._rows = SlabRows(io, file, codec)
         num_extents = file.superblock.num_extents
-        self.departures = Departures("file", file.superblock.num_slots // 2, num_extents)
+        self.departures: Departures = Departures("file", file.superblock.num_slots // 2, num_extents)
         self._blocks = ExtentMap(num_extents, file.superblock.slots_per_extent, self.departures)
-        self.announcer = SlabChanges(self._blocks, self._rows, self._lock, codec, self._inside)
+        self.announcer: SlabChanges = SlabChanges(self._blocks, self._rows, self._lock, codec, self._inside)
         index = make_child_index(file.superblock.num_slots) if partial_blocks else None
         self._children = SlabChildren(self._blocks, self._rows, self._lock, codec, self._inside, index)
-        self.children = self._children.find
         sync = GroupSync(lambda: io.sync(file.fd)) if durable else None
         self._growth = SlabGrowth(io, file)
         self._writer = SlabWriter(
@@ -95,7 +211,7 @@ class FileStore:
         )
         self._tail = TailGiver(io, file, self._blocks, self._lock, self._calls)
         self._recover()
-        self.room = LastRoom(self._room, self._room()).told
+        self._storage = LastRoom(self._room, self._room())
 
     @classmethod
     def open(
@@ -179,7 +295,6 @@ class FileStore:
             return list(zip(self._blocks.index.names(slots), self._rows.parents_of(slots), strict=True))
 
     def lineage(self) -> Lineage:
-        """As `TellsLineage`."""
         index, names, parents = self._blocks.index, [], []
         for first in range(0, index.num_slots, _PIECE):
             with self._lock:
@@ -188,10 +303,16 @@ class FileStore:
                 parents.append(self._rows.parents.take(slots, 0))
         return Lineage(np.concatenate(names), np.concatenate(parents))
 
-    def ended(self, end: ToldEnd) -> None:
-        """As `HearsEnds`: into the order in which extents are evicted."""
+    def ended(self, end: ClassifiedEnd) -> None:
+        """Into the order in which extents are evicted."""
         with self._lock:
             self._blocks.ended(end)
+
+    def children(self, parent: ChainHash, limit: int, start: bytes = b"") -> list[ChildBlock]:
+        return self._children.find(parent, limit, start)
+
+    def room(self) -> Sequence[StoragePlace]:
+        return self._storage.told()
 
     # Reading.
 
@@ -254,7 +375,6 @@ class FileStore:
     # Looking after it.
 
     def kv_probe(self) -> bytes | None:
-        """As `KeepsKVProbe`."""
         try:
             packed = os.pread(self._file.fd, PROBE_BYTES, slab.KV_PROBE_OFFSET)
         except OSError as error:
@@ -262,7 +382,7 @@ class FileStore:
         return packed if any(packed) else None
 
     def keep_kv_probe(self, packed: bytes) -> None:
-        """As `KeepsKVProbe`: beside the superblock's copy."""
+        """Beside the superblock's copy."""
         try:
             if self.kv_probe() is None:
                 write_all(self._io, self._file.fd, [memoryview(packed)], slab.KV_PROBE_OFFSET)

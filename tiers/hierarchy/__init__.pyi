@@ -1,13 +1,33 @@
-from .cache_tiers import PENDING, Attribution, BlockClaims, CacheTiers, Claim, Ends, Filled, Pending, Wanted, bring
-from .events import Event, EventSource, Removed, Stored, TierEvents, events_of
-from .evict import evict_everywhere
-from .hierarchy import Hierarchy
-from .inventory import HeldRun, held_runs, in_runs, lineages
+from .cache_tiers import (
+    PENDING,
+    Attribution,
+    BlockClaims,
+    CacheTiers,
+    Claim,
+    Ends,
+    Filled,
+    Meeting,
+    Pending,
+    Wanted,
+    bring,
+)
+from .hierarchy import (
+    Event,
+    EventSource,
+    HeldRun,
+    Hierarchy,
+    Removed,
+    Stored,
+    TierEvents,
+    events_of,
+    evict_everywhere,
+    held_runs,
+    in_runs,
+    lineages,
+)
 from .io_queue import IoQueue, JoinedJob, begun
-from .lower_tier import TierPort
-from .opening import check_tiers, lower_modules, open_hierarchy, open_ports
-from .probed_opening import ProbedOpening, require_alike
-from .rates import Meeting, Rates
+from .lower_tier import Rates, TierPort
+from .opening import ProbedOpening, check_tiers, lower_modules, open_hierarchy, open_ports, require_alike
 
 __all__ = [
     "PENDING",

@@ -10,13 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from threading import Condition
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from kvtier.tiers import L1, TIERS, BlockRecord, ChainHash, ChildBlock, Metrics, Outcome
-from kvtier.tiers.hierarchy.rates import Meeting
 from kvtier.tiers.host import HostRegion
 from kvtier.tiers.pool import Causes, Lease, Reservation
-from kvtier.tiers.returns import RequestEnd
+from kvtier.tiers.reuse import RequestEnd
 
 _LOOK: Final = 0.05  # seconds `bring` waits for news before it looks at its deadline
 _REFUSED: Final = 0.01  # seconds before `bring` asks again after a refusal
@@ -54,6 +53,13 @@ class Attribution:
     def __getitem__(self, tier: str) -> int:
         """Blocks found in this tier; 0 if it had none."""
         return self.by_tier.get(TIERS[tier].name, 0)
+
+
+class Meeting(NamedTuple):
+    """Where computing from the front and loading from the back meet."""
+
+    block: int  # of the chain: the first that is loaded
+    seconds: float  # until then, as measured rates foretell
 
 
 class Ends(IntEnum):

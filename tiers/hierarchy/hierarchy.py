@@ -3,29 +3,38 @@
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
 import numpy as np
 
-from kvtier.tiers import L2, ChainHash, ChildBlock, Metrics, Outcome
+from kvtier.tiers import (
+    L2,
+    Announcer,
+    BlockRecord,
+    ChainHash,
+    Changes,
+    ChildBlock,
+    Lineage,
+    Metrics,
+    Outcome,
+    Tier,
+)
 from kvtier.tiers.hierarchy.cache_tiers import PENDING, Attribution, Claim, Ends, NewsCondition, Pending
-from kvtier.tiers.hierarchy.local_claim import LocalClaim
-from kvtier.tiers.hierarchy.lower_tier import TierPort
-from kvtier.tiers.hierarchy.promotion import Promoter
-from kvtier.tiers.hierarchy.rates import MIN_FRONT, Rates, Span
-from kvtier.tiers.hierarchy.settings import HierarchySettings
-from kvtier.tiers.hierarchy.shared_lookup import Locator
+from kvtier.tiers.hierarchy.lower_tier import MIN_FRONT, HierarchySettings, Rates, Span, TierPort
+from kvtier.tiers.hierarchy.promotion import LocalClaim, Locator, Promoter
 from kvtier.tiers.hierarchy.stores import StoreQueue
 from kvtier.tiers.host import HostRegion, HostTier
-from kvtier.tiers.pool import MAX_CHILDREN, Causes, Departure, Departures, Lease, Places, causes_of, why_gone
-from kvtier.tiers.returns import RequestEnd
+from kvtier.tiers.pool import MAX_CHILDREN, REMOVED, Causes, Departure, Departures, Lease, Places, causes_of, why_gone
+from kvtier.tiers.reuse import RequestEnd
 
 _TICK: Final = 0.005  # seconds between two looks at deadlines, however often they are wanted
 _SWEEP: Final = 0.05  # seconds between two looks at what waits to be stored: mostly the end of a write brings the next
 _ASK_AGAIN: Final = 0.05  # seconds an answer of a shared tier is good for: asking costs it a round trip
 _SEALING: Final = 0.05  # seconds a claim waits for a block that is being hashed: some 10 ms, for a long prompt's
+MOST: Final = 4096  # blocks of one tier taken at a time: bounds the time under the tier's lock
 
 
 class Hierarchy:
@@ -336,7 +345,7 @@ class Hierarchy:
         """Held blocks that follow the parent and begin with these tokens, other than a claim's own; L2's, each once."""
         found = self.host.children(parent, MAX_CHILDREN, start)
         for port in self.ports:
-            if len(found) < MAX_CHILDREN and port.tells_children is not None:
+            if len(found) < MAX_CHILDREN:
                 found += port.children(parent, MAX_CHILDREN, start)
         if not found:
             return ()
@@ -415,3 +424,192 @@ class Hierarchy:
                     elif key.startswith(("requests_", "bytes_", "saved_")):
                         self.metrics.paid(port.name, key, count)
                 self.metrics.room(port.name, room)
+
+
+def evict_everywhere(hierarchy: Hierarchy, hashes: Sequence[ChainHash], timeout: float) -> dict[str, int]:
+    """Drop these blocks from L2 and every tier below, and tails behind them; returns how many blocks went, by tier.
+
+    Waits up to `timeout` seconds for writes under way, which would bring them back; I/O: not for a serving thread. What
+    is leased keeps its slot until its leases end, but nobody finds it any more.
+    """
+    pool, deadline = hierarchy.host.pool, time.monotonic() + timeout
+    hierarchy.drain(timeout, below=False)
+    tails = [tail.chain_hash for tail in hierarchy.host.tails_behind(hashes)]
+    gone = {L2: pool.evict(hashes)}
+    pool.evict(tails)
+    for port in hierarchy.ports:
+        port.queue.drain(max(0.0, deadline - time.monotonic()))  # its writers lease their blocks, name or no name
+        tier = port.tier  # a probe may detach it meanwhile
+        if tier is not None:
+            held = [name for name, is_held in zip(hashes, tier.holds(hashes), strict=True) if is_held]
+            gone[port.name] = len(held)
+            tier.discard(hashes)
+            if port.is_shared:  # others remember it themselves
+                port.not_stored(held, REMOVED)
+    pool.evict(hashes)  # what was read meanwhile from tiers that had it still
+    return gone
+
+
+@dataclass(frozen=True, slots=True)
+class HeldRun:
+    """Consecutive blocks of one chain; `parent` names what comes before the first, held or not."""
+
+    parent: ChainHash
+    hashes: list[ChainHash]
+
+
+def held_runs(hierarchy: Hierarchy) -> list[HeldRun]:
+    """Every block of L2 and of the tiers that can tell, once, as long runs; a run comes after the one it branches off.
+
+    No I/O, but time for every block: not for a serving thread. Blocks may come and go meanwhile.
+    """
+    parents: dict[ChainHash, ChainHash] = {}
+    for port in hierarchy.ports:
+        tier = port.tier  # a probe may detach it meanwhile
+        if tier is not None:
+            parents.update(tier.held())
+    parents.update(hierarchy.host.held())
+    return in_runs(parents)
+
+
+def lineages(hierarchy: Hierarchy) -> dict[str, Lineage]:
+    """The blocks of L2 and of each tier that can tell, by the tier's name, as arrays. No I/O."""
+    found = {L2: hierarchy.host.lineage()}
+    for port in hierarchy.ports:
+        tier = port.tier  # a probe may detach it meanwhile
+        if tier is not None and (lineage := tier.lineage()) is not None:
+            found[port.name] = lineage
+    return found
+
+
+def in_runs(parents: Mapping[ChainHash, ChainHash]) -> list[HeldRun]:
+    """Blocks, given as name → parent, as runs, parents first."""
+    children: dict[ChainHash, list[ChainHash]] = {}
+    for name, parent in parents.items():
+        children.setdefault(parent, []).append(name)
+    runs: list[HeldRun] = []
+    starts = [name for name, parent in parents.items() if parent not in parents][::-1]
+    while starts:
+        run = [starts.pop()]
+        while branches := children.get(run[-1]):
+            starts += branches[:0:-1]
+            run.append(branches[0])
+        runs.append(HeldRun(parents[run[0]], run))
+    return runs
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A run of consecutive blocks became findable in a tier; each is the parent of the next."""
+
+    tier: str  # its name in the table of tiers
+    blocks: tuple[BlockRecord, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """Blocks left a tier. With `all` they are everything that it was said to hold: it was reset, or went off."""
+
+    tier: str
+    hashes: tuple[ChainHash, ...]
+    all: bool = False
+
+
+Event = Stored | Removed
+
+
+class EventSource:
+    """What changes in a hierarchy's tiers, for one reader. The tiers keep no log before it is made.
+
+    Law: a reader that applied every event up to an empty `take` knows exactly what each tier `holds`, if nothing is
+    under way. No block is stored twice, and none is removed that was not stored. A tier that goes off, or fails to
+    answer, is emptied by an event once it is closed, not while its breaker is open. Tiers do not wait for each other: a
+    block may leave one tier before the event that it is in the next.
+    """
+
+    def __init__(self, hierarchy: Hierarchy) -> None:
+        """Looks at every block there is: with a large slab, not on a thread that others wait for."""
+        self._hierarchy = hierarchy
+        self._host = hierarchy.host
+        self._ports = [_PortEvents(port) for port in hierarchy.ports]
+        self._host.pool.listen()
+
+    @property
+    def waiting(self) -> bool:
+        """Whether there may be something to take."""
+        return self._host.pool.has_changes or any(port.waiting for port in self._ports)
+
+    @property
+    def coming(self) -> bool:
+        """Whether stores or reads are under way that will end in events."""
+        queues = [port.queue for port in self._hierarchy.ports]
+        return not all((self._hierarchy.drain(0, below=False), *(queue.idle for queue in queues)))
+
+    def take(self, limit: int = MOST) -> list[Event]:
+        """What happened since the last time; of each tier at most `limit` new blocks, the others with the next call."""
+        events = list(events_of(L2, self._host.pool.changes(self._host.records, limit)))
+        for port in self._ports:
+            events += port.take(limit)
+        return events
+
+
+class TierEvents:
+    """What changes in one tier by itself, an engine's L1. As `EventSource`, for one reader."""
+
+    def __init__(self, tier: str, announcer: Announcer) -> None:
+        self._tier = tier
+        self._announcer = announcer
+        announcer.listen()
+
+    @property
+    def waiting(self) -> bool:
+        return self._announcer.waiting
+
+    def take(self, limit: int = MOST) -> list[Event]:
+        """What happened since the last time; at most `limit` new blocks, the others with the next call."""
+        return list(events_of(self._tier, self._announcer.take(limit)))
+
+
+class _PortEvents:
+    """The events of one lower tier, which may be closed and opened anew meanwhile."""
+
+    def __init__(self, port: TierPort) -> None:
+        self._port = port
+        self._followed = _announcer(port.tier)
+        if self._followed is not None:
+            self._followed.listen()
+
+    @property
+    def waiting(self) -> bool:
+        tier = _announcer(self._port.tier)
+        return tier is not self._followed or (tier is not None and tier.waiting)
+
+    def take(self, limit: int) -> Iterator[Event]:
+        tier, name = _announcer(self._port.tier), self._port.name
+        if tier is not self._followed:
+            known = self._followed.stop_listening() if self._followed is not None else []
+            if known:
+                yield Removed(name, tuple(known), all=True)
+            self._followed = tier
+            if tier is not None:
+                tier.listen()
+        if tier is not None:
+            yield from events_of(name, tier.take(limit))
+
+
+def _announcer(tier: Tier | None) -> Announcer | None:
+    return None if tier is None else tier.announcer
+
+
+def events_of(tier: str, changes: Changes) -> Iterator[Event]:
+    """A tier's changes as events: removals first, and runs of blocks each of which is the next one's parent."""
+    if changes.gone:
+        yield Removed(tier, tuple(changes.gone), changes.cleared)
+    run: list[BlockRecord] = []
+    for record in changes.stored:
+        if run and record.parent != run[-1].chain_hash:
+            yield Stored(tier, tuple(run))
+            run = []
+        run.append(record)
+    if run:
+        yield Stored(tier, tuple(run))

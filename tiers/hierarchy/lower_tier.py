@@ -1,12 +1,13 @@
 """A lower tier as the hierarchy sees it: its threads, its breakers, its measured rate; detaches and re-attaches."""
 
 import logging
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import Lock
-from typing import Final, Protocol, runtime_checkable
+from typing import Final, Literal, NamedTuple
 
 from kvtier.tiers import (
     BlockRecord,
@@ -15,46 +16,214 @@ from kvtier.tiers import (
     ChildBlock,
     Direction,
     Fp8Codec,
-    HearsOthers,
     KVTierError,
-    Locates,
     Metrics,
     Outcome,
     StoragePlace,
-    TellsChildren,
-    TellsRoom,
     Tier,
     TierUnavailable,
+    checksum,
 )
-from kvtier.tiers.hierarchy.busy_time import BusyTime
+from kvtier.tiers.hierarchy.cache_tiers import Meeting
 from kvtier.tiers.hierarchy.io_queue import IoQueue, begun
-from kvtier.tiers.hierarchy.packed import read_packed, write_packed
-from kvtier.tiers.hierarchy.rates import Rates
 from kvtier.tiers.pool import LOST, Departures
-from kvtier.tiers.returns import HearsEnds, ToldEnd
+from kvtier.tiers.reuse import ClassifiedEnd
 
 _log = logging.getLogger(__name__)
 
+_WEIGHT: Final = 0.2  # of the newest sample in the moving average
+_RETRY: Final = 32  # every so many refusals one load goes through, so that a stale rate can recover
+_GAIN: Final = 0.85  # of the best single way: both ends have to be faster than that …
+_SAVED: Final = 0.005  # … and to save so many seconds, or their steps and claims are not worth it
+MIN_FRONT: Final = 32  # tokens: what is worth a step of its own
+_MIN_SPREAD: Final = 256.0  # tokens between the positions of samples, before attention's growth is read off them
+LoadPolicy = Literal["auto", "load", "recompute"]
+_MAX_SPANS: Final = 8  # reads in one sample, where reads follow each other without a pause
 _FAILURES: Final = frozenset({Outcome.IO_ERROR, Outcome.TIMEOUT})  # what a breaker counts
 _CORRUPTION: Final = frozenset({Outcome.CHECKSUM, Outcome.KEY_MISMATCH})
 _MAX_QUEUED: Final = 4096  # jobs per tier
 _OPENING: Final = 5  # deadlines that it may take: all names of a slab are read
 _LEAST: Final = 2.0  # seconds for it, however short these are
 _SENT: Final = 1 << 17  # blocks stored in a tier that tells nobody what it drops: so many are remembered
+WritePolicy = Literal["write_through", "write_back"]
+_DIRECTIONS: Final[tuple[Direction, Direction]] = ("read", "write")
 
 
-@runtime_checkable
-class Remembers(Protocol):
-    """A tier that remembers what left it, when and why."""
+class Span(NamedTuple):
+    """Consecutive held tokens of a prompt that could be loaded, and where their bytes are."""
 
-    departures: Departures
+    start: int  # tokens before them
+    num_tokens: int
+    bytes_by_tier: Mapping[str, int]
 
 
-@runtime_checkable
-class StaysOpen(Protocol):
-    """A tier whose writes could not be mended by opening it anew: each request stands for itself."""
+class Rates:
+    """Moving averages: bytes per second by tier, tokens per second of prefill. Thread-safe."""
 
-    stays_open: bool
+    def __init__(self, policy: LoadPolicy) -> None:
+        self.policy = policy
+        self._lock = Lock()
+        self._bytes_per_second: dict[str, float] = {}
+        self._tokens_per_second: float | None = None
+        self._growth = _Growth()
+        self._refused = 0
+
+    def loaded(self, tier: str, num_bytes: int, seconds: float) -> None:
+        """A tier delivered `num_bytes` in `seconds`, however many reads that were (`BusyTime` adds them up).
+
+        A read that delivered nothing says nothing about the rate.
+        """
+        if seconds > 0 and num_bytes > 0:
+            with self._lock:
+                self._bytes_per_second[tier] = _average(self._bytes_per_second.get(tier), num_bytes / seconds)
+
+    def computed(self, num_tokens: int, seconds: float, position: float = 0.0) -> None:
+        """A step prefilled `num_tokens` in `seconds`; `position` is how many tokens they followed, on average."""
+        if seconds > 0 and num_tokens > 0:
+            with self._lock:
+                self._tokens_per_second = _average(self._tokens_per_second, num_tokens / seconds)
+                self._growth.add(position, seconds / num_tokens)
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Of prefill, as engines measured it; None until one has."""
+        return self._tokens_per_second
+
+    def prefill_seconds(self, start: int, num_tokens: int) -> float | None:
+        """What it would take to prefill so many tokens behind the first `start`; None until an engine measured it."""
+        with self._lock:
+            return None if self._tokens_per_second is None else self._compute(start, num_tokens)
+
+    def worth_loading(self, num_tokens: int, bytes_by_tier: Mapping[str, int]) -> bool:
+        """Whether loading these bytes beats computing these tokens. Unknown rates: load, and learn."""
+        if not self.is_quicker_computed(num_tokens, bytes_by_tier):
+            return True
+        if self.policy != "auto":
+            return False
+        with self._lock:
+            self._refused += 1
+            return self._refused % _RETRY == 0
+
+    def is_quicker_computed(self, num_tokens: int, bytes_by_tier: Mapping[str, int]) -> bool:
+        """Whether computing these tokens is known, or set, to beat loading these bytes. Learns nothing."""
+        if self.policy != "auto":
+            return self.policy == "recompute"
+        with self._lock:
+            rate = self._tokens_per_second
+            return rate is not None and self._load(bytes_by_tier) > num_tokens / rate
+
+    def spared(self, num_tokens: int, bytes_by_tier: Mapping[str, int]) -> float:
+        """Seconds by which loading these bytes beats computing these tokens; inf where that is not known or weighed."""
+        with self._lock:
+            if self.policy != "auto" or self._tokens_per_second is None:
+                return math.inf
+            return max(0.0, num_tokens / self._tokens_per_second - self._load(bytes_by_tier))
+
+    def meeting(self, span: Span, block_size: int) -> Meeting | None:
+        """Where to meet, if computing a front and loading the rest at once beats either way alone; else None.
+
+        As long as one of the rates is unknown, it is None: one way is tried, and teaches it.
+        """
+        with self._lock:
+            needed = [tier for tier, num_bytes in span.bytes_by_tier.items() if num_bytes]
+            if self.policy != "auto" or self._tokens_per_second is None or not needed:
+                return None
+            if any(tier not in self._bytes_per_second for tier in needed):
+                return None
+            load = sum(span.bytes_by_tier[tier] / self._bytes_per_second[tier] for tier in needed)
+            num_blocks = span.num_tokens // block_size
+            first, end = 0, num_blocks  # the front: the most blocks that are computed before the others are loaded
+            while first < end:
+                middle = (first + end + 1) // 2
+                if self._compute(span.start, middle * block_size) <= load * (1 - middle / num_blocks):
+                    first = middle
+                else:
+                    end = middle - 1
+            best_alone = min(load, self._compute(span.start, span.num_tokens))
+            seconds = load * (1 - first / num_blocks)
+            if first * block_size < MIN_FRONT or seconds > min(_GAIN * best_alone, best_alone - _SAVED):
+                return None
+            return Meeting(span.start // block_size + first, seconds)
+
+    def _load(self, bytes_by_tier: Mapping[str, int]) -> float:
+        """Seconds to load so many bytes of each tier; those of unknown rate take none. The caller holds the lock."""
+        return sum(n / self._bytes_per_second[t] for t, n in bytes_by_tier.items() if t in self._bytes_per_second)
+
+    def _compute(self, start: int, num_tokens: int) -> float:
+        """Seconds to prefill so many tokens behind the first `start`. The caller holds the lock and knows a rate."""
+        assert self._tokens_per_second is not None
+        per_token = 1 / self._tokens_per_second
+        more = self._growth.slope * (start + num_tokens / 2 - self._growth.position)
+        return num_tokens * max(per_token + more, per_token / 8)
+
+
+class _Growth:
+    """How much dearer a token is for each token before it: a line through moving averages of what steps took."""
+
+    def __init__(self) -> None:
+        self.position = 0.0  # the samples' average
+        self._seconds = 0.0
+        self._variance = 0.0  # of the positions
+        self._covariance = 0.0
+        self._is_first = True
+
+    def add(self, position: float, seconds: float) -> None:
+        """One step: tokens at that position took so long each."""
+        weight, self._is_first = (1.0 if self._is_first else _WEIGHT), False
+        further, longer = position - self.position, seconds - self._seconds
+        self.position += weight * further
+        self._seconds += weight * longer
+        self._variance = (1 - weight) * (self._variance + weight * further * further)
+        self._covariance = (1 - weight) * (self._covariance + weight * further * longer)
+
+    @property
+    def slope(self) -> float:
+        """Seconds a token more for each token before it; 0 while all samples were at about one place."""
+        return max(0.0, self._covariance / self._variance) if self._variance > _MIN_SPREAD**2 else 0.0
+
+
+def _average(old: float | None, new: float) -> float:
+    return new if old is None else old + _WEIGHT * (new - old)
+
+
+class BusyTime:
+    """What reads of one tier that run side by side came to: their bytes, over the time in which at least one ran.
+
+    Threads that share a tier's bandwidth each see a part of it; timed one by one, the tier would look that much slower.
+    A read that brought nothing, or hangs, adds no time. Thread-safe.
+    """
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._num_running = 0
+        self._num_bytes = 0
+        self._spans: list[tuple[float, float]] = []  # of reads since the last sample
+        self._counted_until = -math.inf  # what ran before is in an earlier sample
+
+    def begin(self) -> None:
+        """A read starts; `end` must follow."""
+        with self._lock:
+            self._num_running += 1
+
+    def end(self, num_bytes: int, began: float, ended: float) -> tuple[int, float] | None:
+        """A read of `num_bytes` (0: it brought nothing) ran from `began` to `ended`, in seconds of one clock.
+
+        Returns a sample (bytes, seconds) as soon as nobody reads any more, or after eight reads.
+        """
+        with self._lock:
+            self._num_running -= 1
+            if num_bytes:
+                self._num_bytes += num_bytes
+                self._spans.append((began, ended))
+            if not self._spans or (self._num_running and len(self._spans) < _MAX_SPANS):
+                return None
+            seconds, at = 0.0, self._counted_until
+            for start, end in sorted(self._spans):
+                seconds += max(0.0, end - max(start, at))
+                at = max(at, end)
+            sample = self._num_bytes, seconds
+            self._num_bytes, self._spans, self._counted_until = 0, [], at
+            return sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +237,18 @@ class PortSettings:
     joined: int = 1  # blocks of small reads that one call brings together
     takes_stores: bool = True  # False: blocks are only read from the tier
     codec: Fp8Codec | None = None  # the tier has blocks as this packs them; None: as they are
+
+
+@dataclass(frozen=True, slots=True)
+class HierarchySettings:
+    """Values of the configuration, as the hierarchy uses them; see docs/configuration.md."""
+
+    write_policy: WritePolicy = "write_through"
+    admit_after: int | Literal["auto"] = 1  # sightings of a block before it is stored; auto: `admission.py`
+    store_queue: int | None = None  # bytes leased while they wait for each lower tier; None: a quarter of L2
+    prefetch_deadline: float = 2.0  # seconds a request waits for lower tiers
+    lease_deadline: float = 60.0  # seconds a promise is kept that nobody asks about
+    clean_share: float = 0.25  # write-back: the share of L2 that is kept free or clean for instant eviction
 
 
 class TierPort:
@@ -102,10 +283,7 @@ class TierPort:
         self.recovered: Callable[..., None] | None = None
         self._is_fresh = False  # opened anew since `recovered` was told
         self.epoch = 0  # counts resets: a write offered before one never lands after it
-        self.is_shared = False  # the tier `Locates`
-        self.tells_children: TellsChildren | None = None  # the tier, if it does
-        self.hears_ends: HearsEnds | None = None  # the tier, if it does
-        self._hears_others: HearsOthers | None = None  # the tier, if it does
+        self.is_shared = False  # the tier, once it was open
         self.departures: Departures | None = None  # what left the tier lately, if it remembers
         self._sent: Departures | None = None  # what was stored in a tier that tells nobody what it drops
         self._shared_forgot_at = 0  # the last reset that a tier which nodes share was told of
@@ -129,14 +307,15 @@ class TierPort:
         return tier.holds(hashes) if tier is not None else [False] * len(hashes)
 
     def children(self, parent: ChainHash, limit: int, start: bytes = b"") -> list[ChildBlock]:
-        """`TellsChildren.children`, of a tier that is readable now."""
-        telling = self.tells_children
-        return telling.children(parent, limit, start) if telling is not None and self._readable() is not None else []
+        """`Tier.children`, of a tier that is readable now."""
+        tier = self._readable()
+        return tier.children(parent, limit, start) if tier is not None else []
 
-    def ended(self, end: ToldEnd) -> None:
-        """`HearsEnds.ended`, of a tier whose order follows it."""
-        if self.hears_ends is not None:
-            self.hears_ends.ended(end)
+    def ended(self, end: ClassifiedEnd) -> None:
+        """`Tier.ended`; nothing if the tier is detached."""
+        tier = self.tier  # a probe may detach it meanwhile
+        if tier is not None:
+            tier.ended(end)
 
     @property
     def known_departures(self) -> Departures | None:
@@ -144,9 +323,9 @@ class TierPort:
         return self.departures if self._sent is None or self._readable() is not None else None
 
     def room(self) -> Sequence[StoragePlace]:
-        """`TellsRoom.room`; empty if the tier is detached or does not tell."""
-        tier: object = self.tier
-        return tier.room() if isinstance(tier, TellsRoom) else ()
+        """`Tier.room`; empty if the tier is detached."""
+        tier = self.tier
+        return tier.room() if tier is not None else ()
 
     def not_stored(self, hashes: Sequence[ChainHash], reason: str) -> None:
         """Remember why these blocks did not come to the tier, if it remembers."""
@@ -156,14 +335,13 @@ class TierPort:
     @property
     def locates(self) -> bool:
         """Whether the tier may hold blocks that only asking it would show, and answers now."""
-        if self._readable() is None or not self.is_shared:
-            return False
-        return self._hears_others is None or not self._hears_others.knows_all
+        tier = self._readable()
+        return tier is not None and not tier.knows_all
 
     def locate(self, hashes: Sequence[ChainHash]) -> int | Outcome:
-        """`Locates.locate`, reported to the read breaker. Called on this port's threads."""
-        tier: object = self._readable()
-        if not isinstance(tier, Locates):
+        """`Tier.locate`, reported to the read breaker. Called on this port's threads."""
+        tier = self._readable()
+        if tier is None:
             return Outcome.BREAKER_OPEN
         began = self._clock()
         answer = tier.locate(hashes)
@@ -282,7 +460,7 @@ class TierPort:
             tier, epoch = self.tier, self.epoch
         if tier is not None:
             tier.reset()
-            if isinstance(tier, Locates):
+            if tier.is_shared:
                 self._shared_forgot_at = epoch
 
     def check(self) -> None:
@@ -302,13 +480,13 @@ class TierPort:
         """Whether the storage answers again; on this port's threads.
 
         A tier that does not is opened anew at once: its file may have been replaced. Where that fails both directions
-        are off until it succeeds. One that `StaysOpen` goes on with its reads.
+        are off until it succeeds. One that `stays_open` goes on with its reads.
         """
         tier = self.tier
         if tier is not None:
             if tier.probe(direction):
                 return True
-            if direction == "write" and isinstance(tier, StaysOpen) and self.breakers["read"].closed:
+            if direction == "write" and tier.stays_open and self.breakers["read"].closed:
                 return False
             self._detach(tier)
         fresh = self._attach((KVTierError, OSError))
@@ -369,26 +547,22 @@ class TierPort:
 
         What nodes share is reset again only if it never was: others may have stored there since.
         """
-        forgot_at = self._shared_forgot_at if isinstance(tier, Locates) else 0
+        forgot_at = self._shared_forgot_at if tier.is_shared else 0
         while True:
             with self._lock:
                 if self._closed:
                     break
                 if forgot_at == self.epoch:
-                    self.is_shared = isinstance(tier, Locates)  # asked once: it costs more than a lookup
-                    self.tells_children = tier if isinstance(tier, TellsChildren) else None
-                    self.hears_ends = tier if isinstance(tier, HearsEnds) else None
-                    self._hears_others = tier if isinstance(tier, HearsOthers) else None
-                    remembers: object = tier
-                    if isinstance(remembers, Remembers):
-                        self.departures = remembers.departures
+                    self.is_shared = tier.is_shared
+                    if tier.departures is not None:
+                        self.departures = tier.departures
                     elif self.is_shared and self._sent is None:
                         self.departures = self._sent = Departures(self.name, _SENT, clock=self._clock)
                     self.tier = tier
                     return
                 forgot_at = self.epoch
             tier.reset()
-            if isinstance(tier, Locates):
+            if tier.is_shared:
                 self._shared_forgot_at = forgot_at
         tier.close()
 
@@ -415,9 +589,6 @@ class TierPort:
             self._metrics.breaker(self.name, direction, not breaker.closed)
 
 
-_DIRECTIONS: Final[tuple[Direction, Direction]] = ("read", "write")
-
-
 @dataclass(eq=False, slots=True)
 class _Probe:
     """The one operation an open breaker lets through. Only its first word counts. Implements `Job`."""
@@ -435,3 +606,48 @@ class _Probe:
 
     def overdue(self) -> None:
         self.port.probed(self.direction, False)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedShape:
+    """What a tier is told of such blocks. Implements `BlockShape`."""
+
+    block_size: int
+    block_bytes: int
+
+
+def read_packed(
+    tier: Tier, codec: Fp8Codec, hashes: Sequence[ChainHash], into: Sequence[memoryview]
+) -> list[BlockRecord | Outcome]:
+    """`Tier.read`. The tier verifies what it stored; only then it is unpacked, in the buffer that received it.
+
+    A record's checksum is that of the block as it is now.
+    """
+    results = tier.read(hashes, [buffer[: codec.packed_bytes] for buffer in into])
+    return [
+        result if isinstance(result, Outcome) else _unpacked(codec, result, buffer)
+        for result, buffer in zip(results, into, strict=True)
+    ]
+
+
+def write_packed(
+    tier: Tier, codec: Fp8Codec, records: Sequence[BlockRecord], payloads: Sequence[memoryview]
+) -> list[Outcome]:
+    """`Tier.write`. A block with a number that is not finite is UNSUPPORTED, and those behind it are not stored."""
+    whole, packed = list[BlockRecord](), list[memoryview]()
+    for record, payload in zip(records, payloads, strict=True):
+        stored = codec.pack(payload)
+        if stored is None:
+            break
+        whole.append(replace(record, checksum=checksum(stored)))
+        packed.append(stored)
+    outcomes = tier.write(whole, packed) if whole else []
+    if (refused := len(records) - len(whole)) > 0:
+        outcomes = [*outcomes, Outcome.UNSUPPORTED, *[Outcome.PARENT_FAILED] * (refused - 1)]
+    return outcomes
+
+
+def _unpacked(codec: Fp8Codec, record: BlockRecord, buffer: memoryview) -> BlockRecord | Outcome:
+    if not codec.unpack(buffer[: codec.packed_bytes], buffer):
+        return Outcome.CHECKSUM
+    return replace(record, checksum=checksum(buffer))

@@ -1,7 +1,7 @@
 """From a configuration to a hierarchy with its tiers open: those of the table that the configuration asks for."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import wait
 from functools import partial
 from importlib import import_module
@@ -13,25 +13,24 @@ from kvtier.tiers import (
     ConfigError,
     ConfiguredTier,
     Finding,
+    FormatError,
     Fp8Codec,
     Fp8Loops,
+    KVMismatch,
     Metrics,
+    Tier,
     lower_tiers,
 )
 from kvtier.tiers.compiled import extension
 from kvtier.tiers.config import Config
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy
 from kvtier.tiers.hierarchy.io_queue import begun
-from kvtier.tiers.hierarchy.lower_tier import PortSettings, TierPort
-from kvtier.tiers.hierarchy.packed import PackedShape
-from kvtier.tiers.hierarchy.probed_opening import ProbedOpening
-from kvtier.tiers.hierarchy.rates import Rates
-from kvtier.tiers.hierarchy.settings import HierarchySettings
+from kvtier.tiers.hierarchy.lower_tier import HierarchySettings, PackedShape, PortSettings, Rates, TierPort
 from kvtier.tiers.host import HostRegion, HostTier, slot_stride
 from kvtier.tiers.naming import KVProbe
 
 _log = logging.getLogger(__name__)
-
+_CAUSE: Final = "by another release of a library or by code that was replaced"
 _PATIENCE: Final = 10.0  # seconds that a disk may take to be looked at
 _LOOPS: Final = "kvtier.tiers.fp8_compiled"
 
@@ -183,3 +182,79 @@ def _open_ports(
             port.close(0.0)
         raise
     return ports
+
+
+class ProbedOpening:
+    """Opens one tier, as often as it is asked; each time it compares what the tier keeps with the model's own probe.
+
+    KVMismatch if they are apart. A tier that keeps none is left without one until `settle`, which is for when all tiers
+    have agreed; one that is opened later gets the probe at once.
+    """
+
+    def __init__(self, name: str, open: Callable[[], Tier], probe: KVProbe | None) -> None:
+        """`probe` None: the model was not asked, so nothing is compared or kept."""
+        self.kept: KVProbe | None = None  # in the tier as it was opened last
+        self._name = name
+        self._open = open
+        self._probe = probe
+        self._tier: Tier | None = None  # as it was opened last
+        self._settled = self._warned = False
+
+    def __call__(self) -> Tier:
+        tier = self._open()
+        try:
+            self._compare(tier)
+            if self._settled:
+                self._keep(tier)
+            self._tier = tier
+            self._tell()
+        except BaseException as error:
+            tier.close()
+            if isinstance(error, KVMismatch) and self._settled and not self._warned:
+                self._warned = True  # at start whoever opens the tiers says so
+                _log.warning("%s; it stays off until this engine is started again", error)
+            raise
+        return tier
+
+    def settle(self, tier: Tier | None) -> None:
+        """All tiers agree. Give the tier, or None that is not open yet, the probe if it keeps none. KVMismatch, too."""
+        self._settled = True
+        if tier is not None:
+            self._keep(tier)
+
+    def adopt(self, probe: KVProbe) -> None:
+        """Compare with this probe, and with it from now on if there was none. KVMismatch if they are apart."""
+        self.require_alike(probe)
+        if self._probe is None:
+            self._probe = probe
+            self._tell()
+
+    def require_alike(self, probe: KVProbe) -> None:
+        """KVMismatch if the tier keeps the probe of a model that computes something else."""
+        if self.kept is not None:
+            require_alike(self.kept, probe, self._name)
+
+    def _tell(self) -> None:
+        if self._tier is not None and self._probe is not None:
+            self._tier.tell_kv_probe(self._probe.packed())
+
+    def _keep(self, tier: Tier) -> None:
+        if self.kept is None and self._probe is not None:
+            tier.keep_kv_probe(self._probe.packed())
+            self._compare(tier)  # somebody else may have been first
+
+    def _compare(self, tier: Tier) -> None:
+        packed = tier.kv_probe()
+        try:
+            self.kept = None if packed is None else KVProbe.unpack(packed)
+        except FormatError:  # of a later release, or no probe at all: nothing to compare with
+            self.kept = None
+        if self._probe is not None:
+            self.require_alike(self._probe)
+
+
+def require_alike(kept: KVProbe, probe: KVProbe, place: str) -> None:
+    """KVMismatch if two models' KV of the same tokens differ by more than rounding."""
+    if (distance := kept.distance(probe)) > probe.tolerance:
+        said = f"{place}: the KV kept under this model's name was computed otherwise"
+        raise KVMismatch(f"{said} ({distance:.2g} apart, where rounding makes {probe.tolerance:g}), {_CAUSE}")

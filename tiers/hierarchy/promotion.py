@@ -3,22 +3,143 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from itertools import repeat
+from dataclasses import dataclass, field
+from itertools import accumulate, repeat
 from typing import Final
 
 import numpy as np
 
-from kvtier.tiers import BATCH_BYTES, L2, BlockRecord, ChainHash, Metrics, Outcome
+from kvtier.tiers import BATCH_BYTES, L2, BlockRecord, ChainHash, Metrics, Outcome, checksum
 from kvtier.tiers.hierarchy.cache_tiers import PENDING, Claim, NewsCondition, Pending
-from kvtier.tiers.hierarchy.io_queue import IoQueue
-from kvtier.tiers.hierarchy.local_claim import Holding, HostCheck, LocalClaim, TierRead
+from kvtier.tiers.hierarchy.io_queue import IoQueue, JoinedJob
 from kvtier.tiers.hierarchy.lower_tier import TierPort
+from kvtier.tiers.hierarchy.stores import Sealing
 from kvtier.tiers.host import HostTier
-from kvtier.tiers.pool import Lease, Places
+from kvtier.tiers.pool import Lease, Places, Reservation
 
+_MOST: Final = 8192  # blocks in one question: a longer chain is asked about in pieces
 _FIRST_LEASE: Final = 256  # blocks looked for at once; twice as many while they are all there
 _BETWEEN_PIECES: Final = 0.5  # seconds in which who has copied one piece asks for the next
 _MAX_CHECKS: Final = 1 << 16  # batches waiting to be looked at
+
+
+@dataclass(eq=False, slots=True)
+class Holding:
+    """What one request holds or waits for: blocks that L2 has, by their slots, and the others by their names."""
+
+    run: Sequence[ChainHash]
+    slots: list[int]  # of the first blocks of the run
+    names: Sequence[ChainHash] = field(default=(), init=False)  # once it is counted: what is counted by name
+
+
+@dataclass(eq=False)
+class LocalClaim(Claim):
+    """A claim on this process's tiers. First `Hierarchy` asks where the blocks are, then `Promoter` brings the run.
+
+    The run is the part of the chain that is worth loading. What L2 holds of it is leased at once; what a lower tier
+    holds is read into L2 and leased as it lands.
+    """
+
+    # while it is asked where the blocks are
+    questions: "list[Question]" = field(default_factory=list)  # asked of shared tiers, not read yet
+    asked_until: int = 0  # blocks, from the chain's start, that shared tiers were asked about
+    sealing: Sealing | None = None  # a store has filled the first block that no tier holds
+    patient_until: float = 0.0  # for such stores, on the monotonic clock
+
+    # while the run is promoted
+    run: list[ChainHash] = field(default_factory=list)
+    run_parent: ChainHash = b""  # of run[0]
+    end: int = 0  # of the run; shrinks when a block cannot be had
+    next: int = 0  # first block of the run that is neither leased nor on its way
+    held: Holding | None = None  # what it is counted for while it waits
+    patience: float = 0.0  # seconds it waits for reads, from when it has room
+    room_until: float = 0.0  # it waits for room
+    deadline: float = math.inf  # for reads
+    polled_at: float = 0.0
+    leases: list[Lease] = field(default_factory=list)
+    reads: "set[TierRead]" = field(default_factory=set)
+    checks: "set[HostCheck]" = field(default_factory=set)  # until they end, none of the blocks they look at is promised
+    done: bool = False  # the promise is settled: one lease, or none
+    position: dict[ChainHash, int] = field(default_factory=dict)  # where in the run each block is, once one is read
+
+
+@dataclass(eq=False, slots=True)
+class TierRead(JoinedJob):
+    """One read of consecutive blocks from a lower tier, their reserved slots, and all claims that wait for it.
+
+    Implements `Job`. Small ones that wait in a row are one call of the tier: it has all their blocks in flight at once.
+    """
+
+    owner: "Promoter"
+    port: TierPort
+    reservation: Reservation
+    positions: range  # into the reservation
+    hashes: list[ChainHash]  # there: the blocks being read
+    deadline: float
+    waiters: set[LocalClaim] = field(default_factory=set)
+    is_joined: bool = False  # to the call of a read before it
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.hashes)
+
+    def run(self) -> Sequence[BlockRecord | Outcome]:
+        return self.port.read(self.hashes, self._begin())
+
+    def run_with(self, others: Sequence[JoinedJob]) -> list[Sequence[BlockRecord | Outcome]]:
+        reads = [self, *(other for other in others if isinstance(other, TierRead))]
+        for read in reads[1:]:
+            read.is_joined = True
+        slots = [slot for read in reads for slot in read._begin()]
+        results = self.port.read([name for read in reads for name in read.hashes], slots)
+        ends = [*accumulate(len(read.hashes) for read in reads)]
+        return [results[end - len(read.hashes) : end] for read, end in zip(reads, ends, strict=True)]
+
+    def _begin(self) -> list[memoryview]:
+        """The slots to read into. The wait in the queue had a deadline of its own."""
+        self.deadline = self.owner.clock() + self.port.settings.deadline
+        region = self.owner.host.region
+        slots = self.reservation.slots[self.positions.start : self.positions.stop]
+        return [region.slot(slot) for slot in slots]
+
+    def end(self, result: Sequence[BlockRecord | Outcome] | Outcome, *, late: bool) -> None:
+        results = [result] * len(self.positions) if isinstance(result, Outcome) else result
+        self.owner.landed(self, results, late=late)
+
+    def overdue(self) -> None:
+        if not self.is_joined:  # a call that hangs is one failure, however many reads it brings
+            self.port.failed("read")
+        self.owner.gave_up(self)
+
+
+@dataclass(eq=False, slots=True)
+class HostCheck:
+    """A check of consecutive blocks that L2 holds, under a lease of its own until its end. Implements `Job`."""
+
+    owner: "Promoter"
+    claim: LocalClaim
+    first: int  # of its blocks, in the run
+    lease: Lease
+    deadline: float = math.inf  # memory only: it cannot hang
+
+    def run(self) -> tuple[int, Outcome]:
+        """Compare names and checksums, up to the first block that is not what was stored."""
+        host = self.owner.host
+        for num_whole, (slot, chain_hash) in enumerate(zip(self.lease.slots, self.lease.hashes, strict=True)):
+            if self not in self.claim.checks:  # nobody waits for it any more
+                return num_whole, Outcome.ABORTED
+            record = host.records[slot]
+            if record is None or record.chain_hash != chain_hash or record.checksum != checksum(host.region.slot(slot)):
+                return num_whole, Outcome.CHECKSUM
+        return len(self.lease), Outcome.OK
+
+    def end(self, result: tuple[int, Outcome] | Outcome, *, late: bool) -> None:
+        """What was not checked is not promised."""
+        num_whole, outcome = (0, result) if isinstance(result, Outcome) else result
+        self.owner.checked(self, num_whole, outcome)
+
+    def overdue(self) -> None:
+        """Never told: there is no deadline."""
 
 
 class Promoter:
@@ -589,3 +710,86 @@ class WaitedBlocks:
             held.names = names
         self._uncounted.clear()
         self._num_uncounted, self.at_most = 0, self._num_slots + len(self._by_name)
+
+
+@dataclass(eq=False, slots=True)
+class Question:
+    """One question on its way: which leading blocks of a chain does a shared tier hold? Implements `Job`."""
+
+    owner: "Locator"
+    port: TierPort
+    hashes: list[ChainHash]
+    deadline: float
+    done: bool = False  # answered, or given up: the port's `lookup` knows what there is to know
+    num_held: int = 0
+    num_asking: int = 0  # who have not read the answer yet
+
+    def run(self) -> int | Outcome:
+        return self.port.locate(self.hashes)
+
+    def end(self, result: int | Outcome, *, late: bool) -> None:
+        if not late:
+            self.owner.answered(self, result)
+
+    def overdue(self) -> None:
+        self.port.failed("read")
+        self.owner.answered(self, Outcome.TIMEOUT)
+
+
+class Locator:
+    """All questions of one hierarchy; two about the same blocks are one.
+
+    Lock: `news` (the hierarchy's), never held across I/O. Law (`check`): the index names questions not answered.
+    """
+
+    def __init__(self, ports: Sequence[TierPort], news: NewsCondition, clock: Callable[[], float]) -> None:
+        self._ports = ports
+        self._news = news
+        self._clock = clock
+        self._open: dict[tuple[str, ChainHash], Question] = {}  # (tier, first block) → the question
+        self.unread: set[Question] = set()  # answered, and nobody has looked yet
+
+    def ask(self, hashes: Sequence[ChainHash]) -> list[Question]:
+        """Ask every shared tier that answers about these blocks, which no tier is known to hold."""
+        asked = []
+        for port in self._ports:
+            if not (port.locates and hashes):
+                continue
+            with self._news:
+                question = self._open.get((port.name, hashes[0]))
+                if question is not None and question.hashes == list(hashes[: len(question.hashes)]):
+                    question.num_asking += 1
+                    asked.append(question)
+                    continue
+                deadline = self._clock() + port.settings.deadline
+                question = Question(self, port, list(hashes[:_MOST]), deadline, num_asking=1)
+                self._open[port.name, hashes[0]] = question
+            if port.queue.submit(question, urgent=True):
+                asked.append(question)
+            else:
+                self.read([question])
+                question.end(Outcome.QUEUE_FULL, late=False)
+        return asked
+
+    def answered(self, question: Question, result: int | Outcome) -> None:
+        """On an I/O thread, or on whose tick the deadline passed."""
+        with self._news:
+            question.done = True
+            question.num_held = result if not isinstance(result, Outcome) else 0
+            if question.num_asking > 0:
+                self.unread.add(question)
+            if self._open.get((question.port.name, question.hashes[0])) is question:
+                del self._open[question.port.name, question.hashes[0]]
+            self._news.notify_all()
+
+    def read(self, questions: Sequence[Question]) -> None:
+        """Whoever asked has seen the answers, or does not want them any more: once for each time it asked."""
+        with self._news:
+            for question in questions:
+                question.num_asking -= 1
+            self.unread.difference_update(questions)
+
+    def check(self) -> None:
+        with self._news:
+            if any(question.done for question in self._open.values()):
+                raise AssertionError("the index of questions names an answered one")

@@ -5,7 +5,7 @@ import math
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from threading import Timer
 from typing import Final
@@ -14,19 +14,73 @@ from kvtier.tiers import L2, BlockRecord, ChainHash, Metrics, Outcome
 from kvtier.tiers.hierarchy.cache_tiers import Filled, NewsCondition, Wanted
 from kvtier.tiers.hierarchy.demote import SOONEST, Demoter
 from kvtier.tiers.hierarchy.io_queue import IoQueue
-from kvtier.tiers.hierarchy.lower_tier import TierPort
-from kvtier.tiers.hierarchy.sealing import Sealing, SealJob, next_part, parts_of
-from kvtier.tiers.hierarchy.settings import HierarchySettings
+from kvtier.tiers.hierarchy.lower_tier import HierarchySettings, TierPort
 from kvtier.tiers.host import HostTier
 from kvtier.tiers.pool import Lease, Reservation
 
 _log = logging.getLogger(__name__)
 
+AT_ONCE: Final = 256  # blocks, about: those in front wait for the hashes of all
 _SIGHTINGS_PER_SLOT: Final = 4  # how many blocks not yet admitted are remembered, per L2 slot
 _MAX_SEALING: Final = 1 << 16  # stores waiting to be sealed
 _DIRTY_SHARE: Final = 2  # write-through: half of L2 at most waits, unleased, with a right to stay
 _IDLE_ROUNDS: Final = 8  # a drain tries what fails so often, more than opens a breaker; then it waits for the probe
 _SEALED_NOW: Final = 256 << 10  # bytes up to which hashing them takes less than waking a thread for it
+
+
+@dataclass(eq=False, slots=True)
+class Sealing:
+    """What a step filled, or a part of that, to be hashed and published together."""
+
+    stores: Sequence[Filled]
+    names: list[ChainHash]  # of all their blocks
+    awaited: bool = False  # somebody wants to know when it is done
+    done: bool = False  # its blocks are there, or will not come
+
+
+def parts_of(stores: Sequence[Filled]) -> list[Sealing]:
+    """A step's stores in parts of no more blocks than are sealed at once, but for a store that is larger by itself."""
+    names = [name for reservation, _, _ in stores for name in reservation.hashes]
+    if len(names) <= AT_ONCE or len(stores) < 2:
+        return [Sealing(stores, names)] if stores else []
+    half = len(stores) // 2
+    return [*parts_of(stores[:half]), *parts_of(stores[half:])]
+
+
+def next_part(waiting: deque[Sealing]) -> list[Sealing]:
+    """The oldest that wait, taken out: about as many as are sealed at once."""
+    taken: list[Sealing] = []
+    num_blocks = 0
+    while waiting and num_blocks < AT_ONCE:
+        taken.append(waiting.popleft())
+        num_blocks += len(taken[-1].names)
+    return taken
+
+
+@dataclass(eq=False, slots=True)
+class SealJob:
+    """Hashing and publishing all that waits when its turn comes: a step's stores are one job. Implements `Job`."""
+
+    stores: "StoreQueue"
+    sealings: list[Sealing] | None = None  # once its turn has come
+    deadline: float = math.inf  # memory only: it cannot hang
+
+    def run(self) -> list[Outcome]:
+        """On the sealing thread."""
+        self.sealings = self.stores.next_sealings()
+        return self.stores.publish(self.sealings)
+
+    def end(self, result: list[Outcome] | Outcome, *, late: bool) -> None:
+        """Not OK: its slots are given back."""
+        if self.sealings is None:
+            self.stores.drop_waiting(result if isinstance(result, Outcome) else Outcome.IO_ERROR)
+        elif isinstance(result, Outcome):
+            self.stores.sealed(self.sealings, [result] * sum(len(each.stores) for each in self.sealings))
+        else:
+            self.stores.sealed(self.sealings, result)
+
+    def overdue(self) -> None:
+        """Never told: there is no deadline."""
 
 
 class StoreQueue:

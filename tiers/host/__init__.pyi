@@ -1,8 +1,8 @@
 from . import memory
-from .cuda_driver import CudaDriver, cuda_driver
 from .host import HostRegion, HostTier, slot_stride
+from .limits import Limits, available_bytes, limits, may_lock_all
+from .pinning import CudaDriver, cuda_driver
 from .records import BlockRecords
-from .surroundings import Limits, available_bytes, limits, may_lock_all
 
 __all__ = [
     "BlockRecords",

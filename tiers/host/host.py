@@ -15,10 +15,9 @@ from numpy.typing import NDArray
 from kvtier.tiers import BlockRecord, ChainHash, ChildBlock, ConfigError, Lineage, checksum_of, cut_off_in_children
 from kvtier.tiers.config import format_size, show_size
 from kvtier.tiers.host import memory
-from kvtier.tiers.host.cuda_driver import cuda_driver
-from kvtier.tiers.host.pinning import PinDriver, PinnedPieces
+from kvtier.tiers.host.limits import Limits, limits
+from kvtier.tiers.host.pinning import PinDriver, PinnedPieces, cuda_driver
 from kvtier.tiers.host.records import BlockRecords
-from kvtier.tiers.host.surroundings import Limits, limits
 from kvtier.tiers.pool import MAX_CHILDREN, SlotPool, make_child_index
 
 logger = logging.getLogger(__name__)

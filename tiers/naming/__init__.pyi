@@ -10,11 +10,19 @@ from .chain import (
     state_name,
     token_array,
 )
-from .identity import FORMAT_VERSION, ModelIdentity, config_digest
+from .identity import (
+    DTYPE_BYTES,
+    FORMAT_VERSION,
+    FlatShape,
+    KVLayout,
+    KVShape,
+    Lossy,
+    ModelIdentity,
+    config_digest,
+    with_lossy,
+)
 from .key_schemes import VllmKeys, dynamo_local_hashes, dynamo_seed, dynamo_sequence_hashes, sglang_hashes
 from .kv_probe import PROBE_BYTES, TOLERANCES, KVProbe
-from .lossy import Lossy, with_lossy
-from .shape import DTYPE_BYTES, FlatShape, KVLayout, KVShape
 
 __all__ = [
     "DTYPE_BYTES",

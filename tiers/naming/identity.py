@@ -1,15 +1,90 @@
-"""What a model's KV depends on, and its fingerprint: blocks under different fingerprints never meet."""
+"""What a model's KV depends on, and its fingerprint: blocks under different fingerprints never meet; its shape."""
 
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
-from typing import Final
+from typing import Final, Literal
 
 import msgpack
 
-from kvtier.tiers import ConfigError
+from kvtier.tiers import LEAST_GROUP, MOST_GROUP, ConfigError, fp8_form
+
+# --- the shape of a block --------------------------------------------------------------------------------------------
+
+DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class KVShape:
+    """The KV of `block_size` tokens in all layers of one KV group.
+
+    A block is `[num_layers, num_kv, block_size, num_kv_heads, head_dim]` of `dtype`, C-contiguous: the canonical block
+    layout, the same in L1, L2 and L3. `num_kv` is 2 (K, V), or 1 if both are read from one latent (MLA).
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int  # tokens
+    dtype: str  # a key of DTYPE_BYTES
+    num_kv: int = 2
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPE_BYTES:
+            raise ValueError(f"dtype {self.dtype!r}: use one of {', '.join(DTYPE_BYTES)}")
+        for field in ("num_layers", "num_kv_heads", "head_dim", "block_size", "num_kv"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field} {getattr(self, field)}: must be at least 1")
+
+    @property
+    def block_shape(self) -> tuple[int, int, int, int, int]:
+        """[num_layers, num_kv, block_size, num_kv_heads, head_dim]."""
+        return (self.num_layers, self.num_kv, self.block_size, self.num_kv_heads, self.head_dim)
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of K and V of one layer in one block."""
+        return self.num_kv * self.block_size * self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one whole block."""
+        return self.num_layers * self.layer_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class FlatShape(KVShape):
+    """A block that is one row of `num_elements`: its layers differ, and who fills it knows what lies where."""
+
+    num_elements: int = 0
+
+    @property
+    def block_shape(self) -> tuple[int, int, int, int, int]:
+        return (1, 1, 1, 1, self.num_elements)
+
+    @property
+    def layer_bytes(self) -> int:
+        return self.num_elements * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """Where an engine keeps its KV: one base address per layer and the strides, all in bytes.
+
+    Element (block, kv, token, head) of layer i is `head_dim` contiguous elements at
+    `bases[i] + block * block_stride + kv * kv_stride + token * token_stride + head * head_stride`.
+    """
+
+    bases: Sequence[int]
+    block_stride: int
+    kv_stride: int
+    token_stride: int
+    head_stride: int
+
+
+# --- what KV depends on ----------------------------------------------------------------------------------------------
 
 FORMAT_VERSION: Final = 2  # of the canonical block layout and of how blocks are named; 1 hashed `model`, too
 
@@ -60,7 +135,7 @@ class ModelIdentity:
     pp_stages: tuple[int, int] = (0, 1)  # the pipeline stages that hold `layers`
     pp_size: int = 1
     forms: tuple[str, ...] | None = None  # what each of `layers` keeps for each token, if not K and V of one shape
-    lossy: str | None = None  # how tiers that nodes share keep the KV, if not exactly (`lossy.py`)
+    lossy: str | None = None  # how tiers that nodes share keep the KV, if not exactly (`with_lossy`)
     apart: int | None = (
         None  # a namespace beside the first: there, models of this name compute other KV (`kv_probe.py`)
     )
@@ -179,3 +254,42 @@ def _scaling_kinds(scaling: Mapping[str, object]) -> set[str]:
         if isinstance(value, Mapping):  # transformers 5: one for each kind of layer
             kinds |= _scaling_kinds(value)
     return kinds
+
+
+# --- KV kept as fp8 --------------------------------------------------------------------------------------------------
+
+Lossy = Literal["none", "fp8"]
+
+_EXACT: Final = "/exact-"  # of a compute_dtype: in this mode an answer is the same bits, loaded or computed
+_FIX: Final = "leave it out"
+
+
+def with_lossy(identity: ModelIdentity, chosen: Lossy, block_bytes: int, *, unlike: str | None = None) -> ModelIdentity:
+    """The identity under `[cache] lossy`: another one, so that no exact engine ever finds this one's blocks.
+
+    `block_bytes`: a block's, as tiers have it. `unlike` says what of it is no number of `kv_dtype`, if something is.
+    ConfigError if the model's KV cannot be kept so.
+    """
+    if chosen == "none":
+        return identity
+    if identity.kv_dtype not in DTYPE_BYTES:
+        raise _cannot(chosen, f"kv_dtype {identity.kv_dtype!r} is none of {', '.join(DTYPE_BYTES)}")
+    if identity.kind not in ("full", "sliding"):
+        raise _cannot(chosen, f"kind {identity.kind!r}: latents and recurrent states bear no such loss")
+    if identity.forms is not None:
+        raise _cannot(
+            chosen, f"forms {identity.forms[0]!r}, …: its layers keep something else than K and V of one shape"
+        )
+    if _EXACT in identity.compute_dtype:
+        raise _cannot(chosen, f"compute_dtype {identity.compute_dtype!r}: exact mode promises the same bits")
+    if unlike is not None:
+        raise _cannot(chosen, unlike)
+    group = identity.head_dim & -identity.head_dim  # the largest power of two that divides it
+    group = min(group, MOST_GROUP)
+    if group < LEAST_GROUP or block_bytes % (group * DTYPE_BYTES[identity.kv_dtype]):
+        raise _cannot(chosen, f"head_dim {identity.head_dim}: no groups of {LEAST_GROUP} numbers or more fill it")
+    return replace(identity, lossy=fp8_form(identity.kv_dtype, group))
+
+
+def _cannot(chosen: Lossy, why: str) -> ConfigError:
+    return ConfigError(f'[cache] lossy "{chosen}": {why}; {_FIX}')

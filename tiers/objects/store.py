@@ -1,8 +1,9 @@
 """Blocks as objects in a bucket: runs of a chain, each record verified whole before it is used (docs/format.md)."""
 
 import logging
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Final
@@ -13,19 +14,96 @@ from kvtier.tiers import (
     ChainHash,
     Direction,
     Outcome,
+    Tier,
     require_buffers,
     require_records,
     require_space,
 )
 from kvtier.tiers.config import ObjectsConfig
 from kvtier.tiers.naming import PROBE_BYTES
-from kvtier.tiers.objects.arriving import ArrivingRecords
-from kvtier.tiers.objects.bucket import EXISTS, Bucket, BucketError, ObjectRange, SentPart
-from kvtier.tiers.objects.epoch import ObjectEpoch
+from kvtier.tiers.objects.bucket import EXISTS, Bucket, BucketError, ObjectRange, SentPart, ToldRefusals, explanation
 from kvtier.tiers.objects.index import NAME_LIFETIME, ObjectIndex, StoredObject
-from kvtier.tiers.objects.layout import MAX_BLOCKS, ObjectSpace
-from kvtier.tiers.objects.refusals import ToldRefusals, explanation
-from kvtier.tiers.shared import OutcomeCounts, SharedChanges, TierLife, cut_off, form_of
+from kvtier.tiers.objects.layout import MAX_BLOCKS, ArrivingRecords, ObjectSpace
+from kvtier.tiers.shared import OutcomeCounts, SharedChanges, TierLife, cut_off, form_of, format_epoch, parse_epoch
+
+LOOKED_AT: Final = 10.0  # seconds: so long after a reset others may go on in the epoch before
+_FIRST: Final = 1  # if nobody ever reset: then there is no object, and readers need not write one
+
+
+class ObjectEpoch:
+    """Part of the key of every object stored under it. Thread-safe.
+
+    It is the time of the last reset, in microseconds; the highest one counts. It is looked at again every `LOOKED_AT`
+    seconds, before a request that needs it. Nobody goes back: whoever knows a higher one than stands there writes it
+    again. `forget` is called whenever it changes.
+    """
+
+    def __init__(
+        self, bucket: Bucket, key: str, forget: Callable[[], None], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._bucket = bucket
+        self._key = key
+        self._forget = forget
+        self._clock = clock
+        self._asking = threading.Lock()  # held while the bucket is asked, by one thread
+        self._lock = threading.Lock()  # guards what follows; never held across I/O
+        self._known = 0  # the highest seen, or wanted by a reset
+        self._fresh_until = 0.0  # 0: not agreed on
+
+    @property
+    def value(self) -> int | None:
+        """What objects are stored and looked for under; None until it is agreed on."""
+        with self._lock:
+            return self._known if self._fresh_until else None
+
+    def reset(self) -> None:
+        """From now on nothing stored before counts here; `settle` tells the others."""
+        with self._lock:
+            self._known, self._fresh_until = max(time.time_ns() // 1000, self._known + 1), 0.0
+            self._forget()
+
+    def settle(self, deadline: float) -> BucketError | None:
+        """Have a value by `deadline` (time.monotonic), asking if need be. None, or why there is none."""
+        if self._is_fresh():
+            return None
+        if not self._asking.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            return BucketError(Outcome.TIMEOUT, "no epoch in time")
+        try:
+            while not self._is_fresh():
+                self._agree(deadline)
+        except BucketError as error:
+            return error
+        finally:
+            self._asking.release()
+        return None
+
+    def _is_fresh(self) -> bool:
+        with self._lock:
+            return self._clock() < self._fresh_until
+
+    def _agree(self, deadline: float) -> None:
+        """Look what stands there, and write ours if it is higher. BucketError."""
+        known, number = self._known, self._stored(deadline)
+        if number < max(known, 1):
+            number = known or time.time_ns() // 1000
+            self._bucket.put(self._key, [format_epoch(number)])
+        with self._lock:
+            if number >= self._known:  # else reset meanwhile: once more
+                if number > self._known:
+                    self._forget()
+                self._known, self._fresh_until = number, self._clock() + LOOKED_AT
+
+    def _stored(self, deadline: float) -> int:
+        """0 for something that no epoch is."""
+        try:
+            return parse_epoch(bytes(self._bucket.get(ObjectRange(self._key, 0, 64), deadline)))
+        except BucketError as error:
+            if error.outcome is Outcome.ABSENT:
+                return _FIRST
+            if error.outcome is Outcome.CHECKSUM:  # an empty object
+                return 0
+            raise
+
 
 _log = logging.getLogger(__name__)
 _ObjectRun = tuple[StoredObject, int, list[int]]  # one request: an object, a position, which blocks lie from there on
@@ -36,8 +114,8 @@ _BAD: Final = (Outcome.CHECKSUM, Outcome.KEY_MISMATCH)
 _EPOCH_CHANGED: Final = BucketError(Outcome.EPOCH, "reset meanwhile")
 
 
-class ObjectStore:
-    """A `Tier`, and one that `Locates`, over one bucket. Thread-safe; raises from `open` alone.
+class ObjectStore(Tier):
+    """A `Tier` that nodes share, over one bucket. Thread-safe; raises from `open` alone.
 
     An object holds consecutive blocks of one chain and is named by the first of them; it never changes. Whoever has a
     chain's names finds its objects one behind the other. What it knows to be there are names: of blocks it wrote, read
@@ -50,7 +128,7 @@ class ObjectStore:
         self._config = config
         self._bucket = bucket
         self._index = ObjectIndex(min(config.ttl, NAME_LIFETIME))
-        self.announcer = SharedChanges(config.ttl)
+        self.announcer: SharedChanges = SharedChanges(config.ttl)
         self._epoch = ObjectEpoch(bucket, space.epoch_key, self._forget_all)
         self._refusals = ToldRefusals(config)
         self._part_blocks = max(1, config.part_size // space.record_bytes)
@@ -75,7 +153,7 @@ class ObjectStore:
             raise explanation(config, failure)
         return store
 
-    stays_open = True  # see `StaysOpen`
+    is_shared = stays_open = True
 
     # Names: no I/O.
 
@@ -168,7 +246,7 @@ class ObjectStore:
     # Looking after it.
 
     def kv_probe(self) -> bytes | None:
-        """As `KeepsKVProbe`. Each epoch has its own: nothing stored before it counts."""
+        """Each epoch has its own: nothing stored before it counts."""
         deadline, key = self._kv_probe_at()
         try:
             return bytes(self._bucket.get(ObjectRange(key, 0, PROBE_BYTES), deadline)) or None
@@ -178,7 +256,7 @@ class ObjectStore:
             raise explanation(self._config, error) from None
 
     def keep_kv_probe(self, packed: bytes) -> None:
-        """As `KeepsKVProbe`: outside what lifecycle rules remove. Whoever may only read keeps none."""
+        """Outside what lifecycle rules remove. Whoever may only read keeps none."""
         _, key = self._kv_probe_at()
         try:
             self._bucket.put(key, [packed], only_new=True)

@@ -1,12 +1,9 @@
 from . import wire
-from .addresses import address_text
-from .announced import AnnouncedNames, NamesRoom
-from .events_at import EventsAt
-from .following import FEEDS
-from .resets import RESETS
-from .store import PeersStore
-from .stream import PeerFailed, prepare, receive, receive_into, send
-from .tags import TAG_BYTES
+from .following import FEEDS, AnnouncedNames, NamesRoom
+from .link import EventsAt
+from .peer import address_text
+from .store import RESETS, PeersStore
+from .stream import TAG_BYTES, PeerFailed, prepare, receive, receive_into, send
 
 __all__ = [
     "FEEDS",

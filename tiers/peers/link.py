@@ -1,19 +1,91 @@
 """One connection to one peer for one model's blocks: asks, and verifies every answer before anybody sees it."""
 
+import ipaddress
 import math
 import os
 import select
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from struct import Struct
 from typing import Final
 
 from kvtier.tiers import BlockRecord, ChainHash, Outcome, checksum
 from kvtier.tiers.peers import wire
-from kvtier.tiers.peers.events_at import EVENTS_BYTES, EventsAt
-from kvtier.tiers.peers.stream import PeerFailed, prepare, receive, receive_into, send
-from kvtier.tiers.peers.tags import TAG_BYTES
-from kvtier.tiers.peers.wire import Greeting, LentBlocks, PeerSession, PeerVerb, WrongWords
+from kvtier.tiers.peers.stream import TAG_BYTES, PeerFailed, prepare, receive, receive_into, send
+from kvtier.tiers.peers.wire import Greeting, LentBlocks, PeerSession, PeerVerb, ProtocolError
+
+_FORM: Final = Struct("<B128s128s")  # tells_all, publish, replay: padded with zeros
+_TCP: Final = "tcp://"
+EVENTS_BYTES: Final = _FORM.size
+
+
+@dataclass(frozen=True, slots=True)
+class EventsAt:
+    """Empty addresses: no other machine can follow this node, or it lends nothing of the model."""
+
+    publish: str = ""
+    replay: str = ""
+    tells_all: bool = False  # every block that the node lends of this model is announced there
+
+    @classmethod
+    def bound(cls, publish: str | None, replay: str | None) -> "EventsAt":
+        """Of a publisher by where it listens: TCP alone, and only if it repeats what was missed."""
+        addresses = (publish or "", replay or "")
+        is_told = all(each.startswith(_TCP) and len(each) <= 128 for each in addresses)
+        return cls(*addresses) if is_told else cls()
+
+    def pack(self) -> bytes:
+        return _FORM.pack(self.tells_all, self.publish.encode(), self.replay.encode())
+
+    @classmethod
+    def unpack(cls, data: bytes) -> "EventsAt":
+        """Inverse of `pack`. ProtocolError."""
+        tells_all, *addresses = _FORM.unpack(data)
+        try:
+            publish, replay = (each.rstrip(b"\0").decode("ascii") for each in addresses)
+        except UnicodeDecodeError:
+            raise ProtocolError("events") from None
+        at = cls.bound(publish, replay)
+        if tells_all > 1 or (at.publish, at.replay) != (publish, replay):
+            raise ProtocolError("events")
+        return cls(publish, replay, bool(tells_all))
+
+    def reached_at(self, host: str) -> "EventsAt":
+        """The addresses as whoever reached its node at `host` reaches them; none if that cannot be.
+
+        A publisher on loopback is another one on another machine: its own.
+        """
+        publish, replay = (_reached(each, host) for each in (self.publish, self.replay))
+        return EventsAt(publish, replay, self.tells_all) if publish and replay else EventsAt()
+
+
+def _reached(address: str, host: str) -> str:
+    """One address; empty if it cannot be reached."""
+    bound, _, port = address.removeprefix(_TCP).rpartition(":")
+    there = _plain(bound)
+    try:
+        ip = None if there == "*" else ipaddress.ip_address(there)
+    except ValueError:  # a name: it is for whoever can look it up
+        return address
+    if ip is None or ip.is_unspecified:
+        there = _plain(host)
+    elif ip.is_loopback != _is_loopback(host):
+        return ""
+    return f"{_TCP}[{there}]:{port}" if ":" in there else f"{_TCP}{there}:{port}"
+
+
+def _plain(host: str) -> str:
+    return host.strip("[]")
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(_plain(host)).is_loopback
+    except ValueError:
+        return False
+
 
 SettleBlock = Callable[[int, "BlockRecord | Outcome"], None]
 """Told once per position of a question what became of it."""
@@ -93,7 +165,7 @@ class PeerLink:
         _, said = self._read(PeerVerb.EVENTS, receive(self._connection, size, deadline), 1)
         try:
             return EventsAt.unpack(said)
-        except WrongWords as wrong:
+        except ProtocolError as wrong:
             raise _wrong(wrong) from None
 
     def hear_blocks(
@@ -129,7 +201,7 @@ class PeerLink:
             raise PeerFailed(Outcome.CHECKSUM, "mac")
         try:
             record = self._session.read_head(head)
-        except WrongWords:
+        except ProtocolError:
             raise PeerFailed(Outcome.CHECKSUM, "garbage") from None
         if record.chain_hash != name:
             raise PeerFailed(Outcome.KEY_MISMATCH, "other_block")
@@ -140,7 +212,7 @@ class PeerLink:
     def _read(self, verb: PeerVerb, data: bytes, most: int) -> tuple[int, bytes]:
         try:
             return self._session.read_answer(verb, data, most)
-        except WrongWords as wrong:
+        except ProtocolError as wrong:
             raise _wrong(wrong) from None
 
 
@@ -168,7 +240,7 @@ def _shake_hands(connection: socket.socket, key: bytes, blocks: LentBlocks, dead
         except PeerFailed as failed:  # it hangs up on whoever does not have its key
             raise PeerFailed(failed.outcome, "key" if failed.reason == "hung_up" else failed.reason) from None
         reply, node = session.read_welcome(answer)
-    except WrongWords as wrong:
+    except ProtocolError as wrong:
         raise PeerFailed(Outcome.IO_ERROR, "key" if str(wrong) == "proof" else "garbage") from None
     if node == wire.own_node():
         raise IsMyself
@@ -177,6 +249,6 @@ def _shake_hands(connection: socket.socket, key: bytes, blocks: LentBlocks, dead
     return session
 
 
-def _wrong(wrong: WrongWords) -> PeerFailed:
+def _wrong(wrong: ProtocolError) -> PeerFailed:
     is_proof = str(wrong) == "proof"
     return PeerFailed(Outcome.CHECKSUM if is_proof else Outcome.IO_ERROR, "mac" if is_proof else "garbage")

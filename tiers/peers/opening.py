@@ -5,8 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 from kvtier.tiers import BATCH_BYTES, BlockShape, ConfigError, ConfiguredTier, Finding, error, ok, warning
 from kvtier.tiers.config import Config
-from kvtier.tiers.peers.addresses import PeerAddresses, address_text
 from kvtier.tiers.peers.link import IsMyself, PeerLink
+from kvtier.tiers.peers.peer import PeerAddresses, address_text
 from kvtier.tiers.peers.store import PeersStore
 from kvtier.tiers.peers.stream import PeerFailed
 from kvtier.tiers.peers.wire import LentBlocks, shared_key

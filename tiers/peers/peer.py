@@ -1,16 +1,150 @@
-"""One other node as a lender: the connections to it that lie ready, its breaker, and why it failed."""
+"""Other nodes as lenders: their addresses, the connections that lie ready, a breaker each, and who holds what."""
 
+import hashlib
+import logging
 import math
+import socket
 import time
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Sequence
 from threading import Lock
-from typing import Final
+from typing import Final, NamedTuple
 
-from kvtier.tiers import Breaker, Outcome
-from kvtier.tiers.peers.holders import PeerAddress
+from kvtier.tiers import Breaker, ChainHash, Outcome
 from kvtier.tiers.peers.link import IsMyself, PeerLink
 from kvtier.tiers.peers.stream import PeerFailed
+
+_log = logging.getLogger(__name__)
+
+MAX_PEERS: Final = 64
+_KEPT: Final = 3600.0  # seconds; those that are dead by then cost a connection now and then
+
+_Address = tuple[str, int]
+
+
+def address_text(address: Sequence[object]) -> str:
+    """HOST:PORT of a socket's address, as [peers] nodes takes it."""
+    host, port = str(address[0]), address[1]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+class PeerAddresses:
+    """The addresses of the HOST:PORTs that [peers] names. Not thread-safe; a look-up waits for the resolver.
+
+    No answer is not an empty answer: what a name stood for counts for `_KEPT` seconds more. Of more than MAX_PEERS
+    addresses the same ones are used whatever their order: those that rank first under this machine's name, so that
+    machines do not all choose the same.
+    """
+
+    def __init__(self, nodes: Sequence[str], clock: Callable[[], float] = time.monotonic) -> None:
+        self._nodes, self._clock = nodes, clock
+        self._known: dict[str, tuple[float, list[_Address]]] = {}  # by node: when it was looked up, and what it is
+        self._unknown: set[str] = set()  # nodes whose last look-up failed
+        self._told_too_many = False
+
+    def look_up(self) -> list[_Address]:
+        """Up to MAX_PEERS addresses, each once."""
+        for node in self._nodes:
+            try:
+                self._known[node] = self._clock(), looked_up(node)
+                self._unknown.discard(node)
+            except (OSError, ValueError) as error:
+                if node not in self._unknown:
+                    self._unknown.add(node)
+                    kept = "; its last addresses stay for now" if node in self._known else ""
+                    _log.warning(
+                        "[peers] nodes %s: cannot be looked up (%s); it is tried again and again%s", node, error, kept
+                    )
+                if node in self._known and self._clock() - self._known[node][0] > _KEPT:
+                    del self._known[node]
+        found = list(dict.fromkeys(each for _, addresses in self._known.values() for each in addresses))
+        if len(found) <= MAX_PEERS:
+            return found
+        if not self._told_too_many:
+            self._told_too_many = True
+            _log.warning("[peers] nodes: %d addresses, %d of them are used", len(found), MAX_PEERS)
+        return sorted(found, key=_rank)[:MAX_PEERS]
+
+
+def looked_up(node: str) -> list[_Address]:
+    """The addresses of HOST:PORT. OSError or ValueError if nobody knows them; waits for a resolver."""
+    host, _, port = node.rpartition(":")
+    infos = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+    return list(dict.fromkeys((str(info[4][0]), int(info[4][1])) for info in infos))
+
+
+def _rank(address: _Address) -> bytes:
+    return hashlib.blake2b(address_text(address).encode(), key=socket.gethostname().encode()[:64]).digest()
+
+
+MAX_NAMES: Final = 262_144
+PeerAddress = tuple[str, int]
+
+
+class _KnownHolder(NamedTuple):
+    peer: PeerAddress
+    until: float  # seconds of the clock
+
+
+class PeerHolders:
+    """Names with a peer and an expiry, the least recently confirmed dropped first. Thread-safe, without I/O."""
+
+    def __init__(self, lifetime: float, limit: int = MAX_NAMES, clock: Callable[[], float] = time.monotonic) -> None:
+        """`lifetime`: seconds that a name is believed."""
+        self._lifetime = lifetime
+        self._limit = limit
+        self._clock = clock
+        self._lock = Lock()
+        self._held: OrderedDict[ChainHash, _KnownHolder] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def add(self, peer: PeerAddress, names: Iterable[ChainHash]) -> None:
+        """The peer holds them, as of now."""
+        with self._lock:
+            held = _KnownHolder(peer, self._clock() + self._lifetime)
+            for name in names:
+                self._held[name] = held
+                self._held.move_to_end(name)
+            while len(self._held) > self._limit:
+                self._held.popitem(last=False)
+
+    def forget(self, names: Iterable[ChainHash]) -> None:
+        with self._lock:
+            for name in names:
+                self._held.pop(name, None)
+
+    def forget_peer(self, peer: PeerAddress) -> None:
+        """It does not answer, or is not to be believed."""
+        with self._lock:
+            for name in [name for name, held in self._held.items() if held.peer == peer]:
+                del self._held[name]
+
+    def clear(self) -> None:
+        with self._lock:
+            self._held.clear()
+
+    def leading(self, names: Sequence[ChainHash]) -> int:
+        """How many leading names somebody holds."""
+        with self._lock:
+            now, held = self._clock(), self._held
+            return next(
+                (i for i, name in enumerate(names) if (each := held.get(name)) is None or each.until <= now), len(names)
+            )
+
+    def of(self, names: Sequence[ChainHash]) -> list[PeerAddress | None]:
+        """Who holds each."""
+        with self._lock:
+            now, held = self._clock(), self._held
+            return [each.peer if (each := held.get(name)) and each.until > now else None for name in names]
+
+    def check(self) -> None:
+        with self._lock:
+            assert len(self._held) <= self._limit, f"{len(self._held)} names"
+            times = [held.until for held in self._held.values()]
+            assert times == sorted(times), "names out of order"
+
 
 MAX_READY: Final = 2  # connections kept: as many as threads of the hierarchy use at once
 

@@ -5,20 +5,93 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from threading import Lock
 from typing import Final
 
-from kvtier.tiers import BlockRecord, ChainHash, Direction, Outcome, require_buffers, require_space
+from kvtier.tiers import BlockRecord, ChainHash, Direction, Outcome, Tier, require_buffers, require_space
 from kvtier.tiers.config import Config
-from kvtier.tiers.peers.addresses import PeerAddresses, address_text
-from kvtier.tiers.peers.announced import AnnouncedNames
-from kvtier.tiers.peers.flight import WRONG, Flight
-from kvtier.tiers.peers.following import Following
-from kvtier.tiers.peers.holders import PeerAddress, PeerHolders
+from kvtier.tiers.peers.following import AnnouncedNames, Following
 from kvtier.tiers.peers.link import PeerLink, as_they_answer
-from kvtier.tiers.peers.peer import OtherNode, breaker_of
-from kvtier.tiers.peers.resets import RESETS
+from kvtier.tiers.peers.peer import OtherNode, PeerAddress, PeerAddresses, PeerHolders, address_text, breaker_of
 from kvtier.tiers.peers.stream import PeerFailed
 from kvtier.tiers.peers.wire import MAX_NAMES, LentBlocks, PeerVerb, shared_key
+
+_MOST: Final = 4096
+
+
+class Resets:
+    """Fingerprints of models that somebody told to forget everything. Thread-safe.
+
+    A reset says that blocks of one name have other bytes from now on, as when an engine's weights were changed where
+    they lie. Which of the peers' blocks are from before, no name tells. So it lasts as long as the process.
+    """
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._fingerprints: set[bytes] = set()
+        self._all = False  # too many to remember each
+
+    def __contains__(self, fingerprint: bytes) -> bool:
+        return self._all or fingerprint in self._fingerprints
+
+    def note(self, fingerprint: bytes) -> bool:
+        """Returns whether that is news."""
+        with self._lock:
+            is_news = fingerprint not in self
+            self._fingerprints.add(fingerprint)
+            self._all |= len(self._fingerprints) > _MOST
+            return is_news
+
+
+RESETS: Final = Resets()
+
+
+WRONG: Final = frozenset({Outcome.EVICTED, Outcome.CHECKSUM, Outcome.KEY_MISMATCH})
+"""What becomes of a block that a peer does not have as it should."""
+
+
+class Flight:
+    """Every block that was asked for gets an outcome in `results`, once."""
+
+    def __init__(
+        self,
+        peer: OtherNode,
+        hashes: Sequence[ChainHash],
+        into: Sequence[memoryview],
+        positions: list[int],
+        results: list[BlockRecord | Outcome],
+    ) -> None:
+        self.peer = peer
+        self._hashes = hashes
+        self._into = into
+        self._positions = positions
+        self._results = results
+        self._open = set(positions)  # no outcome yet
+        self.hinted: set[int] = set()  # positions that are asked for because the peer's events name them
+
+    @property
+    def hints(self) -> list[tuple[ChainHash, bool]]:
+        """The blocks of `hinted`, and whether the peer had something else of each, or nothing."""
+        return [(self._hashes[p], self._results[p] in WRONG) for p in self._positions if p in self.hinted]
+
+    def hear(self, link: PeerLink, deadline: float) -> None:
+        """PeerFailed; what came before is good."""
+        asked = self._positions[:MAX_NAMES]
+        names, into = [self._hashes[p] for p in asked], [self._into[p] for p in asked]
+        link.hear_blocks(names, into, self._settle, deadline)
+        self.lost(Outcome.ABSENT)  # more than one question has names: not asked
+
+    def lost(self, outcome: Outcome) -> None:
+        """What has not come will not."""
+        for position in self._open:
+            self._results[position] = outcome
+        self._open.clear()
+
+    def _settle(self, number: int, result: BlockRecord | Outcome) -> None:
+        position = self._positions[number]
+        self._results[position] = result
+        self._open.discard(position)
+
 
 _log = logging.getLogger(__name__)
 
@@ -33,8 +106,8 @@ _THERE_TIME: Final = 0.001  # … and for each to be read that lies there
 _TEND_EVERY: Final = 0.25  # seconds between two looks at the connections
 
 
-class PeersStore:
-    """A `Tier` that `Locates`, over the daemons that [peers] nodes name. Thread-safe; raises from `open` alone.
+class PeersStore(Tier):
+    """A `Tier` over the daemons that [peers] nodes name. Thread-safe; raises from `open` alone.
 
     A thread keeps a connection to each peer ready, so that no request waits for one that is away. Every batch has one
     deadline: `deadline` seconds and its bytes over `bandwidth`. A peer that fails costs the blocks it was asked for,
@@ -45,6 +118,8 @@ class PeersStore:
 
     It takes no stores. After a reset it holds nothing: what peers have may be what was to be forgotten.
     """
+
+    is_shared = True
 
     def __init__(self, config: Config, blocks: LentBlocks, key: bytes) -> None:
         """Use `PeersStore.open`."""
@@ -166,7 +241,7 @@ class PeersStore:
     # upkeep
 
     def tell_kv_probe(self, packed: bytes) -> None:
-        """As `TellsKVProbe`: a peer whose model computes otherwise lends nothing, and fails as `other_kv`."""
+        """A peer whose model computes otherwise lends nothing, and fails as `other_kv`."""
         self._probe = packed
         for peer in self._peers.values():
             peer.require(packed)

@@ -29,7 +29,7 @@ from typing import Final
 
 from kvtier.tiers import BlockRecord, ChainHash, ConfigError, FormatError, derive, install_command, load_key
 from kvtier.tiers.naming import PROBE_BYTES, KVProbe
-from kvtier.tiers.peers.tags import BlockTags
+from kvtier.tiers.peers.stream import BlockTags
 
 MAGIC: Final = b"kvtier peers 1\r\n"
 NONCE_BYTES: Final = 32
@@ -73,7 +73,7 @@ class Greeting(IntEnum):
     BUSY = 2  # there are as many connections as there may be
 
 
-class WrongWords(Exception):
+class ProtocolError(Exception):
     """What came is not what a node with the key says."""
 
 
@@ -102,9 +102,9 @@ def pack_challenge(nonce: bytes) -> bytes:
 
 
 def unpack_challenge(data: bytes) -> bytes:
-    """The nonce of whoever lends. WrongWords."""
+    """The nonce of whoever lends. ProtocolError."""
     if not data.startswith(MAGIC):
-        raise WrongWords("magic")
+        raise ProtocolError("magic")
     return data[len(MAGIC) :]
 
 
@@ -136,13 +136,13 @@ class PeerSession:
         return said + self._proof(b"hello", said)
 
     @classmethod
-    def heard(cls, key: bytes, challenge: bytes, data: bytes) -> "tuple[PeerSession, bytes]":
-        """The other end of `hello`, and who said it. WrongWords if it is not proven."""
+    def accept(cls, key: bytes, challenge: bytes, data: bytes) -> "tuple[PeerSession, bytes]":
+        """The other end of `hello`, and who said it. ProtocolError if it is not proven."""
         magic, nonce, fingerprint, slot_bytes, block_size, node = _HELLO.unpack(data[: _HELLO.size])
         if magic != MAGIC:
-            raise WrongWords("magic")
+            raise ProtocolError("magic")
         if not (0 < slot_bytes < 1 << 40 and 0 < block_size <= 1 << 16):
-            raise WrongWords("sizes")
+            raise ProtocolError("sizes")
         session = cls(key, challenge, nonce, LentBlocks(fingerprint, slot_bytes, block_size))
         session._require(data[_HELLO.size :], b"hello", data[: _HELLO.size])
         return session, node
@@ -152,14 +152,14 @@ class PeerSession:
         return said + self._proof(b"welcome", said)
 
     def read_welcome(self, data: bytes) -> tuple[Greeting, bytes]:
-        """The reply, and who lends. WrongWords if it is not proven."""
+        """The reply, and who lends. ProtocolError if it is not proven."""
         said = data[: _WELCOME.size]
         self._require(data[_WELCOME.size :], b"welcome", said)
         reply, node = _WELCOME.unpack(said)
         try:
             return Greeting(reply), node
         except ValueError:
-            raise WrongWords("reply") from None
+            raise ProtocolError("reply") from None
 
     # questions and answers
 
@@ -175,22 +175,22 @@ class PeerSession:
         return self.question(PeerVerb.KV_PROBE, [whole[i : i + HASH_BYTES] for i in range(0, PROBE_BYTES, HASH_BYTES)])
 
     def note_probe(self, names: Sequence[ChainHash]) -> None:
-        """Heard `probe_question`. WrongWords for no probe."""
+        """Heard `probe_question`. ProtocolError for no probe."""
         try:
             self.probe = KVProbe.unpack(b"".join(names))
         except FormatError:
-            raise WrongWords("probe") from None
+            raise ProtocolError("probe") from None
 
     @staticmethod
     def question_bytes(words: bytes) -> int:
-        """How many bytes follow the first words of a question. WrongWords if no question begins so."""
+        """How many bytes follow the first words of a question. ProtocolError if no question begins so."""
         verb, count = _WORDS.unpack(words)
         if verb not in _VERBS or not 0 < count <= MAX_NAMES:
-            raise WrongWords("question")
+            raise ProtocolError("question")
         return int(count) * HASH_BYTES + PROOF_BYTES
 
     def read_question(self, words: bytes, rest: bytes) -> tuple[PeerVerb, list[ChainHash]]:
-        """What is asked. WrongWords if it is not proven."""
+        """What is asked. ProtocolError if it is not proven."""
         self.number += 1
         names = rest[:-PROOF_BYTES]
         self._require(rest[-PROOF_BYTES:], b"question", words + names)
@@ -202,12 +202,12 @@ class PeerSession:
         return said + self._proof(b"answer", said)
 
     def read_answer(self, verb: PeerVerb, data: bytes, most: int) -> tuple[int, bytes]:
-        """The number, at most `most`, and the bytes behind it. WrongWords if it is not proven."""
+        """The number, at most `most`, and the bytes behind it. ProtocolError if it is not proven."""
         said = data[:-PROOF_BYTES]
         self._require(data[-PROOF_BYTES:], b"answer", said)
         answered, count = _WORDS.unpack(said[:WORDS_BYTES])
         if answered != verb or count > most:
-            raise WrongWords("answer")
+            raise ProtocolError("answer")
         return count, said[WORDS_BYTES:]
 
     # blocks
@@ -218,11 +218,11 @@ class PeerSession:
         )
 
     def read_head(self, head: bytes | memoryview) -> BlockRecord:
-        """What the block's lender says of it. WrongWords if writing it anew gives other bytes."""
+        """What the block's lender says of it. ProtocolError if writing it anew gives other bytes."""
         chain_hash, parent, num_tokens, checksum, tokens = self._head.unpack(head)
         record = BlockRecord(chain_hash, parent, tokens[: 4 * num_tokens], checksum)
         if self.pack_head(record) != head:
-            raise WrongWords("head")
+            raise ProtocolError("head")
         return record
 
     def tag(self, head: bytes | memoryview, payload: memoryview) -> bytes:
@@ -236,7 +236,7 @@ class PeerSession:
 
     def _require(self, proof: bytes, what: bytes, said: bytes) -> None:
         if not hmac.compare_digest(proof, self._proof(what, said)):
-            raise WrongWords("proof")
+            raise ProtocolError("proof")
 
 
 def is_proven(tag: bytes | memoryview, expected: bytes) -> bool:

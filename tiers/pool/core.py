@@ -693,10 +693,10 @@ class S3FIFO(LRU):
 
 @cython.cclass
 class Learned(LRU):
-    """The order learned from how requests return (`tiers.returns`). While LRU would hit more, it is LRU's.
+    """The order learned from how requests return (`tiers.reuse`). While LRU would hit more, it is LRU's.
 
     A row is the end of a request, or a second in which blocks became idle whose request's end was not reported. Each
-    idle slot is in one row's list, and in the list of all by age. Rows are ranked, not slots: by `Returns.places`, then
+    idle slot is in one row's list, and in the list of all by age. Rows are ranked, not slots: by its `places`, then
     by age. What was given back goes first. `returns`: what was learned; `clock`: seconds.
     """
 

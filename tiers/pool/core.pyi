@@ -12,7 +12,7 @@ from kvtier.tiers import ChainHash
 from kvtier.tiers.pool.changes import ChangeLog
 from kvtier.tiers.pool.departures import Departures
 from kvtier.tiers.pool.lease import Reservation
-from kvtier.tiers.returns import LruRival, Returns
+from kvtier.tiers.reuse import LruShadow, ReusePredictor
 
 FIRST: int
 
@@ -60,8 +60,8 @@ class S3FIFO(LRU):
     def __init__(self, lists: SlotLists, index: Index) -> None: ...
 
 class Learned(LRU):
-    returns: Returns
-    rival: LruRival
+    returns: ReusePredictor
+    rival: LruShadow
     clock: Callable[[], float]
     num_told: int
     untold: int
@@ -70,8 +70,8 @@ class Learned(LRU):
         self,
         lists: SlotLists,
         num_slots: int,
-        returns: Returns,
-        rival: LruRival,
+        returns: ReusePredictor,
+        rival: LruShadow,
         untold: int,
         clock: Callable[[], float],
     ) -> None: ...

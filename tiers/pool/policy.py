@@ -11,7 +11,7 @@ from kvtier.tiers.compiled import extension
 from kvtier.tiers.config import compiled_setting
 from kvtier.tiers.pool import core as interpreted
 from kvtier.tiers.pool.changes import NAME_MIX, to_words
-from kvtier.tiers.returns import TAIL_NAMES, UNTOLD, LruRival, RequestEnd, Returns, ToldEnd
+from kvtier.tiers.reuse import MATCH_NAMES, UNTOLD, ClassifiedEnd, LruShadow, RequestEnd, ReusePredictor
 
 if TYPE_CHECKING:
     from kvtier.tiers.pool.core import LRU, ChildIndex, Index, Learned, Lease, SlotCore, SlotLists
@@ -68,8 +68,8 @@ def make_core(
     def order(lists: "SlotLists", index: "Index") -> "LRU":
         made: LRU
         if policy == "tail":
-            rival = LruRival(num_slots, _UNTRIED * num_slots)
-            made = core.Learned(lists, num_slots, Returns(rival), rival, UNTOLD, clock)
+            rival = LruShadow(num_slots, _UNTRIED * num_slots)
+            made = core.Learned(lists, num_slots, ReusePredictor(rival), rival, UNTOLD, clock)
         else:
             made = core.LRU(lists) if policy == "lru" else core.S3FIFO(lists, index)
         return made
@@ -84,7 +84,7 @@ def learned(core: "SlotCore") -> "Learned | None":
     return order if hasattr(order, "returns") else None
 
 
-def ended(core: "SlotCore", order: "Learned", end: RequestEnd) -> ToldEnd:
+def ended(core: "SlotCore", order: "Learned", end: RequestEnd) -> ClassifiedEnd:
     """A request has ended: its blocks get a new place in the order. Returns what was found out about it."""
     now = order.clock()
     slots = core.find_named(list[ChainHash](end.names))
@@ -92,7 +92,7 @@ def ended(core: "SlotCore", order: "Learned", end: RequestEnd) -> ToldEnd:
     prompt = tags[: end.num_prompt]
     found = order.returns.tails.find(prompt, now - end.seconds)
     own = order.num_told_of(slots[: found.num_common if found.user else len(prompt)])
-    last: Sequence[int] = (prompt if end.num_prompt else tags)[-TAIL_NAMES:].tolist()
+    last: Sequence[int] = (prompt if end.num_prompt else tags)[-MATCH_NAMES:].tolist()
     told = order.returns.heard(end, found, own, len(slots), len(prompt), last, now, order.clock)
     order.ended(slots, told.kind)
     return told

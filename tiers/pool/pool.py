@@ -16,7 +16,7 @@ from kvtier.tiers.pool.core import Lease
 from kvtier.tiers.pool.departures import EVICTED_CODE, REMOVED, RESET, Departures
 from kvtier.tiers.pool.lease import FILLING, QUARANTINED, Places, PoolCounts, Reservation, picked
 from kvtier.tiers.pool.policy import ended, form, learned, lease_type, make_core
-from kvtier.tiers.returns import RequestEnd, ToldEnd
+from kvtier.tiers.reuse import ClassifiedEnd, RequestEnd
 
 if TYPE_CHECKING:
     from _typeshed import SupportsGetItem
@@ -90,7 +90,7 @@ class SlotPool:
             return Places(slots, self._core.generations(slots))
 
     def return_gaps(self) -> NDArray[np.float64] | None:
-        """`[ages]`: requests that returned after so long, by the ages of `tiers.returns`; None: not learned."""
+        """`[ages]`: requests that returned after so long, by the ages of `tiers.reuse`; None: not learned."""
         gaps: NDArray[np.float64] | None = None if self._learned is None else self._learned.returns.gaps()
         return gaps
 
@@ -242,7 +242,7 @@ class SlotPool:
             self._settle_dropped()
             self._core.use(hashes if type(hashes) is list else list(hashes))
 
-    def ended(self, end: RequestEnd) -> ToldEnd | None:
+    def ended(self, end: RequestEnd) -> ClassifiedEnd | None:
         """A request has ended: a policy that learns how requests return hears of it. Returns what tiers below hear."""
         if self._learned is None:
             return None

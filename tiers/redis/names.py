@@ -1,12 +1,49 @@
-"""Which blocks this process knows to be in Redis: bounded, and forgotten in time, for others evict there too."""
+"""Blocks' names in Redis: what they are called there (docs/format.md), which are known, when they expire."""
 
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from threading import Lock
+from typing import Final
 
 from kvtier.tiers import ChainHash
-from kvtier.tiers.shared import MAX_NAMES
+from kvtier.tiers.reuse import MOST_AHEAD, ClassifiedEnd
+from kvtier.tiers.shared import MAX_NAMES, RecordForm, format_epoch
+
+
+class Keyspace:
+    """Keys and records of one model's blocks, below a key prefix, in the form [redis] asks for. Immutable.
+
+    Every record of a namespace has the same length, `value_bytes`: a head of `head_bytes`, then `slot_bytes` of
+    payload. So a reader knows what to expect before it reads, and refuses any other length. Records of a form that
+    compresses are at most as long, and refused if they are not as long as their head says.
+    """
+
+    def __init__(self, prefix: str, form: RecordForm, slot_bytes: int, block_size: int) -> None:
+        self.form = form
+        self.slot_bytes = slot_bytes
+        self.block_size = block_size
+        self._stem = f"{prefix}:{form.name}:".encode()
+        self.head_bytes = form.head_bytes
+        self.value_bytes = self.head_bytes + slot_bytes
+
+    @property
+    def epoch_key(self) -> bytes:
+        return self._stem + b"epoch"
+
+    @property
+    def probe_key(self) -> bytes:
+        return self._stem + b"probe"
+
+    def kv_probe_key(self, epoch: int) -> bytes:
+        """Of what the epoch's first process computes of a few tokens."""
+        return self._stem + b"kv-probe:" + format_epoch(epoch)
+
+    def keys(self, hashes: Iterable[ChainHash], epoch: int) -> list[bytes]:
+        """`{prefix}:{the form's name}:{epoch}:{the block's name}` of each: all of one length."""
+        stem = self._stem + format_epoch(epoch) + b":"
+        return [stem + name for name in self.form.names(hashes)]
 
 
 class Names:
@@ -56,3 +93,51 @@ class Names:
             assert len(self._until) <= self._limit, f"{len(self._until)} names"
             times = list(self._until.values())
             assert times == sorted(times), "names out of order"
+
+
+_MOST_WAITING: Final = 65_536  # blocks; of more the oldest keep the expiry they have
+
+
+class LearnedExpiries:
+    """What ends of requests say of blocks' expiries and the servers have not been told yet. Thread-safe, no I/O."""
+
+    def __init__(self, ttl: float) -> None:
+        """`ttl`: seconds that a block is kept that is needed most."""
+        self._ttl = ttl
+        self._scale = min(1.0, ttl / (4 * MOST_AHEAD))
+        self._lock = Lock()
+        self._due: OrderedDict[ChainHash, int] = OrderedDict()  # of blocks that are stored: milliseconds
+        self._early: OrderedDict[ChainHash, int] = OrderedDict()  # of those whose end was told first
+
+    def ended(self, end: ClassifiedEnd, are_stored: Sequence[bool]) -> None:
+        """A request has ended, and these of its blocks are stored, as far as is known."""
+        seconds = self._ttl - self._scale * (MOST_AHEAD - end.order.ahead(end.kind))
+        milliseconds = int(1000 * seconds)
+        with self._lock:
+            for depth, (name, is_stored) in enumerate(zip(end.names, are_stored, strict=True)):
+                waiting = self._due if is_stored else self._early
+                # A chain's end goes first: without its beginning nobody could reach it.
+                waiting[name] = max(1, milliseconds - depth)
+                waiting.move_to_end(name)
+            for waiting in (self._due, self._early):
+                while len(waiting) > _MOST_WAITING:
+                    waiting.popitem(last=False)
+
+    def stored(self, hashes: Iterable[ChainHash]) -> None:
+        """These were written just now, with the longest expiry."""
+        with self._lock:
+            for name in hashes:
+                if (milliseconds := self._early.pop(name, None)) is not None:
+                    self._due[name] = milliseconds
+
+    def take(self, count: int) -> dict[ChainHash, int]:
+        """Up to `count` blocks and the milliseconds after which each is to expire. They wait no more."""
+        with self._lock:
+            names = list(islice(self._due, count))
+            return {name: self._due.pop(name) for name in names}
+
+    def clear(self) -> None:
+        """Nothing that was told of is stored any more."""
+        with self._lock:
+            self._due.clear()
+            self._early.clear()

@@ -15,8 +15,7 @@ from redis.crc import key_slot
 
 from kvtier.tiers import Breaker, Outcome
 from kvtier.tiers.redis.options import REDIS_ERRORS, RedisClient
-from kvtier.tiers.redis.stream import WireError
-from kvtier.tiers.redis.wire import Wire, socket_of
+from kvtier.tiers.redis.wire import Wire, WireError, socket_of
 
 _log = logging.getLogger(__name__)
 

@@ -1,8 +1,9 @@
 """L3 in Redis or Valkey: blocks that nodes share, each record verified whole before it is used (docs/format.md)."""
 
 import logging
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Final, cast
 
@@ -17,6 +18,7 @@ from kvtier.tiers import (
     LastRoom,
     Outcome,
     StoragePlace,
+    Tier,
     TierUnavailable,
     require_buffers,
     require_records,
@@ -24,19 +26,103 @@ from kvtier.tiers import (
 )
 from kvtier.tiers.config import RedisConfig
 from kvtier.tiers.naming import PROBE_BYTES
-from kvtier.tiers.redis.batch import Batches, BlockResult, LaneWork
-from kvtier.tiers.redis.epoch import Epoch
-from kvtier.tiers.redis.expiries import LearnedExpiries
-from kvtier.tiers.redis.keyspace import Keyspace
-from kvtier.tiers.redis.lanes import Lane, command
-from kvtier.tiers.redis.names import Names
+from kvtier.tiers.redis.lanes import Batches, BlockResult, Lane, LaneWork, ask_epoch, command
+from kvtier.tiers.redis.names import Keyspace, LearnedExpiries, Names
 from kvtier.tiers.redis.nodes import Nodes, nodes_of
-from kvtier.tiers.redis.options import MAX_VALUE, RedisClient, connect, judge, no_epoch, parse, survey
-from kvtier.tiers.redis.room import servers_room
-from kvtier.tiers.redis.stream import WireError
-from kvtier.tiers.redis.wire import RedisReply, Refusal
-from kvtier.tiers.returns import ToldEnd
-from kvtier.tiers.shared import OutcomeCounts, SharedChanges, TierLife, cut_off, form_of
+from kvtier.tiers.redis.options import MAX_VALUE, RedisClient, connect, judge, no_epoch, parse, servers_room, survey
+from kvtier.tiers.redis.wire import RedisReply, Refusal, WireError
+from kvtier.tiers.reuse import ClassifiedEnd
+from kvtier.tiers.shared import OutcomeCounts, SharedChanges, TierLife, cut_off, form_of, format_epoch, parse_epoch
+
+_NOT_OURS: Final = "WRONGTYPE"  # somebody put something else there: as if nothing was
+
+
+class Epoch:
+    """A number in a key of its own, part of the key of every block stored under it. Thread-safe.
+
+    It is the time somebody began the namespace or last reset it, in microseconds; the highest one counts. A reset
+    raises it: nothing stored before is found any more, by anybody. Nobody goes back: if a server has lost it (was
+    emptied, evicted it), whoever knows it writes it again; a process that knows none begins a new one, and what was
+    stored before is lost rather than taken for what it may not be. `forget` is called whenever it changes.
+    """
+
+    def __init__(self, batches: Batches, forget: Callable[[], None]) -> None:
+        self._batches = batches
+        self._key = batches.space.epoch_key
+        self._forget = forget
+        self._asking = threading.Lock()  # held while a server is asked, by one thread
+        self._lock = threading.Lock()  # guards what follows; never held across I/O
+        self._known = 0  # the highest seen, or wanted by a reset
+        self._agreed = False  # the servers have heard of it
+        self._lost = False  # and have forgotten it since
+        self.refusal: Refusal | None = None  # what the server said last time it would not agree
+
+    @property
+    def value(self) -> int | None:
+        """What blocks are stored and looked for under; None until it is agreed on."""
+        with self._lock:
+            return self._known if self._agreed else None
+
+    def reset(self) -> None:
+        """From now on nothing stored before counts here; `settle` tells the servers."""
+        with self._lock:
+            self._known, self._agreed = max(_now(), self._known + 1), False
+            self._forget()
+
+    def settle(self, deadline: float) -> Outcome | None:
+        """Have a value by `deadline` (time.monotonic), asking its server if need be. None, or why there is none."""
+        if self._agreed and not self._lost:
+            return None
+        if not self._asking.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            return Outcome.TIMEOUT
+        try:
+            while not self._agreed or self._lost:
+                refusal = self._agree(deadline)
+                if refusal is not None:
+                    return None if self._agreed else refusal  # what the server has only forgotten serves on
+        except WireError as error:
+            return None if self._agreed else error.outcome
+        finally:
+            self._asking.release()
+        return None
+
+    def learn(self, used: int, seen: RedisReply) -> bool:
+        """A batch went by `used` while its server had `seen`. False if the batch is of no use any more."""
+        if isinstance(seen, Refusal) and seen.code != _NOT_OURS:  # nobody was asked, or had an answer
+            return self.value == used
+        number = parse_epoch(seen)
+        with self._lock:
+            if number > self._known:
+                self._known, self._agreed = number, True
+                self._forget()
+            self._lost = number < self._known
+            return self._agreed and self._known == used
+
+    def _agree(self, deadline: float) -> Outcome | None:
+        """Ask what stands there; write ours if it is higher, or a new one if nobody has any. WireError."""
+        get, exists = ask_epoch(self._batches.space), command(b"EXISTS", self._key)
+        seen, there = self._batches.ask(self._key, [get, exists], deadline)
+        answer = seen
+        known, number = self._known, parse_epoch(seen)
+        if number < max(known, 1) and (not isinstance(seen, Refusal) or seen.code == _NOT_OURS):
+            only_new = [b"NX"] if there == 0 else []  # another process may begin at this very moment
+            write = command(b"SET", self._key, format_epoch(known or _now()), *only_new)
+            answer, seen = self._batches.ask(self._key, [write, get], deadline)
+            number = parse_epoch(seen)
+        if number < max(known, 1):
+            self.refusal = answer if isinstance(answer, Refusal) else None
+            return Outcome.FULL if self.refusal is not None and self.refusal.code == "OOM" else Outcome.IO_ERROR
+        with self._lock:
+            if number >= self._known:  # else reset meanwhile: once more
+                if number > self._known:
+                    self._forget()
+                self._known, self._agreed, self._lost = number, True, False
+        return None
+
+
+def _now() -> int:
+    return time.time_ns() // 1000
+
 
 _log = logging.getLogger(__name__)
 
@@ -47,8 +133,8 @@ _BAD: Final = (Outcome.CHECKSUM, Outcome.KEY_MISMATCH)
 _warned: Final[set[tuple[str, str]]] = set()  # (server, what was said of it)
 
 
-class RedisStore:
-    """A `Tier`, and one that `Locates`, over one server or a cluster. Thread-safe; raises from `open` alone.
+class RedisStore(Tier):
+    """A `Tier` that nodes share, over one server or a cluster. Thread-safe; raises from `open` alone.
 
     What it knows to be there are names: of blocks it wrote, read or located. Every batch has one deadline:
     `config.deadline` seconds plus its bytes over `config.bandwidth`. It is one pipeline per server, all servers in
@@ -60,6 +146,8 @@ class RedisStore:
     reads it along, so the others learn of it with their next one.
     """
 
+    is_shared = True
+
     def __init__(self, config: RedisConfig, space: Keyspace, nodes: Nodes, max_value: int = MAX_VALUE) -> None:
         """Over servers already reached. Use `RedisStore.open`."""
         self.space = space
@@ -67,7 +155,7 @@ class RedisStore:
         self._oversized = space.value_bytes > max_value
         self._names = Names(min(config.ttl, _NAME_LIFETIME))
         self._batches = Batches(space, nodes, max(1, int(config.ttl * 1000)), config.in_flight)
-        self.announcer = SharedChanges(config.ttl)
+        self.announcer: SharedChanges = SharedChanges(config.ttl)
         self._expiries = LearnedExpiries(config.ttl) if config.expiry == "learned" else None
         self._epoch = Epoch(self._batches, self._forget_all)
         self._room = LastRoom(lambda: servers_room(nodes.clients()))
@@ -174,8 +262,8 @@ class RedisStore:
             self._set_expiries(self._expiries, deadline)
         return outcomes
 
-    def ended(self, end: ToldEnd) -> None:
-        """As `HearsEnds`. The servers are told with the next writes: nobody waits for those."""
+    def ended(self, end: ClassifiedEnd) -> None:
+        """The servers are told with the next writes: nobody waits for those."""
         if self._expiries is not None:
             self._expiries.ended(end, self._names.known(end.names))
 
@@ -193,12 +281,12 @@ class RedisStore:
     # Looking after it.
 
     def kv_probe(self) -> bytes | None:
-        """As `KeepsKVProbe`. Each epoch has its own: nothing stored before it counts."""
+        """Each epoch has its own: nothing stored before it counts."""
         reply = self._ask_kv_probe(b"GETRANGE", b"0", b"%d" % (PROBE_BYTES - 1))  # whatever stands there
         return reply if isinstance(reply, bytes) and reply else None
 
     def keep_kv_probe(self, packed: bytes) -> None:
-        """As `KeepsKVProbe`. The server keeps it without an expiry."""
+        """The server keeps it without an expiry."""
         self._ask_kv_probe(b"SET", packed, b"NX")
 
     def _ask_kv_probe(self, verb: bytes, *arguments: bytes) -> RedisReply:
@@ -235,7 +323,7 @@ class RedisStore:
         return {**self._counts.counts(), **saved, "names": len(self._names)}
 
     def room(self) -> Sequence[StoragePlace]:
-        """As `TellsRoom`: the memory of each server."""
+        """The memory of each server."""
         return () if self._life.is_closed else self._room.told()
 
     def check(self) -> None:

@@ -1,7 +1,6 @@
 from .changes import MAX_NAMES, SharedChanges
 from .forms import ClearForm, RecordForm, form_of, format_epoch, parse_epoch
-from .life import TierLife
-from .outcomes import OutcomeCounts, cut_off
+from .life import OutcomeCounts, TierLife, cut_off
 
 __all__ = [
     "MAX_NAMES",

@@ -1,22 +1,318 @@
 """Records of blocks where nodes share them: in the clear, sealed by a secret, or encrypted (docs/format.md)."""
 
 import hmac
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from hashlib import blake2b, sha256
 from pathlib import Path
+from struct import Struct
+from threading import Lock
 from typing import Final, Literal, Protocol
 
+import msgpack
+import numpy as np
 from pydantic import SecretStr
 
-from kvtier.tiers import BlockCodec, BlockRecord, ChainHash, Outcome, checksum, load_key, require_compression
-from kvtier.tiers.shared.compressed import CompressedForm
-from kvtier.tiers.shared.encrypted import EncryptedForm
-from kvtier.tiers.shared.heads import HeadSeal, derived, layout, packer, purpose
-from kvtier.tiers.shared.saved import SavedBytes
+from kvtier.tiers import (
+    STAMP_BYTES,
+    BlockCodec,
+    BlockRecord,
+    ChainHash,
+    Outcome,
+    RecordCipher,
+    checksum,
+    derive,
+    load_key,
+    require_compression,
+)
 
-VERSION: Final = 1
+_MAC: Final = "sha256"
 _HASH_BYTES: Final = 32
 _NAME_BYTES: Final = 8  # of a namespace's name, in keys
 _CHECKSUM_BYTES: Final = 8
+_MAC_BYTES: Final = 32
+_PREFIX_BYTES: Final = 4  # u32: length of the header behind it
+
+
+def layout(fields: Mapping[str, int | str | bytes]) -> tuple[bytes, dict[str, slice]]:
+    """The head with zeros for what differs from block to block, and where in it each of its values lies."""
+    header = msgpack.packb(fields)
+    places, so_far = {}, {}
+    for name, value in fields.items():
+        so_far[name] = value
+        end = _PREFIX_BYTES + len(msgpack.packb(so_far))  # up to 15 fields, a map's own mark is one byte
+        places[name] = slice(end - len(value) if isinstance(value, bytes) else end, end)
+    return len(header).to_bytes(_PREFIX_BYTES, "little") + header, places
+
+
+def packer(blank: bytes, at: Mapping[str, slice], codes: Mapping[str, str]) -> tuple[Struct, list[bytes]]:
+    """What packs the fields of `codes`, each at its place, and what is equal in all heads: around them, and between."""
+    shape, between, end = "<", [], 0
+    for name, code in codes.items():
+        between.append(blank[end : at[name].start])
+        shape += f"{at[name].start - end}s{code}"
+        end = at[name].stop
+    return Struct(f"{shape}{len(blank) - end}s"), [*between, blank[end:]]
+
+
+class HeadSeal:
+    """What ends a head in the clear: xxh3 of all before it, which tells accidents. A secret seals all, which tells
+    forgeries too: HMAC-SHA256 over head and payload, by a key made from the secret for one `purpose`.
+    """
+
+    def __init__(self, secret: str | None, purpose: bytes) -> None:
+        self.num_bytes = _CHECKSUM_BYTES if secret is None else _MAC_BYTES
+        self._mac = None if secret is None else hmac.new(derived(secret, purpose), digestmod=_MAC)
+
+    def of(self, unsealed: bytes, payload: memoryview) -> bytes:
+        if self._mac is None:
+            return checksum(memoryview(unsealed)).to_bytes(_CHECKSUM_BYTES, "little")
+        mac = self._mac.copy()
+        mac.update(unsealed)
+        mac.update(payload)  # lets go of the GIL
+        return mac.digest()
+
+
+def derived(secret: str, purpose: bytes) -> bytes:
+    """What stands for a secret in one use."""
+    return hmac.digest(secret.encode("utf-8", "surrogatepass"), purpose, _MAC)
+
+
+def purpose(tier: str, use: str) -> bytes:
+    """One use of a tier's secret or key: each tier has its own."""
+    return f"kvtier {tier} {use}".encode()
+
+
+class SavedBytes:
+    """Counts, in bytes of blocks, by way. Thread-safe."""
+
+    def __init__(self, slot_bytes: int) -> None:
+        self._slot_bytes = slot_bytes
+        self._lock = Lock()  # guards what follows
+        self._sent = self._received = 0
+
+    def sent(self, num_stored: int) -> None:
+        """A block is going to be stored in so many bytes, whatever becomes of that."""
+        with self._lock:
+            self._sent += self._slot_bytes - num_stored
+
+    def received(self, num_stored: int) -> None:
+        """A block came whole in so many bytes."""
+        with self._lock:
+            self._received += self._slot_bytes - num_stored
+
+    def counts(self) -> Mapping[str, int]:
+        """Since the start: `saved_{sent, received}`."""
+        with self._lock:
+            return {"saved_sent": self._sent, "saved_received": self._received}
+
+
+class CompressedForm:
+    """As `ClearForm`, but what stands behind the head is what `BlockCodec` made of the payload.
+
+    The head says how long that is, and how it was made; its checksum is that of the payload itself. With a secret the
+    HMAC covers the stored bytes, so nothing is decompressed that nobody sealed. The name in keys is this form's own:
+    who does not compress never finds such a record, and so never deletes it as damaged.
+    """
+
+    def __init__(
+        self, fingerprint: bytes, slot_bytes: int, block_size: int, secret: str | None = None, tier: str = "redis"
+    ) -> None:
+        self._codec = BlockCodec(slot_bytes)
+        self.saved = SavedBytes(slot_bytes)
+        self._slot_bytes = slot_bytes
+        self._seal = HeadSeal(secret, purpose(tier, "compressed record"))
+        namespace = purpose(tier, "compressed namespace") + fingerprint
+        self.name = sha256(namespace).hexdigest()[: 2 * _NAME_BYTES]
+        if secret is not None:
+            self.name = derived(secret, namespace).hex()[: 2 * _NAME_BYTES]
+        blank, at = layout(
+            {
+                "version": 2,
+                "codec": "zstd" if secret is None else "zstd+hmac-sha256",
+                "fingerprint": fingerprint,
+                "epoch": bytes(8),
+                "chain_hash": bytes(_HASH_BYTES),
+                "parent": bytes(_HASH_BYTES),
+                "num_tokens": bytes(4),
+                "tokens": bytes(4 * block_size),
+                "payload_len": slot_bytes,
+                "split": bytes(1),
+                "stored_len": bytes(4),
+                "xxh3": bytes(_CHECKSUM_BYTES),
+                "seal": bytes(self._seal.num_bytes),
+            }
+        )
+        self.head_bytes = len(blank)
+        self._stored_at = at["stored_len"]
+        codes = {"epoch": "Q", "chain_hash": "32s", "parent": "32s", "num_tokens": "I"}
+        codes |= {"tokens": f"{4 * block_size}s", "split": "B", "stored_len": "I", "xxh3": "Q"}
+        self._fields, self._between = packer(blank[: -self._seal.num_bytes], at, codes)
+
+    def stored_bytes(self, head: bytes) -> int:
+        """How many bytes the head says to stand behind it: whatever is there, if it is no head of ours."""
+        return int.from_bytes(head[self._stored_at], "little")
+
+    def names(self, hashes: Iterable[ChainHash]) -> list[bytes]:
+        return [chain_hash.hex().encode() for chain_hash in hashes]
+
+    def encode(self, record: BlockRecord, payload: memoryview, epoch: int) -> tuple[bytes, memoryview]:
+        """What is shorter has memory of its own; what does not shrink is sent from where it lies."""
+        split, stored = self._codec.shrink(payload)
+        self.saved.sent(stored.nbytes)
+        unsealed = self._unsealed(record, epoch, split, stored.nbytes)
+        return unsealed + self._seal.of(unsealed, stored), stored
+
+    def decode(
+        self, head: bytes, payload: memoryview, chain_hash: ChainHash, epoch: int, seen: int | None = None
+    ) -> BlockRecord | Outcome:
+        """Decompresses where the bytes came: `payload` is a slot that begins with them. `seen` counts for nothing."""
+        unsealed = head[: -self._seal.num_bytes]
+        num_stored = self.stored_bytes(head)
+        if num_stored > self._slot_bytes:
+            return Outcome.CHECKSUM
+        stored = payload[:num_stored]
+        if not hmac.compare_digest(head[-self._seal.num_bytes :], self._seal.of(unsealed, stored)):
+            return Outcome.CHECKSUM
+        fields = self._fields.unpack(unsealed)
+        parent, num_tokens, tokens, split, xxh3 = fields[5], fields[7], fields[9], fields[11], fields[15]
+        record = BlockRecord(chain_hash, parent, tokens[: 4 * num_tokens], xxh3)
+        if self._unsealed(record, epoch, split, num_stored) != unsealed:
+            return Outcome.KEY_MISMATCH
+        if not self._codec.restore(split, stored, payload):
+            return Outcome.CHECKSUM
+        if checksum(payload) != xxh3:
+            return Outcome.CHECKSUM
+        self.saved.received(num_stored)
+        return record
+
+    def _unsealed(self, record: BlockRecord, epoch: int, split: int, num_stored: int) -> bytes:
+        """The head but for its seal."""
+        c = self._between
+        return self._fields.pack(
+            c[0], epoch, c[1], record.chain_hash, c[2], record.parent, c[3], len(record.tokens) // 4, c[4],
+            record.tokens, c[5], split, c[6], num_stored, c[7], record.checksum, c[8],
+        )  # fmt: skip
+
+
+_STORED: Final = Struct("<BI")  # of what is compressed: its split, and its length
+_LENGTHS: Final = 16  # what is compressed is as long as one of so many parts of a slot: lengths are not hidden
+
+
+class EncryptedForm:
+    """Tokens, payload and the blocks' names hidden by a key of KEY_BYTES; see `RecordCipher`.
+
+    Head and payload are sealed each by itself, for they lie apart: a payload is received into its slot and decrypted
+    there. What the head hides is associated with the payload, so the two cannot be parted. With a `codec` of slots the
+    payload is compressed first, and padded. Such records have names and keys of their own.
+    """
+
+    def __init__(
+        self,
+        fingerprint: bytes,
+        slot_bytes: int,
+        block_size: int,
+        key: bytes,
+        tier: str = "redis",
+        codec: BlockCodec | None = None,
+    ) -> None:
+        self._codec = codec
+        self.saved = None if codec is None else SavedBytes(slot_bytes)
+        use = "" if codec is None else "compressed "
+        self._cipher = RecordCipher(key, purpose(tier, f"{use}record") + fingerprint)
+        self._name_key = derive(key, purpose(tier, f"{use}name") + fingerprint)
+        self.name = blake2b(key=self._name_key, digest_size=_NAME_BYTES).hexdigest()
+        self._slot_bytes = slot_bytes
+        self._fields = Struct(f"<{_HASH_BYTES}sI{4 * block_size}sQ")  # parent, number of tokens, tokens, checksum
+        self._hidden_bytes = self._fields.size + (0 if codec is None else _STORED.size)
+        sealed = {"hidden": bytes(self._hidden_bytes + STAMP_BYTES), "stamp": bytes(STAMP_BYTES)}
+        self._blank, self._at = layout(
+            {"version": 1, "codec": "aes-256-gcm", "payload_len": slot_bytes, **sealed}
+            if codec is None
+            else {
+                "version": 2,
+                "codec": "zstd+aes-256-gcm",
+                "payload_len": slot_bytes,
+                "stored_len": bytes(4),
+                **sealed,
+            }
+        )
+        self.head_bytes = len(self._blank)
+
+    @property
+    def stored_bytes(self) -> Callable[[bytes], int] | None:
+        return None if self._codec is None else self._told
+
+    def names(self, hashes: Iterable[ChainHash]) -> list[bytes]:
+        """Keyed digests: from a chain hash, who guesses the tokens could tell that he is right."""
+        key = self._name_key
+        return [blake2b(chain_hash, key=key, digest_size=32).hexdigest().encode() for chain_hash in hashes]
+
+    def encode(self, record: BlockRecord, payload: memoryview, epoch: int) -> tuple[bytes, memoryview]:
+        """The payload is encrypted into memory of its own, for others may be reading it."""
+        more, into = b"", memoryview(np.empty(self._slot_bytes, np.uint8))
+        if self._codec is not None:
+            split, stored = self._codec.shrink(payload)
+            more, into = _STORED.pack(split, stored.nbytes), into[: self._padded(stored.nbytes)]
+            into[: stored.nbytes] = stored
+            into[stored.nbytes :] = bytes(into.nbytes - stored.nbytes)
+            payload = into
+        hidden = self._cipher.seal(self._hidden(record, more), _named(b"head", record.chain_hash, epoch))
+        stamp = self._cipher.encrypt_into(payload, _named(b"payload", record.chain_hash, epoch, hidden), into)
+        if self.saved is not None:
+            self.saved.sent(into.nbytes)
+        return self._head(hidden, stamp, into.nbytes), into
+
+    def decode(
+        self, head: bytes, payload: memoryview, chain_hash: ChainHash, epoch: int, seen: int | None = None
+    ) -> BlockRecord | Outcome:
+        """Decrypts `payload` where it lies, and decompresses it there."""
+        hidden, stamp = head[self._at["hidden"]], head[self._at["stamp"]]
+        num_stored = self._slot_bytes if self._codec is None else self._told(head)
+        fields = self._cipher.open(hidden, _named(b"head", chain_hash, epoch))
+        if fields is None or num_stored > self._slot_bytes or self._head(hidden, stamp, num_stored) != head:
+            return Outcome.CHECKSUM
+        parent, num_tokens, tokens, xxh3 = self._fields.unpack_from(fields)
+        record, more = BlockRecord(chain_hash, parent, tokens[: 4 * num_tokens], xxh3), fields[self._fields.size :]
+        if self._hidden(record, more) != fields:
+            return Outcome.KEY_MISMATCH
+        stored = payload[:num_stored]
+        if not self._cipher.decrypt_into(stored, stamp, _named(b"payload", chain_hash, epoch, hidden), stored):
+            return Outcome.CHECKSUM
+        if self._codec is not None:
+            split, length = _STORED.unpack(more)
+            if self._padded(length) != num_stored or not self._codec.restore(split, stored[:length], payload):
+                return Outcome.CHECKSUM
+        if checksum(payload) != xxh3:
+            return Outcome.CHECKSUM
+        if self.saved is not None:
+            self.saved.received(num_stored)
+        return record
+
+    def _padded(self, num_bytes: int) -> int:
+        part = -(-self._slot_bytes // _LENGTHS)
+        return min(self._slot_bytes, -(-num_bytes // part) * part)
+
+    def _told(self, head: bytes) -> int:
+        """How many bytes a compressed record's head says to stand behind it."""
+        return int.from_bytes(head[self._at["stored_len"]], "little")
+
+    def _hidden(self, record: BlockRecord, more: bytes) -> bytes:
+        return self._fields.pack(record.parent, len(record.tokens) // 4, record.tokens, record.checksum) + more
+
+    def _head(self, hidden: bytes, stamp: bytes, num_stored: int) -> bytes:
+        head = bytearray(self._blank)
+        head[self._at["hidden"]] = hidden
+        head[self._at["stamp"]] = stamp
+        if self._codec is not None:
+            head[self._at["stored_len"]] = num_stored.to_bytes(4, "little")
+        return bytes(head)
+
+
+def _named(part: bytes, chain_hash: ChainHash, epoch: int, hidden: bytes = b"") -> bytes:
+    """What one part of a record is called, for its cipher."""
+    return part.ljust(8, b"\0") + epoch.to_bytes(8, "little") + chain_hash + hidden
+
+
 _EPOCH_END: Final = 1 << 62  # beyond it a reset could not raise it any more
 
 
@@ -114,7 +410,7 @@ class ClearForm:
             self.name = derived(secret, purpose(tier, "namespace") + fingerprint).hex()[: 2 * _NAME_BYTES]
         blank, at = layout(
             {
-                "version": VERSION,
+                "version": 1,
                 "codec": "raw" if secret is None else "raw+hmac-sha256",
                 "fingerprint": fingerprint,
                 "epoch": bytes(8),

@@ -61,8 +61,7 @@ from kvtier.connector.daemon.wire import (
     unpack_request,
 )
 from kvtier.tiers.errors import FormatError
-from kvtier.tiers.hierarchy.cache_tiers import Attribution, Ends, Wanted
-from kvtier.tiers.hierarchy.rates import Meeting
+from kvtier.tiers.hierarchy.cache_tiers import Attribution, Ends, Meeting, Wanted
 from kvtier.tiers.tier import ChildBlock, Outcome
 
 name = st.binary(min_size=32, max_size=32)

@@ -33,9 +33,9 @@ from service_rig import (
     where,
 )
 
+from kvtier.connector.daemon.client import RemoteTiers
 from kvtier.connector.daemon.handshake import Hello, Welcome, pack_handshake, unpack_handshake
 from kvtier.connector.daemon.messages import Ask, Cancel, News, Operation, Reply
-from kvtier.connector.daemon.remote import RemoteTiers
 from kvtier.connector.daemon.wire import MAX_FRAME, FrameReader, pack_found, pack_frame, pack_reply, unpack_request
 from kvtier.tiers.errors import ConfigError
 from kvtier.tiers.hierarchy.cache_tiers import PENDING, Attribution, Wanted, bring
@@ -183,7 +183,7 @@ def test_trying_again_costs_less_and_less(path: Path) -> None:
         real(self, address)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kvtier.connector.daemon.connection.socket.socket.connect", connect)
+        patch.setattr("kvtier.connector.daemon.link.socket.socket.connect", connect)
         for _ in range(600):
             clock.advance(0.05)
             tiers.tick()

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.connector.daemon import remote_stores
-from kvtier.connector.daemon.remote_stores import RemoteReservation, seals_of
+from kvtier.connector.daemon import client
+from kvtier.connector.daemon.client import RemoteReservation, seals_of
 from kvtier.connector.daemon.wire import pack_grants, unpack_grants
 
 GRANTS = st.lists(st.none() | st.integers(0, 4), max_size=20)
@@ -34,7 +34,7 @@ def test_nothing_filled_is_no_message() -> None:
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 5)), max_size=30), st.integers(5, 9))
 def test_no_message_is_too_long_and_none_mixes_epochs(stores: list[tuple[int, int]], most: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(remote_stores, "MAX_ITEMS", most)
+        patch.setattr(client, "MAX_ITEMS", most)
         filled = [(reservation(n, count), [b"%d" % n] * count, epoch) for n, (epoch, count) in enumerate(stores)]
         seals = seals_of(filled)
     assert all(len(seal.tokens) <= most and len(seal.reservations) <= most for seal in seals)

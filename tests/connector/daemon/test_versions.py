@@ -12,7 +12,7 @@ import pytest
 from doubles import BLOCK_SIZE, SLOT_BYTES, chain_of, wait_until
 from service_rig import FINGERPRINT, PATIENCE, DaemonThread, attach, load, store
 
-from kvtier.connector.daemon.attachment import join
+from kvtier.connector.daemon.client import RemoteTiers
 from kvtier.connector.daemon.handshake import (
     Hello,
     Join,
@@ -24,8 +24,8 @@ from kvtier.connector.daemon.handshake import (
     unpack_handshake_reply,
     version_of,
 )
+from kvtier.connector.daemon.link import join
 from kvtier.connector.daemon.messages import Lookup
-from kvtier.connector.daemon.remote import RemoteTiers
 from kvtier.connector.daemon.versions import OLDEST, RELEASES, VERSION
 from kvtier.connector.daemon.wire import MAX_FRAME, FrameReader, pack_found, pack_frame, pack_request, unpack_found
 from kvtier.tiers.hierarchy.cache_tiers import Attribution

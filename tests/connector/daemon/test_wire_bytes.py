@@ -45,9 +45,8 @@ from kvtier.connector.daemon.wire import (
     pack_request,
     unpack_request,
 )
-from kvtier.tiers.hierarchy.cache_tiers import Attribution, Ends, Wanted
-from kvtier.tiers.hierarchy.rates import Meeting
-from kvtier.tiers.returns import Hint, RequestEnd
+from kvtier.tiers.hierarchy.cache_tiers import Attribution, Ends, Meeting, Wanted
+from kvtier.tiers.reuse import Hint, RequestEnd
 from kvtier.tiers.tier import ChildBlock, Outcome
 
 A, B, P, T = (letter * 32 for letter in (b"a", b"b", b"p", b"t"))  # two names, a parent, a tenant

@@ -15,10 +15,9 @@ from numpy.typing import NDArray
 from kvtier.connector.sglang import page_store
 from kvtier.connector.sglang.page_store import PageStore
 from kvtier.tiers.config.sections import CacheConfig
-from kvtier.tiers.copies.engine_blocks import BlockPart, EngineBlocks
+from kvtier.tiers.copies.block_copier import BlockPart, EngineBlocks
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy
-from kvtier.tiers.hierarchy.lower_tier import PortSettings
-from kvtier.tiers.hierarchy.settings import HierarchySettings
+from kvtier.tiers.hierarchy.lower_tier import HierarchySettings, PortSettings
 from kvtier.tiers.tier import ChainHash, Outcome
 
 NUM_PAGES = 64

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from kvtier.connector.sglang.pool import page_blocks, pool_pages
-from kvtier.tiers.copies.block_copier import BlockCopies
-from kvtier.tiers.copies.engine_blocks import PartCopier
+from kvtier.tiers.copies.block_copier import BlockCopies, PartCopier
 from kvtier.tiers.errors import ConfigError
 from kvtier.tiers.host.host import HostRegion
 

@@ -10,7 +10,7 @@ from kv_tier_rig import BLOCK, GREEDY, Open, left_padded, model_of, tiers_over
 from kvtier.connector.models import cache_option
 from kvtier.tiers.errors import RequestError
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy
-from kvtier.tiers.returns import Hint, RequestEnd
+from kvtier.tiers.reuse import Hint, RequestEnd
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from kvtier.connector.transformers.cache_form import CacheForm, empty_cache
 from kvtier.connector.transformers.state_gate import GoingOn, how_it_goes_on
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.errors import ConfigError
-from kvtier.tiers.hierarchy.evict import evict_everywhere
+from kvtier.tiers.hierarchy.hierarchy import evict_everywhere
 
 GREEDY: dict[str, Any] = {
     "max_new_tokens": 24, "do_sample": False, "eos_token_id": None, "pad_token_id": 0, "suppress_tokens": [0],

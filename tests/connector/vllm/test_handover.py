@@ -10,7 +10,6 @@ from doubles import BLOCK_SIZE, MemoryTier, chain_of, hierarchy_of
 
 from kvtier.connector.vllm.handover import Handovers
 from kvtier.connector.vllm.requests import TrackedRequest
-from kvtier.tiers import ChainHash, Outcome
 from kvtier.tiers.hierarchy import Hierarchy
 
 STORE = b"s" * 32
@@ -20,8 +19,7 @@ ASKED = {"do_remote_decode": True, "do_remote_prefill": False}
 class SharedTier(MemoryTier):
     """A tier that other nodes fill, too."""
 
-    def locate(self, hashes: list[ChainHash]) -> int | Outcome:
-        return self.lookup(hashes)
+    is_shared = True
 
 
 class Node:

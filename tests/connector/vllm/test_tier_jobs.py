@@ -6,8 +6,7 @@ import pytest
 from doubles import SLOT_BYTES, FakeClock, MemoryTier, chain_of, payload_of, wait_until
 
 from kvtier.connector.vllm.tier_jobs import EndedJob, StoreOrder, TierJobs
-from kvtier.tiers.hierarchy.lower_tier import PortSettings, TierPort
-from kvtier.tiers.hierarchy.rates import Rates
+from kvtier.tiers.hierarchy.lower_tier import PortSettings, Rates, TierPort
 from kvtier.tiers.metrics import Metrics
 from kvtier.tiers.tier import BATCH_BYTES, BlockRecord, ChainHash, Outcome
 

@@ -25,10 +25,9 @@ from kvtier.connector.vllm.steps import RegionHandle, WorkerStep
 from kvtier.connector.vllm.worker import WorkerHalf
 from kvtier.connector.worker import WorkerSide
 from kvtier.tiers.copies import copy_ways, cuda_transfer, packer
+from kvtier.tiers.copies.block_copier import BlockPart, EngineBlocks
 from kvtier.tiers.copies.copy_ways import CopyChoice
-from kvtier.tiers.copies.cuda_event import CudaEvent
-from kvtier.tiers.copies.cuda_transfer import CudaCopyStream
-from kvtier.tiers.copies.engine_blocks import BlockPart, EngineBlocks
+from kvtier.tiers.copies.cuda_transfer import CudaCopyStream, CudaEvent
 from kvtier.tiers.host import host
 from kvtier.tiers.host.host import HostRegion
 from kvtier.tiers.host.pinning import PinnedPieces

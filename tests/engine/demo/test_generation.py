@@ -13,7 +13,7 @@ from tiny_models import SIZES
 from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
-from kvtier.cli.verbs import VERBS
+from kvtier.cli.program import VERBS
 from kvtier.engine.demo import generation, worker
 from kvtier.engine.demo.story import train_tokenizer
 

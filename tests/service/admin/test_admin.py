@@ -17,8 +17,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
-from kvtier.cli import prompt_input
-from kvtier.connector.daemon.remote import RemoteTiers
+from kvtier.cli import admin_cli
+from kvtier.connector.daemon.client import RemoteTiers
 from kvtier.service.observe import DaemonStatus, statuses
 from kvtier.service.observe.summary import hit_share
 from kvtier.service.observe.top import view_of
@@ -452,6 +452,6 @@ def test_what_is_no_text_or_too_long_is_one_line(monkeypatch: pytest.MonkeyPatch
         ended = kvtier(*arguments, "--blocks", "-", stdin="[NaN]" if "pin" in arguments else "[1]")
         told = f"kvtier: {field}: neither UTF-8 text nor a number; give another\n"
         assert (ended.returncode, ended.stderr) == (2, told)
-    monkeypatch.setattr(prompt_input, "_MAX_INPUT", 3)
+    monkeypatch.setattr(admin_cli, "_MAX_INPUT", 3)
     ended = kvtier(*asked, stdin="long")
     assert (ended.returncode, ended.stderr) == (2, 'kvtier: --text "-": longer than 3 characters; name one prompt\n')

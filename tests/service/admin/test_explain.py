@@ -13,13 +13,10 @@ from doubles import store as store_here
 from router_rig import RawReplica
 from service_rig import FINGERPRINT, DaemonProcess, attach, store, where
 
-from kvtier.service.node.closed_models import note_model
-from kvtier.service.node.explaining import explain
-from kvtier.service.node.namespaces import BlockDimensions, Namespace
-from kvtier.service.node.selection import BlockSelection
+from kvtier.service.explain.lines import changing_part, explained
+from kvtier.service.node.namespaces import BlockDimensions, Namespace, note_model
+from kvtier.service.node.operators import BlockSelection, explain
 from kvtier.service.node.served_tiers import ServedTiers
-from kvtier.service.observe.differing import changing_part
-from kvtier.service.observe.explained import explained
 from kvtier.service.web import http_client
 from kvtier.tiers.hierarchy.cache_tiers import Attribution
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy
@@ -148,8 +145,7 @@ def test_a_question_about_many_models_has_one_deadline(monkeypatch: pytest.Monke
         return self.lookup(hashes)
 
     monkeypatch.setattr(Hierarchy, "locate", silent)
-    for module in ("explaining", "selection"):
-        monkeypatch.setattr(f"kvtier.service.node.{module}.monotonic", lambda: now[0])
+    monkeypatch.setattr("kvtier.service.node.operators.monotonic", lambda: now[0])
     for model in models[1:]:
         named = TokenChain(root_hash(model.fingerprint), BLOCK)
         named.extend(range(16))

@@ -36,7 +36,7 @@ from kvtier.tiers.errors import ConfigError, FingerprintMismatch, FormatError, K
 from kvtier.tiers.hierarchy import demote
 from kvtier.tiers.hierarchy.cache_tiers import Pending
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy
-from kvtier.tiers.hierarchy.settings import HierarchySettings
+from kvtier.tiers.hierarchy.lower_tier import HierarchySettings
 from kvtier.tiers.naming.chain import TokenChain
 from kvtier.tiers.tier import ChainHash, Outcome
 

@@ -27,24 +27,21 @@ from kvtier import __version__
 from kvtier.cli import checks_cli
 from kvtier.service.command_line import Exit
 from kvtier.service.doctor import doctor
+from kvtier.service.doctor import doctor as doctor_checks
 from kvtier.service.doctor import memory as doctor_memory
-from kvtier.service.doctor import refused as doctor_refused
-from kvtier.service.doctor.copies import check_copies
-from kvtier.service.doctor.doctor import check_engines, check_hashes, check_lossy, check_socket
+from kvtier.service.doctor.doctor import check_copies, check_engines, check_hashes, check_lossy, check_socket
 from kvtier.service.doctor.memory import check_files, check_gpu, check_huge_pages, check_room, check_tunable, read_gpu
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.config.sections import FileConfig
-from kvtier.tiers.copies.copy_ways import CopyChoice
-from kvtier.tiers.copies.kept_choices import ChoiceKey, KeptChoices
-from kvtier.tiers.file import doctor as doctor_disk
+from kvtier.tiers.copies.copy_ways import ChoiceKey, CopyChoice, KeptChoices
 from kvtier.tiers.file import opening as file_tier
 from kvtier.tiers.file import slab
-from kvtier.tiers.file.doctor import DiskRates, check_disk, check_key, check_naming
+from kvtier.tiers.file.opening import DiskRates, check_disk, check_key, check_naming
 from kvtier.tiers.file.store import FileStore
 from kvtier.tiers.finding import Finding, Status, ok, warning
-from kvtier.tiers.host.surroundings import limits
-from kvtier.tiers.redis import doctor as redis_doctor
-from kvtier.tiers.redis.doctor import check_redis
+from kvtier.tiers.host.limits import limits
+from kvtier.tiers.redis import opening as redis_tier
+from kvtier.tiers.redis.opening import check_redis
 
 OK, WARNING, ERROR = Status.OK, Status.WARNING, Status.ERROR
 needs_redis = pytest.mark.skipif(NO_REDIS is not None, reason=str(NO_REDIS))
@@ -184,7 +181,7 @@ import resource
 resource.setrlimit(resource.RLIMIT_MEMLOCK, (1 << 20, 1 << 20))
 from kvtier.service.doctor.memory import check_memlock
 from kvtier.tiers.config.config import Config
-from kvtier.tiers.host.surroundings import limits
+from kvtier.tiers.host.limits import limits
 for size, pin, has_gpu, is_privileged in (
     ("1GiB", True, True, False), ("512KiB", True, True, False), ("1GiB", True, True, True),
     ("1GiB", False, True, False), ("1GiB", True, False, False),
@@ -312,9 +309,9 @@ def test_which_way_copies_go(tmp_path: Path) -> None:
 
 
 def test_a_directory_that_is_well_or_not_there_yet(disk_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor_disk, "_SECONDS", 0.1)
-    monkeypatch.setattr(doctor_disk, "_PATIENCE", 60.0)
-    monkeypatch.setattr(doctor_disk, "_SLOW", 0.0)  # a busy machine is no failure here
+    monkeypatch.setattr(file_tier, "_SECONDS", 0.1)
+    monkeypatch.setattr(file_tier, "_PATIENCE", 60.0)
+    monkeypatch.setattr(file_tier, "_SLOW", 0.0)  # a busy machine is no failure here
     for path in (disk_dir, disk_dir / "made" / "later"):
         findings = check_disk(disk(path, "64MiB"))
         assert statuses(findings) == {"free space": OK, "O_DIRECT": OK, "disk rate": OK}
@@ -324,16 +321,16 @@ def test_a_directory_that_is_well_or_not_there_yet(disk_dir: Path, monkeypatch: 
 
 
 def test_too_little_room(disk_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor_disk, "_SECONDS", 0.05)
+    monkeypatch.setattr(file_tier, "_SECONDS", 0.05)
     (room, *_) = check_disk(disk(disk_dir, "1PiB"))
     assert (room.check, room.status) == ("free space", ERROR)
     assert "[file] size 1PiB" in room.found
     # What slabs take already counts as room.
     store = FileStore.open(disk_dir, bytes(32), slot_bytes=4096, block_size=4, size=32 << 20, mode="buffered")
     store.close()
-    assert doctor_disk._check_room(disk(disk_dir, "32MiB"), 1 << 20).status is OK
+    assert file_tier._check_room(disk(disk_dir, "32MiB"), 1 << 20).status is OK
     # Where a slab is there already, a start is not refused: it stays as it is.
-    assert doctor_disk._check_room(disk(disk_dir, "64MiB"), 1 << 20).status is WARNING
+    assert file_tier._check_room(disk(disk_dir, "64MiB"), 1 << 20).status is WARNING
 
 
 def test_slabs_of_another_naming_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -396,14 +393,14 @@ def test_what_is_no_directory(tmp_path: Path) -> None:
 
 def test_a_slow_disk_one_without_direct_io_and_one_that_hangs(disk_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = disk(disk_dir, "64MiB")
-    judge = doctor_disk._judge
+    judge = file_tier._judge
     assert statuses(judge(DiskRates(2e9, 1.5e9, True), config)) == {"O_DIRECT": OK, "disk rate": OK}
     assert statuses(judge(DiskRates(2e9, 0.1e9, False), config)) == {"O_DIRECT": WARNING, "disk rate": WARNING}
     assert judge(DiskRates(2e9, 2e9, False), config.model_copy(update={"mode": "buffered"}))[0].status is OK
     # Hung: the doctor waits so long and no longer.
-    monkeypatch.setattr(doctor_disk, "_PATIENCE", 0.1)
+    monkeypatch.setattr(file_tier, "_PATIENCE", 0.1)
     gate = threading.Event()
-    monkeypatch.setattr(doctor_disk, "_measure", lambda directory, span, moved: gate.wait(10))
+    monkeypatch.setattr(file_tier, "_measure", lambda directory, span, moved: gate.wait(10))
     findings = check_disk(config)
     gate.set()
     assert findings[-1].status is ERROR
@@ -416,8 +413,8 @@ def test_a_slow_disk_one_without_direct_io_and_one_that_hangs(disk_dir: Path, mo
             moved()
         return DiskRates(2e9, 1e8, True)
 
-    monkeypatch.setattr(doctor_disk, "_PATIENCE", 1.5)
-    monkeypatch.setattr(doctor_disk, "_measure", slow)
+    monkeypatch.setattr(file_tier, "_PATIENCE", 1.5)
+    monkeypatch.setattr(file_tier, "_measure", slow)
     assert check_disk(config)[-1].found == "write 2.00 GB/s, read 0.10 GB/s"
 
 
@@ -425,7 +422,7 @@ def test_a_disk_that_refuses(disk_dir: Path, monkeypatch: pytest.MonkeyPatch) ->
     def refuses(directory: Path, span: int, moved: Callable[[], None]) -> DiskRates:
         raise OSError(30, "Read-only file system")
 
-    monkeypatch.setattr(doctor_disk, "_measure", refuses)
+    monkeypatch.setattr(file_tier, "_measure", refuses)
     finding = check_disk(disk(disk_dir, "1MiB"))[-1]
     assert (finding.check, finding.status) == ("disk rate", ERROR)
     assert "Read-only file system" in finding.found
@@ -476,11 +473,11 @@ def test_pages_that_answer_byte_by_byte_are_not_waited_for(monkeypatch: pytest.M
                 client.sendall(b" ")
                 sent.append(number)
 
-    monkeypatch.setattr(doctor_refused, "_ANSWER", 0.5)
+    monkeypatch.setattr(doctor_checks, "_ANSWER", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as pages:
         dripping = threading.Thread(target=drips)
         dripping.start()
-        assert doctor_refused._status(f"127.0.0.1:{pages.getsockname()[1]}") is None
+        assert doctor_checks._status(f"127.0.0.1:{pages.getsockname()[1]}") is None
         dripping.join(60)
     assert 0 < len(sent) < 3000
 
@@ -624,5 +621,5 @@ def test_a_valkey_is_called_so() -> None:
             }
             return sections.get(section, {})
 
-    (finding,) = redis_doctor._check_data(Client(), "redis here", by_expiry=False)
+    (finding,) = redis_tier._check_data(Client(), "redis here", by_expiry=False)
     assert finding == ok("redis here", "Valkey 8.1.0, maxmemory 8 GiB, allkeys-lfu")

@@ -8,7 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from server_rig import MODEL, ServerThread, tokenizer
 
 import kvtier
-from kvtier.service.engine.ignored_fields import OTHER, IgnoredFields
+from kvtier.service.engine.loop import OTHER, IgnoredFields
 
 CHAT: dict[str, Any] = {"model": MODEL, "max_tokens": 1, "messages": [{"role": "user", "content": "hi"}]}
 

@@ -12,7 +12,7 @@ from kvtier.connector.models import ToolCalls
 from kvtier.engine.ending import answered_of
 from kvtier.engine.sequence import FinishReason
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy
-from kvtier.tiers.returns import Hint, RequestEnd
+from kvtier.tiers.reuse import Hint, RequestEnd
 
 PROMPT = "What is the weather in Rome, and should I take an umbrella along?"
 ASK: dict[str, Any] = {"model": MODEL, "temperature": 0}

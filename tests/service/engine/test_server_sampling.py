@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from server_rig import MODEL, ServerThread, serving, tokenizer
 
-from kvtier.service.openai.token_texts import TokenTexts
+from kvtier.service.openai.prompts import TokenTexts
 
 PROMPT = "How likely is each of these tokens, and which others might have come?"
 ASK: dict[str, Any] = {"model": MODEL, "max_tokens": 6, "temperature": 0, "extra_body": {"ignore_eos": True}}

@@ -5,7 +5,7 @@ import random
 import pytest
 from server_rig import tokenizer
 
-from kvtier.service.engine.text import AnswerText
+from kvtier.service.engine.completion import AnswerText
 from kvtier.service.openai.prompts import Detokenizer
 
 TOKENIZER = tokenizer()

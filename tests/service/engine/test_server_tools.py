@@ -8,10 +8,10 @@ import pytest
 from server_rig import MODEL, TEMPLATE, ServerThread, save_checkpoint, serving, tokenizer, wait_for
 
 from kvtier.engine.sequence import SampledToken
-from kvtier.service.engine.calling import form_of
+from kvtier.service.engine.request_parser import form_of
 from kvtier.service.openai.prompts import Prompts
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy
-from kvtier.tiers.returns import Hint, RequestEnd
+from kvtier.tiers.reuse import Hint, RequestEnd
 
 TOOL: dict[str, Any] = {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
 ASK: dict[str, Any] = {"model": MODEL, "tools": [{"type": "function", "function": TOOL}], "max_tokens": 200}

@@ -9,8 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvtier.service.events.announced import MAX_RUN, AnnouncedBlocks
 from kvtier.service.events.prefix_index import PrefixIndex, prompt_hashes
+from kvtier.service.events.publisher import MAX_RUN, AnnouncedBlocks
 from kvtier.service.events.wire import (
     BlockRemoved,
     BlockStored,
@@ -22,7 +22,7 @@ from kvtier.service.events.wire import (
     external_hash,
     namespace_of,
 )
-from kvtier.tiers.hierarchy.events import Removed, Stored
+from kvtier.tiers.hierarchy.hierarchy import Removed, Stored
 from kvtier.tiers.kinds import TIERS
 from kvtier.tiers.naming.chain import TokenChain, root_hash
 from kvtier.tiers.tier import BlockRecord

@@ -14,11 +14,9 @@ from event_rig import until
 from extent import brief
 from node_rig import free_port
 
-from kvtier.service.events.announced import AnnouncedBlocks
-from kvtier.service.events.consumer import EventConsumer
+from kvtier.service.events.consumer import END, EventConsumer, NumberedBatch
 from kvtier.service.events.prefix_index import PrefixIndex, prompt_hashes
-from kvtier.service.events.publisher import MAX_BATCH_BYTES, Publisher, _parts
-from kvtier.service.events.sequence import END, NumberedBatch
+from kvtier.service.events.publisher import MAX_BATCH_BYTES, AnnouncedBlocks, Publisher, _parts
 from kvtier.service.events.wire import (
     MAX_PAYLOAD,
     AllBlocksCleared,
@@ -32,7 +30,7 @@ from kvtier.service.events.wire import (
 )
 from kvtier.tiers.config.sections import EventsConfig
 from kvtier.tiers.errors import ConfigError
-from kvtier.tiers.hierarchy.events import Removed, Stored
+from kvtier.tiers.hierarchy.hierarchy import Removed, Stored
 from kvtier.tiers.naming.chain import TokenChain, root_hash
 from kvtier.tiers.tier import BlockRecord
 

@@ -20,7 +20,7 @@ from kvtier.service.events.publisher import Publisher
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.config.sections import EventsConfig
 from kvtier.tiers.errors import ConfigError
-from kvtier.tiers.hierarchy.events import Stored
+from kvtier.tiers.hierarchy.hierarchy import Stored
 from kvtier.tiers.naming.chain import TokenChain, root_hash
 from kvtier.tiers.tier import BlockRecord
 

@@ -5,7 +5,7 @@ from extent import brief
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier.service.events.sequence import END, MAX_HELD, ForgetAll, NumberedBatch, Sequencer, Step
+from kvtier.service.events.consumer import END, MAX_HELD, ForgetAll, NumberedBatch, Sequencer, Step
 from kvtier.tiers.errors import FormatError
 
 

@@ -21,7 +21,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "rigs")]
 from doubles import chain_of  # noqa: E402
 from service_rig import ask, attach, drops, fill, load, records, store, wanted  # noqa: E402
 
-from kvtier.connector.daemon.attachment import join  # noqa: E402
+from kvtier.connector.daemon.link import join  # noqa: E402
 from kvtier.connector.daemon.messages import Reserve, Seal  # noqa: E402
 from kvtier.connector.daemon.wire import pack_request  # noqa: E402
 from kvtier.tiers.config.config import Config  # noqa: E402

@@ -46,8 +46,8 @@ from service_rig import (
 )
 from service_rig import attach as attach_client
 
+from kvtier.connector.daemon.client import RemoteTiers
 from kvtier.connector.daemon.messages import Ask, Holds
-from kvtier.connector.daemon.remote import RemoteTiers
 from kvtier.connector.daemon.wire import pack_frame, pack_request
 from kvtier.service.node.daemon import _TICK, Daemon
 from kvtier.service.node.listener import Listener

@@ -9,11 +9,11 @@ from service_rig import Attach, DaemonThread, Serve, store, verify
 
 from kvtier.connector.back import Back
 from kvtier.connector.both_ends import BothEndsSide
+from kvtier.connector.daemon.client import RemoteTiers
 from kvtier.connector.daemon.messages import Ask
-from kvtier.connector.daemon.remote import RemoteTiers
 from kvtier.tiers.hierarchy.cache_tiers import PENDING, Claim, Ends
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy
-from kvtier.tiers.hierarchy.rates import Rates
+from kvtier.tiers.hierarchy.lower_tier import Rates
 from kvtier.tiers.pool.core import Lease
 
 NUM_BLOCKS = 100

@@ -21,8 +21,8 @@ from service_rig import (
     verify,
 )
 
+from kvtier.connector.daemon.client import RemoteTiers
 from kvtier.connector.daemon.messages import Ask, News, Reserve, Seal
-from kvtier.connector.daemon.remote import RemoteTiers
 from kvtier.connector.daemon.wire import MAX_FRAME, FrameReader, pack_request, unpack_reply
 from kvtier.connector.scheduler import SchedulerSide
 from kvtier.tiers.hierarchy.cache_tiers import PENDING, Claim, Wanted

@@ -13,7 +13,7 @@ from node_rig import free_port
 from redis_rig import NO_REDIS, standalone
 from service_rig import FINGERPRINT, DaemonProcess, attach, load, store
 
-from kvtier.connector.daemon.remote import RemoteTiers
+from kvtier.connector.daemon.client import RemoteTiers
 from kvtier.service.events.consumer import EventConsumer
 from kvtier.service.events.prefix_index import PrefixIndex, prompt_hashes
 from kvtier.service.events.wire import namespace_of, topic_of

@@ -12,7 +12,7 @@ from service_rig import DaemonProcess, attached, patient
 from small_engines import KEEP
 from tiny_models import config_of
 
-from kvtier.connector.daemon.remote import RemoteTiers
+from kvtier.connector.daemon.client import RemoteTiers
 from kvtier.connector.local import LocalConnector
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.llm import Engine

@@ -7,10 +7,10 @@ from doubles import SLOT_BYTES, FakeClock, MemoryTier, chain_of, hierarchy_of, w
 from doubles import store as store_local
 from service_rig import Attach, DaemonThread, Serve, ask, load, misses, store, verify
 
-from kvtier.connector.daemon.remote import RemoteTiers
+from kvtier.connector.daemon.client import RemoteTiers
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.hierarchy.cache_tiers import PENDING
-from kvtier.tiers.hierarchy.settings import HierarchySettings
+from kvtier.tiers.hierarchy.lower_tier import HierarchySettings
 from kvtier.tiers.tier import Outcome
 
 CHECKED = Outcome.CHECKSUM

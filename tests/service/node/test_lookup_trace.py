@@ -15,12 +15,12 @@ from typing import Any, TypeVar
 import pytest
 from doubles import FakeClock, chain_of
 
-from kvtier.service.node.lookup_trace import TraceCounts, TraceRecorder
+from kvtier.service.node.lookups import TraceCounts, TraceRecorder
+from kvtier.service.traces.forms import TraceLine
 from kvtier.service.traces.reading import read_trace
-from kvtier.service.traces.trace_line import TraceLine
 from kvtier.service.web.loop_file import LoopFile
 from kvtier.tiers.errors import ConfigError, FormatError
-from kvtier.tiers.returns.ends import Hint, RequestEnd
+from kvtier.tiers.reuse.ends import Hint, RequestEnd
 
 T = TypeVar("T")
 

@@ -11,10 +11,9 @@ import pytest
 from doubles import BLOCK_SIZE
 from service_rig import FINGERPRINT, Attach, DaemonThread, ask, load, store, store_tail, where
 
-from kvtier.service.node.exposition import exposition
 from kvtier.service.node.memory_use import MemoryUse
-from kvtier.service.node.pins import Pins
-from kvtier.service.node.status import status
+from kvtier.service.node.operators import Pins
+from kvtier.service.node.status import exposition, status
 from kvtier.tiers import room
 from kvtier.tiers.file import file_io, slab_rows
 from kvtier.tiers.file.file_io import FileIO

@@ -9,11 +9,11 @@ from doubles import BLOCK_SIZE, SLOT_BYTES
 from http_rig import ServedDaemon, ServePages
 from service_rig import FINGERPRINT, Attach, store
 
-from kvtier.connector.daemon.remote import RemoteTiers
+from kvtier.connector.daemon.client import RemoteTiers
 from kvtier.service.node.memory_use import MemoryUse, Tenants, use_of
 from kvtier.tiers.hierarchy.cache_tiers import Wanted
-from kvtier.tiers.lineage import Lineage
 from kvtier.tiers.naming.chain import TokenChain, root_hash
+from kvtier.tiers.tier import Lineage
 
 ROOT = root_hash(FINGERPRINT)
 TEAM = root_hash(FINGERPRINT, cache_salt="team")

@@ -3,8 +3,7 @@
 import pytest
 
 from kvtier.connector.daemon.wire import OPERATIONS, OperationRow, handlers_of
-from kvtier.service.node.holdings import Holdings
-from kvtier.service.node.session import Session
+from kvtier.service.node.session import Holdings, Session
 
 
 @pytest.mark.parametrize("row", OPERATIONS, ids=lambda row: row.message.__name__)

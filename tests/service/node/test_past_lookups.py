@@ -5,8 +5,8 @@ from doubles import FakeClock, chain_of, wait_until
 from http_rig import ServePages
 from service_rig import Attach, load, store
 
-from kvtier.service.node import past_lookups
-from kvtier.service.node.past_lookups import OptimumSoFar, PastLookups
+from kvtier.service.node import lookups
+from kvtier.service.node.lookups import OptimumSoFar, PastLookups
 
 
 def look(past: PastLookups, capacity: int) -> OptimumSoFar:
@@ -54,7 +54,7 @@ def test_it_is_bounded_in_time_blocks_and_what_waits(monkeypatch: pytest.MonkeyP
     clock.advance(3601)
     past.take_in()
     assert past.look(8) is None
-    monkeypatch.setattr(past_lookups, "_MOST_WAITING", 6)
+    monkeypatch.setattr(lookups, "_MOST_WAITING", 6)
     for _ in range(4):
         past.looked_up(chain_of(4).hashes, 0, 0)
     assert past.num_dropped == 2
@@ -68,9 +68,9 @@ def test_it_is_bounded_in_time_blocks_and_what_waits(monkeypatch: pytest.MonkeyP
 def test_a_daemon_tells_what_was_possible(
     kept: int, monkeypatch: pytest.MonkeyPatch, serve_pages: ServePages, attach: Attach
 ) -> None:
-    monkeypatch.setattr(past_lookups, "_TICK", 0.05)
-    monkeypatch.setattr(past_lookups, "_PAUSE", 0.05)
-    monkeypatch.setattr(past_lookups, "_RARELY", 0.0)
+    monkeypatch.setattr(lookups, "_TICK", 0.05)
+    monkeypatch.setattr(lookups, "_PAUSE", 0.05)
+    monkeypatch.setattr(lookups, "_RARELY", 0.0)
     daemon = serve_pages(host={"size": 1 << 20}, service={"kept_lookups": kept})
     tiers, chain = attach(), chain_of(6)
     load(tiers, chain_of(6, first_token=1000))  # in vain

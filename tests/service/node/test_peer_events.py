@@ -19,17 +19,14 @@ from kvtier.service.events.publisher import Publisher
 from kvtier.service.events.wire import AllBlocksCleared
 from kvtier.tiers.config.sections import EventsConfig
 from kvtier.tiers.hierarchy.cache_tiers import Attribution
-from kvtier.tiers.hierarchy.events import Removed, Stored
-from kvtier.tiers.hierarchy.hierarchy import Hierarchy
-from kvtier.tiers.hierarchy.lower_tier import PortSettings, TierPort
-from kvtier.tiers.hierarchy.rates import Rates
-from kvtier.tiers.hierarchy.settings import HierarchySettings
+from kvtier.tiers.hierarchy.hierarchy import Hierarchy, Removed, Stored
+from kvtier.tiers.hierarchy.lower_tier import HierarchySettings, PortSettings, Rates, TierPort
 from kvtier.tiers.host.host import HostRegion, HostTier
 from kvtier.tiers.metrics import Metrics
 from kvtier.tiers.naming.chain import TokenChain
-from kvtier.tiers.peers import announced, wire
 from kvtier.tiers.peers import following as following_module
-from kvtier.tiers.peers.events_at import EventsAt
+from kvtier.tiers.peers import wire
+from kvtier.tiers.peers.link import EventsAt
 from kvtier.tiers.peers.store import PeersStore
 from kvtier.tiers.tier import BlockRecord, Outcome
 
@@ -117,11 +114,11 @@ def test_blocks_of_several_peers_and_of_the_one_that_has_to_be_asked(key: Path, 
         assert count(tier, "questions") == 1
         assert read(tier, CHAIN) == [Outcome.OK] * 8
         # The longest run is one flight.
-        wait_until(lambda: [node.lender.counts["blocks"] for node in made] == [0, 5, 3])
+        wait_until(lambda: [node.peer_server.counts["blocks"] for node in made] == [0, 5, 3])
 
 
 def test_a_late_hint_is_a_miss_and_given_once(key: Path, node: TellingNode, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(announced, "_DOUBT", 1.0)
+    monkeypatch.setattr(following_module, "_DOUBT", 1.0)
     store(node.hierarchy, CHAIN)
     node.tell()
     with following(key, node.address) as tier:
@@ -142,7 +139,7 @@ def test_a_late_hint_is_a_miss_and_given_once(key: Path, node: TellingNode, monk
 def test_a_peer_whose_events_lie_costs_some_misses_and_is_then_asked(key: Path, made: list[TellingNode]) -> None:
     made += [TellingNode(key, CHAIN, slots=64), TellingNode(key, CHAIN)]
     liar, honest = made
-    chains = [chain_of(2, first_token=1000 * i) for i in range(announced.MAX_DOUBTS)]
+    chains = [chain_of(2, first_token=1000 * i) for i in range(following_module.MAX_DOUBTS)]
     for chain in chains:  # it has none of them
         records = [BlockRecord(name, chain.parent(i), chain.block_tokens(i), 0) for i, name in enumerate(chain.hashes)]
         liar.publisher.announce(FINGERPRINT, [Stored("l2", tuple(records))])
@@ -154,7 +151,7 @@ def test_a_peer_whose_events_lie_costs_some_misses_and_is_then_asked(key: Path, 
         for chain in chains:
             assert read(tier, chain) == [Outcome.EVICTED] * 2
             assert tier.lookup(chain.hashes) == 0
-        assert count(tier, "hints_wrong") == announced.MAX_DOUBTS
+        assert count(tier, "hints_wrong") == following_module.MAX_DOUBTS
         # Its events count no more. What it really has is found by asking it.
         fresh = chain_of(2, first_token=80_000)
         store(liar.hierarchy, fresh)
@@ -291,7 +288,7 @@ def test_a_peer_that_is_gone_is_not_believed_though_its_events_were_live(key: Pa
     node.tell()
     with following(key, node.address) as tier:
         wait_until(lambda: tier.lookup(CHAIN.hashes) == 8)
-        node.lender.close()  # its publisher still answers
+        node.peer_server.close()  # its publisher still answers
         assert read(tier, CHAIN) == [Outcome.IO_ERROR] * 8
         assert (tier.lookup(CHAIN.hashes), tier.holds(CHAIN.hashes), tier.locate(CHAIN.hashes)) == (0, [False] * 8, 0)
 
@@ -332,7 +329,7 @@ def test_an_address_that_is_none_is_no_reason_to_fail(key: Path, node: TellingNo
     store(node.hierarchy, CHAIN)
     node.model.events = lambda: at
     with following(key, node.address) as tier:
-        wait_until(lambda: node.lender.counts["welcomed"] >= 1)
+        wait_until(lambda: node.peer_server.counts["welcomed"] >= 1)
         assert tier.locate(CHAIN.hashes) == 8
         assert read(tier, CHAIN) == [Outcome.OK] * 8
         assert count(tier, "sure") == 0

@@ -8,7 +8,7 @@ from event_rig import until
 from http_rig import MODEL, ServedDaemon, ServePages
 from service_rig import FINGERPRINT, Attach, attached, load, store
 
-from kvtier.connector.daemon.remote import RemoteTiers
+from kvtier.connector.daemon.client import RemoteTiers
 from kvtier.service.node.namespaces import Namespace
 from kvtier.tiers.naming.chain import TokenChain, root_hash
 

@@ -12,8 +12,8 @@ from service_rig import FINGERPRINT, attach
 from kvtier.connector.daemon import versions
 from kvtier.connector.daemon.handshake import Hello, Peer
 from kvtier.connector.daemon.wire import pack_frame
-from kvtier.service.doctor.refused import check_refused
-from kvtier.service.node.refusals import Refusals
+from kvtier.service.doctor.doctor import check_refused
+from kvtier.service.node.health import Refusals
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.finding import Status
 

@@ -7,8 +7,8 @@ from doubles import BLOCK_SIZE, chain_of, wait_until
 from http_rig import ServedDaemon, ServePages
 from service_rig import Attach, load, store
 
-from kvtier.service.node.savings import Savings
-from kvtier.tiers.hierarchy.rates import Rates
+from kvtier.service.node.served_tiers import Savings
+from kvtier.tiers.hierarchy.lower_tier import Rates
 
 
 def test_seconds_are_those_of_the_rate_that_is_known() -> None:

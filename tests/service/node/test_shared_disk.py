@@ -10,7 +10,7 @@ from fault_rig import rest
 from service_rig import Attach, DaemonThread, load, store, where
 from service_rig import attach as attach_client
 
-from kvtier.connector.daemon.remote import RemoteTiers
+from kvtier.connector.daemon.client import RemoteTiers
 from kvtier.tiers.file.file_io import FileIO
 
 GIB = 1 << 30

@@ -19,7 +19,7 @@ from service_rig import Attach, load, store
 
 from kvtier.service.node import served_tiers
 from kvtier.service.node.memory_use import MemoryUse
-from kvtier.service.observe import dashboard
+from kvtier.service.observe import live_page
 from kvtier.tiers.errors import TierUnavailable
 from kvtier.tiers.kinds import tier_captions
 
@@ -102,7 +102,7 @@ def chromium() -> Iterator[Browser]:
 @pytest.fixture(autouse=True)
 def _hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """A status three times a second, where it is one of this process."""
-    monkeypatch.setattr(dashboard, "_PERIOD", 0.3)
+    monkeypatch.setattr(live_page, "_PERIOD", 0.3)
 
 
 @pytest.fixture
@@ -217,7 +217,7 @@ def test_a_daemon_without_a_lower_tier_says_how_to_have_one(
 def test_a_page_that_is_opened_late_shows_what_was_before(
     page: Browser, disk_dir: Path, monkeypatch: pytest.MonkeyPatch, serve_pages: ServePages, attach: Attach
 ) -> None:
-    monkeypatch.setattr(dashboard, "PERIOD", 0.2)
+    monkeypatch.setattr(live_page, "PERIOD", 0.2)
     daemon = serve_pages(host={"size": 1 << 20})
     tiers = attach()
 
@@ -423,7 +423,7 @@ def test_a_status_that_cannot_be_had_is_said(page: Browser) -> None:
 
 
 def test_too_many_pages_are_told_so_and_wait(chromium: Browser, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dashboard, "_MAX_WATCHERS", 1)
+    monkeypatch.setattr(live_page, "_MAX_WATCHERS", 1)
     with ServedStatus(lambda: ROUTER) as served:
         with served.watch() as first:
             lines = first.iter_lines()
@@ -525,10 +525,10 @@ def test_however_many_look_it_is_asked_once_and_nobody_is_not_asked_for() -> Non
 
 
 def test_a_reader_who_takes_nothing_loses_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dashboard, "_PERIOD", 0.01)
-    monkeypatch.setattr(dashboard, "_MAX_WATCHERS", 1)
-    monkeypatch.setattr(dashboard, "_LIFE", 1.0)
-    monkeypatch.setattr(dashboard, "_PATIENCE", 0.5)
+    monkeypatch.setattr(live_page, "_PERIOD", 0.01)
+    monkeypatch.setattr(live_page, "_MAX_WATCHERS", 1)
+    monkeypatch.setattr(live_page, "_LIFE", 1.0)
+    monkeypatch.setattr(live_page, "_PATIENCE", 0.5)
     with ServedStatus(lambda: {"much": "x" * 1_000_000}) as served:
         host, _, port = served.url.removeprefix("http://").rstrip("/").rpartition(":")
         with sockets.create_connection((host, int(port)), timeout=60) as connection:

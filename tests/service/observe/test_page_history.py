@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from kvtier.service.observe.page_history import PageHistory
+from kvtier.service.observe.live_page import PageHistory
 
 
 def series(history: PageHistory) -> dict[tuple[str, ...], Any]:

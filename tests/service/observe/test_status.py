@@ -16,7 +16,6 @@ from service_rig import Attach, DaemonProcess, load, store
 
 from kvtier.service.observe import DaemonStatus, EngineStatus, RouterStatus, summary
 from kvtier.service.observe.statuses import StatusPart
-from kvtier.service.router import summary as router_summary
 from kvtier.tiers.errors import FormatError
 
 
@@ -95,7 +94,7 @@ def test_a_daemons(home: Path, disk_dir: Path, attach: Attach) -> None:
     assert list(keys_of(page, DAEMON)) == DAEMON
     # It is read as it was written, and shown.
     assert DaemonStatus.parse(page).as_json() == page
-    assert "1 connected" in summary.page(DaemonStatus.parse(page))
+    assert "1 connected" in summary.daemon_page(DaemonStatus.parse(page))
 
 
 def test_an_engines(tmp_path: Path) -> None:
@@ -114,7 +113,7 @@ def test_a_routers() -> None:
             page = router.status()
     assert list(keys_of(page, ROUTER)) == ROUTER
     assert RouterStatus.parse(page).as_json() == page
-    assert "1 of 1 replicas up" in router_summary.page(RouterStatus.parse(page))
+    assert "1 of 1 replicas up" in summary.router_page(RouterStatus.parse(page))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from extent import brief
 from server_rig import tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from kvtier.service.openai.chat_turns import chat_of
+from kvtier.service.openai.chat import chat_of
 from kvtier.service.openai.errors import OpenAIError
 from kvtier.service.openai.prompts import Prompts
 

@@ -10,9 +10,8 @@ from server_rig import TEMPLATE, tokenizer
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from kvtier.service.openai.bodies import ChatPrompt, CompletionPrompt
-from kvtier.service.openai.chat_turns import chat_of
+from kvtier.service.openai.chat import TokenizedPrompt, chat_of
 from kvtier.service.openai.errors import OpenAIError
-from kvtier.service.openai.pieces import TokenizedPrompt
 from kvtier.service.openai.prompts import Prompts
 
 DOCUMENTS = ["The first document.", "  <|end|> another,\n\nwith odd é😀 ends\t", "The third."]

@@ -10,7 +10,7 @@ from server_rig import tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from kvtier.service.openai.bodies import ChatPrompt, CompletionPrompt
-from kvtier.service.openai.chat_turns import chat_of
+from kvtier.service.openai.chat import chat_of
 from kvtier.service.openai.errors import OpenAIError
 from kvtier.service.openai.prompts import Prompts
 from kvtier.tiers.errors import ConfigError

@@ -11,10 +11,9 @@ from event_rig import until
 from node_rig import free_port
 
 from kvtier.service.events.publisher import Publisher
-from kvtier.service.ray.asked import EngineRequest
-from kvtier.service.ray.ranking import Queue, ReplicaRanking
+from kvtier.service.ray.ranking import EngineRequest, Queue, ReplicaRanking
 from kvtier.tiers.config.sections import EventsConfig
-from kvtier.tiers.hierarchy.events import Stored
+from kvtier.tiers.hierarchy.hierarchy import Stored
 from kvtier.tiers.naming.chain import TokenChain, root_hash
 from kvtier.tiers.tier import BlockRecord
 

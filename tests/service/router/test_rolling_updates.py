@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 from router_rig import MODEL, RoutedReplicas, ToldReplica, replicas, routed, until
 
-from kvtier.service.router.replica_profile import ReplicaProfile
-from kvtier.service.router.replicas import ProbeSettings, Replica, ReplicaState
-from kvtier.service.router.spec import Publishers, ReplicaSpec
-from kvtier.service.router.versions import LivingVersions
+from kvtier.service.router.fleet import LivingVersions
+from kvtier.service.router.replica_list import Publishers, ReplicaSpec
+from kvtier.service.router.replicas import ProbeSettings, Replica, ReplicaProfile, ReplicaState
 
 OLD = MODEL
 NEW = {**MODEL, "kvtier": {"block_size": 8, "fingerprint": "cd" * 32}}
@@ -69,7 +68,7 @@ def test_one_replica_after_the_other_where_it_is(caplog: pytest.LogCaptureFixtur
 
 def test_new_ones_come_before_old_ones_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # As Kubernetes' Deployments do it: other addresses, and for a while more replicas than there are to be.
-    monkeypatch.setattr("kvtier.service.router.lists._EVERY", 0.05)
+    monkeypatch.setattr("kvtier.service.router.replica_list._EVERY", 0.05)
     listed = tmp_path / "replicas"
     with replicas(4, OLD, OLD, NEW, NEW) as fleet:
         listed.write_text("\n".join(each.url for each in fleet[:2]))
@@ -128,7 +127,7 @@ def test_each_model_is_served_by_those_who_have_it() -> None:
 
 
 def test_as_many_conversations_are_remembered_as_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtier.service.router.versions._REMEMBERED", 3)
+    monkeypatch.setattr("kvtier.service.router.fleet._REMEMBERED", 3)
     replica = Replica(ReplicaSpec("h", 1), ProbeSettings(1.0, 1.0), lambda _, __: None)
     replica.state = ReplicaState.UP
     versions = LivingVersions()

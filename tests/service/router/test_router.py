@@ -24,7 +24,7 @@ from openai import OpenAI
 from router_rig import MODEL, PATIENCE, RoutedReplicas, ToldReplica, replicas, routed, until
 from service_rig import end_child, environment
 
-from kvtier.service.router.spec import parse_replicas
+from kvtier.service.router.replica_list import parse_replicas
 from kvtier.tiers.errors import ConfigError
 
 Pair = tuple[ToldReplica, ToldReplica]

@@ -17,9 +17,9 @@ from kvtier.service.events.prefix_index import PrefixIndex
 from kvtier.service.events.publisher import Publisher
 from kvtier.service.events.wire import BlockRemoved, BlockStored, EventBatch, encode_batch, namespace_of
 from kvtier.service.router.holdings import VersionHoldings, joined
-from kvtier.service.router.spec import Publishers
+from kvtier.service.router.replica_list import Publishers
 from kvtier.tiers.config.sections import EventsConfig
-from kvtier.tiers.hierarchy.events import Removed, Stored
+from kvtier.tiers.hierarchy.hierarchy import Removed, Stored
 from kvtier.tiers.naming.chain import TokenChain, root_hash
 from kvtier.tiers.tier import BlockRecord
 

@@ -19,8 +19,8 @@ from node_rig import free_port
 from router_rig import MODEL, PATIENCE, RawReplica, RoutedReplicas, ToldReplica, page, replicas, routed, until
 
 from kvtier.service.router import fleet as router_fleet
-from kvtier.service.router import lists as router_lists
-from kvtier.service.router.spec import ReplicaSpec
+from kvtier.service.router import replica_list
+from kvtier.service.router.replica_list import ReplicaSpec
 from kvtier.tiers.errors import ConfigError
 
 
@@ -185,7 +185,7 @@ def test_an_authority_that_is_none_is_one_line(tmp_path: Path) -> None:
 @pytest.fixture(autouse=True)
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Look at files and replicas more often."""
-    monkeypatch.setattr(router_lists, "_EVERY", 0.05)
+    monkeypatch.setattr(replica_list, "_EVERY", 0.05)
     monkeypatch.setattr(router_fleet, "EVERY", 0.05)
 
 
@@ -251,7 +251,7 @@ def test_a_wrong_file_changes_nothing(tmp_path: Path, caplog: pytest.LogCaptureF
 
 
 def test_a_list_on_a_hung_disk_keeps_nothing_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(router_lists, "_PATIENCE", 0.2)
+    monkeypatch.setattr(replica_list, "_PATIENCE", 0.2)
     file = tmp_path / "replicas"
     with replicas(1) as (one,):
         file.write_text(one.url)

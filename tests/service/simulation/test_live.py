@@ -9,8 +9,8 @@ from _live_replay import FINGERPRINT, replay_live, simulated_beside
 from doubles import SLOT_BYTES
 from service_rig import PATIENCE, DaemonProcess
 
+from kvtier.connector.daemon.client import RemoteTiers
 from kvtier.connector.daemon.handshake import Hello
-from kvtier.connector.daemon.remote import RemoteTiers
 from kvtier.service.simulation.simulated_tiers import Capacity
 
 SLOTS = 88  # a quarter of them may wait for the slab: more than any request here stores

@@ -23,8 +23,8 @@ from service_rig import environment
 
 from kvtier.service.simulation.replay import TraceReplay, sweep
 from kvtier.service.simulation.simulated_tiers import Capacity, SimulatedTiers
+from kvtier.service.traces.forms import TraceLine
 from kvtier.service.traces.request_trace import RequestTrace, trace_of
-from kvtier.service.traces.trace_line import TraceLine
 
 SLOTS = 48
 

@@ -21,8 +21,7 @@ from starlette.types import Message, Scope
 
 from kvtier.service.admin.http_app import Pages
 from kvtier.service.web import http_server
-from kvtier.service.web.http_hosts import HostNames
-from kvtier.service.web.http_server import HttpSocket
+from kvtier.service.web.http_server import HostNames, HttpSocket
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.errors import ConfigError
 

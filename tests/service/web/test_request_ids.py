@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from kvtier.service.logs import JsonLine, LogFormat, TextLine, log_to_stderr
+from kvtier.service.command_line import JsonLine, LogFormat, TextLine, log_to_stderr
 from kvtier.service.web.http_server import HttpServer, HttpSocket
 
 _log = logging.getLogger("kvtier.test")

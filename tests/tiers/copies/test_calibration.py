@@ -12,9 +12,8 @@ import pytest
 
 from kvtier.tiers.config.environment import cache_directory
 from kvtier.tiers.config.sections import HostConfig
-from kvtier.tiers.copies.calibration import GRIDS, SIZES, Calibration, measured
-from kvtier.tiers.copies.copy_ways import DEFAULT, CopyChoice, CopyWay, CopyWays
-from kvtier.tiers.copies.kept_choices import ChoiceKey, KeptChoices
+from kvtier.tiers.copies.copy_probe import GRIDS, SIZES, Calibration, measured
+from kvtier.tiers.copies.copy_ways import DEFAULT, ChoiceKey, CopyChoice, CopyWay, CopyWays, KeptChoices
 from kvtier.tiers.metrics import Metrics
 
 KEY = ChoiceKey("NVIDIA H200", "12.8", "12.8", "14.0", "0.1.0", "own", "batch+kernel+torch")

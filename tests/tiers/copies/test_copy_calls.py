@@ -12,10 +12,10 @@ from lazy_cuda import LazyCuda, LazyDriver, pin
 
 from kvtier.connector.plan import CopyOp, StepPlan
 from kvtier.connector.worker import WorkerSide
+from kvtier.tiers.copies.block_copier import BlockCopies, BlockPart, EngineBlocks
 from kvtier.tiers.copies.copy_ways import CopyChoice, CopyWays
 from kvtier.tiers.copies.cuda_transfer import CudaCopyStream
-from kvtier.tiers.copies.engine_blocks import BlockPart, EngineBlocks
-from kvtier.tiers.copies.transfer import L1, BlockCopies
+from kvtier.tiers.copies.transfer import L1
 from kvtier.tiers.host.host import HostRegion
 
 BLOCKS, LAYERS, TOKENS, HEADS, DIM = 300, 8, 4, 2, 256

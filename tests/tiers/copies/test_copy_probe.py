@@ -11,11 +11,10 @@ from cpu_cupy import LazyCupy
 from lazy_cuda import LazyCuda, LazyDriver, Op, pin
 
 from kvtier.tiers.config.sections import HostConfig
-from kvtier.tiers.copies import calibration, copy_probe
-from kvtier.tiers.copies.copy_ways import CopyWays
+from kvtier.tiers.copies import copy_probe
+from kvtier.tiers.copies.block_copier import BlockPart, EngineBlocks
+from kvtier.tiers.copies.copy_ways import CopyWays, KeptChoices
 from kvtier.tiers.copies.cuda_transfer import CudaCopyStream
-from kvtier.tiers.copies.engine_blocks import BlockPart, EngineBlocks
-from kvtier.tiers.copies.kept_choices import KeptChoices
 from kvtier.tiers.host import host
 from kvtier.tiers.host.host import HostRegion
 from kvtier.tiers.metrics import Metrics
@@ -44,7 +43,7 @@ def scripted(op: Op) -> float:
 def cuda(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> LazyCuda:
     monkeypatch.setattr(copy_probe, "_MAX_PIECES", 16)  # every op is compared with every other
     monkeypatch.setattr(copy_probe, "_MAX_BYTES", 4 << 20)  # the script's times count, not this machine's
-    monkeypatch.setattr(calibration, "DEADLINE", 300.0)
+    monkeypatch.setattr(copy_probe, "DEADLINE", 300.0)
     monkeypatch.setattr(copy_probe, "_PATIENCE", 60.0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     cuda = LazyCuda(5, eager=0.9, cost=scripted)

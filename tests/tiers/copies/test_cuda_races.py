@@ -18,13 +18,10 @@ from cpu_cupy import LazyCupy
 from extent import brief
 from lazy_cuda import LazyCuda, LazyDriver, LazyStream, pin, ranges_of
 
-from kvtier.tiers.copies import cuda_event, cuda_transfer, direct_copies, packer, tensor_copier
-from kvtier.tiers.copies.block_copier import CopyDirection
+from kvtier.tiers.copies import cuda_transfer, packer
+from kvtier.tiers.copies.block_copier import BlockCopies, BlockPart, CopyDirection, EngineBlocks
 from kvtier.tiers.copies.copy_ways import CopyChoice, CopyWays
-from kvtier.tiers.copies.cuda_event import CudaEvent
-from kvtier.tiers.copies.cuda_transfer import CudaCopyStream
-from kvtier.tiers.copies.engine_blocks import BlockPart, EngineBlocks
-from kvtier.tiers.copies.transfer import BlockCopies
+from kvtier.tiers.copies.cuda_transfer import CudaCopyStream, CudaEvent
 from kvtier.tiers.host.host import HostRegion
 
 BLOCKS, SLOTS, LAYERS, HEADS, TOKENS, DIM = 12, 14, 4, 2, 4, 32
@@ -271,8 +268,7 @@ def _much_staging(patch: pytest.MonkeyPatch) -> None:
 
 
 def _forbidden_in_captures(patch: pytest.MonkeyPatch) -> None:
-    for module in (cuda_event, cuda_transfer):
-        patch.setattr(module, "beside_captures", lambda _: nullcontext())
+    patch.setattr(cuda_transfer, "beside_captures", lambda _: nullcontext())
 
 
 def _one_staging(patch: pytest.MonkeyPatch) -> None:
@@ -352,16 +348,15 @@ def _kernel_on_stream_0(patch: pytest.MonkeyPatch) -> None:
 
 
 def _neighbours_joined_wrongly(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(tensor_copier, "ends_of_runs", lambda slots, region: np.zeros(len(slots) - 1, bool))
+    patch.setattr(packer, "ends_of_runs", lambda slots, region: np.zeros(len(slots) - 1, bool))
 
 
 def _joined_across_pinned_pieces(patch: pytest.MonkeyPatch) -> None:
-    for module in (tensor_copier, packer):
-        patch.setattr(module, "ends_of_runs", lambda slots, region: np.diff(slots) != 1)
+    patch.setattr(packer, "ends_of_runs", lambda slots, region: np.diff(slots) != 1)
 
 
 def _batches_joined_across_pinned_pieces(patch: pytest.MonkeyPatch) -> None:
-    real = direct_copies.pieces_of
+    real = packer.pieces_of
 
     def pieces_of(direction: Any, runs: Any, blocks: Any, slots: Any, region: HostRegion) -> Any:
         pinning, region.pinning = region.pinning, None
@@ -370,7 +365,7 @@ def _batches_joined_across_pinned_pieces(patch: pytest.MonkeyPatch) -> None:
         finally:
             region.pinning = pinning
 
-    patch.setattr(tensor_copier, "pieces_of", pieces_of)
+    patch.setattr(packer, "pieces_of", pieces_of)
 
 
 def _batches_read_before_the_store_they_follow(patch: pytest.MonkeyPatch) -> None:

@@ -14,12 +14,11 @@ import torch
 from doubles import wait_until
 from lazy_cuda import LazyCuda, LazyDriver, pin
 
-from kvtier.tiers.copies import cuda_event, cuda_transfer, packer, tensor_copier
+from kvtier.tiers.copies import cuda_transfer, packer
+from kvtier.tiers.copies.block_copier import BlockCopies, BlockPart, EngineBlocks
 from kvtier.tiers.copies.copy_ways import CopyChoice, CopyWays
-from kvtier.tiers.copies.cuda_event import CudaEvent
-from kvtier.tiers.copies.cuda_transfer import CudaCopyStream
-from kvtier.tiers.copies.engine_blocks import BlockPart, EngineBlocks
-from kvtier.tiers.copies.transfer import BlockCopies, HostEvent
+from kvtier.tiers.copies.cuda_transfer import CudaCopyStream, CudaEvent
+from kvtier.tiers.copies.transfer import HostEvent
 from kvtier.tiers.host.host import HostRegion
 from kvtier.tiers.host.pinning import PinnedPieces
 
@@ -97,14 +96,13 @@ def pairs(blocks: list[int], slots: list[int], layers: tuple[int, int] | None = 
 def device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
     device = FakeDevice()
     monkeypatch.setattr(cuda_transfer, "_stream", lambda _: FakeStream(device, next(device.named)))
-    for module, name in ((cuda_transfer, "_device_event"), (cuda_event, "device_event")):
-        monkeypatch.setattr(module, name, lambda: FakeEvent(device))
+    monkeypatch.setattr(cuda_transfer, "_device_event", lambda: FakeEvent(device))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _=None: device.compute)
     monkeypatch.setattr(torch.cuda, "device", nullcontext)
     monkeypatch.setattr(torch.cuda, "stream", nullcontext)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
-    monkeypatch.setattr(tensor_copier, "LayoutKernels", no_cupy)
+    monkeypatch.setattr(packer, "LayoutKernels", no_cupy)
     return device
 
 
@@ -281,7 +279,7 @@ def test_without_a_working_compiler_blocks_are_copied_one_by_one(
         raise RuntimeError("nvrtc: error: failed to open libnvrtc-builtins.so")
 
     monkeypatch.setattr(Launches, "compile", broken)
-    monkeypatch.setattr(tensor_copier, "LayoutKernels", Launches)
+    monkeypatch.setattr(packer, "LayoutKernels", Launches)
     stream = CudaCopyStream(l1, region)
     assert "nvrtc: error" in caplog.text
     assert stream.store(pairs([3], [4])).wait(1)
@@ -381,7 +379,7 @@ def test_the_device_gets_no_copy_before_its_slots_are_pinned(device: FakeDevice,
 def test_small_pieces_go_by_kernel_and_large_ones_by_copy(
     device: FakeDevice, region: HostRegion, l1: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tensor_copier, "LayoutKernels", Launches)
+    monkeypatch.setattr(packer, "LayoutKernels", Launches)
     stream = CudaCopyStream(l1, region, ways=CopyWays(CopyChoice(torch_from=2 * BLOCK_BYTES)))
     copier: Any = stream._copier
     launches = copier.kernels

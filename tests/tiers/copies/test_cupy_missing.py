@@ -10,7 +10,7 @@ import pytest
 import torch
 from lazy_cuda import LazyCuda, pin
 
-from kvtier.tiers.copies import tensor_copier
+from kvtier.tiers.copies import packer
 from kvtier.tiers.copies.block_copier import BlockCopies
 from kvtier.tiers.copies.cuda_transfer import CudaCopyStream
 from kvtier.tiers.host.host import HostRegion
@@ -46,9 +46,9 @@ class RawKernel:
 
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    tensor_copier._say_once.cache_clear()
+    packer._say_once.cache_clear()
     yield
-    tensor_copier._say_once.cache_clear()
+    packer._say_once.cache_clear()
 
 
 @pytest.mark.parametrize("case", CUPIES)

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from kvtier.tiers.copies.device import BlockPool
-from kvtier.tiers.hierarchy.events import Removed, Stored, TierEvents
-from kvtier.tiers.naming.shape import KVShape
+from kvtier.tiers.hierarchy.hierarchy import Removed, Stored, TierEvents
+from kvtier.tiers.naming.identity import KVShape
 from kvtier.tiers.tier import BlockRecord, ChainHash
 
 pytestmark = pytest.mark.usefixtures("way")

@@ -10,14 +10,14 @@ import pytest
 import torch
 from lazy_cuda import LazyCuda, LazyDriver, LazyEvent, LazyStream, pin
 
-from kvtier.tiers.copies import tensor_copier
+from kvtier.tiers.copies import packer
 from kvtier.tiers.copies.block_copier import BlockCopies
 from kvtier.tiers.copies.copy_ways import CopyChoice, CopyWays
 from kvtier.tiers.copies.cuda_transfer import CudaCopyStream
-from kvtier.tiers.copies.device_errors import DEVICE_ERRORS, is_lasting, is_of_capture, is_out_of_memory
+from kvtier.tiers.copies.transfer import DEVICE_ERRORS, is_lasting, is_of_capture, is_out_of_memory
 from kvtier.tiers.host import host
-from kvtier.tiers.host.cuda_driver import CudaError
 from kvtier.tiers.host.host import HostRegion
+from kvtier.tiers.host.pinning import CudaError
 
 BLOCKS, LAYERS, LAYER = 8, 2, 2048
 SLOT = LAYERS * LAYER
@@ -85,7 +85,7 @@ def pairs(*numbers: int) -> BlockCopies:
 
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    monkeypatch.setattr(tensor_copier.TensorCopier, "_compiled", lambda *_: None)
+    monkeypatch.setattr(packer.TensorCopier, "_compiled", lambda *_: None)
     kept = len(host._KEPT)
     world = World(monkeypatch)
     yield world
@@ -157,7 +157,7 @@ def test_whatever_a_copy_raises_becomes_its_error(
         raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr(tensor_copier.TensorCopier, "copy", refuse)
+        patch.setattr(packer.TensorCopier, "copy", refuse)
         failed = world.stream.store(pairs(1))
     world.cuda.finish()
     assert failed.done()
@@ -201,7 +201,7 @@ def test_a_copy_that_hangs_in_the_thread_does_not_hold_up_a_close(
         begun.set()
         assert may_end.wait(60)
 
-    monkeypatch.setattr(tensor_copier.TensorCopier, "copy", hanging)
+    monkeypatch.setattr(packer.TensorCopier, "copy", hanging)
     monkeypatch.setattr(world.region, "pinning", None)
     hung, behind = world.stream.store(pairs(1)), world.stream.store(pairs(2))
     assert begun.wait(60)
@@ -218,13 +218,13 @@ def test_a_copy_that_hangs_in_the_thread_does_not_hold_up_a_close(
 def test_a_copy_waits_for_one_that_the_thread_has_yet_to_give_the_device(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    may_go_on, copy = threading.Event(), tensor_copier.TensorCopier.copy
+    may_go_on, copy = threading.Event(), packer.TensorCopier.copy
 
     def late(self: Any, direction: Any, *copies: Any, **options: Any) -> None:
         assert direction == "load" or may_go_on.wait(60)
         copy(self, direction, *copies, **options)
 
-    monkeypatch.setattr(tensor_copier.TensorCopier, "copy", late)
+    monkeypatch.setattr(packer.TensorCopier, "copy", late)
     with monkeypatch.context() as patch:
         patch.setattr(world.region, "is_pinned", lambda slots: False)
         stored = world.stream.store(pairs(1))

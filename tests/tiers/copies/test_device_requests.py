@@ -11,7 +11,7 @@ from extent import brief
 
 from kvtier.tiers.compiled import extension
 from kvtier.tiers.copies.device import BlockPool
-from kvtier.tiers.naming.shape import KVShape
+from kvtier.tiers.naming.identity import KVShape
 from kvtier.tiers.tier import ChainHash
 
 SHAPE = KVShape(num_layers=1, num_kv_heads=1, head_dim=1, block_size=2, dtype="float32")

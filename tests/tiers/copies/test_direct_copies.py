@@ -10,10 +10,9 @@ import pytest
 from extent import brief
 
 from kvtier.tiers.copies.block_copier import CopyDirection
-from kvtier.tiers.copies.direct_copies import DirectCopies, Run, pieces_of
-from kvtier.tiers.host.cuda_driver import CudaDriver
+from kvtier.tiers.copies.packer import DirectCopies, Run, pieces_of
 from kvtier.tiers.host.host import HostRegion
-from kvtier.tiers.host.pinning import PinnedPieces
+from kvtier.tiers.host.pinning import CudaDriver, PinnedPieces
 
 
 @pytest.fixture(scope="module")

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from kvtier.tiers.copies import engine_blocks
-from kvtier.tiers.copies.engine_blocks import BlockPart, EngineBlocks, PartCopier
-from kvtier.tiers.copies.transfer import BlockCopies, HostCopyStream
+from kvtier.tiers.copies import block_copier
+from kvtier.tiers.copies.block_copier import BlockCopies, BlockPart, EngineBlocks, PartCopier
+from kvtier.tiers.copies.transfer import HostCopyStream
 from kvtier.tiers.host import memory
 from kvtier.tiers.host.host import HostRegion
 
@@ -118,7 +118,7 @@ def test_groups_have_block_tables_of_their_own(tensors: list[torch.Tensor], regi
 def test_cancelled_between_batches(
     tensors: list[torch.Tensor], region: HostRegion, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_blocks, "_BATCH_BYTES", SLOT)
+    monkeypatch.setattr(block_copier, "_BATCH_BYTES", SLOT)
     asked: list[bool] = []
 
     def cancelled() -> bool:

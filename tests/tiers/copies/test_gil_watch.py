@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kvtier.tiers.copies.block_copier import BlockCopier, BlockCopies, block_bytes_view
-from kvtier.tiers.copies.gil_watch import GilWatch, num_sleeps
+from kvtier.tiers.copies.block_copier import BlockCopier, BlockCopies, GilWatch, block_bytes_view, num_sleeps
 from kvtier.tiers.host import memory
 from kvtier.tiers.host.host import HostRegion
 

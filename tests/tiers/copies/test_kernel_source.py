@@ -24,7 +24,7 @@ from layout_reference import gather_reference, scatter_reference
 
 from kvtier.tiers.copies.copy_ways import MAX_GRID
 from kvtier.tiers.copies.kernels import SOURCE, UNIT_TYPES, Canonical, Geometry, LayoutKernels
-from kvtier.tiers.naming.shape import KVLayout, KVShape
+from kvtier.tiers.naming.identity import KVLayout, KVShape
 
 RIG: Final = Path(__file__).parents[2] / "rigs" / "sanitized_kernels.cpp"
 CASES: Final = 400

@@ -18,7 +18,7 @@ from layout_reference import gather_reference, scatter_reference
 from numpy.typing import NDArray
 
 from kvtier.tiers.copies.kernels import SOURCE, THREADS, Canonical, Geometry, LayoutKernels
-from kvtier.tiers.naming.shape import KVLayout, KVShape
+from kvtier.tiers.naming.identity import KVLayout, KVShape
 
 TAKE = "#define KV_TAKE(canonical, own) "
 TALLY = f"{TAKE}per_block[blockIdx.x + gridDim.x * blockIdx.y]++, "

@@ -7,10 +7,9 @@ import pytest
 import torch
 from lazy_cuda import LazyCuda, LazyDriver, pin
 
-from kvtier.tiers.copies import tensor_copier
-from kvtier.tiers.copies.block_copier import BlockCopies
+from kvtier.tiers.copies import packer
+from kvtier.tiers.copies.block_copier import BlockCopies, BlockPart, EngineBlocks
 from kvtier.tiers.copies.cuda_transfer import CudaCopyStream
-from kvtier.tiers.copies.engine_blocks import BlockPart, EngineBlocks
 from kvtier.tiers.copies.transfer import CopyStream, HostCopyStream
 from kvtier.tiers.host.host import HostRegion
 
@@ -37,7 +36,7 @@ def make(
     if on_gpu:
         cuda.patch(monkeypatch)
         pin(region, cuda)
-        monkeypatch.setattr(tensor_copier, "LayoutKernels", lambda *_: (_ for _ in ()).throw(ImportError("no cupy")))
+        monkeypatch.setattr(packer, "LayoutKernels", lambda *_: (_ for _ in ()).throw(ImportError("no cupy")))
 
     def made(tensor: torch.Tensor) -> CopyStream:
         l1: torch.Tensor | EngineBlocks = tensor

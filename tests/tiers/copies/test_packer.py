@@ -8,8 +8,7 @@ import torch
 from extent import brief
 
 from kvtier.tiers.copies import packer
-from kvtier.tiers.copies.block_copier import BlockCopies, CopyDirection
-from kvtier.tiers.copies.engine_blocks import BlockPart, EngineBlocks, PartCopier
+from kvtier.tiers.copies.block_copier import BlockCopies, BlockPart, CopyDirection, EngineBlocks, PartCopier
 from kvtier.tiers.copies.packer import Packer
 from kvtier.tiers.host.host import HostRegion
 

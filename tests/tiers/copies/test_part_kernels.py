@@ -10,10 +10,9 @@ import pytest
 import torch
 from cpu_cupy import FakeCupy
 
-from kvtier.tiers.copies.block_copier import BlockCopies, CopyDirection
-from kvtier.tiers.copies.engine_blocks import BlockPart, EngineBlocks, PartCopier
+from kvtier.tiers.copies.block_copier import BlockCopies, BlockPart, CopyDirection, EngineBlocks, PartCopier
+from kvtier.tiers.copies.kernels import PartKernels
 from kvtier.tiers.copies.packer import Packer
-from kvtier.tiers.copies.part_kernels import PartKernels
 from kvtier.tiers.host.host import HostRegion
 
 BLOCKS, LAYERS, HEADS, TOKENS, DIM, SLOTS = 10, 4, 2, 8, 16, 16

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from slab_rig import hash_of, record_of
 
 from kvtier.tiers import BlockRecord, checksum
-from kvtier.tiers.file import read_queue, slab
+from kvtier.tiers.file import file_io, slab
 from kvtier.tiers.file.extents import ExtentMap
-from kvtier.tiers.file.read_queue import ReadQueue, SlabLayout
+from kvtier.tiers.file.file_io import ReadQueue, SlabLayout
 from kvtier.tiers.file.slab_codec import Codec, verified
 
 BLOCK_SIZE, SLOT = 4, 4096
@@ -26,7 +26,7 @@ FIELDS = ("state", "seq", "slot", "payload_bytes", "num_tokens")
 
 @pytest.fixture
 def compiled() -> ModuleType:
-    found = read_queue.compiled_reads()
+    found = file_io.compiled_reads()
     if found is None:
         pytest.skip("not built: `make compiled`")
     return found

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from kvtier.tiers.file.group_sync import GroupSync
+from kvtier.tiers.file.file_io import GroupSync
 
 
 class SlowDisk:

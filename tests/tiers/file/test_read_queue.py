@@ -14,10 +14,9 @@ import pytest
 from doubles import FakeClock
 from slab_rig import get, hash_of, put, record_of
 
-from kvtier.tiers.file import payload_io, read_queue
-from kvtier.tiers.file.file_io import FileIO, address, writable_address
+from kvtier.tiers.file import file_io, payload_io
+from kvtier.tiers.file.file_io import FileIO, ReadQueue, address, writable_address
 from kvtier.tiers.file.payload_io import PayloadIO
-from kvtier.tiers.file.read_queue import ReadQueue
 from kvtier.tiers.file.slab_rows import SlabRows
 from kvtier.tiers.file.store import FileStore
 from kvtier.tiers.tier import BlockRecord, Outcome
@@ -31,7 +30,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Every story of a store is told of the Python way and of its twin."""
     if request.param == "python":
         monkeypatch.setenv("KVTIER_COMPILED", "off")
-    elif read_queue.compiled_reads() is None:
+    elif file_io.compiled_reads() is None:
         pytest.skip("not built: `make compiled`")
     return str(request.param)
 
@@ -246,7 +245,7 @@ def test_entries_are_read_once_and_while_payloads_are_in_flight(
 
 
 def test_without_a_queue_blocks_are_read_one_by_one(open_store: OpenStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(read_queue, "_CALLS", {})
+    monkeypatch.setattr(file_io, "_CALLS", {})
     with pytest.raises(OSError, match="not implemented"):
         ReadQueue(4)
     store = open_store()

@@ -11,7 +11,7 @@ import pytest
 import slab_rig
 from slab_rig import hash_of, payload_of, record_of, verify
 
-from kvtier.tiers.file import slab_growth, slab_space
+from kvtier.tiers.file import slab_file, slab_writer
 from kvtier.tiers.file.file_io import FileIO
 from kvtier.tiers.file.store import FileStore
 from kvtier.tiers.tier import Outcome
@@ -36,8 +36,8 @@ class FullDisk(FileIO):
 
 @pytest.fixture(autouse=True)
 def _small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slab_space, "STEP_BYTES", STEP)
-    monkeypatch.setattr(slab_growth, "STEP_BYTES", STEP)
+    monkeypatch.setattr(slab_file, "STEP_BYTES", STEP)
+    monkeypatch.setattr(slab_writer, "STEP_BYTES", STEP)
 
 
 def opened(directory: Path, io: FileIO | None = None, size: int = SIZE) -> FileStore:
@@ -103,7 +103,7 @@ def test_a_slab_grows_as_it_is_filled_and_goes_on_where_it_was(disk_dir: Path) -
 def test_a_full_disk_costs_old_blocks_and_the_slab_grows_again_once_there_is_room(
     disk_dir: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slab_growth, "_RETRY", 0.0)
+    monkeypatch.setattr(slab_writer, "_RETRY", 0.0)
     io = FullDisk()
     store = opened(disk_dir, io)
     assert put(store, range(80)) == [Outcome.OK] * 80

@@ -8,7 +8,7 @@ import pytest
 from extent import brief
 
 from kvtier.tiers.compiled import extension
-from kvtier.tiers.file.slab_index import SlabIndex
+from kvtier.tiers.file.extents import SlabIndex
 from kvtier.tiers.pool import to_words
 
 

@@ -10,7 +10,7 @@ from slab_rig import SLOT, hash_of, put
 
 from kvtier.tiers.file.store import FileStore
 from kvtier.tiers.pool.pool import SlotPool
-from kvtier.tiers.returns import LruRival, RequestEnd, ToldEnd
+from kvtier.tiers.reuse import ClassifiedEnd, LruShadow, RequestEnd
 from kvtier.tiers.tier import ChainHash
 
 PER = 7  # blocks of an extent, and of each chain here
@@ -31,11 +31,11 @@ class Requests:
             if number >= 4:
                 self._told(chain_of(8, first_token=100 * number - 400).hashes, LONG)
 
-    def end(self, keys: range, tokens: int) -> ToldEnd:
+    def end(self, keys: range, tokens: int) -> ClassifiedEnd:
         """A request of these blocks ends now."""
         return self._told([hash_of(key) for key in keys], tokens)
 
-    def _told(self, names: list[ChainHash], tokens: int) -> ToldEnd:
+    def _told(self, names: list[ChainHash], tokens: int) -> ClassifiedEnd:
         told = self._pool.ended(RequestEnd(names, len(names), tokens))
         assert told is not None
         return told
@@ -155,7 +155,7 @@ def test_by_age_an_extent_is_as_old_as_its_last_request_though_memory_above_answ
         put(slab, chain(number))
         slab.ended(learned.end(chain(number), LONG))
         learned.clock.advance(1.0)
-    slab._blocks.room.rival = LruRival(8 * PER, first_stay=1e6)
+    slab._blocks.room.rival = LruShadow(8 * PER, first_stay=1e6)
     slab.ended(learned.end(chain(0), LONG))  # memory had it: the slab itself was not read
     scan(slab, learned, range(TALKS, TALKS + 6))
     assert held(slab, range(TALKS)) == [0, 3]

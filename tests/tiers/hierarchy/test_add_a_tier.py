@@ -18,13 +18,12 @@ from service_rig import store as store_remote
 from kvtier.connector.daemon.wire import pack_found, unpack_found
 from kvtier.engine.sequence import SamplingParams, Sequence
 from kvtier.service.doctor.doctor import examine
-from kvtier.service.events.announced import AnnouncedBlocks
 from kvtier.service.events.prefix_index import PrefixIndex, prompt_hashes
-from kvtier.service.router.ledger import Ledger
+from kvtier.service.events.publisher import AnnouncedBlocks
+from kvtier.service.router.proxy import Ledger
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.hierarchy.cache_tiers import Attribution
-from kvtier.tiers.hierarchy.events import EventSource, Stored
-from kvtier.tiers.hierarchy.hierarchy import Hierarchy
+from kvtier.tiers.hierarchy.hierarchy import EventSource, Hierarchy, Stored
 from kvtier.tiers.hierarchy.opening import TierModule, open_hierarchy
 from kvtier.tiers.kinds import TIERS, lookup_results
 from kvtier.tiers.metrics import Metrics

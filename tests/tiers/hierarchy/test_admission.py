@@ -7,13 +7,13 @@ from fault_rig import settle
 
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.errors import ConfigError
-from kvtier.tiers.hierarchy.admission import TierAdmission
+from kvtier.tiers.hierarchy.demote import TierAdmission
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy
-from kvtier.tiers.hierarchy.settings import HierarchySettings
+from kvtier.tiers.hierarchy.lower_tier import HierarchySettings
 from kvtier.tiers.metrics import Metrics
 from kvtier.tiers.naming.chain import TokenChain
 from kvtier.tiers.pool import NUM_AGES, Departures
-from kvtier.tiers.returns import EDGES
+from kvtier.tiers.reuse import EDGES
 
 
 def new(number: int, num_blocks: int = 4) -> TokenChain:

@@ -5,9 +5,8 @@ from pathlib import Path
 from doubles import FakeClock, chain_of, hierarchy_of, store
 from fault_rig import ask, forget_l2, over_slab, settle
 
-from kvtier.tiers.hierarchy.evict import evict_everywhere
-from kvtier.tiers.hierarchy.hierarchy import Hierarchy
-from kvtier.tiers.hierarchy.settings import HierarchySettings
+from kvtier.tiers.hierarchy.hierarchy import Hierarchy, evict_everywhere
+from kvtier.tiers.hierarchy.lower_tier import HierarchySettings
 from kvtier.tiers.naming.chain import TokenChain
 from kvtier.tiers.tier import Outcome
 

@@ -15,7 +15,7 @@ from kvtier.tiers.hierarchy.hierarchy import Hierarchy
 from kvtier.tiers.hierarchy.opening import open_hierarchy
 from kvtier.tiers.host.host import HostRegion, HostTier
 from kvtier.tiers.naming.chain import TokenChain, is_named_by, root_hash
-from kvtier.tiers.naming.shape import KVShape
+from kvtier.tiers.naming.identity import KVShape
 from kvtier.tiers.tier import BlockRecord, ChainHash, ChildBlock
 
 COMMON = list(range(2 * BLOCK_SIZE))  # two blocks that all prompts here begin with

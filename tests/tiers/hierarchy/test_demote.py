@@ -8,9 +8,7 @@ from doubles import SLOT_BYTES, FakeClock, MemoryTier, chain_of, payload_of, rec
 
 from kvtier.tiers.breaker import BreakerState
 from kvtier.tiers.hierarchy.demote import Demoter
-from kvtier.tiers.hierarchy.lower_tier import PortSettings, TierPort
-from kvtier.tiers.hierarchy.rates import Rates
-from kvtier.tiers.hierarchy.settings import HierarchySettings
+from kvtier.tiers.hierarchy.lower_tier import HierarchySettings, PortSettings, Rates, TierPort
 from kvtier.tiers.host.host import HostRegion, HostTier
 from kvtier.tiers.metrics import Metrics
 from kvtier.tiers.naming.chain import TokenChain

@@ -14,8 +14,7 @@ from event_rig import Shelf, held, tiered
 from pools import PoolOf
 
 from kvtier.tiers.file.store import FileStore
-from kvtier.tiers.hierarchy.events import Event, EventSource, Removed, Stored
-from kvtier.tiers.hierarchy.hierarchy import Hierarchy
+from kvtier.tiers.hierarchy.hierarchy import Event, EventSource, Hierarchy, Removed, Stored
 from kvtier.tiers.naming.chain import TokenChain
 from kvtier.tiers.pool.changes import ChangeLog
 from kvtier.tiers.tier import BlockRecord, ChainHash

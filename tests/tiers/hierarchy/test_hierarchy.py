@@ -20,8 +20,7 @@ from fault_rig import drops, misses
 
 from kvtier.tiers.hierarchy.cache_tiers import PENDING, Attribution
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy
-from kvtier.tiers.hierarchy.lower_tier import PortSettings
-from kvtier.tiers.hierarchy.settings import HierarchySettings
+from kvtier.tiers.hierarchy.lower_tier import HierarchySettings, PortSettings
 from kvtier.tiers.naming.chain import TokenChain
 from kvtier.tiers.tier import Outcome
 

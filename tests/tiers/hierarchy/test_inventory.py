@@ -6,7 +6,7 @@ from doubles import MemoryTier, chain_of, hierarchy_of, store
 from fault_rig import over_slab, settle
 from hypothesis import given, strategies
 
-from kvtier.tiers.hierarchy.inventory import HeldRun, held_runs, in_runs
+from kvtier.tiers.hierarchy.hierarchy import HeldRun, held_runs, in_runs
 from kvtier.tiers.tier import ChainHash
 
 

@@ -18,11 +18,8 @@ from doubles import (
 from event_rig import Shelf
 
 from kvtier.tiers.hierarchy.cache_tiers import Wanted
-from kvtier.tiers.hierarchy.events import EventSource
-from kvtier.tiers.hierarchy.evict import evict_everywhere
-from kvtier.tiers.hierarchy.hierarchy import Hierarchy
-from kvtier.tiers.hierarchy.inventory import held_runs
-from kvtier.tiers.hierarchy.settings import HierarchySettings
+from kvtier.tiers.hierarchy.hierarchy import EventSource, Hierarchy, evict_everywhere, held_runs
+from kvtier.tiers.hierarchy.lower_tier import HierarchySettings
 from kvtier.tiers.host.host import HostRegion, HostTier
 from kvtier.tiers.naming.chain import TokenChain, is_named_by
 from kvtier.tiers.tier import BlockRecord, ChildBlock

@@ -19,7 +19,7 @@ from kvtier.tiers.fp8 import Fp8Codec, fp8_form
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy
 from kvtier.tiers.hierarchy.opening import open_hierarchy
 from kvtier.tiers.naming.chain import TokenChain, root_hash
-from kvtier.tiers.naming.shape import KVShape
+from kvtier.tiers.naming.identity import KVShape
 from kvtier.tiers.tier import BlockRecord, ChainHash
 
 SHAPE = KVShape(num_layers=2, num_kv_heads=2, head_dim=32, block_size=4, dtype="bfloat16")

@@ -10,8 +10,7 @@ from doubles import SLOT_BYTES, FakeClock, MemoryTier, chain_of, payload_of, rec
 
 from kvtier.tiers.errors import ConfigError, TierUnavailable
 from kvtier.tiers.hierarchy import lower_tier
-from kvtier.tiers.hierarchy.lower_tier import PortSettings, TierPort
-from kvtier.tiers.hierarchy.rates import Rates
+from kvtier.tiers.hierarchy.lower_tier import PortSettings, Rates, TierPort
 from kvtier.tiers.metrics import Metrics
 from kvtier.tiers.tier import BlockRecord, ChainHash, Direction, Outcome, Tier
 
@@ -502,8 +501,7 @@ def test_a_tier_that_opens_only_after_close_is_closed_again(story: Story) -> Non
 class SharedMemoryTier(MemoryTier):
     """What others store into as well."""
 
-    def locate(self, hashes: Sequence[ChainHash]) -> int | Outcome:
-        return self.lookup(hashes)
+    is_shared = True
 
 
 @pytest.mark.parametrize("is_shared", [False, True])

@@ -18,8 +18,7 @@ from doubles import (
 
 from kvtier.tiers.hierarchy.cache_tiers import PENDING
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy
-from kvtier.tiers.hierarchy.lower_tier import PortSettings
-from kvtier.tiers.hierarchy.settings import HierarchySettings
+from kvtier.tiers.hierarchy.lower_tier import HierarchySettings, PortSettings
 from kvtier.tiers.pool import Lease, Places
 from kvtier.tiers.tier import BlockRecord, ChainHash, Outcome
 

@@ -14,8 +14,8 @@ from kvtier.tiers.errors import KVMismatch
 from kvtier.tiers.file import slab
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy
 from kvtier.tiers.hierarchy.opening import open_hierarchy
+from kvtier.tiers.naming.identity import KVShape
 from kvtier.tiers.naming.kv_probe import KVProbe
-from kvtier.tiers.naming.shape import KVShape
 
 SHAPE = KVShape(num_layers=2, num_kv_heads=2, head_dim=32, block_size=4, dtype="float32")
 MODEL = b"model".ljust(32, b".")

@@ -4,8 +4,7 @@ import math
 
 import pytest
 
-from kvtier.tiers.hierarchy.busy_time import BusyTime
-from kvtier.tiers.hierarchy.rates import LoadPolicy, Rates, Span
+from kvtier.tiers.hierarchy.lower_tier import BusyTime, LoadPolicy, Rates, Span
 
 
 def test_unknown_rates_load_and_learn() -> None:

@@ -9,7 +9,7 @@ from fault_rig import misses
 
 from kvtier.tiers.hierarchy.cache_tiers import PENDING, Claim
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy
-from kvtier.tiers.hierarchy.settings import HierarchySettings
+from kvtier.tiers.hierarchy.lower_tier import HierarchySettings
 from kvtier.tiers.naming.chain import TokenChain
 from kvtier.tiers.tier import Outcome
 

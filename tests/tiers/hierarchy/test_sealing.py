@@ -7,11 +7,11 @@ import pytest
 from doubles import MemoryTier, chain_of, hand_in, hierarchy_of, payload_of, record_of, reserve
 
 from kvtier.tiers.checksum import checksum
-from kvtier.tiers.hierarchy import sealing, stores
+from kvtier.tiers.hierarchy import stores
 from kvtier.tiers.hierarchy.cache_tiers import Wanted
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy
 from kvtier.tiers.hierarchy.io_queue import Job
-from kvtier.tiers.hierarchy.settings import HierarchySettings
+from kvtier.tiers.hierarchy.lower_tier import HierarchySettings
 from kvtier.tiers.host import host, memory
 from kvtier.tiers.tier import ChainHash, Outcome
 
@@ -122,7 +122,7 @@ def test_a_record_that_names_another_block_is_not_published() -> None:
 
 
 def test_a_large_step_is_sealed_in_parts(hashing: Hashing, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sealing, "AT_ONCE", 4)
+    monkeypatch.setattr(stores, "AT_ONCE", 4)
     hierarchy = hierarchy_of(slots=64)
     chains = [chain_of(1 + n % 3, first_token=100 * n) for n in range(13)]
     made = hierarchy.reserve([Wanted(chain.hashes, chain.root, chain.root) for chain in chains])
@@ -185,7 +185,7 @@ def test_a_drain_waits_for_what_joined_the_job_of_another_thread(monkeypatch: py
 
 
 def test_a_close_ends_however_many_stores_wait(hashing: Hashing, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sealing, "AT_ONCE", 1)  # as many jobs as stores: more than Python has frames
+    monkeypatch.setattr(stores, "AT_ONCE", 1)  # as many jobs as stores: more than Python has frames
     chains = [chain_of(1, first_token=100 * n) for n in range(1200)]
     hierarchy = hierarchy_of(slots=len(chains))
     hand_in(hierarchy, chains[0])

@@ -9,9 +9,7 @@ from doubles import SLOT_BYTES, FakeClock, MemoryTier, chain_of, hand_in, payloa
 from kvtier.tiers.checksum import checksum
 from kvtier.tiers.hierarchy.cache_tiers import PENDING, Attribution, Claim, Wanted
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy
-from kvtier.tiers.hierarchy.lower_tier import PortSettings, TierPort
-from kvtier.tiers.hierarchy.rates import Rates
-from kvtier.tiers.hierarchy.settings import HierarchySettings
+from kvtier.tiers.hierarchy.lower_tier import HierarchySettings, PortSettings, Rates, TierPort
 from kvtier.tiers.host.host import HostRegion, HostTier
 from kvtier.tiers.metrics import Metrics
 from kvtier.tiers.pool.lease import Places
@@ -22,6 +20,7 @@ class SharedTier(MemoryTier):
     """What others put there too: nothing is known before it was asked about."""
 
     name = "redis"
+    is_shared = True
 
     def __init__(self) -> None:
         super().__init__()

@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.tiers import ChainHash
-from kvtier.tiers.hierarchy.local_claim import Holding
-from kvtier.tiers.hierarchy.promotion import WaitedBlocks
+from kvtier.tiers.hierarchy.promotion import Holding, WaitedBlocks
 
 NUM_SLOTS = 64
 

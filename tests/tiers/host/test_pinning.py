@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from kvtier.tiers.host import host
-from kvtier.tiers.host.cuda_driver import CudaDriver
 from kvtier.tiers.host.host import HostRegion
-from kvtier.tiers.host.pinning import PinnedPieces
+from kvtier.tiers.host.pinning import CudaDriver, PinnedPieces
 
 SLOT = 4096
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.tiers.host.surroundings import limits, may_lock_all
+from kvtier.tiers.host.limits import limits, may_lock_all
 
 MIB = 1 << 20
 GIB = 1 << 30

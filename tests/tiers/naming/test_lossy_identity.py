@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from kvtier.tiers.errors import ConfigError
-from kvtier.tiers.naming.identity import ModelIdentity, config_digest
-from kvtier.tiers.naming.lossy import with_lossy
+from kvtier.tiers.naming.identity import ModelIdentity, config_digest, with_lossy
 
 IDENTITY = ModelIdentity(
     model="tiny", revision="ab" * 20, config_digest=config_digest({}), dtype="bfloat16", kv_dtype="bfloat16",

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.tiers.objects.arriving import ArrivingRecords
+from kvtier.tiers.objects.layout import ArrivingRecords
 
 HEAD, SLOT = 7, 20
 

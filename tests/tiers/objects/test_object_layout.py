@@ -10,9 +10,7 @@ from doubles import FakeClock, chain_of, payload_of, record_of
 
 from kvtier.tiers.objects.index import ObjectIndex
 from kvtier.tiers.objects.layout import MAX_BLOCKS, TABLE_BYTES, Edges, ObjectSpace
-from kvtier.tiers.shared.compressed import CompressedForm
-from kvtier.tiers.shared.encrypted import EncryptedForm
-from kvtier.tiers.shared.forms import ClearForm
+from kvtier.tiers.shared.forms import ClearForm, CompressedForm, EncryptedForm
 from kvtier.tiers.tier import BlockRecord, Outcome
 
 MODEL = bytes(range(32))

@@ -19,7 +19,7 @@ from object_rig import (
 )
 
 from kvtier.tiers.objects.layout import MAX_BLOCKS, TABLE_BYTES
-from kvtier.tiers.tier import Announces, Locates, Outcome, Tier
+from kvtier.tiers.tier import Outcome, Tier
 
 LONG = chain_of(24)
 FORMS = ("clear", "sealed", "encrypted")
@@ -35,8 +35,8 @@ def server(s3: ObjectServer) -> ObjectServer:
 def test_it_is_a_tier_that_nodes_share(server: ObjectServer) -> None:
     with opened(server.endpoint) as store:
         tier: Tier = store  # for the type checker
-        assert isinstance(tier, Locates)
-        assert isinstance(tier, Announces)
+        assert tier.is_shared
+        assert tier.announcer is not None
 
 
 @pytest.mark.parametrize("form", FORMS)

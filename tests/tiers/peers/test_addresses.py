@@ -9,7 +9,7 @@ import pytest
 
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.errors import ConfigError
-from kvtier.tiers.peers.addresses import MAX_PEERS, PeerAddresses
+from kvtier.tiers.peers.peer import MAX_PEERS, PeerAddresses
 
 
 @pytest.mark.parametrize(

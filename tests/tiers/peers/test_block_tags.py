@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvtier.tiers import ConfigError
 from kvtier.tiers.peers import TAG_BYTES, wire
-from kvtier.tiers.peers.tags import KEY_BYTES, BlockTags
+from kvtier.tiers.peers.stream import KEY_BYTES, BlockTags
 
 aegis = pytest.importorskip("aeg.aegis128x2", reason="no aeg here")
 

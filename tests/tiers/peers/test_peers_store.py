@@ -14,8 +14,7 @@ from peers_rig import Node, ScriptedPeer, block, borrowing, buffers, key_file, r
 from kvtier.tiers.naming.chain import TokenChain
 from kvtier.tiers.naming.kv_probe import KVProbe
 from kvtier.tiers.peers import TAG_BYTES, wire
-from kvtier.tiers.peers.resets import RESETS
-from kvtier.tiers.peers.store import PeersStore
+from kvtier.tiers.peers.store import RESETS, PeersStore
 from kvtier.tiers.tier import BlockRecord, ChainHash, Outcome
 
 HELD, LEND = wire.PeerVerb.HELD, wire.PeerVerb.LEND
@@ -68,7 +67,7 @@ def test_blocks_of_another_nodes_memory_are_located_and_read(key: Path, node: No
         assert read(tier, chain.hashes[:4]) == [record(chain, i) for i in range(4)]
         stats = tier.stats()
         assert (stats["locate_ok"], stats["read_ok"], stats["names"]) == (1, 4, 4)
-        wait_until(lambda: (node.lender.counts["blocks"], node.lender.counts["bytes"]) == (4, 4 * SLOT_BYTES))
+        wait_until(lambda: (node.peer_server.counts["blocks"], node.peer_server.counts["bytes"]) == (4, 4 * SLOT_BYTES))
         # What it does not hold is a miss, and nothing is ever stored with a peer.
         assert read(tier, [chain.hashes[5]]) == [Outcome.ABSENT]
         assert tier.write([record(chain, 5)], buffers(1)) == [Outcome.UNSUPPORTED]
@@ -99,7 +98,7 @@ def test_blocks_that_several_nodes_hold_come_in_as_few_flights_as_can_be(key: Pa
         assert tier.locate(chain.hashes) == 8
         assert read(tier, chain.hashes) == [record(chain, i) for i in range(8)]
         # The second has the longest run from the start, the third the rest. The first is left in peace.
-        wait_until(lambda: [each.lender.counts["blocks"] for each in made] == [0, 5, 3])
+        wait_until(lambda: [each.peer_server.counts["blocks"] for each in made] == [0, 5, 3])
 
 
 def test_more_blocks_than_one_question_has_names(key: Path, made: list[Node]) -> None:
@@ -146,7 +145,7 @@ def test_a_node_that_knows_no_probes_lends_all_the_same(key: Path) -> None:
         connection: socket.socket, session: wire.PeerSession, verb: wire.PeerVerb, names: list[ChainHash]
     ) -> None:
         if verb is wire.PeerVerb.KV_PROBE:
-            raise wire.WrongWords("question")
+            raise wire.ProtocolError("question")
         says_held(connection, session, names)
 
     peer = ScriptedPeer(key, script)
@@ -166,7 +165,7 @@ def test_a_dead_peer_costs_its_blocks_only_and_comes_back(key: Path, made: list[
     store(made[1].hierarchy, other)
     with borrowing(key, *(each.address for each in made)) as tier:
         assert tier.locate(chain.hashes) == tier.locate(other.hashes) == 4
-        made[0].lender.close()
+        made[0].peer_server.close()
         results = read(tier, [*chain.hashes, *other.hashes])
         assert results[:4] == [Outcome.IO_ERROR] * 4
         assert results[4:] == [record(other, i) for i in range(4)]
@@ -192,8 +191,8 @@ def test_another_key_is_another_world(key: Path, node: Node, tmp_path: Path) -> 
         wait_until(lambda: tier.stats().get("failed_key", 0) >= 2)
         assert tier.locate(chain_of(2).hashes) == 0
         assert not tier.probe("read")
-    assert node.lender.counts["stranger_proof"] >= 2
-    assert node.lender.counts["blocks"] == 0
+    assert node.peer_server.counts["stranger_proof"] >= 2
+    assert node.peer_server.counts["blocks"] == 0
 
 
 def test_ones_own_address_among_the_nodes_is_passed_over(key: Path, made: list[Node]) -> None:
@@ -204,11 +203,11 @@ def test_ones_own_address_among_the_nodes_is_passed_over(key: Path, made: list[N
 
 
 class ScriptedMyself(Node):
-    """A lender that says that it is this process."""
+    """A peer_server that says that it is this process."""
 
     def __init__(self, key: Path) -> None:
         super().__init__(key)
-        self.lender._node = wire.own_node()
+        self.peer_server._node = wire.own_node()
 
     def __enter__(self) -> str:
         return self.address
@@ -374,4 +373,4 @@ def test_closed_means_closed(key: Path, node: Node) -> None:
         assert read(tier, chain.hashes) == [Outcome.CLOSED] * 2
         assert tier.locate(chain.hashes) == 0
         tier.close()
-    wait_until(lambda: not node.lender.num_connections)
+    wait_until(lambda: not node.peer_server.num_connections)

@@ -16,12 +16,12 @@ from pools import state_of, store
 
 from kvtier.tiers.compiled import extension
 from kvtier.tiers.copies.device import BlockPool
-from kvtier.tiers.naming.shape import KVShape
+from kvtier.tiers.naming.identity import KVShape
 from kvtier.tiers.pool.core import Lease
 from kvtier.tiers.pool.lease import Reservation
 from kvtier.tiers.pool.policy import POLICIES
 from kvtier.tiers.pool.pool import SlotPool
-from kvtier.tiers.returns import RequestEnd
+from kvtier.tiers.reuse import RequestEnd
 from kvtier.tiers.tier import ChainHash
 
 NUM_SLOTS = 7

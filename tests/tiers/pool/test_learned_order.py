@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from kvtier.tiers.pool.core import Lease
 from kvtier.tiers.pool.pool import SlotPool
-from kvtier.tiers.returns import Hint, LruRival, RequestEnd, Returns
-from kvtier.tiers.returns.hazards import NUM_ANSWERS, NUM_HINTS, class_of
+from kvtier.tiers.reuse import Hint, LruShadow, RequestEnd, ReusePredictor
+from kvtier.tiers.reuse.predictor import NUM_ANSWERS, NUM_HINTS, class_of
 from kvtier.tiers.tier import ChainHash
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -215,7 +215,7 @@ def test_without_eviction_the_notes_stay_bounded_too() -> None:
     served.pool.check()
 
 
-class MadeUpReturns(Returns):
+class MadeUpReturns(ReusePredictor):
     """Places by a formula that jumps about, in place of what is learned."""
 
     def places(self, kinds: NDArray[np.int64], seconds: NDArray[np.float64]) -> NDArray[np.int64]:
@@ -332,7 +332,7 @@ def test_on_made_up_traces_it_is_no_more_than_a_point_below_lru(name: str) -> No
 
 def test_it_gives_way_while_lru_does_better() -> None:
     """A rival that has seen the learned order lose takes over, and gives the order back after its stay."""
-    rival = LruRival(100)
+    rival = LruShadow(100)
     for number in range(1, 400):  # each continues the one before, and finds nothing of it
         rival.ended(number, 10, number - 1, 8 if number > 1 else 0, 10, 0)
     has_led = rival.leads
@@ -347,7 +347,7 @@ def test_it_gives_way_while_lru_does_better() -> None:
 def test_lru_is_expected_to_hold_as_many_blocks_as_there_are_slots() -> None:
     """Requests of ten blocks, each continued after so many others: within the slots LRU has them, beyond it has not."""
     for others, expects in ((8, True), (12, False)):
-        rival, number = LruRival(100), 1
+        rival, number = LruShadow(100), 1
         for _ in range(300):
             first = number
             for i in range(others + 1):
@@ -398,7 +398,7 @@ def test_on_the_production_trace_it_beats_lru_by_far() -> None:
     assert shares["tail"] >= shares["lru"] + 0.02
 
 
-def note(returns: Returns, now: float, tags: list[int], **told: Any) -> int:
+def note(returns: ReusePredictor, now: float, tags: list[int], **told: Any) -> int:
     """One end at this time; returns its turn, from 0: 2 stands for third and fourth."""
     end = RequestEnd((), len(tags), 100, **told)
     words = np.array(tags, np.uint64)
@@ -407,7 +407,7 @@ def note(returns: Returns, now: float, tags: list[int], **told: Any) -> int:
 
 def test_requests_of_one_prompt_at_once_are_one_turn_of_one_conversation() -> None:
     """Three choices of one answer, told one after the other; then the next turn, twice at once."""
-    returns = Returns()
+    returns = ReusePredictor()
     assert [note(returns, 10.0 + i, [1, 2, 3], seconds=5.0) for i in range(3)] == [0, 0, 0]
     assert [note(returns, 30.0 + i, [1, 2, 3, 4, 5], seconds=5.0) for i in range(2)] == [1, 1]
     assert note(returns, 50.0, [1, 2, 3, 4, 5, 6], seconds=5.0) == 2
@@ -417,7 +417,7 @@ def test_requests_of_one_prompt_at_once_are_one_turn_of_one_conversation() -> No
 
 def test_what_is_said_and_what_is_derived_are_judged_apart() -> None:
     """A client says "goes on" of what never returns, while its answers' tool calls return."""
-    returns = Returns()
+    returns = ReusePredictor()
     for number in range(2000):
         now, odd = 10.0 * number, bool(number % 2)
         note(returns, now, [10**6 + number // 2])  # nobody says anything: every other one returns
@@ -432,7 +432,7 @@ def test_what_is_said_and_what_is_derived_are_judged_apart() -> None:
 
 
 def test_a_conversation_that_began_shorter_than_a_block_is_known_by_its_answer() -> None:
-    returns = Returns()
+    returns = ReusePredictor()
     answer = np.array([1, 2], np.uint64)
     assert returns.note(RequestEnd((), 0, 100), NO_TAGS, answer, 1.0).kind == class_of(0, 100, 0)
     assert note(returns, 50.0, [1, 2, 3]) == 1

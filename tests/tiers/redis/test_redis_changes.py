@@ -8,7 +8,7 @@ from event_rig import Shelf
 from redis_rig import RedisServer
 from redis_stories import CHAIN, OTHER, opened, read, reads_again, written
 
-from kvtier.tiers.hierarchy.events import TierEvents
+from kvtier.tiers.hierarchy.hierarchy import TierEvents
 from kvtier.tiers.shared.changes import SharedChanges
 
 RECORDS = [record_of(chain, i) for chain in (chain_of(8), chain_of(8, first_token=1000)) for i in range(8)]

@@ -42,9 +42,8 @@ from kvtier.tiers.compression_worth import CodecRates, made_up_kv, rates_of
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.errors import ConfigError
 from kvtier.tiers.redis import opening
-from kvtier.tiers.redis.doctor_rate import check_compression
-from kvtier.tiers.shared.compressed import VERSION, CompressedForm
-from kvtier.tiers.shared.encrypted import EncryptedForm
+from kvtier.tiers.redis.opening import check_compression
+from kvtier.tiers.shared.forms import CompressedForm, EncryptedForm
 from kvtier.tiers.tier import BlockRecord, Outcome
 
 on_a_server = pytest.mark.skipif(NO_REDIS is not None, reason=str(NO_REDIS))
@@ -97,7 +96,7 @@ def test_a_record_is_as_documented() -> None:
     head, stored = value[: form.head_bytes], value[form.head_bytes :]
     fields = msgpack.unpackb(head[4:])
     assert fields == {
-        "version": VERSION,
+        "version": 2,
         "codec": "zstd",
         "fingerprint": FINGERPRINT,
         "epoch": EPOCH.to_bytes(8, "little"),

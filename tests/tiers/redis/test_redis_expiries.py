@@ -8,9 +8,9 @@ from redis_rig import NO_REDIS, RedisServer
 from redis_stories import CHAIN, OTHER, key_of, opened, read, whole, written
 
 from kvtier.tiers.naming.chain import TokenChain
-from kvtier.tiers.redis.expiries import LearnedExpiries
+from kvtier.tiers.redis.names import LearnedExpiries
 from kvtier.tiers.redis.store import RedisStore
-from kvtier.tiers.returns import MOST_AHEAD, Returns, ToldEnd
+from kvtier.tiers.reuse import MOST_AHEAD, ClassifiedEnd, ReusePredictor
 
 pytestmark = pytest.mark.skipif(NO_REDIS is not None, reason=str(NO_REDIS))
 
@@ -19,16 +19,16 @@ DAY = 86_400_000  # milliseconds
 LATEST = DAY - int(2000 * MOST_AHEAD)  # of what is needed least
 
 
-class Learned(Returns):
+class Learned(ReusePredictor):
     """An order that a story decides."""
 
     def ahead(self, kind: int) -> float:
         return {NEEDED: MOST_AHEAD, FINISHED: -MOST_AHEAD}[kind]
 
 
-def told(chain: TokenChain, kind: int) -> ToldEnd:
+def told(chain: TokenChain, kind: int) -> ClassifiedEnd:
     """A request of these blocks ends, of this class."""
-    return ToldEnd(chain.hashes, len(chain.hashes), kind, 1, 0, 0, 0.0, Learned(), lambda: 0.0)
+    return ClassifiedEnd(chain.hashes, len(chain.hashes), kind, 1, 0, 0, 0.0, Learned(), lambda: 0.0)
 
 
 def expiries(server: RedisServer, store: RedisStore, chain: TokenChain) -> list[int]:

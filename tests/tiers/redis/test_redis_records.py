@@ -14,9 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.tiers.checksum import checksum
-from kvtier.tiers.redis.keyspace import Keyspace
-from kvtier.tiers.shared.encrypted import EncryptedForm
-from kvtier.tiers.shared.forms import VERSION, ClearForm, RecordForm, format_epoch, parse_epoch
+from kvtier.tiers.redis.names import Keyspace
+from kvtier.tiers.shared.forms import ClearForm, EncryptedForm, RecordForm, format_epoch, parse_epoch
 from kvtier.tiers.tier import BlockRecord, Outcome
 
 MODEL, OTHER = bytes(range(32)), bytes(range(32, 64))
@@ -67,7 +66,7 @@ def test_in_the_clear_as_documented() -> None:
     assert int.from_bytes(head[:4], "little") == len(head) - 4
     fields = msgpack.unpackb(head[4:])
     assert fields == {
-        "version": VERSION,
+        "version": 1,
         "codec": "raw",
         "fingerprint": MODEL,
         "epoch": EPOCH.to_bytes(8, "little"),
@@ -113,7 +112,7 @@ def test_encrypted_as_documented() -> None:
     fields = msgpack.unpackb(head[4:])
     hidden, stamp = fields["hidden"], fields["stamp"]
     assert fields == {
-        "version": VERSION,
+        "version": 1,
         "codec": "aes-256-gcm",
         "payload_len": 4096,
         "hidden": head[-36 - len(hidden) : -36],

@@ -33,19 +33,17 @@ from redis_stories import (
 
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.errors import ConfigError, KVTierError, TierUnavailable
-from kvtier.tiers.hierarchy.lower_tier import TierPort
+from kvtier.tiers.hierarchy.lower_tier import Rates, TierPort
 from kvtier.tiers.hierarchy.opening import open_ports
-from kvtier.tiers.hierarchy.rates import Rates
 from kvtier.tiers.metrics import Metrics
-from kvtier.tiers.naming.shape import KVShape
-from kvtier.tiers.redis.batch import Batches
-from kvtier.tiers.redis.doctor import check_redis
-from kvtier.tiers.redis.lanes import Lane
+from kvtier.tiers.naming.identity import KVShape
+from kvtier.tiers.redis.lanes import Batches, Lane
+from kvtier.tiers.redis.opening import check_redis
 from kvtier.tiers.redis.options import _untrusted
 from kvtier.tiers.redis.store import RedisStore
 from kvtier.tiers.redis.wire import Wire
-from kvtier.tiers.returns import MOST_AHEAD, Returns, ToldEnd
-from kvtier.tiers.tier import Locates, Outcome, Tier
+from kvtier.tiers.reuse import MOST_AHEAD, ClassifiedEnd, ReusePredictor
+from kvtier.tiers.tier import Outcome, Tier
 
 pytestmark = pytest.mark.skipif(NO_REDIS is not None, reason=str(NO_REDIS))
 
@@ -64,7 +62,7 @@ def store(server: RedisServer) -> Iterator[RedisStore]:
         yield one
 
 
-class NeverReturn(Returns):
+class NeverReturn(ReusePredictor):
     """An order in which nothing is needed."""
 
     def ahead(self, kind: int) -> float:
@@ -80,7 +78,7 @@ def block_keys(server: RedisServer) -> list[str]:
 
 def test_what_one_process_stores_another_finds_once_it_asked(server: RedisServer, store: RedisStore) -> None:
     tier: Tier = store
-    assert isinstance(tier, Locates)
+    assert tier.is_shared
     written(store, CHAIN)
     assert store.lookup(CHAIN.hashes) == 8  # what it wrote it knows
     with opened(server.url) as other:
@@ -439,7 +437,7 @@ def test_a_cluster_spreads_the_blocks_and_one_batch_finds_them_all() -> None:
         # Each server is told of its own blocks' expiries.
         with opened(nodes.url, mode="cluster", expiry="learned") as learning:
             assert learning.locate(CHAIN.hashes) == 8
-            learning.ended(ToldEnd(CHAIN.hashes, 8, 0, 1, 0, 0, 0.0, NeverReturn(), time.monotonic))
+            learning.ended(ClassifiedEnd(CHAIN.hashes, 8, 0, 1, 0, 0, 0.0, NeverReturn(), time.monotonic))
             written(learning, OTHER)
             assert learning.stats()["expire_ok"] == 8
         times = [int(master.cli("PTTL", key)) for master in nodes.masters for key in block_keys(master)]

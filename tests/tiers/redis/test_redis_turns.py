@@ -17,15 +17,11 @@ from redis_stories import options
 
 from kvtier.tiers.checksum import checksum
 from kvtier.tiers.compiled import extension
-from kvtier.tiers.redis import batch, turns
-from kvtier.tiers.redis import stream as redis_stream
 from kvtier.tiers.redis import wire as redis_wire
-from kvtier.tiers.redis.keyspace import Keyspace
 from kvtier.tiers.redis.lanes import Lane
+from kvtier.tiers.redis.names import Keyspace
 from kvtier.tiers.redis.store import RedisStore
-from kvtier.tiers.redis.stream import WireError
-from kvtier.tiers.redis.turns import MakeTurns, depth_of, make_turns
-from kvtier.tiers.redis.wire import Wire
+from kvtier.tiers.redis.wire import MakeTurns, Wire, WireError, depth_of, make_turns
 from kvtier.tiers.shared.forms import ClearForm
 from kvtier.tiers.tier import BlockRecord, Outcome
 
@@ -47,7 +43,7 @@ Told = dict[int, object]
 @pytest.fixture(autouse=True)
 def _hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Silence is told from slowness soon, and few bytes are received before somebody has asked for them."""
-    monkeypatch.setattr(redis_stream, "PATIENCE", 0.004)
+    monkeypatch.setattr(redis_wire, "PATIENCE", 0.004)
     monkeypatch.setattr(redis_wire, "_BUFFER", 64)
 
 
@@ -260,8 +256,8 @@ def test_a_round_trip_is_learned_from_first_replies() -> None:
 
 def test_a_server_that_is_far_gets_as_many_at_once_as_python_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """It hears of two. Its first answer took long, so it hears of the whole window before it brings a value."""
-    monkeypatch.setattr(turns, "_UNDER_WAY", 2 * PAYLOAD)
-    monkeypatch.setattr(redis_stream, "PATIENCE", 0.05)
+    monkeypatch.setattr(redis_wire, "_UNDER_WAY", 2 * PAYLOAD)
+    monkeypatch.setattr(redis_wire, "PATIENCE", 0.05)
     mine, server = socket.socketpair()
     heard: list[int] = []
 
@@ -305,7 +301,7 @@ def test_what_one_way_stores_the_other_reads(server: RedisServer, size: int, mon
     records = [BlockRecord(hashes[i], b"p" * 32, b"\1\0\0\0" * 4, checksum(payloads[i])) for i in range(12)]
     fingerprint = b"both ways".ljust(32, b".")
     fast = RedisStore.open(options(server.url), fingerprint, slot_bytes=size, block_size=4)
-    monkeypatch.setattr(batch, "make_turns", lambda payload_bytes: None)
+    monkeypatch.setattr("kvtier.tiers.redis.lanes.make_turns", lambda payload_bytes: None)
     slow = RedisStore.open(options(server.url), fingerprint, slot_bytes=size, block_size=4)
     assert fast._batches._make_turns is not None
     assert slow._batches._make_turns is None

@@ -12,10 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from redis_rig import NO_REDIS, standalone
 
-from kvtier.tiers.redis import stream as redis_stream
-from kvtier.tiers.redis.stream import TooLongError, WireError
-from kvtier.tiers.redis.turns import Turns
-from kvtier.tiers.redis.wire import RedisReply, Refusal, Wire, socket_of
+from kvtier.tiers.redis import wire as redis_wire
+from kvtier.tiers.redis.wire import RedisReply, Refusal, TooLongError, Turns, Wire, WireError, socket_of
 from kvtier.tiers.tier import Outcome
 
 HEAD, PAYLOAD = 40, 3000
@@ -299,7 +297,7 @@ def test_a_run_outlasts_patience_as_long_as_its_values_come(ends: tuple[Wire, so
     def trickle() -> None:
         for first in range(0, len(said), 250_000):
             server.sendall(said[first : first + 250_000])
-            time.sleep(1.2 * redis_stream.PATIENCE)
+            time.sleep(1.2 * redis_wire.PATIENCE)
 
     wire.begin(time.monotonic() + 30)
     wire.num_expected = len(values)

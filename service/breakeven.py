@@ -1,0 +1,173 @@
+"""What loading is worth beside computing: seconds and money by length and tier, and from how many tokens on it wins."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from kvtier.service.charts import Chart, Line, Table, html_page, save_png
+from kvtier.tiers import ConfigError
+
+FORM: Final = 1  # of the JSON: `kvtier_worth`
+_PROMPTS: Final = 1000  # that money is told for
+_HOUR: Final = 3600.0  # seconds
+_MOST_SECONDS: Final = 1e9  # to a first token
+_MOST_PRICE: Final = 1e12
+_MOST_TOKENS: Final = 1 << 40
+_MOST_BYTES: Final = 1e15  # of a token's KV
+
+
+@dataclass(frozen=True, slots=True)
+class Breakeven:
+    """Seconds to the first token by length: computed, and with the prompt's KV in a tier."""
+
+    model: str
+    device: str
+    bytes_per_token: float  # of KV
+    compute: Mapping[int, float]
+    by_tier: Mapping[str, Mapping[int, float]]
+    gpu_hour: float | None = None  # price of an hour of that machine
+
+    def __post_init__(self) -> None:
+        if self.gpu_hour is not None and not 0 < self.gpu_hour < _MOST_PRICE:
+            raise ConfigError(f"--gpu-hour {self.gpu_hour:g}: use a price above 0 and below {_MOST_PRICE:g}")
+
+    def wins_from(self, tier: str) -> int | None:
+        """The fewest tokens from which on loading is faster, up to the longest measured; None: it is not, there.
+
+        Between two lengths both ways count as straight lines. Below the shortest nothing is said: it is the least.
+        """
+        loaded = self.by_tier[tier]
+        lengths = sorted(loaded)
+        gains = [self.compute[length] - loaded[length] for length in lengths]
+        if not lengths or gains[-1] <= 0:
+            return None
+        for at in range(len(lengths) - 1, 0, -1):
+            if gains[at - 1] <= 0:
+                share = -gains[at - 1] / (gains[at] - gains[at - 1])
+                return round(lengths[at - 1] + share * (lengths[at] - lengths[at - 1]))
+        return lengths[0]
+
+    @property
+    def json(self) -> dict[str, Any]:
+        longest = max(self.compute)
+        rates = {
+            tier: max(length * self.bytes_per_token / seconds for length, seconds in times.items())
+            for tier, times in self.by_tier.items()
+            if times
+        }
+        return {
+            "kvtier_worth": FORM,
+            "model": self.model,
+            "device": self.device,
+            "bytes_per_token": self.bytes_per_token,
+            "gpu_hour": self.gpu_hour,
+            "prefill_tokens_per_second": longest / self.compute[longest],
+            # of a request's load, its first token's compute included; the names that `kvtier simulate --from` reads
+            **{f"{tier}_bytes_per_second": rate for tier, rate in rates.items()},
+            "wins_from_tokens": {tier: self.wins_from(tier) for tier in self.by_tier},
+            "times": [
+                {"tokens": length, "compute": self.compute[length], **self._loads(length)} for length in self.compute
+            ],
+        }
+
+    @property
+    def table(self) -> Table:
+        columns = ["tokens", "computed, ms"]
+        for tier in self.by_tier:
+            columns += [f"{tier}, ms", f"saved, {'price of 1,000 prompts' if self.gpu_hour else 'ms'}"]
+        rows = [self._row(length) for length in sorted(self.compute)]
+        return Table(f"kvtier worth: {self.model} on {self.device}", columns, rows, self.verdict)
+
+    @property
+    def verdict(self) -> str:
+        """One sentence for each tier."""
+        said = []
+        for tier, times in self.by_tier.items():
+            what = "it did not have the prompts; give it more room"
+            if times:
+                least = self.wins_from(tier)
+                what = f"computing is faster up to {max(times)} tokens"
+                what = what if least is None else f"loading wins from {least} tokens on"
+            said.append(f"{tier}: {what}")
+        return "; ".join(said)
+
+    @property
+    def charts(self) -> list[Chart]:
+        lines = [Line("computed", *_points(self.compute), is_dashed=True)]
+        lines += [Line(f"from {tier}", *_points(times)) for tier, times in self.by_tier.items() if times]
+        return [Chart("To the first token", "tokens of the prompt", "ms", lines, log_x=True, log_y=True)]
+
+    def save(self, png: Path | None, html: Path | None) -> None:
+        """Draw it where that was asked for. KVTierError if that cannot be done."""
+        if png is not None:
+            save_png(png, self.charts)
+        if html is not None:
+            html_page(html, "kvtier worth", [self.table], self.charts)
+
+    def _loads(self, length: int) -> dict[str, float]:
+        return {tier: times[length] for tier, times in self.by_tier.items() if length in times}
+
+    def _row(self, length: int) -> Sequence[str]:
+        cells = [str(length), f"{self.compute[length] * 1000:.1f}"]
+        for tier in self.by_tier:
+            seconds = self.by_tier[tier].get(length)
+            if seconds is None:
+                cells += ["–", "–"]
+                continue
+            saved = self.compute[length] - seconds
+            price = None if self.gpu_hour is None else saved / _HOUR * self.gpu_hour * _PROMPTS
+            cells += [f"{seconds * 1000:.1f}", f"{saved * 1000:.1f}" if price is None else f"{price:.4f}"]
+        return cells
+
+
+def measured_by(path: Path) -> dict[str, Any]:
+    """What `kvtier worth --json` printed, not looked at any further. ConfigError if the file is none of its."""
+    try:
+        told: Any = json.loads(path.read_text())
+    except OSError as error:
+        raise _not_ours(path, f"{error.strerror}") from None
+    except (ValueError, RecursionError):
+        raise _not_ours(path, "not JSON") from None
+    if not isinstance(told, dict) or told.get("kvtier_worth") != FORM:
+        raise _not_ours(path, f'no "kvtier_worth": {FORM} there')
+    return told
+
+
+def breakeven_from(path: Path, gpu_hour: float | None) -> Breakeven:
+    """What `kvtier worth --json` measured, at this price, or at its own. ConfigError if the file is none of its."""
+    told = measured_by(path)
+    try:
+        times = {int(each["tokens"]): each for each in told["times"]}
+        compute = {length: float(each["compute"]) for length, each in times.items()}
+        by_tier = {
+            str(tier): {length: float(each[tier]) for length, each in times.items() if tier in each}
+            for tier in told["wins_from_tokens"]
+        }
+        price = told.get("gpu_hour") if gpu_hour is None else gpu_hour
+        price = None if price is None else float(price)
+        found = Breakeven(
+            str(told["model"]), str(told["device"]), float(told["bytes_per_token"]), compute, by_tier, price
+        )
+    except KeyError as error:
+        raise _not_ours(path, f"{error.args[0]}: missing") from None
+    except (TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise _not_ours(path, f"a value of another kind ({error})") from None
+    seconds = [one for each in (compute, *by_tier.values()) for one in each.values()]
+    if not compute or not all(0 < one < _MOST_SECONDS for one in seconds):
+        raise _not_ours(path, "times: none, or not above 0 s")
+    if not 1 <= min(compute) <= max(compute) < _MOST_TOKENS:
+        raise _not_ours(path, f"tokens: not from 1 to {_MOST_TOKENS}")
+    if not 0 < found.bytes_per_token < _MOST_BYTES:
+        raise _not_ours(path, f"bytes_per_token {found.bytes_per_token:g}: not above 0")
+    return found
+
+
+def _points(times: Mapping[int, float]) -> tuple[list[float], list[float]]:
+    lengths = sorted(times)
+    return [float(length) for length in lengths], [times[length] * 1000 for length in lengths]
+
+
+def _not_ours(path: Path, why: str) -> ConfigError:
+    return ConfigError(f"--from {path}: {why}; name what kvtier worth --json printed")

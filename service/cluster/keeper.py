@@ -1,0 +1,154 @@
+"""Services of a cluster one by one: an operator stops or restarts one; what ended by itself is started again."""
+
+import logging
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from threading import Event
+from typing import Final
+
+from kvtier.service import log_to_stderr
+from kvtier.service.cluster.cluster import GRACE, Cluster, ClusterRecord, Print, StartedService
+from kvtier.service.cluster.process import Process, launch
+from kvtier.tiers import ConfigError, KVTierError, StoreLocked
+
+_log = logging.getLogger(__name__)
+
+_LOOK: Final = 1.0  # seconds between two looks at the services
+_FIRST_WAIT: Final = 1.0  # seconds before one is started again, doubled while it goes on ending,
+_LAST_WAIT: Final = 60.0  # up to so many
+_IS_WELL: Final = 60.0  # seconds after which one that runs counts as well again
+
+
+def stop_service(cluster: Cluster, name: str, tell: Print) -> None:
+    """End one service, which stays ended until `up` or `restart`. ConfigError if the cluster has none of that name."""
+    with cluster.locked():
+        record = cluster.read()
+        member = _member(cluster, record, name)
+        member.stopped = True
+        cluster.write(record)  # before it ends: who interrupts this would have it started again
+        if member.process is None or not member.process.runs:
+            tell(f"{name} does not run")
+        else:
+            _end(name, member.process, tell)
+
+
+def restart_service(cluster: Cluster, name: str, tell: Print, stopping: Event) -> None:
+    """End one service if it runs, start it, and wait until it is ready.
+
+    ConfigError if the cluster has none of that name, KVTierError with the end of its log if it does not get ready.
+    """
+    with cluster.locked():
+        record = cluster.read()
+        member = _member(cluster, record, name)
+        if member.service is None:
+            raise ConfigError(f'"{name}": an older kvtier started it; take the cluster down, and up again')
+        if member.process is not None:
+            _end(name, member.process, tell)
+        try:
+            cluster.start(record, {name: member.service}, tell, stopping)
+        except BaseException:
+            record.members[name] = member  # it is there, and dead
+            cluster.write(record)
+            raise
+
+
+def mend(cluster: Cluster, started: "list[subprocess.Popen[bytes]]", now: Callable[[], float] = time.time) -> bool:
+    """Start what ended by itself, once its wait is over; new processes go to `started`. False if no cluster is there.
+
+    StoreLocked while a verb is at work.
+    """
+    record = cluster.read()
+    if not any(_needs_a_look(member, now()) for member in record.members.values()):
+        return bool(record.members)
+    with cluster.locked(wait=0.0):
+        record = cluster.read()
+        for name, member in record.members.items():
+            if not _needs_a_look(member, now()):
+                continue
+            if member.process is not None and member.process.runs:
+                member.failures = 0
+            elif member.next_start is None:
+                member.next_start = now() + min(_LAST_WAIT, _FIRST_WAIT * 2 ** min(member.failures, 10))
+                member.failures += 1
+            else:
+                _start_again(cluster, name, member, started, now)
+            cluster.write(record)
+        return bool(record.members)
+
+
+def _needs_a_look(member: StartedService, at: float) -> bool:
+    """Whether it has just ended by itself, is to be started now, or is well again. A job that failed stays so."""
+    if member.process is None or member.stopped or member.service is None or member.ready.exits:
+        return False
+    if member.process.runs:
+        return member.failures > 0 and at - member.started > _IS_WELL
+    return member.next_start is None or at >= member.next_start
+
+
+def _start_again(
+    cluster: Cluster,
+    name: str,
+    member: StartedService,
+    started: "list[subprocess.Popen[bytes]]",
+    now: Callable[[], float],
+) -> None:
+    assert member.service is not None
+    member.next_start, member.started = None, now()
+    try:
+        process = launch(member.service.argv, member.service.env, cluster.log_of(name))
+    except OSError as error:
+        _log.warning("%s: %s", name, error)
+        return
+    member.restarts += 1
+    member.process = Process.of(process.pid) or Process(process.pid, "")
+    started.append(process)
+    _log.warning("%s had ended, and is started again, for the %d. time", name, member.restarts)
+
+
+def start_keeper(cluster: Cluster) -> None:
+    """Have a process of its own look after the cluster, unless one does: until `down`, it starts what ended again."""
+    with cluster.locked():
+        record = cluster.read()
+        if record.keeper is not None and record.keeper.runs:
+            return
+        command = [sys.executable, "-P", "-m", "kvtier.service.cluster.keeper", str(cluster.state)]
+        process = launch(command, {}, cluster.log_of("keeper"))
+        record.keeper = Process.of(process.pid)
+        cluster.write(record)
+
+
+def keep(state: Path) -> None:
+    """Look after a cluster until it is down."""
+    cluster, started = Cluster(state), list[subprocess.Popen[bytes]]()
+    while True:
+        time.sleep(_LOOK)
+        started = [process for process in started if process.poll() is None]  # else they stay as zombies
+        try:
+            if not mend(cluster, started):
+                return
+        except StoreLocked:  # a verb is at work: it knows better
+            continue
+        except KVTierError as error:
+            _log.warning("%s: nothing is started again any more", error)
+            return
+
+
+def _member(cluster: Cluster, record: ClusterRecord, name: str) -> StartedService:
+    member = record.members.get(name)
+    if member is None:
+        known = ", ".join(record.members) or "none: start a cluster with `kvtier cluster up`"
+        raise ConfigError(f'"{name}": no service of the cluster in {cluster.state}; known are {known}')
+    return member
+
+
+def _end(name: str, process: Process, tell: Print) -> None:
+    if process.runs:
+        tell(f"{name} stopped" if process.stop(GRACE) else f"{name} killed: it did not end within {GRACE:g} s")
+
+
+if __name__ == "__main__":
+    log_to_stderr("info", "text")
+    keep(Path(sys.argv[1]))

@@ -1,0 +1,193 @@
+"""Requests that ended: the last of them to ask about, and a line of JSON for each, appended to a file by a thread."""
+
+import json
+import logging
+import os
+from collections import Counter, OrderedDict
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from queue import Empty, Full, Queue
+from threading import Lock, Thread
+from typing import Final, Generic, Protocol, Self, TypeVar
+
+from kvtier.tiers import ChainHash, ConfigError
+from kvtier.tiers.naming import root_hash
+from kvtier.tiers.pool import Causes
+
+# --- the last ones ---------------------------------------------------------------------------------------------------
+
+MOST_REQUESTS: Final = 1024
+MOST_ITEMS: Final = 1 << 20  # tokens, or names of blocks
+UNSALTED: Final = "no salt"
+
+
+class Sized(Protocol):
+    """What is known of one request."""
+
+    @property
+    def num_items(self) -> int:
+        """Tokens or names that it keeps."""
+
+
+T = TypeVar("T", bound=Sized)
+
+
+class Recent(Generic[T]):
+    """What ended last, the oldest goes first. Thread-safe."""
+
+    def __init__(self, most_requests: int = MOST_REQUESTS, most_items: int = MOST_ITEMS) -> None:
+        self._lock = Lock()
+        self._most_requests, self._most_items = most_requests, most_items
+        self._known: OrderedDict[tuple[int, str], T] = OrderedDict()
+        self._num_items = 0
+
+    def note(self, client: int, request_id: str, request: T) -> None:
+        """It ended. One of the same tenant and id is forgotten; `client` as `client_of`."""
+        key = client, request_id
+        with self._lock:
+            if (before := self._known.pop(key, None)) is not None:
+                self._num_items -= before.num_items
+            self._known[key] = request
+            self._num_items += request.num_items
+            while len(self._known) > self._most_requests or self._num_items > self._most_items:
+                self._num_items -= self._known.popitem(last=False)[1].num_items
+
+    def find(self, client: int, request_id: str) -> T | None:
+        with self._lock:
+            return self._known.get((client, request_id))
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+
+def tenant_of(client: int, fingerprint: bytes) -> str:
+    """Whose a request is, for people: the number that the tiers know its tenant by, which tells no cache_salt."""
+    return UNSALTED if client == client_of(root_hash(fingerprint)) else f"{client:08x}"
+
+
+def client_of(root: ChainHash) -> int:
+    """The number of the tenant whose chains begin there, as `Answered.end_of` gives it."""
+    return int.from_bytes(root[:4], "little")
+
+
+# --- the request log -------------------------------------------------------------------------------------------------
+
+_log = logging.getLogger(__name__)
+
+_MOST_WAITING: Final = 4096  # lines
+_MOST_AT_ONCE: Final = 256  # lines of one write
+_CLOSING: Final = 5.0  # seconds for the lines that wait at the end
+_FLAGS: Final = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndedRequest:
+    """What is told of one request."""
+
+    id: str  # "": it had none
+    tenant: str  # as `tenant_of` has it
+    prompt_tokens: int
+    tokens: Mapping[str, int]  # of the prompt, by the tier they were found in; the others were computed
+    missed: Causes = field(default_factory=dict)  # why blocks were in no tier
+    output_tokens: int = 0
+    ttft: float | None = None  # seconds to the first token; None: not known here
+    seconds: float | None = None  # from arrival to the end; None: not known here
+    end: str = "ended"  # how it ended, as far as that is known
+
+    def line(self) -> bytes:
+        """As JSON, with the time now."""
+        told = {
+            "time": datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            "id": self.id or None,
+            "tenant": self.tenant,
+            "end": self.end,
+            "prompt_tokens": self.prompt_tokens,
+            "output_tokens": self.output_tokens,
+            "tokens": {**self.tokens, "computed": max(0, self.prompt_tokens - sum(self.tokens.values()))},
+            "missed": [{"cause": cause, "tier": tier, "blocks": n} for (cause, tier), n in self.missed.items()],
+            "ttft_s": None if self.ttft is None else round(self.ttft, 6),
+            "seconds": None if self.seconds is None else round(self.seconds, 6),
+        }
+        return json.dumps(told).encode() + b"\n"
+
+
+class RequestLog:
+    """Appends lines to one file. `write` never waits: a line too many, or one that the disk refuses, is counted.
+
+    A file that was moved or removed is made anew, so that logs may be rotated.
+    """
+
+    def __init__(self, path: Path, option: str, *, most_waiting: int = _MOST_WAITING) -> None:
+        """Opens the file. ConfigError, which names the `option`, if it cannot be written."""
+        self.path = path
+        self.counts: Counter[str] = Counter(written=0, queue_full=0, io_error=0)  # lines
+        try:
+            self._file = os.open(path, _FLAGS, 0o600)
+        except OSError as error:
+            raise ConfigError(f'{option} "{path}": {error.strerror}; name a file that can be written') from None
+        self._is_torn = False  # the last line that was begun is not whole: it is ended before the next
+        self._waiting: Queue[EndedRequest | None] = Queue(most_waiting)
+        self._is_closed = False
+        self._thread = Thread(target=self._write_on, name="kvtier-request-log", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def opened(cls, path: Path | None, option: str) -> Self | None:
+        """The log, if there is to be one."""
+        return None if path is None else cls(path, option)
+
+    def write(self, request: EndedRequest) -> None:
+        """Have a line written. From any thread."""
+        try:
+            self._waiting.put_nowait(request)
+        except Full:
+            self.counts["queue_full"] += 1
+
+    def close(self) -> None:
+        """Write what waits, for some seconds at most. Idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        with suppress(Full):
+            self._waiting.put(None, timeout=_CLOSING)
+        self._thread.join(_CLOSING)
+
+    def _write_on(self) -> None:
+        is_open = True
+        while is_open:
+            batch = [self._waiting.get()]
+            with suppress(Empty):
+                while len(batch) < _MOST_AT_ONCE:
+                    batch.append(self._waiting.get_nowait())
+            is_open = None not in batch
+            lines = [each.line() for each in batch if each is not None]
+            try:
+                self._append(b"".join(lines))
+                self.counts["written"] += len(lines)
+            except OSError as error:
+                if not self.counts["io_error"]:
+                    _log.warning("request log %s: %s; lines are lost until it can be written", self.path, error)
+                self.counts["io_error"] += len(lines)
+        os.close(self._file)
+
+    def _append(self, data: bytes) -> None:
+        self._follow()
+        if self._is_torn:
+            data = b"\n" + data
+        while data:
+            count = os.write(self._file, data)
+            self._is_torn = data[count - 1 : count] != b"\n"
+            data = data[count:]
+
+    def _follow(self) -> None:
+        """Open the file anew if its name means another one now, or none."""
+        held = os.fstat(self._file)
+        with suppress(FileNotFoundError):
+            if os.path.samestat(held, os.stat(self.path)):
+                return
+        opened = os.open(self.path, _FLAGS, 0o600)
+        os.close(self._file)
+        self._file, self._is_torn = opened, False

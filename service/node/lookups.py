@@ -1,0 +1,432 @@
+"""What was looked up: recorded as a trace on disk, and the last hour of it beside what the best policy had found."""
+
+import asyncio
+import contextlib
+import json
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Lock
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtier.service.simulation import Optimum
+from kvtier.service.web import LoopFile
+from kvtier.tiers import ChainHash, KVTierError
+from kvtier.tiers.pool import to_words
+from kvtier.tiers.reuse import RequestEnd
+
+_log = logging.getLogger(__name__)
+
+_MAX_UNWRITTEN: Final = 1 << 19  # blocks of lookups not written yet
+_MAX_KNOWN: Final = 1 << 18  # blocks whose number is remembered
+_MAX_BYTES: Final = 4 << 30  # of one trace
+_PERIOD: Final = 0.1  # seconds between writes
+_PATIENCE: Final = 60.0  # seconds that a lookup waits for its request's end: lines keep the order of their lookups
+_LAST: Final = 2  # blocks of a prompt by which its lookup is known: the last may not have been asked for
+
+
+@dataclass(frozen=True, slots=True)
+class TraceCounts:
+    """What became of the lookups told to a recorder so far."""
+
+    num_recorded: int
+    num_dropped: int  # the writer had fallen behind, the trace was full, or the disk refused it
+    num_bytes: int
+
+
+@dataclass(eq=False, slots=True)
+class _RecordedLookup:
+    """One that waits to be written: for its turn, and for the end of its request."""
+
+    when: float
+    hashes: Sequence[ChainHash]
+    input_length: int
+    output_length: int
+    block_size: int
+    ended: float | None = None
+    answer: Sequence[ChainHash] = ()
+    told: dict[str, Any] = field(default_factory=dict)  # hint and tenant, if they were told
+
+    @property
+    def size(self) -> int:
+        return len(self.hashes) + len(self.answer) + 1
+
+
+class TraceRecorder:
+    """Writes lookups to a file. `record` and `ended` may be called on any thread and never wait; all else is a loop's.
+
+    A line is written once its request has ended, or after `patience` seconds, or when half of `max_waiting` waits; and
+    never before the lines above it.
+    At most `max_waiting` blocks wait to be written; lookups beyond are dropped and counted, as are all once the trace
+    has `max_bytes` or the disk has refused it. A block's number is remembered while it is among the `max_known` / 2
+    seen last, at least: one that comes back later gets a new number, so that a trace may show less reuse over long
+    distances than there was, never more.
+    """
+
+    def __init__(
+        self,
+        file: LoopFile,
+        *,
+        max_waiting: int = _MAX_UNWRITTEN,
+        max_known: int = _MAX_KNOWN,
+        max_bytes: int = _MAX_BYTES,
+        patience: float = _PATIENCE,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Use `start`."""
+        self._file = file
+        self._max_waiting = max_waiting
+        self._max_bytes = max_bytes
+        self._patience = patience
+        self._clock = clock
+        self._start = clock()
+        self._ids = _Numbers(max_known)
+        self._lock = Lock()  # guards what follows; never held across I/O
+        self._waiting: deque[_RecordedLookup] = deque()
+        self._open: dict[ChainHash, _RecordedLookup] = {}  # by the last block asked for: those whose end was not told
+        self._num_waiting = 0  # blocks
+        self._num_recorded = self._num_dropped = self._num_bytes = 0
+        self._ended = False
+        self._stopping = asyncio.Event()
+        self._writer = asyncio.create_task(self._write_on())
+
+    @classmethod
+    async def start(cls, path: Path, *, max_bytes: int = _MAX_BYTES) -> "TraceRecorder":
+        """Record into a new file, which only its owner can read. ConfigError if it cannot be made, or is there."""
+        return cls(await LoopFile.create(Path(path)), max_bytes=max_bytes)
+
+    def record(
+        self, hashes: Sequence[ChainHash], input_length: int, output_length: int = 0, *, block_size: int = 0
+    ) -> bool:
+        """Note a request: its full blocks, a list nobody changes any more, and its tokens. False: it was dropped."""
+        with self._lock:
+            room = self._max_waiting - self._num_waiting
+            taken = not self._ended and len(hashes) + 1 <= room
+            if taken:
+                lookup = _RecordedLookup(self._clock(), hashes, input_length, output_length, block_size)
+                self._waiting.append(lookup)
+                self._num_waiting += lookup.size
+                if hashes and not output_length:
+                    self._open[hashes[-1]] = lookup
+            else:
+                self._num_dropped += 1
+        return taken
+
+    def ended(self, end: RequestEnd) -> None:
+        """A request has ended: its lookup, if one waits, is told with what its answer left behind."""
+        with self._lock:
+            for name in reversed(end.names[max(0, end.num_prompt - _LAST) : end.num_prompt]):
+                if (lookup := self._open.pop(name, None)) is not None:
+                    break
+            else:
+                return
+            if len(end.names) - end.num_prompt <= self._max_waiting - self._num_waiting:
+                lookup.answer = end.names[end.num_prompt :]
+                self._num_waiting += len(lookup.answer)
+            lookup.ended, lookup.output_length = self._clock(), end.num_output_tokens
+            lookup.told = {"tenant": end.client} if end.hint is None else {"hint": end.hint.value, "tenant": end.client}
+
+    def counts(self) -> TraceCounts:
+        with self._lock:
+            return TraceCounts(self._num_recorded + len(self._waiting), self._num_dropped, self._num_bytes)
+
+    async def stop(self) -> TraceCounts:
+        """Write what waits, and close the file. Idempotent."""
+        self._stopping.set()
+        await self._writer
+        return self.counts()
+
+    async def _write_on(self) -> None:
+        try:
+            stopping = False
+            while not stopping:
+                stopping = await _is_set_within(self._stopping, _PERIOD)
+                await self._write_waiting()
+        except KVTierError as error:
+            _log.warning("trace: recording ends: %s", error)
+        finally:
+            self._end()
+            try:
+                await self._file.close()
+            except KVTierError as error:
+                _log.warning("trace: %s", error)
+
+    async def _write_waiting(self) -> None:
+        lookups = self._ripe()
+        if not lookups:
+            return
+        try:
+            lines = await asyncio.to_thread(self._lines, lookups)
+            fitting = self._fitting(lines)
+            await self._file.write(lines[:fitting])
+        except BaseException:
+            self._settle(lookups, 0, 0)
+            raise
+        self._settle(lookups, fitting, sum(map(len, lines[:fitting])))
+        if fitting < len(lines):
+            raise KVTierError(f"{self._file.path}: the trace has {self._num_bytes} bytes, all it may have")
+
+    def _ripe(self) -> list[_RecordedLookup]:
+        """The first of what waits, as far as nothing is waited for any more."""
+        lookups: list[_RecordedLookup] = []
+        with self._lock:
+            now, size = self._clock(), self._num_waiting
+            while self._waiting:
+                first = self._waiting[0]
+                is_open = bool(first.hashes) and self._open.get(first.hashes[-1]) is first
+                is_patient = now - first.when < self._patience and size <= self._max_waiting // 2
+                if is_open and is_patient and not self._stopping.is_set():
+                    break
+                if is_open:
+                    del self._open[first.hashes[-1]]
+                size -= first.size
+                lookups.append(self._waiting.popleft())
+        return lookups
+
+    def _lines(self, lookups: Sequence[_RecordedLookup]) -> list[bytes]:
+        return [json.dumps(self._fields(lookup)).encode() + b"\n" for lookup in lookups]
+
+    def _fields(self, lookup: _RecordedLookup) -> dict[str, Any]:
+        fields: dict[str, Any] = {
+            "timestamp": int(1000 * (lookup.when - self._start)),
+            "input_length": lookup.input_length,
+            "output_length": lookup.output_length,
+            "hash_ids": self._ids.of(lookup.hashes),
+        }
+        if lookup.block_size:
+            fields["block_size"] = lookup.block_size
+        if lookup.ended is not None:
+            fields["answer_ids"] = self._ids.of(lookup.answer)
+            fields["ended"] = int(1000 * (lookup.ended - self._start))
+        return fields | lookup.told
+
+    def _fitting(self, lines: Sequence[bytes]) -> int:
+        room = self._max_bytes - self._num_bytes
+        for count, line in enumerate(lines):
+            room -= len(line)
+            if room < 0:
+                return count
+        return len(lines)
+
+    def _settle(self, lookups: Sequence[_RecordedLookup], num_written: int, num_bytes: int) -> None:
+        with self._lock:
+            self._num_waiting -= sum(lookup.size for lookup in lookups)
+            self._num_recorded += num_written
+            self._num_dropped += len(lookups) - num_written
+            self._num_bytes += num_bytes
+
+    def _end(self) -> None:
+        """Nothing is taken any more; what waits is dropped."""
+        with self._lock:
+            self._ended = True
+            self._num_dropped += len(self._waiting)
+            self._waiting.clear()
+            self._open.clear()
+            self._num_waiting = 0
+
+
+class _Numbers:
+    """Small integers for names, in the order of their first sight. Two generations of at most half of `most` names."""
+
+    def __init__(self, most: int) -> None:
+        self._half = max(1, most // 2)
+        self._young: dict[ChainHash, int] = {}
+        self._old: dict[ChainHash, int] = {}
+        self._next = 0
+
+    def of(self, names: Sequence[ChainHash]) -> list[int]:
+        return [known if (known := self._young.get(name)) is not None else self._admit(name) for name in names]
+
+    def _admit(self, name: ChainHash) -> int:
+        """To the young ones, under its old number or the next."""
+        number = self._old.get(name)
+        if number is None:
+            number, self._next = self._next, self._next + 1
+        if len(self._young) >= self._half:
+            self._old, self._young = self._young, {}
+        self._young[name] = number
+        return number
+
+
+async def _is_set_within(event: asyncio.Event, seconds: float) -> bool:
+    try:
+        async with asyncio.timeout(seconds):
+            return await event.wait()
+    except TimeoutError:
+        return False
+
+
+_KEPT: Final = 3600.0  # seconds
+_MOST_REQUESTS: Final = 1 << 16
+_MOST_WAITING: Final = 1 << 16  # blocks told and not taken in yet
+_NUM_STEPS: Final = 60  # points of the curve
+_PAUSE: Final = 30.0  # seconds between two looks, at least
+_RARELY: Final = 50.0  # times as long as a look took
+_TICK: Final = 1.0  # seconds between two times that what was told is taken in
+_MIX: Final = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x27D4EB2F165667C5], np.uint64)
+
+
+class PastStep(NamedTuple):
+    """Some time of the past hour."""
+
+    age_s: float  # of its middle
+    asked: int  # blocks
+    found: int
+    optimum: int  # blocks that the best policy would have found
+
+
+class OptimumSoFar(NamedTuple):
+    """What was found of the last hour's lookups, and what could have been with all of them known in advance."""
+
+    capacity: int  # blocks that all tiers of this node hold
+    seconds: float  # that the lookups are of
+    steps: Sequence[PastStep]
+
+    @property
+    def asked(self) -> int:
+        return sum(step.asked for step in self.steps)
+
+    @property
+    def found(self) -> int:
+        return sum(step.found for step in self.steps)
+
+    @property
+    def optimum(self) -> int:
+        return sum(step.optimum for step in self.steps)
+
+
+class _PastRequest(NamedTuple):
+    at: float
+    blocks: NDArray[np.int64]  # a number for each, made of its name: no number leads back
+    num_asked: int  # 0: they were stored
+    num_found: int
+    num_l1: int  # of these, the engine had
+
+
+class PastLookups:
+    """Told of every lookup and store by the daemon's loop, in some hundred nanoseconds; the rest is another thread's.
+
+    Bounded: at most `most_blocks` blocks, eight bytes each, an hour and 65,536 requests; the oldest go. What is told
+    while too much waits to be taken in is dropped and counted.
+    """
+
+    def __init__(self, most_blocks: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.num_dropped = 0  # lookups and stores
+        self._most_blocks = most_blocks
+        self._clock = clock
+        self._told: deque[tuple[float, Sequence[ChainHash], int, int, int]] = deque()
+        self._num_told = self._num_taken = 0  # blocks: each is counted by one thread alone
+        self._past: deque[_PastRequest] = deque()
+        self._num_blocks = 0
+
+    def looked_up(self, hashes: Sequence[ChainHash], num_found: int, num_l1: int) -> None:
+        """A request asked for these blocks, a list nobody changes any more. On the loop's thread."""
+        self._tell(hashes, len(hashes), num_found, num_l1)
+
+    def stored(self, hashes: Sequence[ChainHash]) -> None:
+        """These consecutive blocks were offered. On the loop's thread."""
+        self._tell(hashes, 0, 0, 0)
+
+    def _tell(self, hashes: Sequence[ChainHash], num_asked: int, num_found: int, num_l1: int) -> None:
+        if self._num_told - self._num_taken > _MOST_WAITING:
+            self.num_dropped += 1
+            return
+        self._num_told += len(hashes)
+        self._told.append((self._clock(), hashes, num_asked, num_found, num_l1))
+
+    def take_in(self) -> None:
+        """What was told becomes numbers, and what is too old or too much goes. On one thread, not the loop's."""
+        while self._told:
+            at, hashes, *numbers = self._told.popleft()
+            blocks = (to_words(hashes) @ _MIX).view(np.int64)
+            self._num_taken += len(hashes)
+            self._past.append(_PastRequest(at, blocks, *numbers))
+            self._num_blocks += len(blocks)
+        oldest = self._clock() - _KEPT
+        while self._past and (
+            self._past[0].at < oldest or self._num_blocks > self._most_blocks or len(self._past) > _MOST_REQUESTS
+        ):
+            self._num_blocks -= len(self._past.popleft().blocks)
+
+    def look(self, capacity: int) -> OptimumSoFar | None:
+        """What was found and could have been; None if nobody has asked. On the thread of `take_in`.
+
+        The best policy begins without a block; what was found from before it is given to it, and so is what an engine's
+        L1 had.
+        """
+        past = list(self._past)
+        if not any(request.num_asked for request in past):
+            return None
+        optimum = Optimum([request.blocks.tolist() for request in past], [request.num_asked for request in past])
+        least = [max(request.num_found, request.num_l1) for request in past]
+        best = np.maximum(optimum.hits(capacity), least)
+        now, first = self._clock(), past[0].at
+        width = max(now - first, 1.0) / _NUM_STEPS
+        places = [min(int((request.at - first) / width), _NUM_STEPS - 1) for request in past]
+        sums = [
+            np.bincount(places, numbers, _NUM_STEPS).astype(np.int64).tolist()
+            for numbers in ([request.num_asked for request in past], [request.num_found for request in past], best)
+        ]
+        ages = [now - first - width * (place + 0.5) for place in range(_NUM_STEPS)]
+        steps = [PastStep(age, *counts) for age, *counts in zip(ages, *sums, strict=True)]
+        return OptimumSoFar(capacity, now - first, steps)
+
+
+class WatchedModel(NamedTuple):
+    """A model whose lookups are looked at."""
+
+    fingerprint: bytes
+    past: PastLookups
+    capacity: Callable[[], int]  # blocks that the tiers hold
+
+
+class OptimumWatch:
+    """A thread that now and then computes what the best policy would have found. `of` may be called on any thread."""
+
+    def __init__(self, models: Callable[[], Iterable[WatchedModel]]) -> None:
+        """`models` raises KVTierError where it cannot say."""
+        self._models = models
+        self._found: dict[bytes, OptimumSoFar] = {}
+        self._due: dict[bytes, float] = {}
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvtier-optimum", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, timeout: float = 10.0) -> None:
+        """Idempotent; a look under way is waited for, within `timeout` seconds."""
+        self._stopping.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout)
+
+    def of(self, fingerprint: bytes) -> OptimumSoFar | None:
+        """The last look at a model's lookups; None before the first."""
+        return self._found.get(fingerprint)
+
+    def look(self) -> None:
+        """Take in what was told, and look at what is due. On the watch's thread, or on one that stands for it."""
+        models = list(self._models())
+        for fingerprint, past, capacity in models:
+            past.take_in()
+            if time.monotonic() < self._due.get(fingerprint, 0.0):
+                continue
+            began = time.monotonic()
+            if (found := past.look(capacity())) is not None:
+                self._found[fingerprint] = found
+                took = time.monotonic() - began
+                self._due[fingerprint] = time.monotonic() + max(_PAUSE, _RARELY * took)
+        for gone in self._found.keys() - {model.fingerprint for model in models}:
+            del self._found[gone], self._due[gone]
+
+    def _run(self) -> None:
+        while not self._stopping.wait(_TICK):
+            with contextlib.suppress(KVTierError):  # the daemon is stopping, or busy: later
+                self.look()

@@ -1,0 +1,367 @@
+"""What operators do to a model: keep it open, choose blocks, pin them, and ask why they are held or not."""
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import takewhile
+from pathlib import Path
+from threading import Lock
+from time import monotonic
+from typing import Final, NamedTuple
+
+from kvtier.service import Json
+from kvtier.service.explain import AskedChain, client_of, explain_chain, held_by_tenants, is_unknown, tenant_name
+from kvtier.service.node.daemon import Daemon
+from kvtier.service.node.loop import now
+from kvtier.service.node.namespaces import Namespace, OperatorHold, closed_models
+from kvtier.tiers import ChainHash, ConfigError, KVTierError, TierUnavailable
+from kvtier.tiers.hierarchy import Hierarchy, bring
+from kvtier.tiers.naming import chain_hashes, root_hash
+from kvtier.tiers.pool import Lease
+
+NAME_DIGITS = 16  # hexadecimal ones of a fingerprint that people and Prometheus see
+
+
+class NotFound(KVTierError):
+    """Nothing of that name is here."""
+
+
+def name_of(fingerprint: bytes) -> str:
+    """How people see a model."""
+    return fingerprint.hex()[:NAME_DIGITS]
+
+
+def hold_open(daemon: Daemon, model: str | None, hold: OperatorHold) -> Namespace:
+    """Keep the model open whose fingerprint begins with `model` (None: the only one), until `release_hold`.
+
+    Waits for the loop. NotFound and ConfigError if that names none or several, TierUnavailable if the loop does not
+    answer.
+    """
+
+    def enter() -> Namespace:
+        namespace = _choose(daemon.namespaces(), model)
+        namespace.members.add(hold)
+        return namespace
+
+    return daemon.call(enter)
+
+
+def release_hold(daemon: Daemon, namespace: Namespace, hold: OperatorHold) -> None:
+    """End a hold: its owner uses nothing of the model any more. Does not wait; from any thread."""
+
+    def exit() -> None:
+        namespace.members.discard(hold)
+        namespace.idle_since = now()
+
+    daemon.submit(exit)  # a daemon that is stopping counts its members no more
+
+
+@contextmanager
+def held_open(daemon: Daemon, model: str | None) -> Iterator[Namespace]:
+    """As `hold_open`, until the block ends."""
+    hold = OperatorHold()
+    namespace = hold_open(daemon, model, hold)
+    try:
+        yield namespace
+    finally:
+        release_hold(daemon, namespace, hold)
+
+
+def _choose(namespaces: Sequence[Namespace], model: str | None) -> Namespace:
+    found = [each for each in namespaces if model is None or each.fingerprint.hex().startswith(model)]
+    if len(found) == 1:
+        return found[0]
+    names = ", ".join(name_of(each.fingerprint) for each in namespaces)
+    if not namespaces:
+        raise NotFound("no model is open; an engine has to attach first")
+    if found:
+        asked = "none is named" if model is None else f'model "{model}"'
+        raise ConfigError(f"{asked}: {len(found)} models are open; name one of {names}")
+    raise NotFound(f'model "{model}": not open; name one of {names}')
+
+
+UNKNOWN: Final = bytes(32)  # the parent of blocks given by name alone; no block's name
+_SCHEMES: Final = ("sha256", "xxh3")
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSelection:
+    """Consecutive blocks of one chain: their names, or the tokens they were computed from, from the prompt's first."""
+
+    hashes: Sequence[ChainHash] = ()
+    tokens: Sequence[int] = ()
+    cache_salt: str | None = None
+
+    def names(self, namespace: Namespace, timeout: float) -> tuple[Sequence[ChainHash], ChainHash]:
+        """The blocks' names in this model, and the name before the first.
+
+        Waits up to `timeout` seconds for tiers that nodes share, which know of the blocks then. Which hash the engine
+        names blocks by is found out: the one by which something is held. ConfigError for less than a block.
+        """
+        if self.hashes:
+            namespace.hierarchy.locate(self.hashes, timeout)
+            return self.hashes, UNKNOWN
+        size = namespace.blocks.block_size
+        if len(self.tokens) < size:
+            raise ConfigError(f"tokens: {len(self.tokens)} of them, this model's blocks have {size}; give one block's")
+        root = root_hash(namespace.fingerprint, cache_salt=self.cache_salt)
+        chains = [chain_hashes(root, self.tokens, size, scheme) for scheme in _SCHEMES]
+        until = monotonic() + timeout
+        found = [namespace.hierarchy.locate(chain, max(0.0, until - monotonic())).loadable for chain in chains]
+        return chains[found.index(max(found))], root
+
+    def scheme_of(self, names: Sequence[ChainHash], root: ChainHash, block_size: int) -> str:
+        """By which hash the blocks of these tokens were named."""
+        first = self.tokens[:block_size]
+        return next(each for each in _SCHEMES if chain_hashes(root, first, block_size, each)[0] == names[0])
+
+
+MAX_PINS: Final = 256
+SHARE: Final = 4  # of a model's L2 at most this part is pinned
+
+
+class PinView(NamedTuple):
+    """One pin, for people."""
+
+    number: int
+    fingerprint: bytes
+    num_blocks: int
+    num_bytes: int
+    seconds: float  # that it has left
+
+
+@dataclass(eq=False)
+class _Pin(OperatorHold):
+    number: int
+    until: float
+    hashes: frozenset[ChainHash] = frozenset()
+    namespace: Namespace | None = None
+    lease: Lease | None = None
+    epoch: int = 0
+
+
+@dataclass(eq=False)
+class Pins:
+    """All pins of a daemon. Thread-safe, for any thread but the loop's. What a reset or an evict took is unpinned.
+
+    Lock: `_lock` guards `_pins`; never held while anything waits, but the pool's lock is taken inside it.
+    """
+
+    daemon: Daemon
+    _lock: Lock = field(default_factory=Lock)
+    _pins: dict[int, _Pin] = field(default_factory=dict)
+    _numbers: "itertools.count[int]" = field(default_factory=lambda: itertools.count(1))
+
+    def pin(self, model: str | None, blocks: BlockSelection, seconds: float, timeout: float) -> PinView:
+        """Have the leading blocks that any tier holds in L2, and keep them there for `seconds`.
+
+        Waits up to `timeout` seconds for lower tiers. ConfigError past a quarter of L2 or too many pins, NotFound if
+        no tier holds the first block, TierUnavailable if waiting requests hold all that may be held.
+        """
+        pin = _Pin(next(self._numbers), monotonic() + seconds)
+        pin.namespace = namespace = hold_open(self.daemon, model, pin)
+        try:
+            hashes, parent = blocks.names(namespace, timeout)
+            pin.epoch = namespace.hierarchy.epoch
+            self._enter(pin, namespace, hashes)
+            lease = _lease(namespace.hierarchy, hashes, parent, monotonic() + timeout)
+            if not len(lease):
+                raise NotFound("no tier holds the first of these blocks; have an engine compute them first")
+            namespace.tiers.quotas.promoted(lease.hashes, parent)
+            with self._lock:
+                pin.lease, pin.hashes = lease, frozenset(lease.hashes)
+                return _view(pin, namespace)
+        except BaseException:
+            self._end(pin)
+            raise
+
+    def unpin(self, number: int) -> None:
+        """Let go of one. NotFound if there is none of that number."""
+        with self._lock:
+            pin = self._pins.get(number)
+        if pin is None:
+            raise NotFound(f"pin {number}: there is none; `kvtier pin` without blocks lists them")
+        self._end(pin)
+
+    def unpin_blocks(self, namespace: Namespace, hashes: Sequence[ChainHash]) -> int:
+        """Let go of those that hold any of the blocks; returns how many there were."""
+        names = frozenset(hashes)
+        return self._end_all(lambda pin: pin.namespace is namespace and not names.isdisjoint(pin.hashes))
+
+    def expire(self) -> None:
+        """Let go of those whose time is over, or whose blocks a reset took. Called now and then."""
+        at = monotonic()
+        self._end_all(
+            lambda pin: pin.until <= at or (pin.namespace is not None and pin.namespace.hierarchy.epoch != pin.epoch)
+        )
+
+    def clear(self) -> int:
+        """Let go of all; returns how many there were."""
+        return self._end_all(lambda pin: True)
+
+    def listing(self) -> list[PinView]:
+        with self._lock:
+            return [_view(pin, pin.namespace) for pin in self._pins.values() if pin.lease is not None and pin.namespace]
+
+    def blocks_by_model(self) -> dict[str, int]:
+        """How many blocks of each model are pinned, by the name people see."""
+        with self._lock:
+            pins = [(pin.namespace.fingerprint, pin.hashes) for pin in self._pins.values() if pin.namespace is not None]
+        names = {fingerprint: frozenset[ChainHash]() for fingerprint, _ in pins}
+        for fingerprint, hashes in pins:
+            names[fingerprint] |= hashes
+        return {name_of(fingerprint): len(hashes) for fingerprint, hashes in names.items()}
+
+    def _enter(self, pin: _Pin, namespace: Namespace, hashes: Sequence[ChainHash]) -> None:
+        pin.namespace, pin.hashes = namespace, frozenset(hashes)
+        most = namespace.hierarchy.host.pool.num_slots // SHARE
+        with self._lock:
+            if len(self._pins) >= MAX_PINS:
+                raise ConfigError(f"{MAX_PINS} pins are there already; unpin one first")
+            others = frozenset().union(*(each.hashes for each in self._pins.values() if each.namespace is namespace))
+            if len(others | pin.hashes) > most:
+                raise ConfigError(
+                    f"{len(pin.hashes)} blocks: with the {len(others)} pinned already that is more than {most}, "
+                    f"a quarter of this model's host memory; pin fewer, or unpin some"
+                )
+            self._pins[pin.number] = pin
+
+    def _end_all(self, is_over: Callable[[_Pin], bool]) -> int:
+        with self._lock:
+            over = [pin for pin in self._pins.values() if pin.lease is not None and is_over(pin)]
+        for pin in over:
+            self._end(pin)
+        return len(over)
+
+    def _end(self, pin: _Pin) -> None:
+        with self._lock:
+            self._pins.pop(pin.number, None)
+        if pin.lease is not None:
+            pin.lease.release()
+        if pin.namespace is not None:
+            release_hold(self.daemon, pin.namespace, pin)
+
+
+def _lease(hierarchy: Hierarchy, hashes: Sequence[ChainHash], parent: ChainHash, deadline: float) -> Lease:
+    """The leading blocks, read from lower tiers for as long as that brings more. Empty if nothing is held."""
+    best = bring(hierarchy, hashes, parent, deadline)
+    if best is None:
+        raise TierUnavailable("waiting requests hold all the host memory they may; ask again")
+    while 0 < len(best) < len(hashes) and monotonic() < deadline:
+        more = bring(hierarchy, hashes, parent, deadline)
+        if more is None or len(more) <= len(best):  # what is held by more than one lease stays either way
+            if more is not None:
+                more.release()
+            return best
+        best.release()
+        best = more
+    return best
+
+
+def _view(pin: _Pin, namespace: Namespace) -> PinView:
+    num_blocks = len(pin.hashes)
+    left = max(0.0, pin.until - monotonic())
+    return PinView(
+        pin.number, namespace.fingerprint, num_blocks, num_blocks * namespace.hierarchy.host.region.slot_stride, left
+    )
+
+
+def explain(
+    namespace: Namespace,
+    others: Sequence[Namespace],
+    blocks: BlockSelection,
+    timeout: float,
+    slabs: Path | None = None,
+) -> Json:
+    """What is held of the prompt, and why not the rest; `others` are the models that hold it perhaps.
+
+    If nobody holds a block of it, closed slabs of the same checkpoint in the directory `slabs` are named.
+    For operators: it says which other tenant holds the same tokens, but tells no token of another's. Takes up
+    to `timeout` seconds in all, half of them for tiers that nodes share; tenants whose turn would come later are left
+    out. ConfigError as `BlockSelection.names`.
+    """
+    until = monotonic() + timeout
+    shared_until = until - timeout / 2
+    hierarchy, size, model = namespace.hierarchy, namespace.blocks.block_size, name_of(namespace.fingerprint)
+    own_root = root_hash(namespace.fingerprint, cache_salt=blocks.cache_salt)
+    if blocks.tokens and len(blocks.tokens) < size:
+        answer = explain_chain(model, AskedChain((), own_root, size, blocks.tokens), hierarchy)
+        answer["elsewhere"] = _elsewhere(namespace, others, blocks, 0, shared_until)
+        return answer
+    hashes, root = blocks.names(namespace, timeout / 2)
+    chain = AskedChain(hashes, root, size, blocks.tokens)
+    answer = explain_chain(model, chain, hierarchy)
+    if blocks.tokens and answer["cause"] is not None:
+        known = answer["held"]
+        answer["elsewhere"] = _elsewhere(namespace, others, blocks, known * size, shared_until)
+        if is_unknown(answer["cause"]):
+            if not known and not answer["elsewhere"]:
+                answer["closed"] = _closed(namespace, others, slabs)
+            unsalted = namespace.tiers.tenants.unsalted
+            roots = [(each, tenant_name(each, unsalted)) for each in namespace.tiers.tenants.known()]
+            scheme = blocks.scheme_of(hashes, root, size)
+
+            def held(names: Sequence[ChainHash]) -> int:
+                return hierarchy.lookup(names).loadable
+
+            in_time = takewhile(lambda _: monotonic() < until, roots)
+            answer["tenants"] = held_by_tenants(chain, in_time, held, known, scheme)
+    return answer
+
+
+def explain_request(namespace: Namespace, request_id: str, cache_salt: str | None, timeout: float) -> Json:
+    """The same of a request that ended lately. NotFound if none of that id and tenant did."""
+    root = root_hash(namespace.fingerprint, cache_salt=cache_salt)
+    seen = namespace.tiers.seen.recent.find(client_of(root), request_id)
+    if seen is None:
+        why = "no request of this id and cache salt ended here lately; `kvtier explain --blocks` takes its tokens"
+        raise NotFound(f'request "{request_id}": {why}')
+    if not seen.names:
+        return explain_chain(name_of(namespace.fingerprint), AskedChain((), root, namespace.blocks.block_size), None)
+    return explain(namespace, [], BlockSelection(seen.names), timeout)
+
+
+def _elsewhere(
+    own: Namespace, others: Sequence[Namespace], blocks: BlockSelection, known: int, until: float
+) -> list[Json]:
+    """Other models of this daemon that hold more of the same tokens, under the same salt."""
+    found: list[Json] = []
+    for other in others:
+        try:
+            names, _ = blocks.names(other, max(0.0, until - monotonic()))
+        except ConfigError:  # shorter than a block of that model's
+            continue
+        held = other.hierarchy.lookup(names).loadable
+        if held * other.blocks.block_size > known:
+            row = {"model": name_of(other.fingerprint), "blocks": held, "block_size": other.blocks.block_size}
+            found.append({**row, "fields": _differing(own.about, other.about)})
+    return found
+
+
+def _closed(own: Namespace, others: Sequence[Namespace], slabs: Path | None) -> list[Json]:
+    """Closed slabs of the same weights, or of a model with the same name. Nobody reads whether they hold the prompt.
+
+    None while the own slab is off: its disk may hang.
+    """
+    if "file" in own.hierarchy.wanting:
+        return []
+    closed = closed_models(slabs, {own.fingerprint, *(other.fingerprint for other in others)})
+    return [
+        {"model": name_of(each.fingerprint), "bytes": each.num_bytes, "fields": _differing(own.about, each.about)}
+        for each in closed
+        if any(field in own.about and each.about.get(field) == own.about[field] for field in ("model", "revision"))
+    ]
+
+
+def _differing(here: Mapping[str, str], there: Mapping[str, str]) -> list[Json]:
+    """The fields by which two models are not one, if both engines have said what theirs are."""
+    if not here or not there:
+        return []
+    fields = dict.fromkeys([*here, *there])
+    fields.pop("model", None)  # a name for people
+    return [
+        {"field": field, "here": here.get(field, "none"), "there": there.get(field, "none")}
+        for field in fields
+        if here.get(field) != there.get(field)
+    ]

@@ -1,0 +1,426 @@
+"""Other nodes and this one: serves blocks in host memory to their daemons, and follows their KV events."""
+
+import logging
+import os
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Final
+
+import numpy as np
+
+from kvtier.service import Crowd, events
+from kvtier.tiers import BATCH_BYTES, L2, TIERS, BlockRecord, BlockShape, ChainHash, ConfigError, Outcome, checksum
+from kvtier.tiers.config import EventsConfig, PeersConfig
+from kvtier.tiers.hierarchy import Hierarchy
+from kvtier.tiers.naming import KVProbe
+from kvtier.tiers.peers import (
+    RESETS,
+    TAG_BYTES,
+    AnnouncedNames,
+    EventsAt,
+    PeerFailed,
+    address_text,
+    prepare,
+    receive,
+    send,
+    wire,
+)
+from kvtier.tiers.pool import Lease
+
+_log = logging.getLogger(__name__)
+
+MAX_CONNECTIONS: Final = 512  # a thread each: MAX_PEERS nodes, with two of their own for each of four models
+MAX_STRANGERS: Final = 16  # of these, such as have not proven yet that they have the key
+_HELLO_SECONDS: Final = 5.0  # for the whole handshake
+_IDLE_SECONDS: Final = 300.0  # without a question
+_ACCEPT_PAUSE: Final = 0.2  # seconds without a file descriptor to spare
+_SEND_BYTES: Final = 512 << 10  # given to the kernel by one call, if that is more than a block
+_HELD_AT_ONCE: Final = 256  # names looked up under the pool's lock at a time
+_CLOSE_SECONDS: Final = 5.0
+
+
+class LentModel:
+    """One model's blocks, as long as they are lent. Made by `PeerServer.lend`."""
+
+    def __init__(
+        self, hierarchy: Hierarchy, fingerprint: bytes, sizes: BlockShape, forget: "Callable[[LentModel], None]"
+    ) -> None:
+        """`forget` is told when it is lent no more."""
+        self.hierarchy = hierarchy
+        self._forget = forget
+        self.blocks = wire.LentBlocks(fingerprint, sizes.block_bytes, sizes.block_size)
+        self.events: Callable[[], EventsAt] = EventsAt  # where they tell of these blocks; nowhere
+        self.kv_probe: Callable[[], KVProbe | None] = lambda: None  # what the model computes, if that is known
+        num_slots = hierarchy.host.pool.num_slots
+        self._tags = np.zeros((num_slots, TAG_BYTES), np.uint8)  # of the block in each slot …
+        self._tagged = np.full(num_slots, -1, np.int64)  # … of this generation
+        self._idle = threading.Condition()
+        self._users: set[socket.socket] = set()  # connections that a question about it is answered on
+        self._closed = False
+
+    @property
+    def is_lent(self) -> bool:
+        """Not after a reset: who borrows may not have heard of it."""
+        return not self._closed and self.hierarchy.epoch == 0 and self.blocks.fingerprint not in RESETS
+
+    def is_alike(self, session: wire.PeerSession) -> bool:
+        """Whether whoever asks may have these blocks: nothing says that its model computes others."""
+        ours, theirs = self.kv_probe(), session.probe
+        if ours is None or theirs is None:
+            return True
+        if session.compared is None or session.compared[0] is not ours:
+            session.compared = ours, ours.distance(theirs) <= ours.tolerance
+        return session.compared[1]
+
+    @contextmanager
+    def used_by(self, connection: socket.socket) -> Iterator[bool]:
+        """Meanwhile the memory stays; whether blocks may be lent at all."""
+        with self._idle:
+            may = self.is_lent
+            if may:
+                self._users.add(connection)
+        try:
+            yield may
+        finally:
+            with self._idle:
+                self._users.discard(connection)
+                self._idle.notify_all()
+
+    def tag_of(self, session: wire.PeerSession, slot: int, generation: int, head: bytes, payload: memoryview) -> bytes:
+        """The tag of a leased block, computed once as long as it stays in its slot."""
+        if self._tagged[slot] == generation:
+            return bytes(self._tags[slot])
+        tag = session.tag(head, payload)
+        self._tags[slot] = np.frombuffer(tag, np.uint8)
+        self._tagged[slot] = generation  # last: the lease keeps the slot, so nobody writes another tag
+        return tag
+
+    def close(self) -> None:
+        """Lend no more, and cut off whoever is being sent something: the memory goes away. Idempotent."""
+        deadline = time.monotonic() + _CLOSE_SECONDS
+        self._forget(self)
+        with self._idle:
+            self._closed = True
+            for connection in self._users:
+                _shut(connection)
+            if not self._idle.wait_for(lambda: not self._users, max(0.0, deadline - time.monotonic())):
+                _log.warning("[peers] a block is still being sent after %g s", _CLOSE_SECONDS)
+
+
+class PeerServer:
+    """Listens at [peers] listen. A thread for each connection, none of which ever runs on the daemon's loop.
+
+    What a connection may cost is bounded: connections, those of strangers, the time of a handshake and of each answer,
+    names in a question, bytes lent at once. What is counted: blocks and bytes lent, and why somebody was cut off.
+    """
+
+    def __init__(self, config: PeersConfig, node: bytes | None = None) -> None:
+        """Take the address. ConfigError if it or the key cannot be used. `node` is who lends; None: this process."""
+        assert config.listen is not None
+        assert config.key_file is not None
+        self._config = config
+        self._node = node or wire.own_node()
+        self._key = wire.shared_key(config.key_file)
+        self._lock = threading.Condition()  # guards what follows; never held across I/O
+        self.counts: Counter[str] = Counter()
+        self._models: dict[bytes, LentModel] = {}
+        self._connections: set[socket.socket] = set()
+        self._strangers = Crowd[socket.socket](MAX_STRANGERS)
+        self._in_flight = 0  # bytes of blocks leased for others
+        self._closed = False
+        self._listener = _listen(config.listen)
+        self.address = address_text(self._listener.getsockname())
+        self._thread = threading.Thread(target=self._accept, name="kvtier-lend", daemon=True)
+        self._thread.start()
+
+    @property
+    def num_connections(self) -> int:
+        return len(self._connections)
+
+    def lend(self, hierarchy: Hierarchy, fingerprint: bytes, sizes: BlockShape) -> LentModel:
+        """From now on the blocks in L2 of this hierarchy. Close it before the hierarchy is closed."""
+        model = LentModel(hierarchy, fingerprint, sizes, self._forget)
+        with self._lock:
+            self._models[fingerprint] = model
+        return model
+
+    def _forget(self, model: LentModel) -> None:
+        with self._lock:
+            if self._models.get(model.blocks.fingerprint) is model:
+                del self._models[model.blocks.fingerprint]
+
+    def close(self) -> None:
+        """Hang up on everybody. Idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            connections = list(self._connections)
+            self._lock.notify_all()
+        _shut(self._listener)
+        self._listener.close()
+        for connection in connections:
+            _shut(connection)
+        with self._lock:
+            self._lock.wait_for(lambda: not self._connections, _CLOSE_SECONDS)
+
+    def check(self) -> None:
+        """Raise AssertionError if more is lent than may be."""
+        with self._lock:
+            assert 0 <= self._in_flight, f"{self._in_flight} bytes in flight"
+            assert len(self._strangers) <= len(self._connections) <= MAX_CONNECTIONS, "connections"
+
+    # connections
+
+    def _accept(self) -> None:
+        """Thread: take connections in."""
+        while not self._closed:
+            try:
+                connection, peer = self._listener.accept()
+            except OSError:
+                if not self._closed:  # no file left for it, or it went away again
+                    self._note("not_accepted")
+                    time.sleep(_ACCEPT_PAUSE)
+                continue
+            with self._lock:
+                is_full = len(self._connections) >= MAX_CONNECTIONS
+                if not is_full and not self._closed:
+                    self._connections.add(connection)
+                    self._strangers.add(connection, str(peer[0]))
+                    if (victim := self._strangers.surplus()) is not None:  # who has the key proves it in a moment
+                        _shut(victim)
+                        self.counts["too_many"] += 1
+            if is_full or self._closed:
+                self._note("too_many")
+                connection.close()
+                continue
+            thread = threading.Thread(target=self._serve, args=(connection,), name="kvtier-lend-to", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # no thread left for it
+                self._note("not_accepted")
+                self._end(connection)
+
+    def _serve(self, connection: socket.socket) -> None:
+        """Thread: one connection, from its handshake to its end."""
+        is_stranger = True
+        try:
+            session = self._welcome(connection)
+            is_stranger = False
+            with self._lock:
+                self._strangers.discard(connection)
+            self._note("welcomed")
+            while True:
+                self._answer(connection, session)
+        except PeerFailed as failed:
+            if is_stranger or failed.reason != "hung_up":
+                self._note(f"{'stranger' if is_stranger else 'cut_off'}_{failed.reason}")
+        except wire.ProtocolError as wrong:
+            self._note(f"{'stranger' if is_stranger else 'cut_off'}_{wrong}")
+        except OSError:
+            self._note(f"{'stranger' if is_stranger else 'cut_off'}_error")
+        finally:
+            self._end(connection)
+
+    def _end(self, connection: socket.socket) -> None:
+        with self._lock:
+            self._strangers.discard(connection)
+        connection.close()
+        with self._lock:
+            self._connections.discard(connection)
+            self._lock.notify_all()
+
+    def _welcome(self, connection: socket.socket) -> wire.PeerSession:
+        """Prove the key to each other. ProtocolError; PeerFailed."""
+        deadline = time.monotonic() + _HELLO_SECONDS
+        prepare(connection)
+        challenge = os.urandom(wire.NONCE_BYTES)
+        send(connection, [wire.pack_challenge(challenge)], deadline)
+        session, _ = wire.PeerSession.accept(self._key, challenge, receive(connection, wire.HELLO_BYTES, deadline))
+        model = self._models.get(session.blocks.fingerprint)
+        reply = wire.Greeting.WELCOME if model is None or model.blocks == session.blocks else wire.Greeting.OTHER_BLOCKS
+        send(connection, [session.welcome(reply, self._node)], deadline)
+        if reply is not wire.Greeting.WELCOME:
+            raise wire.ProtocolError(reply.name.lower())
+        return session
+
+    def _answer(self, connection: socket.socket, session: wire.PeerSession) -> None:
+        """Wait for a question, and answer it."""
+        words = receive(connection, wire.WORDS_BYTES, time.monotonic() + _IDLE_SECONDS)
+        deadline = time.monotonic() + self._config.deadline
+        rest = receive(connection, session.question_bytes(words), deadline)
+        verb, names = session.read_question(words, rest)
+        model = self._models.get(session.blocks.fingerprint)
+        if verb is wire.PeerVerb.KV_PROBE:
+            session.note_probe(names)
+            is_other = model is not None and not model.is_alike(session)
+            send(connection, [session.answer(verb, is_other)], deadline)
+            return
+        if model is None or model.blocks != session.blocks or not model.is_alike(session):
+            self._say_none(connection, session, verb, len(names))
+            return
+        with model.used_by(connection) as may:
+            if not may:
+                self._say_none(connection, session, verb, len(names))
+            elif verb is wire.PeerVerb.HELD:
+                flags = bytes(self._held(model, names))
+                send(connection, [session.answer(verb, len(names), flags)], deadline)
+            elif verb is wire.PeerVerb.EVENTS:
+                send(connection, [session.answer(verb, 1, model.events().pack())], deadline)
+            else:
+                self._lend_blocks(connection, session, model, names)
+
+    def _say_none(
+        self, connection: socket.socket, session: wire.PeerSession, verb: wire.PeerVerb, num_names: int
+    ) -> None:
+        nothing = {wire.PeerVerb.HELD: bytes(num_names), wire.PeerVerb.EVENTS: EventsAt().pack()}.get(verb, b"")
+        answer = session.answer(verb, num_names if verb is wire.PeerVerb.HELD else 0, nothing)
+        send(connection, [answer], time.monotonic() + self._config.deadline)
+
+    def _held(self, model: LentModel, names: Sequence[ChainHash]) -> list[bool]:
+        pool, flags = model.hierarchy.host.pool, list[bool]()
+        for first in range(0, len(names), _HELD_AT_ONCE):
+            flags += pool.holds(names[first : first + _HELD_AT_ONCE])
+        return flags
+
+    # blocks
+
+    def _lend_blocks(
+        self, connection: socket.socket, session: wire.PeerSession, model: LentModel, names: Sequence[ChainHash]
+    ) -> None:
+        slot_bytes = session.blocks.slot_bytes
+        most = max(1, min(len(names), BATCH_BYTES // slot_bytes))
+        deadline = time.monotonic() + self._config.deadline + most * slot_bytes / self._config.bandwidth
+        with self._room(most * slot_bytes, deadline) as has_room:
+            if not has_room:
+                self._note("no_room")
+                self._say_none(connection, session, wire.PeerVerb.LEND, len(names))
+                return
+            with model.hierarchy.host.pool.lease(names[:most]) as lease:
+                lent = self._leading(model, lease) if model.is_lent else []
+                send(connection, [session.answer(wire.PeerVerb.LEND, len(lent))], deadline)
+                self._send(connection, session, model, lent, deadline)
+        with self._lock:
+            self.counts["blocks"] += len(lent)
+            self.counts["bytes"] += len(lent) * slot_bytes
+
+    @staticmethod
+    def _leading(model: LentModel, lease: Lease) -> list[tuple[BlockRecord, int, int]]:
+        """Record, slot and generation of the leased blocks, up to one that can't be said to another node."""
+        host, lent = model.hierarchy.host, list[tuple[BlockRecord, int, int]]()
+        for slot, time_taken, name in zip(lease.slots, lease.generations, lease.hashes, strict=True):
+            record = host.records[slot]
+            if record is None or record.chain_hash != name or len(record.parent) != wire.HASH_BYTES:
+                break
+            lent.append((record, slot, time_taken))
+        return lent
+
+    @staticmethod
+    def _send(
+        connection: socket.socket,
+        session: wire.PeerSession,
+        model: LentModel,
+        lent: Sequence[tuple[BlockRecord, int, int]],
+        deadline: float,
+    ) -> None:
+        """Some blocks at a time: the kernel sends them while the next are hashed.
+
+        One whose bytes are not those that were stored goes at once, and ends the connection. PeerFailed.
+        """
+        host, parts = model.hierarchy.host, list[bytes | memoryview]()
+        for record, slot, generation in lent:
+            payload = host.region.slot(slot)
+            if checksum(payload) != record.checksum:
+                host.pool.evict([record.chain_hash], Outcome.CHECKSUM)
+                send(connection, parts, deadline)
+                raise PeerFailed(Outcome.CHECKSUM, "rotten")
+            head = session.pack_head(record)
+            parts += [head, payload, model.tag_of(session, slot, generation, head, payload)]
+            if (len(parts) // 3 + 1) * session.blocks.slot_bytes > _SEND_BYTES:
+                send(connection, parts, deadline)
+                parts = []
+        send(connection, parts, deadline)
+
+    @contextmanager
+    def _room(self, num_bytes: int, deadline: float) -> Iterator[bool]:
+        """Wait until so many bytes may be lent beside all others; False if that is not so before the deadline."""
+        most = max(self._config.in_flight, num_bytes)  # one block may be larger: then it goes alone
+        with self._lock:
+            has_room = self._lock.wait_for(
+                lambda: self._closed or self._in_flight + num_bytes <= most, max(0.0, deadline - time.monotonic())
+            )
+            has_room = has_room and not self._closed
+            self._in_flight += num_bytes * has_room
+        try:
+            yield has_room
+        finally:
+            if has_room:
+                with self._lock:
+                    self._in_flight -= num_bytes
+                    self._lock.notify_all()
+
+    def _note(self, event: str) -> None:
+        with self._lock:
+            self.counts[event] += 1
+
+
+def _shut(connection: socket.socket) -> None:
+    """End what anybody sends or waits for there."""
+    try:
+        connection.shutdown(socket.SHUT_RDWR)
+    except OSError:  # it has ended by itself
+        return
+
+
+def _listen(address: str) -> socket.socket:
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    try:
+        family = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
+        return socket.create_server((host, int(port)), family=family, backlog=MAX_CONNECTIONS)
+    except (OSError, ValueError, OverflowError) as error:
+        number = error.errno if isinstance(error, OSError) else None
+        why = os.strerror(number) if number and number > 0 else error  # else the resolver's
+        raise ConfigError(
+            f'[peers] listen "{address}": {why}; choose an address of this host and a free port'
+        ) from None
+
+
+_KEY_BYTES = 8
+
+
+class _HostBlocks:
+    """One peer's blocks in host memory. Implements `EventSink`."""
+
+    def __init__(self, names: AnnouncedNames) -> None:
+        self._names = names
+        self._medium = TIERS[L2].medium
+
+    def apply(self, worker: str, event: events.KVEvent) -> None:
+        if isinstance(event, events.BlockStored | events.BlockRemoved):
+            if event.medium == self._medium:
+                keys = [events.as_u64(name).to_bytes(_KEY_BYTES, "big") for name in event.block_hashes]
+                (self._names.store if isinstance(event, events.BlockStored) else self._names.remove)(keys)
+        else:
+            self._names.clear()
+
+    def drop(self, worker: str) -> None:
+        self._names.clear()
+
+
+class PeerFeeds:
+    """Opens feeds of other nodes' events, with the CURVE keys of this node's own publisher, if it has some."""
+
+    def __init__(self, config: EventsConfig) -> None:
+        """ConfigError for keys that are none."""
+        keys = events.CurveKeys.load("events", config.curve_key_file, "curve_reader_file", config.curve_reader_file)
+        self._keys = None if keys is None else keys.of_a_node()
+
+    def open(self, fingerprint: bytes, publish: str, replay: str, names: AnnouncedNames) -> events.EventConsumer:
+        """As `tiers.peers.following.OpenFeed`."""
+        topic = events.topic_of(fingerprint)
+        return events.EventConsumer(publish, _HostBlocks(names), publish, replay, topic=topic, keys=self._keys)

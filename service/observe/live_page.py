@@ -1,0 +1,250 @@
+"""The live page: its files, the status as server-sent events while somebody looks, and the past hour."""
+
+import asyncio
+import contextlib
+import json
+import math
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from importlib import resources
+from threading import Event, Lock
+from typing import Any, Final
+
+import numpy as np
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from kvtier.service import Json
+from kvtier.service.web import page
+from kvtier.tiers import KVTierError
+
+# --- the past hour ---------------------------------------------------------------------------------------------------
+
+PERIOD: Final = 5.0  # seconds between two samples
+_KEPT: Final = 720  # samples: an hour
+_MOST_SERIES: Final = 512  # series; with the samples that is 3 MiB, however long it runs
+_DEEPEST: Final = 6  # names in a path
+_IDENTITIES: Final = ("model", "name")  # the field by which an entry of a list is the same in two statuses
+
+Path = tuple[str, ...]
+"""Where a number stands in the status: keys, and for an entry of a list what names it."""
+
+
+class PageHistory:
+    """Samples of every number in a status, in a ring of fixed size. Thread-safe.
+
+    A number is known by its path. Numbers past the bound on series are not kept; those that no sample has any more make
+    room for others.
+    """
+
+    def __init__(self, parts: Sequence[str], *, kept: int = _KEPT, most: int = _MOST_SERIES) -> None:
+        """Of a status, only the fields `parts` are kept."""
+        self._parts = tuple(parts)
+        self._most = most
+        self._lock = Lock()  # guards what follows
+        self._columns: dict[Path, int] = {}
+        self._at = np.zeros(kept, np.int64)  # ms of the monotonic clock, as a stream's events have it
+        self._values = np.full((kept, 64), np.nan)
+        self._next = 0  # samples taken so far
+
+    def add(self, status: Mapping[str, Any], at: float | None = None) -> None:
+        """Take a sample; `at` is seconds of the monotonic clock, None = now."""
+        found = dict(_numbers({part: status[part] for part in self._parts if part in status}))
+        with self._lock:
+            row = self._next % len(self._at)
+            self._at[row] = int(1000 * (time.monotonic() if at is None else at))
+            self._values[row] = np.nan
+            if any(path not in self._columns for path in found):
+                self._make_room(found)
+            for path, value in found.items():
+                if (column := self._columns.get(path)) is not None:
+                    self._values[row, column] = value
+            self._next += 1
+
+    def as_json(self) -> Json:
+        """`now` and `at` in ms of the monotonic clock; of each series its path and its values at these times.
+
+        A series that is the same in all samples has one value for all; null is "not known".
+        """
+        with self._lock:
+            kept = len(self._at)
+            rows = np.arange(max(0, self._next - kept), self._next) % kept
+            at, values, columns = self._at[rows].tolist(), self._values[rows], dict(self._columns)
+        series = [{"path": list(path), "values": _listed(values[:, column])} for path, column in columns.items()]
+        return {"now": int(1000 * time.monotonic()), "period_s": PERIOD, "at": at, "series": series}
+
+    def _make_room(self, found: Mapping[Path, float]) -> None:
+        """Columns for new paths, as far as there may be more. Under the lock."""
+        new = [path for path in found if path not in self._columns]
+        if len(self._columns) + len(new) > self._most:
+            alive = ~np.isnan(self._values).all(0)
+            kept = [(path, column) for path, column in self._columns.items() if alive[column] or path in found]
+            self._values = self._values[:, [column for _, column in kept]]
+            self._columns = {path: number for number, (path, _) in enumerate(kept)}
+        for path in new[: self._most - len(self._columns)]:
+            self._columns[path] = len(self._columns)
+        if (lacking := len(self._columns) - self._values.shape[1]) > 0:
+            width = min(self._most, self._values.shape[1] + max(lacking, 64)) - self._values.shape[1]
+            self._values = np.hstack([self._values, np.full((len(self._at), width), np.nan)])
+
+
+def _numbers(value: object, path: Path = ()) -> Iterator[tuple[Path, float]]:
+    """Every number in it, by its path."""
+    if isinstance(value, bool) or len(path) > _DEEPEST:
+        return
+    if isinstance(value, int | float):
+        yield path, float(value)
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _numbers(inner, (*path, str(key)))
+    elif isinstance(value, list):
+        for entry in value:
+            if isinstance(entry, Mapping):
+                name = next((entry[field] for field in _IDENTITIES if field in entry), None)
+                if isinstance(name, str):
+                    yield from _numbers(entry, (*path, name))
+
+
+def _listed(values: "np.ndarray[Any, np.dtype[np.float64]]") -> Any:
+    """For JSON: whole numbers as such, and one for all if they are the same."""
+    if len(values) and (values == values[0]).all():
+        return _plain(float(values[0]))
+    return [_plain(value) for value in values.tolist()]
+
+
+def _plain(value: float) -> int | float | None:
+    if not math.isfinite(value):
+        return None
+    return int(value) if value == int(value) else round(value, 6)
+
+
+# --- the page --------------------------------------------------------------------------------------------------------
+
+StatusSource = Callable[[], Awaitable[Json]]
+
+_TYPES: Final = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
+_HEADERS: Final = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",
+}
+_MAX_WATCHERS: Final = 16
+_PERIOD: Final = 1.0  # seconds between two looks at the status
+_TICK: Final = 0.25  # seconds until a stream sees that the server stops
+_LIFE: Final = 600.0  # seconds a stream lasts; the page then asks for another
+_PATIENCE: Final = 10.0  # seconds longer, for a reader who takes nothing
+
+
+class LivePage:
+    """The page of one server, and its memory of the past hour. On the HTTP loop alone.
+
+    `status` gives the status as JSON. For streams it is awaited once a second however many look, and never while nobody
+    does; for the past hour once in five seconds while `remembering` is entered. What it raises as KVTierError is
+    shown. It must not name what only some may see: the page is for everybody.
+    """
+
+    def __init__(self, status: StatusSource, stopping: Event, parts: Sequence[str] = ()) -> None:
+        """`stopping` ends every stream. `parts` are the fields of the status whose numbers are remembered."""
+        self._status, self._stopping = status, stopping
+        self._history = PageHistory(parts)
+        self._watch = _Watch(status, stopping)
+
+    def routes(self) -> list[Route]:
+        """`GET /`, the files it names, `GET /stream` and `GET /history`."""
+        pages = resources.files("kvtier.service.observe") / "pages"
+
+        def file(name: str, content: bytes, media_type: str) -> Route:
+            path = "/" if name == "index.html" else f"/{name}"
+            return page(path, lambda: Response(content, media_type=media_type, headers=_HEADERS))
+
+        types = {each: _TYPES.get(each.name.rpartition(".")[2]) for each in pages.iterdir()}
+        files = [file(each.name, each.read_bytes(), known) for each, known in types.items() if known is not None]
+        return [*files, Route("/stream", self._stream, methods=["GET"]), page("/history", self._past)]
+
+    @contextlib.asynccontextmanager
+    async def remembering(self) -> AsyncIterator[None]:
+        """Look at the status now and then, until the block ends."""
+        task = asyncio.create_task(self._remember())
+        try:
+            yield
+        finally:
+            task.cancel()
+
+    async def _remember(self) -> None:
+        due = time.monotonic()
+        while True:
+            with contextlib.suppress(KVTierError):  # an hour has a gap then
+                at = time.monotonic()
+                self._history.add(await self._status(), at)
+            due = max(due + PERIOD, time.monotonic())  # whoever was slow does not catch up
+            await asyncio.sleep(due - time.monotonic())
+
+    async def _past(self) -> Response:
+        return JSONResponse(await run_in_threadpool(self._history.as_json), headers=_HEADERS)
+
+    async def _stream(self, request: Request) -> Response:
+        if self._watch.num_watchers >= _MAX_WATCHERS:
+            error = f"{_MAX_WATCHERS} pages are watching already; close one, or ask for /status"
+            return JSONResponse({"error": error}, 503, {"retry-after": "5"})
+        return _WatchStream(self._watch)
+
+
+class _Watch:
+    """The status for all watchers, as events. On the HTTP loop alone."""
+
+    def __init__(self, status: StatusSource, stopping: Event) -> None:
+        self.num_watchers = 0
+        self._status, self._stopping = status, stopping
+        self._asking = asyncio.Lock()
+        self._latest = b""
+        self._due = 0.0  # when the latest is too old
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """One at once, then one a second, until the stream's life or the server ends."""
+        end = time.monotonic() + _LIFE
+        yield b"retry: 1000\n\n"
+        while time.monotonic() < end and not self._stopping.is_set():
+            yield await self._fresh()
+            due = self._due  # of what was told just now: another watcher may move it on
+            while (wait := due - time.monotonic()) > 0 and not self._stopping.is_set():
+                await asyncio.sleep(min(wait, _TICK))
+
+    async def _fresh(self) -> bytes:
+        async with self._asking:  # a watcher that waited here finds a fresh status
+            if time.monotonic() >= self._due:
+                self._latest = await self._look()
+                self._due = time.monotonic() + _PERIOD
+            return self._latest
+
+    async def _look(self) -> bytes:
+        at = int(time.monotonic() * 1000)  # the page's rates are by this clock, not by when the event came
+        try:
+            return _event("status", at, await self._status())
+        except KVTierError as error:
+            return _event("trouble", at, {"error": str(error)})
+
+
+class _WatchStream(StreamingResponse):
+    """One watcher's events. Ends in time for a reader who takes nothing, too."""
+
+    def __init__(self, watch: _Watch) -> None:
+        super().__init__(watch.events(), media_type="text/event-stream", headers=_HEADERS)
+        self._watch = watch
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._watch.num_watchers += 1
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LIFE + _PATIENCE):
+                    await super().__call__(scope, receive, send)
+        finally:
+            self._watch.num_watchers -= 1
+
+
+def _event(kind: str, number: int, value: Json) -> bytes:
+    return f"event: {kind}\nid: {number}\ndata: {json.dumps(value)}\n\n".encode()

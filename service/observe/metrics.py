@@ -1,0 +1,119 @@
+"""What became of blocks, read from a model's metrics; and metrics in the text format that Prometheus scrapes."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from importlib import metadata
+from itertools import accumulate
+from typing import Any, Final
+
+from prometheus_client import generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from kvtier.service.observe.statuses import BlockFigures
+from kvtier.tiers import Metrics, lookup_results
+
+# --- figures of a model's blocks -------------------------------------------------------------------------------------
+
+
+def version() -> str:
+    """The version of kvtier that is installed; "0" in a tree that is not."""
+    try:
+        return metadata.version("kvtier")
+    except metadata.PackageNotFoundError:
+        return "0"
+
+
+def figures(metrics: Metrics) -> BlockFigures:
+    """What became of blocks since the start: found, missed, stored, dropped, moved, and why."""
+    values = MetricValues(metrics)
+    lookups = values.by_first("kvtier_lookup_blocks")
+    return BlockFigures(
+        lookups={tier: lookups.get(tier, 0) for tier in lookup_results()},
+        missed=values.by_first("kvtier_miss"),
+        stored=values.by_first("kvtier_store_blocks"),
+        dropped=values.by_both("kvtier_store_dropped"),
+        evicted=values.by_first("kvtier_evicted"),
+        corrupted=values.by_first("kvtier_corruption"),
+        moved=values.by_both("kvtier_bytes"),
+        absent=values.by_both("kvtier_absent_blocks"),
+        ages=metrics.age_counts(),
+    )
+
+
+class MetricValues:
+    def __init__(self, metrics: Metrics) -> None:
+        self._samples = list(metrics.samples())
+
+    def by_first(self, name: str) -> dict[str, int]:
+        """By the one label; zeros are left out."""
+        return {each.labels[0]: int(each.value) for each in self._samples if each.name == name and each.value}
+
+    def by_both(self, name: str) -> dict[str, dict[str, int]]:
+        found = dict.fromkeys(each.labels[0] for each in self._samples if each.name == name and each.value)
+        return {first: self.of(name, first) for first in found}
+
+    def of(self, name: str, first: str) -> dict[str, int]:
+        """By the second label, for those with this first one."""
+        mine = (each for each in self._samples if each.name == name and each.labels[0] == first)
+        return {each.labels[1]: int(each.value) for each in mine if each.value}
+
+
+# --- Prometheus' text format -----------------------------------------------------------------------------------------
+
+EXPOSITION: Final = "text/plain; version=0.0.4; charset=utf-8"
+"""The media type of the text format."""
+
+Values = float | Mapping[Any, float]
+"""One value; or one for each label, or for each tuple of labels."""
+
+
+def text_of(families: Iterable[Metric]) -> str:
+    return generate_latest(_Collected(list(families))).decode()
+
+
+def counter(name: str, help_text: str, values: Values, *labels: str) -> Metric:
+    """A family of counters. `labels` are the labels' names."""
+    return _filled(CounterMetricFamily(name, help_text, labels=labels), values)
+
+
+def wanting(parts: Iterable[str]) -> Metric:
+    """Of a daemon and of an engine alike: what /status names under the same word."""
+    text = "1 for each part that is not there as configured, or too small"
+    return gauge("kvtier_wanting", text, dict.fromkeys(parts, 1), "part")
+
+
+def gauge(name: str, help_text: str, values: Values, *labels: str) -> Metric:
+    """A family of gauges. `labels` are the labels' names."""
+    return _filled(GaugeMetricFamily(name, help_text, labels=labels), values)
+
+
+def histogram(name: str, help_text: str, counts: Mapping[str, int], total: float) -> Metric:
+    """A histogram without labels. `counts` are its buckets by upper bound in order, none of them counted twice."""
+    below = zip(counts, accumulate(counts.values()), strict=True)
+    buckets = [("+Inf" if bound == "inf" else bound, float(number)) for bound, number in below]
+    return HistogramMetricFamily(name, help_text, buckets=buckets, sum_value=total)
+
+
+def labelled(metrics: Mapping[str, Metrics]) -> list[Metric]:
+    """The families of several models. Each sample gets its model's key here as the label `fingerprint`."""
+    families: dict[str, Metric] = {}
+    for name, each in metrics.items():
+        for family in each.collect():
+            merged = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+            for sample in family.samples:
+                merged.add_sample(sample.name, {**sample.labels, "fingerprint": name}, sample.value)
+    return list(families.values())
+
+
+def _filled(family: CounterMetricFamily | GaugeMetricFamily, values: Values) -> Metric:
+    for key, value in sorted(values.items()) if isinstance(values, Mapping) else [((), values)]:
+        family.add_metric([key] if isinstance(key, str) else key, value)
+    return family
+
+
+class _Collected(Collector):
+    def __init__(self, families: list[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._families

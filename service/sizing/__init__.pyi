@@ -1,3 +1,0 @@
-from .sizing import sizing_of
-
-__all__ = ["sizing_of"]

@@ -1,3 +1,0 @@
-from .worth import Worth, worth_from
-
-__all__ = ["Worth", "worth_from"]

@@ -1,0 +1,72 @@
+"""What the end of a request tells about its return: its blocks, how long its answer was, and what its client says."""
+
+from collections.abc import Callable, Sequence
+from enum import StrEnum
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtier.tiers import ChainHash, RequestError
+
+
+class Hint(StrEnum):
+    """What a client says of its conversation when it asks. It counts for as much as such hints proved right."""
+
+    GOES_ON = "goes_on"  # another turn is coming
+    TOOL = "tool"  # it waits for a tool's answer, and then goes on
+    FINISHED = "finished"  # no more turns
+
+
+class RequestEnd(NamedTuple):
+    """One request has ended. Its leases may outlive it."""
+
+    names: Sequence[ChainHash]  # its full blocks in chain order, the prompt's and then the answer's
+    num_prompt: int  # so many of `names` are the prompt's
+    num_output_tokens: int
+    hint: Hint | None = None
+    client: int = 0  # whose hint it is: trust is kept by client; 0 is the process's own
+    is_derived: bool = False  # the hint was read from the answer, not said
+    seconds: float = 0.0  # from the request's arrival to now; 0: not known
+    request: str = ""  # its id, for people; "": it has none
+    num_prompt_tokens: int = 0  # 0: not known
+    ttft: float = 0.0  # seconds from its arrival to its first token; 0: not known
+
+    @property
+    def match_names(self) -> Sequence[ChainHash]:
+        """By these the next turn is known: the prompt's names, or the answer's if no block of the prompt is full."""
+        return self.names[: self.num_prompt] or self.names
+
+
+class ReturnOrder(Protocol):
+    """What was learned of how requests return, as tiers use it. It may be asked on any thread."""
+
+    def places(self, kinds: NDArray[np.int64], seconds: NDArray[np.float64]) -> NDArray[np.int64]:
+        """Where blocks of requests of these classes stand that ended so long ago: lower goes earlier."""
+
+    def ahead(self, kind: int) -> float:
+        """Seconds by which blocks of a request of this class that ends now outlive an average one's.
+
+        Negative if they go earlier; between -MOST_AHEAD and MOST_AHEAD (`predictor.py`).
+        """
+
+
+class ClassifiedEnd(NamedTuple):
+    """What was found out about a request that has ended: for the tiers below."""
+
+    names: Sequence[ChainHash]  # as of `RequestEnd`
+    num_prompt: int
+    kind: int  # its class
+    number: int  # of the request; 0: nothing tells its next turn, and it has none
+    continued: int  # the number of the request that it continues; 0 for none
+    num_common: int  # leading blocks that it has in common with that one
+    ended_at: float  # by `clock`, seconds
+    order: ReturnOrder
+    clock: Callable[[], float]
+
+
+def hint_of(word: str) -> Hint:
+    """The hint that a client gave by this word. RequestError for any other word."""
+    if word not in list(Hint):
+        raise RequestError(f"hint {word!r:.80}: use one of {', '.join(Hint)}")
+    return Hint(word)

@@ -1,0 +1,342 @@
+"""ReusePredictor: takes in the ends of requests, and says which idle blocks are needed least."""
+
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtier.tiers.reuse.ends import ClassifiedEnd, Hint, RequestEnd
+from kvtier.tiers.reuse.lru_shadow import LruShadow
+from kvtier.tiers.reuse.recent_requests import MATCH_NAMES, NOBODY, FoundRequest, RecentRequests, Tags
+
+# --- how likely each class of requests returns at each age -----------------------------------------------------------
+
+NUM_AGES: Final = 28
+NUM_TURNS: Final = 4  # first, second, third or fourth, later
+NUM_ANSWERS: Final = 4  # by length
+NUM_HINTS: Final = 4  # none, and those of `Hint`
+NUM_CLASSES: Final = NUM_TURNS * NUM_ANSWERS * NUM_HINTS
+UNTOLD: Final = NUM_CLASSES  # the row of blocks whose request has told no end: as all requests are
+
+_ANSWER_TOKENS: Final = (48, 160, 512)
+_HALF_LIFE: Final = 7200.0  # seconds in which what was seen counts half
+_OLDEST: Final = 4000.0  # seconds that the last, open age counts as
+_BELIEF: Final = 3.0  # returns that a class, a group or all need before they are half what was seen of them
+
+EDGES: Final[NDArray[np.float64]] = np.concatenate([[0.0], 2.0 * 1.36 ** np.arange(NUM_AGES - 1)])  # s, to about 2 h
+MOST_AHEAD: Final = float(EDGES[-1])  # seconds
+_WIDTHS: Final[NDArray[np.float64]] = np.append(np.diff(EDGES), _OLDEST)
+_WHOLE: Final[NDArray[np.float64]] = np.append(np.diff(EDGES), 0.0)  # none goes beyond the last
+_MIDDLES: Final[NDArray[np.float64]] = np.append((EDGES[:-1] + EDGES[1:]) / 2, EDGES[-1] * 1.3)
+_PRIOR: Final[NDArray[np.float64]] = 0.25 / (_MIDDLES + 20.0)  # returns a second
+
+
+def class_of(turn: int, num_output_tokens: int, hint: int) -> int:
+    """The class of a request: `turn` from 0, the length of its answer, and its hint's number, 0 for none."""
+    turns = turn if turn < 2 else 2 if turn < 4 else 3
+    answer = bisect_right(_ANSWER_TOKENS, num_output_tokens)
+    return (turns * NUM_HINTS + hint) * NUM_ANSWERS + answer
+
+
+def age_of(seconds: NDArray[np.float64]) -> NDArray[np.intp]:
+    """The number of the age that each of these lies in."""
+    return np.searchsorted(EDGES, seconds, "right").clip(1) - 1
+
+
+def expected(hazard: NDArray[np.float64], start: NDArray[np.float64], end: NDArray[np.float64]) -> NDArray[np.float64]:
+    """`[n]`: the returns that a hazard by age has from one age to another, both in seconds."""
+    until = np.append(0.0, np.cumsum(hazard[:-1] * np.diff(EDGES)))
+    at_start, at_end = age_of(start), age_of(end)
+    before = until[at_start] + hazard[at_start] * (start - EDGES[at_start])
+    return until[at_end] + hazard[at_end] * (end - EDGES[at_end]) - before
+
+
+class Hazards:
+    """Returns seen and seconds waited, by class and age; and `places`, the order in which idle blocks go.
+
+    A class that was seen little is drawn towards its group, a group towards all requests, and all of them towards a
+    hazard that falls as one over the age. Under that last one alone the order is LRU's.
+    """
+
+    def __init__(self) -> None:
+        self._returns = np.zeros((NUM_CLASSES, NUM_AGES))
+        self._waited = np.zeros((NUM_CLASSES, NUM_AGES))  # request-seconds
+        self.all = _PRIOR  # of all requests, returns a second
+        self.unhinted = _PRIOR  # of those that came without a hint: what a promise has to exceed
+        self.places = np.zeros((NUM_CLASSES + 1, NUM_AGES), np.int64)  # lower goes earlier
+        self.learn()
+
+    def returned(self, kinds: NDArray[np.int64], seconds: NDArray[np.float64]) -> None:
+        """Requests of these classes returned at these ages."""
+        np.add.at(self._returns, (kinds, age_of(seconds)), 1.0)
+
+    def waited(self, kinds: NDArray[np.int64], start: NDArray[np.float64], end: NDArray[np.float64]) -> None:
+        """Requests of these classes waited from one age to another more, in seconds.
+
+        Of each class only the sums by age are made, as 65,536 may wait: what ends in an age, less what begins there,
+        and the whole age for each that goes beyond it.
+        """
+        ends, parts_of_ends = _sums_by_age(kinds, end)
+        starts, parts_of_starts = _sums_by_age(kinds, start)
+        begun = ends - starts  # by age: those that end there, less those that begin there
+        beyond = np.cumsum(begun[:, ::-1], 1)[:, ::-1] - begun
+        self._waited += np.maximum(parts_of_ends - parts_of_starts + beyond * _WHOLE, 0.0)
+
+    def gaps(self) -> NDArray[np.float64]:
+        """`[ages]`: returns seen at each age (`EDGES`), of all classes; those of long ago count less."""
+        seen: NDArray[np.float64] = self._returns.sum(0)
+        return seen
+
+    def ahead(self, kind: int) -> float:
+        """As `ReturnOrder.ahead`."""
+        mine, average = self.places[kind], self.places[UNTOLD]
+        if mine[0] >= average[0]:
+            is_below = mine < average[0]
+            return float(EDGES[is_below.argmax()]) if is_below.any() else MOST_AHEAD
+        is_below = average <= mine[0]
+        return -float(EDGES[is_below.argmax()]) if is_below.any() else -MOST_AHEAD
+
+    def fade(self, seconds: float) -> None:
+        """What was seen so far counts less."""
+        faded = 0.5 ** (seconds / _HALF_LIFE)
+        self._returns *= faded
+        self._waited *= faded
+
+    def learn(self) -> None:
+        """The order, from what was seen."""
+        hazards = np.vstack([self._shrunk(), self.all])
+        index = _gittins(hazards)
+        order = np.argsort(index, axis=None, kind="stable")
+        self.places.reshape(-1)[order] = np.arange(order.size)
+
+    def _shrunk(self) -> NDArray[np.float64]:
+        """Each class's hazard `[classes, ages]`: a gamma-Poisson estimate around its group's, and that around all."""
+        seen, waited = self._returns, self._waited
+        self.all = (seen.sum(0) + _BELIEF) / (waited.sum(0) + _BELIEF / _PRIOR)
+        plain = slice(0, None, NUM_HINTS)  # groups whose hint is none
+        shape = (NUM_TURNS * NUM_HINTS, NUM_ANSWERS, NUM_AGES)
+        of_groups = seen.reshape(shape).sum(1), waited.reshape(shape).sum(1)
+        self.unhinted = _drawn_to(self.all, *(each[plain].sum(0, keepdims=True) for each in of_groups))[0]
+        groups = _drawn_to(self.all, *of_groups)
+        return _drawn_to(np.repeat(groups, NUM_ANSWERS, 0), seen, waited)
+
+
+def _sums_by_age(
+    kinds: NDArray[np.int64], seconds: NDArray[np.float64]
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """`[classes, ages]`: how many requests are of each age, and how many seconds above its edge they are together."""
+    ages = age_of(seconds)
+    cells, shape = kinds * NUM_AGES + ages, (NUM_CLASSES, NUM_AGES)
+    counts = np.bincount(cells, minlength=NUM_CLASSES * NUM_AGES)
+    sums = np.asarray(np.bincount(cells, seconds - EDGES[ages], NUM_CLASSES * NUM_AGES), np.float64)
+    return counts.reshape(shape), sums.reshape(shape)
+
+
+def _drawn_to(mean: NDArray[np.float64], seen: NDArray[np.float64], waited: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Hazards `[n, ages]` around `mean`: first one factor for all ages, then each age by itself."""
+    expected = (mean * waited).sum(1, keepdims=True)
+    scaled = (seen.sum(1, keepdims=True) + _BELIEF) / (expected + _BELIEF) * mean
+    drawn: NDArray[np.float64] = (seen + _BELIEF) / (waited + _BELIEF / scaled)
+    return drawn
+
+
+def _gittins(hazards: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The best chance of a return per second of a block's place held, over all times to give up at.
+
+    J. C. Gittins, "Bandit Processes and Dynamic Allocation Indices", 1979. `hazards` is `[classes, ages]`, returns a
+    second; so is the result.
+    """
+    index = np.zeros_like(hazards)
+    for age in range(NUM_AGES):
+        widths = _WIDTHS[age:].copy()
+        widths[0] *= 0.5  # on average it is in the middle of its age
+        stays = np.exp(-hazards[:, age:] * widths)
+        left = np.cumprod(stays, 1)
+        before = np.hstack([np.ones((len(hazards), 1)), left[:, :-1]])
+        held = np.cumsum(before * (1 - stays) / hazards[:, age:], 1)
+        index[:, age] = ((1 - left) / held).max(1)
+    return index
+
+
+# --- whose hints count -----------------------------------------------------------------------------------------------
+
+NUM_CLIENTS: Final = 1024  # clients beyond share an account by their number
+NUM_ACCOUNTS: Final = 2 * NUM_CLIENTS  # for what was said, then for what was derived
+_PROOF: Final = 4.0  # returns that would have come by now, before a client is judged
+_TRUST_HALF_LIFE: Final = 1800.0  # seconds in which what a client said counts half: nobody is judged for ever
+
+
+def account_of(client: int, *, is_derived: bool) -> int:
+    """Where the client's hints of this kind are counted."""
+    return client % NUM_CLIENTS + NUM_CLIENTS * is_derived
+
+
+class HintTrust:
+    """Whose hints count: a client whose "goes on" proved empty is not heard, until its requests return again.
+
+    What a client says and what was derived from its answers are judged apart, an account each: the returns of requests
+    that it said would go on, and how many requests without a hint would have had.
+    """
+
+    def __init__(self) -> None:
+        self._returned = np.zeros(NUM_ACCOUNTS)
+        self._expected = np.zeros(NUM_ACCOUNTS)
+
+    def is_heard(self, account: int) -> bool:
+        """Whether its promises hold more than no promise does."""
+        return bool(self._expected[account] < _PROOF or self._returned[account] >= self._expected[account])
+
+    def returned(self, account: int) -> None:
+        """A request came back of which it had said so."""
+        self._returned[account] += 1
+
+    def waited(self, accounts: NDArray[np.int64], expected: NDArray[np.float64]) -> None:
+        """Such requests waited: so many returns each would have been usual."""
+        self._expected += np.bincount(accounts, expected, NUM_ACCOUNTS)
+
+    def fade(self, seconds: float) -> None:
+        """What was seen so far counts less."""
+        faded = 0.5 ** (seconds / _TRUST_HALF_LIFE)
+        self._returned *= faded
+        self._expected *= faded
+
+
+# --- the predictor ---------------------------------------------------------------------------------------------------
+
+Kinds = NDArray[np.int64]
+Seconds = NDArray[np.float64]
+
+_HINTS: Final = {None: 0, Hint.GOES_ON: 1, Hint.TOOL: 2, Hint.FINISHED: 3}
+_PROMISES: Final = (Hint.GOES_ON, Hint.TOOL)  # what keeps blocks longer, so that others' go earlier
+_FIRST_LEARN, _LAST_LEARN = 64, 1024  # ends between two lessons: more and more, as one more end tells less and less
+_LONGEST: Final = 3600.0  # seconds after which a request counts as gone for good
+
+
+class ReusePredictor:
+    """What was learned of how requests return. Bounded memory, no object for each request. Takes no lock."""
+
+    def __init__(self, rival: LruShadow | None = None) -> None:
+        """`rival`: hears of every end, too."""
+        self._rival = rival
+        self.tails = RecentRequests()
+        self._hazards = Hazards()
+        self._trust = HintTrust()
+        self._back: list[tuple[int, float, float, int]] = []  # since the last lesson: class, end, return, account
+        self._since = 0  # ends since the last lesson
+        self._lesson = _FIRST_LEARN
+        self._learned_at: float | None = None
+
+    def note(
+        self,
+        end: RequestEnd,
+        tags: Tags,
+        match_tags: Tags,
+        now: float,
+        are_known: NDArray[np.bool_] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> ClassifiedEnd:
+        """A request has ended; `tags` are its prompt's full blocks in chain order, `match_tags` those of `match_names`.
+
+        `are_known`: which of all its blocks are here, and were so when an earlier request ended. `now` is by
+        `clock`.
+        """
+        found, own = self.tails.find(tags, now - end.seconds), 0
+        if are_known is not None:
+            own = int(np.count_nonzero(are_known[: found.num_common if found.user else len(tags)]))
+        num_blocks = None if are_known is None else len(are_known)
+        return self.heard(end, found, own, num_blocks, len(tags), match_tags[-MATCH_NAMES:].tolist(), now, clock)
+
+    def heard(
+        self,
+        end: RequestEnd,
+        found: FoundRequest,
+        own: int,
+        num_blocks: int | None,
+        num_asked: int,
+        last_tags: Sequence[int],
+        now: float,
+        clock: Callable[[], float],
+    ) -> ClassifiedEnd:
+        """As `note`, of a request whose prompt of `num_asked` full blocks is known by `found`.
+
+        `own`: its blocks that were here, as `LruShadow.ended` has them, of `num_blocks`; None: nobody knows.
+        `last_tags`: the tags of the last MATCH_NAMES of its `match_names`.
+        """
+        if self._learned_at is None:
+            self._learned_at = now
+        tails, turn, (row, user, num_common) = self.tails, 0, found
+        number = tails.next_number if last_tags else 0
+        if self._rival is not None and num_blocks is not None and number:
+            self._rival.ended(number, num_blocks, user, num_common, num_asked, own)
+        if row != NOBODY:
+            turn, is_next = tails.turn_of(row, now - end.seconds, last_tags)
+            if is_next:
+                self._came_back(row, now)
+        hint, promises = end.hint, end.hint in _PROMISES
+        account = account_of(end.client, is_derived=end.is_derived)
+        if promises and not self._trust.is_heard(account):
+            hint = None
+        kind = class_of(turn, end.num_output_tokens, _HINTS[hint])
+        if number:
+            judged = account + 1 if promises else 0  # 0: nobody is judged for it
+            tails.add(last_tags, now, kind=kind, turn=turn, account=judged)
+        self._since += 1
+        if self._since >= self._lesson:
+            self._learn(now)
+        return ClassifiedEnd(end.names, end.num_prompt, kind, number, user, num_common, now, self, clock)
+
+    def places(self, kinds: NDArray[np.int64], seconds: NDArray[np.float64]) -> NDArray[np.int64]:
+        """Where blocks of these classes (UNTOLD is one) stand that are so old: lower goes earlier."""
+        places: NDArray[np.int64] = self._hazards.places[kinds, age_of(seconds)]
+        return places
+
+    def ahead(self, kind: int) -> float:
+        """As `ReturnOrder`."""
+        return self._hazards.ahead(kind)
+
+    def gaps(self) -> NDArray[np.float64]:
+        """`[ages]`: requests that returned after so long, as `Hazards.gaps`; those since the last lesson, too."""
+        lately = np.array([until - ended for _, ended, until, _ in list(self._back)])
+        seen: NDArray[np.float64] = self._hazards.gaps() + np.bincount(age_of(lately), minlength=NUM_AGES)
+        return seen
+
+    def _came_back(self, row: int, now: float) -> None:
+        if (returned := self.tails.came_back(row)) is not None:
+            kind, ended_at, account = returned
+            self._back.append((kind, ended_at, now, account))
+            if account:
+                self._trust.returned(account - 1)
+
+    def _learn(self, now: float) -> None:
+        assert self._learned_at is not None
+        seconds = max(0.0, now - self._learned_at)
+        self._hazards.fade(seconds)
+        self._trust.fade(seconds)
+        tails, rows = self.tails, self.tails.waiting()
+        kinds, ended, until, accounts = np.array(self._back, np.float64).reshape(-1, 4).T
+        self._back.clear()
+        self._hazards.returned(kinds.astype(np.int64), until - ended)
+        self._waits(
+            np.append(kinds, tails.kind[rows]).astype(np.int64),
+            np.append(ended, tails.ended_at[rows]),
+            np.append(until, np.full(len(rows), now)),
+            np.append(accounts, tails.account[rows]).astype(np.int64),
+        )
+        tails.is_open[rows[now - tails.ended_at[rows] > _LONGEST]] = False
+        self._learned_at = now
+        self._hazards.learn()
+        self._since, self._lesson = 0, min(2 * self._lesson, _LAST_LEARN)
+
+    def _waits(self, kinds: Kinds, ended: Seconds, until: Seconds, accounts: Kinds) -> None:
+        """Count what these requests waited since the last lesson. `accounts`: 0, or one more than the account."""
+        assert self._learned_at is not None
+        since = np.maximum(ended, self._learned_at)
+        start, end = since - ended, np.maximum(since, until) - ended
+        self._hazards.waited(kinds, start, end)
+        said = accounts > 0
+        if said.any():
+            promised = expected(self._hazards.unhinted, start[said], end[said])
+            self._trust.waited(accounts[said] - 1, promised)

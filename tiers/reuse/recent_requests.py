@@ -1,0 +1,119 @@
+"""RecentRequests: the ends of the last requests, by which a prompt that continues one is known, evicted or not."""
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Tags = NDArray[np.uint64]
+
+NUM_REQUESTS: Final = 65536  # the last so many are known
+MATCH_NAMES: Final = 2  # of a request: the last block may be edited, the one before knows it, too
+_NUM_PLACES: Final = 4 * NUM_REQUESTS  # of the table; two tags that share one push each other out
+_MASK: Final = np.uint64(_NUM_PLACES - 1)
+_SHARED: Final = 3  # continued so often, a tail is a shared beginning and no conversation
+NOBODY: Final = -1
+
+
+class FoundRequest(NamedTuple):
+    """What a prompt is known by."""
+
+    continued: int  # the row of the newest request that it continues as a conversation, or NOBODY
+    user: int  # the number of that request, or else of one whose blocks many begin with; 0 for none
+    num_common: int  # leading blocks that it has in common with `user`
+
+
+_UNKNOWN: Final = FoundRequest(NOBODY, 0, 0)
+
+
+class RecentRequests:
+    """A ring of requests, and a table from the tags of their prompts' last full blocks to them. Arrays alone: 7 MiB.
+
+    A tag is a name's mixed word (`NAME_MIX`). Two names of one tag would be taken for one conversation: it costs a
+    wrong guess about a return.
+    """
+
+    def __init__(self) -> None:
+        self.ended_at = np.zeros(NUM_REQUESTS)  # seconds
+        self.kind = np.zeros(NUM_REQUESTS, np.int16)
+        self.account = np.zeros(NUM_REQUESTS, np.int16)  # whose promise it was, from 1; 0: nobody's
+        self.is_open = np.zeros(NUM_REQUESTS, np.bool_)  # it may still return
+        self.turn = np.zeros(NUM_REQUESTS, np.int32)
+        self._uses = np.zeros(NUM_REQUESTS, np.uint8)
+        self._last_tag = np.zeros(NUM_REQUESTS, np.uint64)
+        self._tags = np.zeros(_NUM_PLACES, np.uint64)
+        self._owner = np.full(_NUM_PLACES, NOBODY, np.int32)
+        self._serial = np.zeros(_NUM_PLACES, np.int64)  # of the request that wrote the place
+        self._number = np.zeros(NUM_REQUESTS, np.int64)  # of the request in each row of the ring
+        self._next = 1
+        # For one at a time: an item of a memoryview costs a third of an array's.
+        self._own, self._serial_of = memoryview(self._owner), memoryview(self._serial)
+        self._number_of, self._use, self._tag = memoryview(self._number), memoryview(self._uses), memoryview(self._tags)
+        self._end = memoryview(self.ended_at).cast("B").cast("d")
+        self._turn, self._last = memoryview(self.turn), memoryview(self._last_tag)
+        self._kind, self._account = memoryview(self.kind), memoryview(self.account)
+        self._open = memoryview(self.is_open.view(np.uint8))
+
+    @property
+    def next_number(self) -> int:
+        """The number of the request that is added next; they count from 1."""
+        return self._next
+
+    def find(self, tags: Tags, arrived: float) -> FoundRequest:
+        """The newest request that a prompt of these tags, in chain order, continues.
+
+        If it had ended when the prompt `arrived`, it counts as continued. Who was continued three times is a shared
+        beginning from then on, and no conversation.
+        """
+        if self._next == 1:
+            return _UNKNOWN
+        user, num_common = 0, 0
+        for known in np.flatnonzero(self._tags[tags & _MASK] == tags)[::-1].tolist():
+            place = int(tags[known]) & (_NUM_PLACES - 1)
+            row, serial = self._own[place], self._serial_of[place]
+            if row < 0 or self._number_of[row] != serial:
+                continue
+            if not user:
+                user, num_common = serial, known + 1
+            if self._use[row] < _SHARED:
+                self._use[row] += bool(self.ended_at[row] <= arrived)
+                return FoundRequest(row, user, num_common)
+        return FoundRequest(NOBODY, user, num_common)
+
+    def turn_of(self, row: int, arrived: float, last_tags: Sequence[int]) -> tuple[int, bool]:
+        """The turn of a request that continues that one, and whether it came after that one's end.
+
+        Else it ran beside it: another try or choice of the same turn, and if both end with the same block, that one
+        does not return.
+        """
+        if self._end[row] <= arrived:
+            return self._turn[row] + 1, True
+        if last_tags and self._last[row] == last_tags[-1]:
+            self._open[row] = False
+        return self._turn[row], False
+
+    def came_back(self, row: int) -> tuple[int, float, int] | None:
+        """The class, end and account of a request that returned for the first time; None if it had before."""
+        if not self._open[row]:
+            return None
+        self._open[row] = False
+        return self._kind[row], self._end[row], self._account[row]
+
+    def add(self, last_tags: Sequence[int], now: float, *, kind: int, turn: int, account: int) -> None:
+        """A request has ended that the next turn continues behind blocks of these tags, at most MATCH_NAMES."""
+        row = self._next % NUM_REQUESTS
+        self._end[row], self._kind[row], self._turn[row], self._account[row] = now, kind, turn, account
+        self._open[row], self._use[row], self._number_of[row] = True, 0, self._next
+        self._last[row] = last_tags[-1]
+        for tag in last_tags:
+            place = tag & (_NUM_PLACES - 1)
+            owner = self._own[place]
+            is_known = owner >= 0 and self._tag[place] == tag and self._number_of[owner] == self._serial_of[place]
+            if not is_known or self._use[owner] < _SHARED:
+                self._tag[place], self._own[place], self._serial_of[place] = tag, row, self._next
+        self._next += 1
+
+    def waiting(self) -> NDArray[np.intp]:
+        """The rows of requests that may still return."""
+        return np.flatnonzero(self.is_open[: min(self._next, NUM_REQUESTS)])
