@@ -1,4 +1,4 @@
-"""The table of docs/models.md: what benchmarks/models.py saved. Architectures that hit everywhere share a line."""
+"""The table of docs/models.md: what benchmarks/models.py saved. Architectures alike share a line."""
 
 import json
 import re
@@ -9,8 +9,7 @@ ROOT: Final = Path(__file__).resolve().parent.parent
 MODELS: Final = ROOT / "docs" / "models.md"
 SAVED: Final = ROOT / "benchmarks" / "results" / "models.json"
 ENGINES: Final = {"kvtier": "kvtier's engine", "transformers": "`KVTier`", "vllm": "vLLM, CPU", "sglang": "SGLang"}
-SHOWN: Final = {"absent": "not in transformers", "not run": "not run here"}
-LONGEST: Final = 72  # characters of an engine's own message; ours are printed whole
+SHOWN: Final = {"absent": "not in transformers", "not run": "–"}
 
 
 def saved() -> dict[str, Any]:
@@ -25,20 +24,14 @@ def general(message: str) -> str:
     return re.sub(r"layer \S+ ", "layer … ", message)
 
 
-def shortened(message: str) -> str:
-    """The beginning of an engine's own message, without the model's class, up to a word's end."""
-    message = re.sub(r"Value error, (Model architectures?) \S+", r"\1 …", message)
-    return message if len(message) <= LONGEST else f"{message[:LONGEST].rpartition(' ')[0]} …"
-
-
 def models_table() -> str:
-    """The table, its messages by number, and what it was measured with."""
+    """Architectures by what came of them, messages by number, and what it was measured with."""
     from _architectures import ARCHITECTURES  # takes torch along, which no other page needs
 
     document = saved()
     rows = {(row["architecture"], row["engine"]): row for row in document["results"]}
     notes: dict[tuple[str, str], list[str]] = {}  # engine and message → labels
-    lines = [f"| architecture | {' | '.join(ENGINES.values())} |", f"|{'---|' * (1 + len(ENGINES))}"]
+    alike: dict[str, list[str]] = {}  # what came of them → labels
     everywhere: list[str] = []
     for one in ARCHITECTURES:
         found = [rows.get((one.name, engine)) for engine in ENGINES]
@@ -51,12 +44,12 @@ def models_table() -> str:
                 cells.append("not tried")
                 continue
             shown = SHOWN.get(row["status"], row["status"])
-            if message := general(row["message"]):
-                key = (engine, shortened(message) if row["status"] == "not run" else message)
+            if (message := general(row["message"])) and row["status"] != "not run":  # that one is the engine's own
+                key = (engine, message)
                 notes.setdefault(key, []).append(one.label)
                 shown = f"{shown} ({list(notes).index(key) + 1})"
             cells.append(shown)
-        lines.append(f"| {one.label} | {' | '.join(cells)} |")
+        alike.setdefault(" · ".join(map(" ".join, zip(ENGINES.values(), cells, strict=True))), []).append(one.label)
     told = [
         f"{number}. {ENGINES[engine]}: `{message.replace('`', chr(39))}`"
         for number, (engine, message) in enumerate(notes, 1)
@@ -72,7 +65,7 @@ def models_table() -> str:
             [
                 f"Works and hits, of {len(ARCHITECTURES)}: {', '.join(counts)}.",
                 f"Hits in all of them: {'; '.join(everywhere)}. The others:",
-                "\n".join(lines),
+                "\n".join(f"- {outcome}: {'; '.join(labels)}" for outcome, labels in alike.items()),
                 "Messages:",
                 "\n".join(told),
                 f"Versions, at commit `{document['commit']}`:",

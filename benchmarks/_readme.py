@@ -72,7 +72,7 @@ class JudgedRow:
     def line(self, page: str) -> str:
         """The table's row. `page` is where the causes stand, from the page that has the table."""
         first, values = self.targets[0], sorted(target.measured for target in self.targets)
-        shown = " – ".join(_figure(value, first.limit) for value in dict.fromkeys((values[0], values[-1])))
+        shown = "–".join(_figure(value, first.limit) for value in dict.fromkeys((values[0], values[-1])))
         num, missed = len(self.targets), self.num_missed
         met = "yes" if not missed else "no" if num == 1 else f"{num - missed} of {num}"
         if self.is_above_limit:
@@ -80,7 +80,7 @@ class JudgedRow:
         if self.needs_cause and self.claim.cause:
             met += f" ([why]({page}#{anchor(self.claim.cause)}))"
         sign = "≤" if first.at_most else "≥"
-        return f"| {self.claim.label} | {sign} {_figure(first.limit)} | {shown} | {met} |"
+        return f"| {self.claim.label} | {sign}{_figure(first.limit)} | {shown} | {met} |"
 
 
 def anchor(heading: str) -> str:

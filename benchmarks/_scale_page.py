@@ -2,8 +2,7 @@
 
 import json
 import re
-import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -12,6 +11,7 @@ PAGES: Final = tuple(ROOT / "docs" / f"{name}.md" for name in ("performance", "s
 RESULTS: Final = ROOT / "benchmarks" / "results"
 MARK: Final = re.compile(r"(<!-- figures: (\w+), written by [\w/.]+ -->\n).*?(<!-- end of figures -->\n)", re.DOTALL)
 NO_LIMIT: Final = "no limit found"
+_LEFT_OUT: Final = ("largest error", "pack, Python GB/s", "unpack, Python GB/s")  # of a narrow table
 
 ScaleRow = dict[str, Any]
 
@@ -20,11 +20,8 @@ def tables() -> dict[str, str]:
     """Each table of the pages by the word in its mark."""
     document = json.loads((RESULTS / "scale.json").read_text())
     rows: list[ScaleRow] = document["results"]
-    parts = {part: _of(rows, part) for part in ("events", "index", "decisions", "redis", "objects")}
-    limits = _of(rows, "limits")
-    made = {name: table(part if name in ("events", "decisions") else _largest(part)) for name, part in parts.items()}
-    made["limits"] = table(_limits(limits))
-    made["assumed"] = _listed(document["setup"])
+    made = {part: table(_largest(_of(rows, part))) for part in ("redis", "objects")}
+    made["limits"] = table(_limits(_of(rows, "limits")))
     made["machine"] = _machine(document)
     compressed = json.loads((RESULTS / "compression.json").read_text())
     kinds, tiers, kept, packed, answers = (
@@ -32,6 +29,7 @@ def tables() -> dict[str, str]:
         for column in ("ratio, plain", "SET GB/s", "KiB in a bucket", "with zstd", "right")
     )
     told = [table(rows) for rows in (kinds, tiers, kept) if rows]
+    packed = [{name: row[name] for name in row if name not in _LEFT_OUT} for row in packed]
     made["compression"] = "\n".join([*told, _machine(compressed)])
     made["lossy"] = f"{table(packed)}\n{table(answers)}\n{_machine(compressed)}" if packed else ""
     return made
@@ -54,11 +52,6 @@ def table(rows: Sequence[ScaleRow]) -> str:
 def _machine(document: ScaleRow) -> str:
     machine = document["machine"]
     return f"{machine['cpu']}, {machine['cores']} cores, commit `{document['commit']}`.\n"
-
-
-def _listed(values: Mapping[str, Any]) -> str:
-    """Names with their values, in lines of text."""
-    return textwrap.fill(", ".join(f"{name} {_cell(value)}" for name, value in values.items()), 150) + "\n"
 
 
 def _largest(rows: Sequence[ScaleRow]) -> list[ScaleRow]:

@@ -1,14 +1,9 @@
-from .back import Back
-from .both_ends import BothEndsSide
-from .chat_prefix import AS_SENT, ChatPrefix, named_line
-from .kv_hints import hint_in, is_cache_mark
-from .local import LocalConnector
-from .opening import open_apart, open_tiers
-from .partial import best_child
+from .chat import AS_SENT, ChatPrefix, hint_in, is_cache_mark, named_line
+from .local import LocalConnector, open_apart, open_tiers
+from .overlapped import Back
 from .plan import CopyOp, StepPlan, WorkerReport
-from .request import Answered, BlockChain, ConnectedRequest, Request
+from .request import Answered, BlockChain, ClosedChain, ConnectedRequest, Request, StatePieces, best_child
 from .scheduler import ConnectorUpdate, SchedulerSide
-from .states import ClosedChain, StatePieces
 from .turn import Turn, Turns
 from .worker import WorkerSide
 
@@ -17,7 +12,6 @@ __all__ = [
     "Answered",
     "Back",
     "BlockChain",
-    "BothEndsSide",
     "ChatPrefix",
     "ClosedChain",
     "ConnectedRequest",

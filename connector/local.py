@@ -1,16 +1,17 @@
-"""Both sides in one process: the tiers below, its own or the daemon's, and copies between them and one engine's L1."""
+"""Both sides in one process: the tiers below L1, its own or the daemon's, and copies between them and one L1."""
 
 import logging
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from kvtier.connector.both_ends import BothEndsSide
-from kvtier.connector.opening import open_apart, open_tiers
+from kvtier.connector.daemon import Hello, RemoteTiers
+from kvtier.connector.scheduler import SchedulerSide
 from kvtier.connector.worker import WorkerSide
-from kvtier.tiers import copies
+from kvtier.tiers import BlockShape, ConfigError, KVMismatch, copies
 from kvtier.tiers.config import Config
-from kvtier.tiers.hierarchy import Hierarchy
+from kvtier.tiers.hierarchy import CacheTiers, Hierarchy, open_hierarchy
 from kvtier.tiers.host import cuda_driver
 from kvtier.tiers.naming import KVProbe, KVShape, ModelIdentity
 
@@ -19,7 +20,75 @@ if TYPE_CHECKING:
 
     from kvtier.tiers.copies import BlockPool, CopyStream
 
+
 _log = logging.getLogger(__name__)
+
+_NAMESPACES: Final = 4  # of one name, for models that compute different KV
+_GRACE: Final = 0.5  # seconds the daemon's answer may come after its own deadline
+
+
+def open_apart(
+    config: Config, identity: ModelIdentity, shape: BlockShape, probe: KVProbe | None
+) -> tuple[CacheTiers, ModelIdentity]:
+    """The tiers of this identity, or of the first one beside it where what is kept is what the model computes.
+
+    Returns which identity that is; its fingerprint names the blocks. Without a probe nothing is compared. One with NaN
+    compares with none: such models have one namespace more. Raises as `open_tiers`; KVMismatch if so many namespaces
+    are all of models that compute something else.
+    """
+    if probe is not None and not probe.is_finite:
+        said = "this model computes NaN or infinity of a few plain tokens"
+        _log.warning("%s: look at its weights and dtype; its blocks are kept apart, and compared with none", said)
+        named = replace(identity, apart=_NAMESPACES)
+        return open_tiers(config, named.fingerprint(), shape, named), named
+    for apart in (None, *range(1, _NAMESPACES)):
+        named = replace(identity, apart=apart)
+        try:
+            tiers = open_tiers(config, named.fingerprint(), shape, named, probe)
+        except KVMismatch as error:
+            if apart is None:
+                _log.warning("%s; this model's blocks are kept apart, until both sides run the same", error)
+            elif apart == _NAMESPACES - 1:
+                raise
+            continue
+        return tiers, named
+    raise AssertionError("unreachable")
+
+
+def open_tiers(
+    config: Config,
+    fingerprint: bytes,
+    shape: BlockShape,
+    identity: ModelIdentity | None = None,
+    probe: KVProbe | None = None,
+) -> CacheTiers:
+    """The daemon's if `[service] socket` names one, else tiers of our own; raises as `open_hierarchy`.
+
+    `identity`: what the fingerprint was made from; the daemon tells it to people. ConfigError if it is not made for
+    `[cache] lossy`. `probe`: what the model computes of a few tokens; KVMismatch if what is kept is another's.
+    """
+    lossy = None if identity is None else identity.lossy
+    if (lossy is None) != (config.cache.lossy == "none"):
+        raise ConfigError(
+            f'[cache] lossy "{config.cache.lossy}": this engine names its KV as {lossy or "exact"}; give both the same'
+        )
+    service = config.service
+    if service.socket is not None:
+        if lossy is not None:
+            _log.info("[cache] lossy: the daemon's Redis and object store keep K and V as %s", lossy)
+        about = () if identity is None else tuple(identity.told().items())
+        size = config.host.size if "size" in config.host.model_fields_set else 0
+        hello = Hello(
+            *(fingerprint, shape.block_size, shape.block_bytes, size),
+            reset=False,
+            about=about,
+            lossy=lossy,
+            kv_probe=None if probe is None else probe.packed(),
+        )
+        patience = config.cache.prefetch_deadline + _GRACE
+        return RemoteTiers(service.socket, hello, patience, deadline=service.deadline)
+    return open_hierarchy(config, fingerprint, shape, lossy=lossy, kv_probe=probe)
+
 
 # Seconds a layer may wait for its load: memory to memory, so only a dead device takes longer.
 _COPY_DEADLINE: Final = 30.0
@@ -65,7 +134,7 @@ class LocalConnector:
             ways = copies.CopyWays.to_measure(config.host, self.tiers.metrics)
             return copies.CudaCopyStream(tensor, region, ways=ways)  # loads torch
 
-        self.scheduler = BothEndsSide(self.tiers, partial_blocks=partial_blocks and config.cache.partial_blocks)
+        self.scheduler = SchedulerSide(self.tiers, partial_blocks=partial_blocks and config.cache.partial_blocks)
         self.worker = WorkerSide(follow, shape.num_layers, shape.layer_bytes, _COPY_DEADLINE)
         try:
             if self.tiers.region is not None:  # else a daemon that is not there yet

@@ -1,18 +1,31 @@
 """The scheduler side: what an engine's scheduler asks and tells, request by request. Sans-IO, no torch, never waits."""
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import count
 from typing import Final
 
-from kvtier.connector.back import Back, GroupCopy
-from kvtier.connector.partial import PartialView, best_child, is_named_by_tokens, pays, tier_of_last
+from kvtier.connector.overlapped import Back, Group, GroupCopy
 from kvtier.connector.plan import CopyOp, StepPlan, WorkerReport
-from kvtier.connector.request import Answered, ConnectedRequest, LoadingOp, Request, StoringOp
-from kvtier.tiers import L2, ChainHash, Outcome, value
+from kvtier.connector.request import (
+    LEAST,
+    Answered,
+    BlockChain,
+    ConnectedRequest,
+    LoadingOp,
+    PartialView,
+    Request,
+    StoringOp,
+    TailChain,
+    best_child,
+    is_named_by_tokens,
+    pays,
+    tier_of_last,
+)
+from kvtier.tiers import L2, BlockRecord, ChainHash, Outcome, value
 from kvtier.tiers.hierarchy import PENDING, Attribution, CacheTiers, Claim, Ends, Filled, Pending
-from kvtier.tiers.pool import Reservation
+from kvtier.tiers.pool import Lease, Reservation
 from kvtier.tiers.reuse import RequestEnd
 
 _LOOK_AGAIN: Final = 0.05  # seconds: a request that waits is looked up at every step
@@ -34,9 +47,21 @@ class SchedulerSide:
     Per request: `lookup` (again and again, idempotent) → `allocated` → `store` as blocks fill → `finished`.
     Per step: `build_plan` → the worker → `update` with its report. Where the tiers are a daemon's, `build_plan` makes
     the step's one round trip, and only if there is something to store.
+
+    A request asked for while `computes_alone` may load its blocks while it computes those before. It has a `Back` from
+    its lookup on. The engine asks that in each step how far it may compute, and calls `leave` when it is over or the
+    request loses its blocks. What is copied goes on then: `writing` names the blocks that a plan's copies write to, and
+    an update names each in `released`.
     """
 
-    def __init__(self, tiers: CacheTiers, *, partial_blocks: bool = False, keeps_blocks: bool = True) -> None:
+    def __init__(
+        self,
+        tiers: CacheTiers,
+        *,
+        partial_blocks: bool = False,
+        keeps_blocks: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """`partial_blocks`: the engine takes a promise that ends inside a block. Of `NamedByTokens` chains alone.
 
         `keeps_blocks`: blocks to be stored keep their content until an update releases them. If the tiers answer late,
@@ -45,10 +70,11 @@ class SchedulerSide:
         self.tiers = tiers
         self.requests: dict[str, ConnectedRequest] = {}  # that are live: to read
         self.computes_alone = False  # nobody but the request that is looked up wants the compute
-        self.backs: dict[str, Back] = {}  # of requests that come to their blocks from both ends (`BothEndsSide`)
+        self.backs: dict[str, Back] = {}  # of requests with an overlapped load
         self.writing: list[int] = []  # L1 blocks that copies of the last plan fill, besides those of `allocated`
         self.refused: list[tuple[str, int]] = []  # of the last plan: requests, and the first block that got no slot
         self.late: dict[int, StoringOp] = {}  # of the last plan: stores that may be offered again
+        self._clock = clock
         self._keeps_blocks = keeps_blocks
         self._partial_blocks = partial_blocks
         self._op_ids = count(1)
@@ -87,7 +113,8 @@ class SchedulerSide:
             if is_past or in_l1 < claim.num_l1:  # L1 got past what the view has of its own, or has lost some
                 self._cancel(known)
         known.asked = in_l1
-        if known.claim is None and not known.recompute:
+        is_fresh = known.claim is None and not known.recompute
+        if is_fresh:
             self._ask(known)
         least = in_l1 * block_size + in_part
         claim = known.claim
@@ -95,7 +122,7 @@ class SchedulerSide:
             claim is not None
             and claim.promised
             and claim.found is not None
-            and not (claim.told or self._partial_blocks)
+            and not (claim.found.miss or claim.told or self._partial_blocks)
         ):
             if known.found is None:
                 known.found = claim.found
@@ -103,7 +130,7 @@ class SchedulerSide:
             covered: int | None = (claim.num_l1 + claim.promised) * block_size
             claim.told = True  # from now on it is polled, which renews it
         else:
-            covered = self._answer(known, least)
+            covered = self._answer(known, least, is_fresh=is_fresh)
         if (claim := known.claim) is not None and claim.meeting is not None:
             self._begin_back(known, claim)
         if covered is None:
@@ -207,6 +234,46 @@ class SchedulerSide:
             if store.is_rest or not short_only:
                 self._drop(self.late.pop(op_id), Outcome.NO_SLOT if store.is_rest else Outcome.TIMEOUT)
 
+    def leave(self, request_id: str) -> int:
+        """Ask no more for the back of a request. Returns how many held blocks its front has computed. Idempotent."""
+        if (back := self.backs.pop(request_id, None)) is None:
+            return 0
+        back.forget()
+        if back.num_skipped:
+            self.tiers.metrics.missed(Outcome.SKIPPED, back.num_skipped)
+        return back.num_skipped
+
+    def store_tail(self, request_id: str, tail: BlockRecord, block_id: int) -> bool:
+        """A request ends with this block unfinished: copy it to L2, as `store` does with whole ones.
+
+        False, and the block is not read: nobody would ask for so few tokens, or for a part of a block at all.
+        """
+        request = self.requests[request_id].request
+        size = request.chain.block_size
+        if not self._partial_blocks or LEAST * (len(tail.tokens) // 4) < size:
+            return False
+        chain, epoch = TailChain(tail, request.chain.tenant, size), self.requests[request_id].epoch
+        self._wanted[next(self._op_ids)] = StoringOp(
+            chain.hashes, tail.parent, chain.tenant, is_tail=True,
+            request_id=request_id, chain=chain, first_block=0, epoch=epoch, blocks=[block_id],
+        )  # fmt: skip
+        return True
+
+    def know_as(self, request: Request) -> None:
+        """Look a request up, and store what is its own, by this chain from now on. Drops what it was promised."""
+        self.admit(request)
+        known = self.requests[request.request_id]
+        if known.request is not request:
+            self._cancel(known)
+            known.request = request
+
+    def store_chain(self, request_id: str, chain: BlockChain, block_ids: Sequence[int]) -> None:
+        """As `store`, of a whole chain that is not the request's: its recurrent states at a border."""
+        self._wanted[next(self._op_ids)] = StoringOp(
+            chain.hashes, chain.parent(0), chain.tenant, request_id=request_id, chain=chain, first_block=0,
+            epoch=self.requests[request_id].epoch, blocks=list(block_ids),
+        )  # fmt: skip
+
     def build_plan(self) -> StepPlan:
         """This step's copies; everything said since the last plan."""
         self.writing, self.refused = [], []
@@ -219,7 +286,7 @@ class SchedulerSide:
         stores = self._reserved() if self._wanted else []
         if self._ended:
             self._tell_ends()
-        if (self._asked or self.backs) and not stores:
+        if (self._asked or self.backs) and not stores and self.tiers.sends_later:
             self.tiers.tick()  # no reserving took the questions along
         self._asked = False
         loads, self._planned = tuple(self._planned), []
@@ -266,7 +333,9 @@ class SchedulerSide:
                 self._ended_behind(copy, well=False)
         if filled:
             self.tiers.seal_each(filled)
-            self._moved("store", sum([len(tokens) for _, tokens, _ in filled]), 0.0)
+            if (region := self.tiers.region) is not None:
+                num_blocks = sum([len(tokens) for _, tokens, _ in filled])
+                self.tiers.metrics.moved(L2, "store", num_blocks * region.slot_bytes, 0.0)
         if report.lost and not self._lost:
             self._lost = True
             self.forget_promises()
@@ -341,18 +410,20 @@ class SchedulerSide:
         known.claim = self.tiers.ask(hashes, chain.root, num_l1, block_size=chain.block_size, ends=ends)
         self._asked |= known.claim.promised is None
 
-    def _answer(self, known: ConnectedRequest, least: int) -> int | None:
+    def _answer(self, known: ConnectedRequest, least: int, *, is_fresh: bool = False) -> int | None:
         """How many leading tokens L1 and the promise cover, 0 for no promise; None: not known yet.
 
         Where a block that is held begins as the request's next one does, and so brings it more than `least` tokens, the
-        promise becomes one of that block, too.
+        promise becomes one of that block, too. `is_fresh`: it was asked just now; what is not known yet is not polled.
         """
         claim = known.claim
         if claim is None:
             return 0
-        is_new = claim.promised is not None and not claim.told
-        promised = claim.promised if is_new and claim.promised is not None else self.tiers.poll(claim)
-        claim.told |= is_new
+        promised: int | Pending = PENDING
+        if claim.promised is not None and not claim.told:
+            promised, claim.told = claim.promised, True
+        elif not is_fresh:
+            promised = self.tiers.poll(claim)
         if claim.found is not None and known.found is None:
             known.found = claim.found
             known.causes = None if claim.why is None else claim.why()
@@ -401,26 +472,51 @@ class SchedulerSide:
         known.claim = self.tiers.ask(known.view.hashes, known.request.chain.root, claim.num_l1, block_size=size)
         return True
 
-    # What only `BothEndsSide` does: nobody else has a request that comes to its blocks from both ends.
-
-    def leave(self, request_id: str) -> int:
-        """Ask no more for the back of a request. Returns how many held blocks its front has computed. Idempotent."""
-        return 0
+    # Overlapped loads.
 
     def _begin_back(self, known: ConnectedRequest, claim: Claim) -> None:
-        """The claim says where to meet: ask for what lies behind, once."""
+        request_id, chain = known.request.request_id, known.request.chain
+        if request_id not in self.backs:
+            self.backs[request_id] = Back(self.tiers, chain.hashes, chain.root, claim, self._clock)
 
     def _seat_back(self, known: ConnectedRequest, block_ids: Sequence[int], loading: int) -> None:
-        """The request got its blocks, and the front is `loading` so many tokens."""
+        if (back := self.backs.get(known.request.request_id)) is not None:
+            back.seat(block_ids, known.asked + -(-loading // known.request.chain.block_size))
 
     def _plan_backs(self) -> None:
-        """Plan the copies of what has come of the backs."""
-
-    def _forget_back(self, known: ConnectedRequest) -> None:
-        """The request's claim goes, and with it what was asked for beside it."""
+        region = self.tiers.region
+        if region is None or (self._planned and self._region_id != region.region_id):
+            return
+        for request_id, back in self.backs.items():
+            for group, lease, blocks in back.collect():
+                self._plan_copy(request_id, back, group, lease, blocks)
+                self._region_id = region.region_id
 
     def _ended_behind(self, copy: GroupCopy, *, well: bool) -> None:
-        """A copy of a back has ended."""
+        copy.back.copied(copy.group, well=well)
+        copy.lease.release()
+        self._released += copy.op.device_blocks
+        if well:
+            self._moved("load", len(copy.op), self._clock() - copy.planned_at)
+        else:
+            self.tiers.metrics.missed(Outcome.COPY_FAILED, len(copy.op))
+
+    def _forget_back(self, known: ConnectedRequest) -> None:
+        """Copies end as they may."""
+        if (back := self.backs.get(known.request.request_id)) is not None:
+            back.forget()
+            if known.claim is not None:  # it has no blocks yet: the next claim decides anew
+                del self.backs[known.request.request_id]
+
+    def _plan_copy(self, request_id: str, back: Back, group: Group, lease: Lease, blocks: list[int]) -> None:
+        if not blocks:
+            lease.release()
+            return
+        slots, generations = tuple(lease.slots), tuple(lease.generations)
+        op = CopyOp(next(self._op_ids), request_id, tuple(blocks), slots, generations)
+        self._behind[op.op_id] = GroupCopy(op, back, group, lease, self._clock())
+        self._planned.append(op)
+        self.writing += blocks
 
     def _cancel(self, known: ConnectedRequest) -> None:
         if self.backs:
@@ -442,9 +538,9 @@ class SchedulerSide:
                 store.is_rest |= store.request_id in behind
         reservations = self.tiers.reserve(stores, may_retry=True) if stores else []
         ops = []
-        is_short = bool(stores) and self.tiers.is_short
         for op_id, store, reservation in zip(wanted, stores, reservations, strict=True):
-            if is_short and self._offer_rest(op_id, store, reservation):
+            is_less = reservation is None or len(reservation.indices) < len(store.blocks)
+            if is_less and self.tiers.is_short and self._offer_rest(op_id, store, reservation):
                 if reservation is None:
                     continue
             elif reservation is None and self.tiers.is_late:
@@ -457,7 +553,7 @@ class SchedulerSide:
                     self._drop(store, Outcome.TIMEOUT)
                 continue
             indices = [] if reservation is None else reservation.indices
-            if len(indices) < len(store.blocks):
+            if is_less and len(indices) < len(store.blocks):
                 kept = set(indices)
                 self._released += [block for i, block in enumerate(store.blocks) if i not in kept]
                 store.blocks = [store.blocks[i] for i in indices]

@@ -1,12 +1,10 @@
-from .completion import Completion
 from .config import EngineConfig
-from .guided import Guide
-from .llm import Engine
-from .local import engine_config, open_engine
+from .llm import Engine, engine_config, open_engine
 from .model import Model
 from .prefill_time import REPEATS, measure_prompts
-from .segment_requests import wanted_reuse
-from .sequence import FinishReason, NamedPrompt, Output, SamplingParams, Sequence, TokenLogprobs
+from .requests import FinishReason, Guide, NamedPrompt, Output, SamplingParams, TokenLogprobs
+from .segments import wanted_reuse
+from .sequence import Completion, Sequence
 
 __all__ = [
     "REPEATS",

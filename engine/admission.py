@@ -12,7 +12,7 @@ from kvtier.tiers import ChainHash, ChildBlock
 from kvtier.tiers.hierarchy import Pending
 
 if TYPE_CHECKING:
-    from kvtier.connector import BothEndsSide
+    from kvtier.connector import SchedulerSide
     from kvtier.tiers.copies import BlockPool  # it needs torch, this module does not
 
 WINDOW: Final = 16  # waiting requests that are looked up and ranked in one step
@@ -40,9 +40,10 @@ class CachedBlocks(NamedTuple):
 class Admission:
     """The requests that wait, and which blocks the others are computing: those are soon in L1."""
 
-    def __init__(self, config: EngineConfig, pool: "BlockPool", connector: "BothEndsSide | NoOffload") -> None:
+    def __init__(self, config: EngineConfig, pool: "BlockPool", connector: "SchedulerSide | NoOffload") -> None:
         self.waiting: list[Sequence] = []  # by arrival
         self.computing: dict[ChainHash, str] = {}  # block that is being computed or loaded → request that does it
+        self.lasting: dict[str, int] = {}  # request whose reasoning began → leading tokens that the next turn has, too
         self.copies: list[tuple[int, int]] = []  # this step's, within L1; the sources are referenced
         self._config = config
         self._pool = pool
@@ -86,21 +87,29 @@ class Admission:
             return False
         sequence = candidate.sequence
         num_fresh = -(-sequence.num_tokens // self._config.block_size) - len(held.matched)
-        fresh = self._allocate(sequence, num_fresh, room_to_grow)
+        allocate = self._pool.allocate if sequence.reuse is None else sequence.reuse.allocate
+        fresh = allocate(num_fresh, leaving=room_to_grow)
         if fresh is None and held.source is not None:  # that block's own room may be what is missing, and for ever
             self._pool.free([held.source])
             held = held._replace(source=None, in_part=0)
-            fresh = self._allocate(sequence, num_fresh, room_to_grow)
+            fresh = allocate(num_fresh, leaving=room_to_grow)
         if fresh is None:
             self._pool.free(held.matched)
             return False if sequence.reuse is not None and sequence.reuse.is_waiting else None  # it has time
         sequence.block_table = held.matched + fresh
         if held.source is not None:
             self.copies.append((held.source, sequence.block_table[len(held.matched)]))
-        self._admit(sequence, held)
+        num_l1 = len(held.matched)
+        # A blend needs what is loaded, and what comes in pieces is loaded before anything is computed behind it.
+        in_pieces = self._connector.is_cut(sequence.request_id, held.num_external)
+        layerwise = self._config.loading == "layerwise" and sequence.reuse is None and not in_pieces
+        loading = self._connector.allocated(  # fewer than asked for where a promise lapsed
+            sequence.request_id, sequence.block_table, held.num_external, layerwise=layerwise
+        )
+        self._enter(sequence, num_l1, num_l1 * self._config.block_size + held.in_part, loading, layerwise=layerwise)
         return True
 
-    def let_go_of_sources(self) -> None:
+    def release_sources(self) -> None:
         """The step's copies within L1 were made, or never will be."""
         for source, _ in self.copies:  # two may have the same one
             self._pool.free([source])
@@ -148,23 +157,6 @@ class Admission:
             return None
         return best_child(sequence.chain, children, num_l1, sequence.chain.next_tokens(num_l1)[: 4 * room])
 
-    def _allocate(self, sequence: Sequence, num_blocks: int, leaving: int) -> list[int] | None:
-        """As `BlockPool.allocate`; the blocks of segments that the request reuses are held from then on."""
-        if sequence.reuse is not None:
-            return sequence.reuse.allocate(self._pool, num_blocks, leaving)
-        return self._pool.allocate(num_blocks, leaving=leaving)
-
-    def _admit(self, sequence: Sequence, held: CachedBlocks) -> None:
-        """A request with blocks leaves the queue, and who came earlier was passed over."""
-        block_size, num_l1 = self._config.block_size, len(held.matched)
-        # A blend needs what is loaded, and what comes in pieces is loaded before anything is computed behind it.
-        in_pieces = self._connector.is_cut(sequence.request_id, held.num_external)
-        layerwise = self._config.loading == "layerwise" and sequence.reuse is None and not in_pieces
-        loading = self._connector.allocated(  # fewer than asked for where a promise lapsed
-            sequence.request_id, sequence.block_table, held.num_external, layerwise=layerwise
-        )
-        self._enter(sequence, num_l1, num_l1 * block_size + held.in_part, loading, layerwise=layerwise)
-
     def _enter(
         self, sequence: Sequence, num_l1: int, num_present: int, loading: int, *, layerwise: bool = False
     ) -> None:
@@ -175,8 +167,8 @@ class Admission:
                 break
             other.num_passed_over += 1
         if sequence.reuse is not None:
-            settled = sequence.reuse.settle(num_present + loading, sequence.num_tokens)
-            sequence.num_exact = ALL if settled is None else settled
+            first = sequence.reuse.resolve(num_present + loading, sequence.num_tokens)
+            sequence.num_exact = ALL if first is None else first
         sequence.num_shareable = self.num_shareable(sequence)
         sequence.num_named = num_l1
         sequence.num_computed = num_present
@@ -193,4 +185,4 @@ class Admission:
             return 0
         if not self._config.store_generated:
             return min(sequence.num_exact, sequence.num_prompt_tokens)
-        return min(sequence.num_exact, sequence.num_lasting)
+        return min(sequence.num_exact, self.lasting.get(sequence.request_id, ALL))

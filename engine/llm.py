@@ -7,22 +7,31 @@ from collections import abc, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Final, Self
+from typing import Any, Final, Self
 
 from numpy.typing import ArrayLike
 from transformers import PretrainedConfig
 
-from kvtier.connector import Turn
+from kvtier.connector import LocalConnector, Turn
 from kvtier.connector.segments import Repair, Segment, WantedReuse
-from kvtier.engine.completion import Completion
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.model import Model
+from kvtier.engine.model_runner import runner_of, scheduler_of
 from kvtier.engine.offload import EngineConnector, NoOffload, start_copies
-from kvtier.engine.own_caches import runner_of, scheduler_of
-from kvtier.engine.prompts import PromptNames, checked_tokens, is_text, require_possible, require_room
-from kvtier.engine.segment_requests import SegmentRequests, wanted_by_each, wanted_reuse
-from kvtier.engine.sequence import NamedPrompt, Output, SamplingParams, Sequence, SequenceState
+from kvtier.engine.requests import (
+    NamedPrompt,
+    Output,
+    PromptNames,
+    SamplingParams,
+    checked_tokens,
+    is_text,
+    require_possible,
+    require_room,
+)
+from kvtier.engine.segments import SegmentRequests, wanted_by_each, wanted_reuse
+from kvtier.engine.sequence import Completion, Sequence, SequenceState
 from kvtier.tiers import ConfigError, RequestError
+from kvtier.tiers.config import Config, ConfigSource
 from kvtier.tiers.copies import BlockPool
 from kvtier.tiers.naming import KVProbe, KVShape, ModelIdentity
 
@@ -470,3 +479,45 @@ def _warn_of_l1(num_tokens: int, max_model_len: int, num_blocks: int, shape: KVS
     size = -(-num_blocks * shape.block_bytes // _MIB)
     cut = f"[l1] holds {num_tokens} tokens, and longer requests are refused: this model takes {max_model_len}"
     _log.warning('%s; [l1] size = "%dMiB" or num_blocks = %d holds that many', cut, size, num_blocks)
+
+
+def engine_config(config: Config, **options: Any) -> EngineConfig:
+    """What an engine takes from the configuration ([cache] and [l1]); `options` are EngineConfig's own fields."""
+    return EngineConfig(
+        **{
+            "block_size": config.cache.block_size,
+            "hash_scheme": config.cache.hash,
+            "epoch": config.cache.epoch,
+            "lossy": config.cache.lossy,
+            "partial_blocks": config.cache.partial_blocks,
+            "store_generated": config.cache.store_generated,
+            "cache_salt": config.cache.cache_salt,
+            "segments": config.cache.segments,
+            "segment_min_tokens": config.cache.segment_min_tokens,
+            "repair_share": config.cache.repair_share,
+            "repair_rule": config.cache.repair_rule,
+            "num_blocks": config.l1.num_blocks,
+            "l1_bytes": config.l1.size,
+            "enable_prefix_caching": config.l1.enable_prefix_caching,
+            **options,
+        }
+    )
+
+
+def open_engine(
+    path: str | Path,
+    config: ConfigSource | None = None,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    **options: Any,
+) -> Engine:
+    """An engine over a local checkpoint directory, its L2 and lower tiers as `config` says (default: the environment).
+
+    `config` is a Config, `{section: {option: value}}` or the name of a TOML file.
+    `device` "auto" is a GPU where there is one; `options` are further fields of EngineConfig. Raises ConfigError where
+    checkpoint, memory or disk cannot be used.
+    """
+    settings = Config.of(config)
+    model = Model.from_pretrained(path, dtype=dtype, device=device)
+    return Engine(model, engine_config(settings, **options), LocalConnector.connect(settings))

@@ -10,7 +10,7 @@ from kvtier.tiers.hierarchy import Pending
 from kvtier.tiers.naming import ModelIdentity
 
 if TYPE_CHECKING:
-    from kvtier.connector import Back, BothEndsSide, ConnectedRequest, WorkerSide
+    from kvtier.connector import Back, ConnectedRequest, SchedulerSide, WorkerSide
 
 
 _log = logging.getLogger(__name__)
@@ -20,7 +20,7 @@ class EngineConnector(Protocol):
     """Both halves and their end; `LocalConnector` is the real one."""
 
     @property
-    def scheduler(self) -> "BothEndsSide | NoOffload":
+    def scheduler(self) -> "SchedulerSide | NoOffload":
         """The scheduler's half. Never waits, but in `wait`."""
 
     @property

@@ -9,10 +9,9 @@ import numpy as np
 from transformers import AutoConfig
 
 from kvtier.connector import LocalConnector
-from kvtier.engine.llm import Engine
-from kvtier.engine.local import engine_config
+from kvtier.engine.llm import Engine, engine_config
 from kvtier.engine.model import Model
-from kvtier.engine.sequence import NamedPrompt, SamplingParams
+from kvtier.engine.requests import NamedPrompt, SamplingParams
 from kvtier.tiers import L2, ChainHash, ConfigError, KVTierError
 from kvtier.tiers.config import Config
 from kvtier.tiers.hierarchy import Hierarchy, evict_everywhere

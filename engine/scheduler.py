@@ -1,26 +1,66 @@
 """Decides what each step computes: continuous batching over a paged pool, longest cached prefix first. No torch."""
 
 import time
-from collections import Counter
-from collections.abc import Iterable
+from collections import Counter, abc
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Final
 
-from kvtier.connector import ConnectorUpdate, StepPlan, WorkerReport
+from kvtier.connector import Answered, ConnectorUpdate, StepPlan, WorkerReport
 from kvtier.connector.models import Reasoning
 from kvtier.engine.admission import Admission
-from kvtier.engine.batch import Batch, Chunk
 from kvtier.engine.config import EngineConfig
-from kvtier.engine.ending import CallsTool, answered_of, is_call
-from kvtier.engine.held_blocks import HeldBlocks
-from kvtier.engine.meeting import MeetingPoint
 from kvtier.engine.offload import NoOffload
-from kvtier.engine.sequence import ALL, FinishReason, Output, SampledToken, Sequence, SequenceState
+from kvtier.engine.requests import FinishReason, Output, SampledToken
+from kvtier.engine.sequence import ALL, Batch, Chunk, Sequence, SequenceState
 from kvtier.tiers import ChainHash
 from kvtier.tiers.hierarchy import Pending
+from kvtier.tiers.reuse import Hint
 
 if TYPE_CHECKING:
-    from kvtier.connector import BothEndsSide
-    from kvtier.tiers.copies import BlockPool  # it needs torch, this module does not
+    from kvtier.connector import SchedulerSide
+    from kvtier.tiers.copies import BlockPool
+
+
+class HeldBlocks:
+    """Counts the copies of each block. True while there are any."""
+
+    def __init__(self, pool: "BlockPool") -> None:
+        self._pool = pool
+        self.copies: Counter[int] = Counter()  # under way, by block
+        self.left: set[int] = set()  # blocks that their request has let go
+
+    def __bool__(self) -> bool:
+        return bool(self.copies)
+
+    @property
+    def are_draining(self) -> bool:
+        """Whether there is room soon: blocks without a request, whose copies end before long."""
+        return bool(self.left)
+
+    def hold(self, blocks: abc.Sequence[int]) -> None:
+        """A copy of each of them begins."""
+        self._pool.hold(blocks)
+        self.copies.update(blocks)
+
+    def leave(self, blocks: abc.Sequence[int]) -> None:
+        """Their request lets them go. Those that copies hold are soon free."""
+        self.left.update(block for block in blocks if block in self.copies)
+
+    def release(self, blocks: abc.Sequence[int]) -> None:
+        """A copy has ended for each mention of a block."""
+        distinct = len(set(blocks)) == len(blocks)
+        for some in [blocks] if distinct else [(block,) for block in blocks]:
+            self._pool.free(some)
+            self.copies.subtract(some)
+        for block in blocks:
+            if not self.copies[block]:
+                del self.copies[block]
+                self.left.discard(block)
+
+
+CallsTool = Callable[[abc.Sequence[int]], bool]
+"""Whether an answer of these tokens calls a tool."""
+
 
 _PREFILL: Final = 64  # tokens: a step of so many says how fast prefill is
 _LOOK_AHEAD: Final = 0.05  # seconds between lookups while no seat is free: they take milliseconds, but start fetching
@@ -38,7 +78,7 @@ class Scheduler:
         self,
         config: EngineConfig,
         pool: "BlockPool",
-        connector: "BothEndsSide | NoOffload | None" = None,
+        connector: "SchedulerSide | NoOffload | None" = None,
         eos_token_ids: frozenset[int] = frozenset(),
     ) -> None:
         self.loading: dict[str, Sequence] = {}
@@ -55,14 +95,11 @@ class Scheduler:
         self._eos_token_ids = eos_token_ids
         self._admission = Admission(config, pool, self._connector)
         self.waiting = self._admission.waiting  # by arrival
-        self._meeting = MeetingPoint(self._connector, self.stats, config.block_size)
         self._held = HeldBlocks(pool)
         self._look_ahead_at = 0.0
         self._ended: list[Output] = []  # aborts not told yet
         self.calls_tool: CallsTool | None = None  # reads an answer's tokens; None: nobody here knows its text
-        self.reasoning: Reasoning | None = (
-            None  # what of answers is not kept, since no later turn has it; None: nothing
-        )
+        self.reasoning: Reasoning | None = None  # what of answers no later turn has, so that it is not kept
 
     @property
     def has_unfinished(self) -> bool:
@@ -72,11 +109,9 @@ class Scheduler:
     def has_copies(self) -> bool:
         return bool(self.loading or self._held or self.orphans)
 
-    def knows(self, request_id: str) -> bool:
-        """Whether the id is in use: by a live request, or by an aborted one whose load has not ended."""
-        return request_id in self.orphans or request_id in self.live
-
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: Sequence, *, is_segment: bool = False) -> None:
+        """Queue it. `is_segment`: a segment by itself, nobody's request."""
+        sequence.stats = self.segment_stats if is_segment else self.stats
         if self.reasoning is not None and self.reasoning.is_open(sequence.token_ids):
             self._lasts(sequence, sequence.num_tokens)
         self.live[sequence.request_id] = sequence
@@ -104,7 +139,7 @@ class Scheduler:
         """Take in what the step computed; `samples` holds one for each chunk that samples, in order."""
         outputs, self._ended = self._ended, []
         if self._admission.copies:
-            self._admission.let_go_of_sources()
+            self._admission.release_sources()
         if batch.num_tokens >= _PREFILL and not batch.plan.loads and not batch.has_blended:  # these hold a step up
             self._connector.computed(batch.num_tokens, time.perf_counter() - batch.started, batch.position)
         left = iter(samples)
@@ -126,7 +161,7 @@ class Scheduler:
     def give_up(self, batch: Batch, unstarted: tuple[int, ...]) -> None:
         """The step raised: nothing it computed counts, its requests wait again. `unstarted`: copies nobody reports."""
         if self._admission.copies:
-            self._admission.let_go_of_sources()
+            self._admission.release_sources()
         for chunk in batch.chunks:
             if chunk.sequence.num_loading:
                 self._await_load(chunk.sequence)
@@ -158,7 +193,7 @@ class Scheduler:
         else:
             self.running.remove(sequence)
         self._end(sequence, FinishReason.ABORT)
-        (self.segment_stats if sequence.is_segment else self.stats)["aborted"] += 1
+        sequence.stats["aborted"] += 1
         self._ended.append(Output(request_id, None, FinishReason.ABORT))
         return True
 
@@ -204,11 +239,24 @@ class Scheduler:
 
     def _meet(self, sequence: Sequence) -> int:
         """Take in what was loaded behind a front. Returns up to which token it may compute in this step."""
-        if (reached := self._meeting.reached(sequence)) > sequence.num_computed:
+        back = self._connector.backs[sequence.request_id]
+        if (reached := back.reach(sequence.num_computed)) > sequence.num_computed:
             self._store(sequence, min(sequence.num_computed, sequence.num_shareable) // self._config.block_size)
-            self._meeting.join(sequence, reached)
+            num_joined = reached - sequence.num_computed  # the tiers have them, so they are not stored again
+            sequence.num_computed = reached
+            sequence.num_stored = max(sequence.num_stored, reached // self._config.block_size)
+            if not sequence.num_preempted:
+                sequence.num_external_tokens += num_joined
+            self.stats["external_tokens"] += num_joined
             self._name(sequence)
-        return self._meeting.limit(sequence, alone=self._connector.computes_alone)
+        if back.is_over(sequence.num_computed):
+            self._leave_back(sequence)
+            return sequence.num_tokens
+        return min(back.limit(sequence.num_computed, alone=self._connector.computes_alone), sequence.num_tokens)
+
+    def _leave_back(self, sequence: Sequence) -> None:
+        """It has all of its blocks, or none any more."""
+        self.stats["skipped_tokens"] += self._connector.leave(sequence.request_id) * self._config.block_size
 
     def _grow(self, sequence: Sequence, chunks: list[Chunk]) -> bool:
         """Have a block for every token, preempting the latest request that is not in `chunks`. False: not this step."""
@@ -278,13 +326,9 @@ class Scheduler:
         sequence.num_stored = num_l1 + loading // self._config.block_size
         if not sequence.num_preempted:
             sequence.num_l1_tokens = sequence.num_computed
-            known = self._connector.requests.get(request_id)
-            sequence.causes = {} if known is None else known.missed
-            if known is not None and (loading or request_id in self._connector.backs):
-                sequence.found, sequence.found_in_part = known.found, known.found_in_part
-            stats = self.segment_stats if sequence.is_segment else self.stats
-            stats["prompt_tokens"] += sequence.num_prompt_tokens
-            stats["l1_tokens"] += sequence.num_computed
+            sequence.lookup = self._connector.requests.get(request_id)
+            sequence.stats["prompt_tokens"] += sequence.num_prompt_tokens
+            sequence.stats["l1_tokens"] += sequence.num_computed
         if sequence.state is SequenceState.LOADING:
             self.loading[request_id] = sequence
             return 0
@@ -321,7 +365,7 @@ class Scheduler:
     def _count_loaded(self, sequence: Sequence) -> None:
         if sequence.num_loading and not sequence.num_preempted:
             sequence.num_external_tokens += sequence.num_loading
-        (self.segment_stats if sequence.is_segment else self.stats)["external_tokens"] += sequence.num_loading
+        sequence.stats["external_tokens"] += sequence.num_loading
         sequence.num_loading = 0
 
     def _takes_piece(self, sequence: Sequence) -> bool:
@@ -377,36 +421,35 @@ class Scheduler:
 
     def _append(self, sequence: Sequence, sample: SampledToken) -> Output:
         sequence.append(sample.token_id)
-        if self.reasoning is not None and sample.token_id == self.reasoning.begins and sequence.num_lasting == ALL:
+        if self.reasoning is not None and sample.token_id == self.reasoning.begins:
             self._lasts(sequence, sequence.num_tokens - 1)
-        stats = self.segment_stats if sequence.is_segment else self.stats
-        stats["generated_tokens"] += 1
-        reason = None
-        params = sequence.params
+        sequence.stats["generated_tokens"] += 1
+        reason, params, guided = None, sequence.params, sequence.sampling.guided
         ends = sample.token_id in self._eos_token_ids and not params.ignore_eos
         if ends or sample.token_id in params.stop_token_ids:
-            reason = FinishReason.LENGTH if sequence.is_cut else FinishReason.STOP
+            reason = FinishReason.LENGTH if guided is not None and guided.is_cut else FinishReason.STOP
         elif sequence.num_generated >= params.max_tokens:
             reason = FinishReason.LENGTH
         if reason is not None:
             self.running.remove(sequence)
             self._end(sequence, reason)
-            stats["finished"] += 1
+            sequence.stats["finished"] += 1
         return Output(sequence.request_id, sample.token_id, reason, sample.logits, sample.logprobs)
 
     def _lasts(self, sequence: Sequence, num_tokens: int) -> None:
         """So many leading tokens are the next turn's, too. The block in which they end is kept if parts are found."""
         size = self._config.block_size
-        sequence.num_lasting = -(-num_tokens // size) * size if self._pool.partial_blocks else num_tokens
+        num_lasting = -(-num_tokens // size) * size if self._pool.partial_blocks else num_tokens
+        self._admission.lasting.setdefault(sequence.request_id, num_lasting)
         sequence.num_shareable = self._admission.num_shareable(sequence)
 
     def _end(self, sequence: Sequence, reason: FinishReason) -> None:
-        if sequence.num_lasting != ALL and reason is FinishReason.STOP and not sequence.num_loading:
+        lasts = self._admission.lasting.pop(sequence.request_id, None) is None
+        if not lasts and reason is FinishReason.STOP and not sequence.num_loading:
             assert self.reasoning is not None
-            if self.reasoning.lasts_in_calls and is_call(
+            if self.reasoning.lasts_in_calls and _is_call(
                 sequence, self.calls_tool
             ):  # then it is found, reasoning and all
-                sequence.num_lasting = ALL
                 sequence.num_shareable = self._admission.num_shareable(sequence)
                 self._name(sequence)
                 self._store(sequence, min(sequence.num_computed, sequence.num_shareable) // self._config.block_size)
@@ -426,19 +469,35 @@ class Scheduler:
         if tail is None:
             return
         block = sequence.block_table.pop(sequence.num_named)
-        if not sequence.is_segment and self._connector.store_tail(sequence.request_id, tail, block):
+        if sequence.stats is self.stats and self._connector.store_tail(sequence.request_id, tail, block):
             self._held.hold([block])
             self._held.leave([block])
         self._pool.retire_tail(block, tail)
 
     def _release(self, sequence: Sequence) -> None:
         if sequence.request_id in self._connector.backs:
-            self._meeting.leave(sequence)
+            self._leave_back(sequence)
         self._forget(sequence, sequence.hashes[sequence.num_named :])
         if sequence.reuse is not None:
-            sequence.reuse.let_go(self._pool)
-        if self._held:
+            sequence.reuse.release()
+        if self._held.copies:
             self._held.leave(sequence.block_table)
         self._pool.free(sequence.block_table)
         sequence.block_table, sequence.cache = [], None
         sequence.num_computed = sequence.num_named = sequence.num_stored = sequence.num_loading = 0
+
+
+def answered_of(sequence: Sequence, reason: FinishReason, calls_tool: CallsTool | None) -> Answered | None:
+    """What a request came to; None for one without an answer. One that was cut off calls nothing: nobody runs it."""
+    if not sequence.num_generated:
+        return None
+    hint, is_derived = sequence.params.hint, False
+    if hint is None and reason is FinishReason.STOP and _is_call(sequence, calls_tool):
+        hint, is_derived = Hint.TOOL, True
+    lasted, counts = time.monotonic() - sequence.arrived, (sequence.num_prompt_tokens, sequence.num_generated)
+    return Answered(*counts, hint, is_derived, lasted, sequence.ttft or 0.0)
+
+
+def _is_call(sequence: Sequence, calls_tool: CallsTool | None) -> bool:
+    """Whether an answer that ended by itself calls a tool."""
+    return sequence.params.is_call or (calls_tool is not None and calls_tool(sequence.generated))

@@ -41,7 +41,7 @@ def test_the_three_ways_differ_as_they_should(ways: dict[str, block_way.Way]) ->
     for where in ("in process", "daemon"):
         cold, l2, l3 = (set(ways[f"connector, {where}: {name}"].files) for name in block_way.WAYS)
         assert "tiers/file/slab_writer.py" in cold - l2 - l3
-        assert "tiers/file/payload_io.py" in l3 - l2
+        assert "tiers/file/file_io.py" in l3 - l2
         # Memory alone: of the slab at most its mirror is asked what follows the block.
         assert {file for file in l2 if file.startswith("tiers/file/")} <= MIRROR
     assert not any(file.startswith("service/") for name, way in ways.items() if "process" in name for file in way.files)

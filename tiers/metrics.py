@@ -25,8 +25,8 @@ _SECONDS: Final = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5,
 
 _MINUTES: Final = 5  # whole ones, besides the one under way
 _SHARE: Final = 0.1  # of the blocks offered or looked up that may be lost: as in deploy/prometheus/rules.yml
-_LOOKED_UP: Final = "looked up"
-_STORED: Final = "stored"
+LOOKED_UP: Final = "looked up"
+STORED: Final = "stored"
 _MORE_ROOM: Final = "raise [host] size"
 _FASTER: Final = f'{_MORE_ROOM}, or set [cache] admit_after = "auto"'
 
@@ -160,25 +160,22 @@ class Metrics:
         counters, num_missing = self._looked_up, found.miss
         for tier, num_blocks in found.by_tier.items():
             counters[tier].inc(num_blocks)
-        self.losses.looked_up(found.blocks)
+        self.losses.count("", LOOKED_UP, found.blocks)
         if num_missing:
             counters[MISS].inc(num_missing)
             if missing is not None:
                 self.missed(missing, num_missing)
             if causes and missing is Outcome.ABSENT:
-                self.absent(causes)
+                for (cause, left), num_blocks in causes.items():
+                    self._absent.labels(cause, left).inc(num_blocks)
 
     def missed(self, reason: str, num_blocks: int) -> None:
         """Blocks that some tier held or might have held, and that were not served."""
         if (counter := self._missed.get(reason)) is None:
             counter = self._missed[reason] = self._miss.labels(reason)
         counter.inc(num_blocks)
-        self.losses.missed(reason, num_blocks)
-
-    def absent(self, causes: Mapping[tuple[str, str], int]) -> None:
-        """Blocks that no tier held: (what became of them, the tier they left) → how many."""
-        for (cause, tier), num_blocks in causes.items():
-            self._absent.labels(cause, tier).inc(num_blocks)
+        if reason == Outcome.NO_SLOT:
+            self.losses.count("", reason, num_blocks)
 
     def ages(self, tier: str, counts: Sequence[int]) -> None:
         """How long the blocks lived that a tier has evicted: a count a bucket of seconds, then the sum of all."""
@@ -196,12 +193,13 @@ class Metrics:
     def stored(self, tier: str, num_blocks: int) -> None:
         """Blocks that became findable in a tier."""
         self._store.labels(tier).inc(num_blocks)
-        self.losses.stored(tier, num_blocks)
+        self.losses.count(tier, STORED, num_blocks)
 
     def dropped(self, tier: str, reason: str, num_blocks: int) -> None:
         """Blocks that were offered to a tier and not stored."""
         self._drop.labels(tier, reason).inc(num_blocks)
-        self.losses.dropped(tier, reason, num_blocks)
+        if _fix_of(tier, reason) is not None:
+            self.losses.count(tier, reason, num_blocks)
         if reason == Outcome.NO_SLOT and tier == L2 and (num_lost := self.losses.to_tell(num_blocks)):
             _log.warning(
                 "%d blocks found no slot in host memory and are not kept. A larger [host] size keeps them", num_lost
@@ -371,24 +369,13 @@ class Losses:
         self._minutes: deque[tuple[int, Tally[tuple[str, str]]]] = deque(maxlen=_MINUTES + 1)
         self._num_untold, self._told_at = 0, -math.inf
 
-    def looked_up(self, num_blocks: int) -> None:
-        """As `_count`, for the verb that is called at every lookup."""
+    def count(self, tier: str, what: str, num_blocks: int) -> None:
+        """`what`: LOOKED_UP, STORED, or why they were lost. `tier`: "" for blocks that were to be loaded."""
         minute, minutes = int(self._clock() // 60), self._minutes
         with self._lock:
             if not minutes or minutes[-1][0] < minute:
                 minutes.append((minute, Tally()))
-            minutes[-1][1]["", _LOOKED_UP] += num_blocks
-
-    def missed(self, reason: str, num_blocks: int) -> None:
-        if reason == Outcome.NO_SLOT:
-            self._count("", reason, num_blocks)
-
-    def stored(self, tier: str, num_blocks: int) -> None:
-        self._count(tier, _STORED, num_blocks)
-
-    def dropped(self, tier: str, reason: str, num_blocks: int) -> None:
-        if _fix_of(tier, reason) is not None:
-            self._count(tier, reason, num_blocks)
+            minutes[-1][1][tier, what] += num_blocks
 
     def to_tell(self, num_blocks: int) -> int:
         """So many more found no slot: how many the log is to tell of now, once a minute."""
@@ -409,25 +396,18 @@ class Losses:
                     seen += counts
         found = {}
         for tier in sorted({tier for tier, _ in seen} - {""}):
-            lost = Tally({why: n for (of, why), n in seen.items() if of == tier and why != _STORED})
-            all_lost, offered = lost.total(), lost.total() + seen[tier, _STORED]
+            lost = Tally({why: n for (of, why), n in seen.items() if of == tier and why != STORED})
+            all_lost, offered = lost.total(), lost.total() + seen[tier, STORED]
             if all_lost > _SHARE * offered:
                 reasons = ", ".join(f"{reason} {num_blocks}" for reason, num_blocks in lost.most_common())
                 fix = _fix_of(tier, lost.most_common(1)[0][0])
                 found[f"{tier} stores"] = f"{_of(all_lost, offered)} were not stored ({reasons}); {fix}"
-        crowded, asked = seen["", Outcome.NO_SLOT], seen["", _LOOKED_UP]
+        crowded, asked = seen["", Outcome.NO_SLOT], seen["", LOOKED_UP]
         if crowded > _SHARE * asked:
             found["l2 slots"] = (
                 f"{_of(crowded, max(crowded, asked))} had no slot to be loaded to (no_slot); {_MORE_ROOM}"
             )
         return found
-
-    def _count(self, tier: str, what: str, num_blocks: int) -> None:
-        minute, minutes = int(self._clock() // 60), self._minutes
-        with self._lock:
-            if not minutes or minutes[-1][0] < minute:
-                minutes.append((minute, Tally()))
-            minutes[-1][1][tier, what] += num_blocks
 
 
 def _of(num_blocks: int, of: int) -> str:

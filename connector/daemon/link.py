@@ -1,50 +1,142 @@
 """A client's tie to the daemon: its socket, attached, lost and attached again, with nothing worse than "not now"."""
 
+import errno
 import logging
 import os
 import select
 import socket
+import struct
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Final, NamedTuple
 
-from kvtier.connector.daemon.handshake import (
+from msgspec import Raw
+from msgspec.structs import replace
+
+from kvtier.connector.daemon.wire import (
+    LOSSY_SINCE,
+    MAX_FRAME,
+    MAX_ITEMS,
+    RELEASES,
+    SHARES_SINCE,
+    VERSION,
+    Ask,
+    Bye,
+    Ended,
+    FrameReader,
     HandshakeReply,
     Hello,
     Join,
+    Operation,
     Refused,
+    Reply,
+    UnspokenVersion,
     Welcome,
-    is_trusted,
+    coalesce,
     pack_handshake,
-    peer_of,
+    pack_request,
     unpack_handshake_reply,
+    unpack_reply,
     version_of,
 )
-from kvtier.connector.daemon.messages import Ask, Bye, Ended, Operation, Reply, taken_along
-from kvtier.connector.daemon.versions import LOSSY_SINCE, RELEASES, SHARES_SINCE, VERSION, UnspokenVersion
-from kvtier.connector.daemon.wire import MAX_FRAME, MAX_ITEMS, FrameReader, pack_request, unpack_reply
 from kvtier.tiers import ConfigError, FormatError, KVMismatch, TierUnavailable, forget_descriptor, hide_from_children
 from kvtier.tiers.config import HostConfig
 from kvtier.tiers.hierarchy import Claim
 from kvtier.tiers.host import HostRegion
 
+_log = logging.getLogger(__name__)
+
+_PEER: Final = struct.Struct("3i")
+_SO_PEERPIDFD: Final = 77  # Linux 6.5, asm-generic/socket.h; Python has no name for it
 _RECEIVE: Final = 256 << 10  # bytes read at once
 _MAX_OUTPUT: Final = 2 * MAX_FRAME  # bytes the other end may leave unread
+_WELCOME: Final = 30.0  # seconds for the daemon to open a slab; only at start anybody waits for it
+_MAX_UNSENT: Final = 512  # operations nobody waits for
+_FIRST_RETRY: Final = 0.1  # seconds after a failure; each further one in a row doubles it
+_LAST_RETRY: Final = 5.0
+_JOINED: Final = 5.0  # seconds a worker waits to be watched
+_SILENT: Final = 5.0  # seconds an answer that nobody waits for any more may still come
+_READ: Final = (1 << 63) - 1  # the request of questions: the daemon answers that it has read them, if it has no news
+_NOTHING: Final[list[Reply]] = []  # nobody changes it
 
 
-class Connection:
-    """A client's end. Not thread-safe, but for `wait`."""
+class Peer(NamedTuple):
+    """Who is at the other end, as the kernel says."""
 
-    def __init__(self, path: Path) -> None:
+    pid: int  # 0: it lives in a pid namespace this process does not see
+    uid: int
+
+
+def peer_of(connection: socket.socket) -> Peer:
+    """The process that connected; asked by a client, the one that listens."""
+    pid, uid, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+    return Peer(pid, uid)
+
+
+def pidfd_of(connection: socket.socket, peer: Peer) -> int:
+    """A pidfd of the process that connected. OSError if it is gone, or nobody can watch it from here.
+
+    From Linux 6.5 on the socket itself has it. So it can't be another process that got the same pid since, and it may
+    live in a pid namespace this process does not see.
+    """
+    try:
+        return connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
+    except OSError as error:
+        if error.errno != errno.ENOPROTOOPT:
+            raise
+    return os.pidfd_open(peer.pid)
+
+
+def is_trusted(uid: int) -> bool:
+    """Whether a user may have this one's blocks, or serve them."""
+    return uid in (os.geteuid(), 0)
+
+
+@dataclass(eq=False)
+class RemoteClaim(Claim):
+    number: int = 0
+    link: "Link | None" = None  # it was asked on; None where there was none
+    asked_at: float = 0.0
+    renewed_at: float = 0.0  # not after the daemon heard it last
+    answered: bool = False
+    polled: bool = False  # in vain: whoever polls again wants it sent
+    again: bool = False  # asked for the second time: the first answer was lost
+    slots: list[int] = field(default_factory=list)
+    generations: list[int] = field(default_factory=list)
+
+
+class Link:
+    """One connection, and once the daemon has welcomed us all that was said and is held by it.
+
+    What is held by a link that was lost is void: nobody knows what became of its slots. Not thread-safe, but for
+    `wait`.
+    """
+
+    welcome: Welcome
+    region: HostRegion
+    epoch_base: int  # the client's epoch less the daemon's
+
+    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
         """Raises OSError if nobody listens, ConfigError if another user does."""
+        self.claims: dict[int, RemoteClaim] = {}  # asked about, and not taken or cancelled
+        self.held: set[int] = set()  # leases and reservations whose copies may be under way
+        self.unsent: list[Operation] = []
+        self.num_unsent = 0  # operations, before those of a kind became one
+        self.answers: dict[int, list[Raw]] = {}  # request → what the daemon answered
+        self.overdue: dict[int, float] = {}  # requests given up → when, in that order; what they are answered is void
+        self.overdue_aside: dict[int, float] = {}  # likewise, of one that waits there: others are answered meanwhile
+        self.unheard_since: float | None = None  # when a question went out behind which nothing has come yet
+        self.error: Exception | None = None  # why nothing more can be sent
+        self.output = bytearray()  # what the socket did not take yet; `send` tries again
+        self.files: list[int] = []  # that came with the frames read so far; the code that takes one out closes it
+        self._has_question = False  # what is unsent has one
+        self._clock = clock
+        self._reader = FrameReader(MAX_FRAME)
+        self._kept: list[memoryview] = []  # bodies received behind the first
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
         hide_from_children(self._socket.fileno())
-        self._reader = FrameReader(MAX_FRAME)
-        self.unsent = bytearray()  # what the socket did not take yet; `send` tries again
-        self._kept: list[Any] = []  # bodies received behind the one that was asked for
-        self._has_received = False  # the first bytes may bring a file along
-        self.files: list[int] = []  # that came with the frames read so far; the code that takes one out closes it
         try:
             self._socket.connect(os.fspath(path))
             peer = peer_of(self._socket)
@@ -56,101 +148,6 @@ class Connection:
         except BaseException:
             self.close()
             raise
-
-    def send(self, frame: bytes) -> bool:
-        """Send, or keep what does not fit for the next call; True if nothing is left.
-
-        Raises OSError if the other end is gone or has not read for too long.
-        """
-        self.unsent += frame
-        if self.unsent:
-            try:
-                sent = self._socket.send(self.unsent)
-            except BlockingIOError:
-                sent = 0
-            del self.unsent[:sent]
-            if len(self.unsent) > _MAX_OUTPUT:
-                raise OSError("the daemon does not read")
-        return not self.unsent
-
-    def receive(self) -> list[Any]:
-        """The bodies of the frames that have arrived. Raises OSError if the other end is gone, FormatError."""
-        bodies, self._kept = self._kept, []
-        while True:
-            try:
-                if self._has_received:
-                    data = self._socket.recv(_RECEIVE)
-                else:
-                    data, files, _, _ = socket.recv_fds(self._socket, _RECEIVE, 1, socket.MSG_CMSG_CLOEXEC)
-                    self.files += files
-                    self._has_received = bool(data)
-            except BlockingIOError:
-                return bodies
-            if not data:
-                if bodies:
-                    return bodies  # the end is there again at the next call
-                raise ConnectionResetError("the daemon has hung up")
-            bodies += self._reader.feed(data)
-            if len(data) < _RECEIVE:
-                return bodies
-
-    def receive_first(self, timeout: float) -> Any:
-        """The body of the next frame alone, within `timeout` seconds; None if there is none. Errors as `receive`."""
-        end = time.monotonic() + timeout
-        while not self._kept:
-            self._kept = self.receive()
-            if not self._kept and not self.wait(max(0.0, end - time.monotonic())):
-                return None
-        return self._kept.pop(0)
-
-    def wait(self, timeout: float) -> bool:
-        """Wait up to `timeout` seconds for something to receive. From any thread."""
-        poll = select.poll()
-        try:
-            poll.register(self._socket.fileno(), select.POLLIN | (select.POLLOUT if self.unsent else 0))
-        except ValueError:  # closed meanwhile
-            return False
-        return bool(poll.poll(timeout * 1000))
-
-    def close(self) -> None:
-        """Hang up; idempotent."""
-        forget_descriptor(self._socket.fileno())
-        self._socket.close()
-        for fd in self.files:
-            os.close(fd)
-        self.files.clear()
-
-
-_log = logging.getLogger(__name__)
-
-_WELCOME: Final = 30.0  # seconds for the daemon to open a slab; only at start anybody waits for it
-_MAX_UNSENT: Final = 512  # operations nobody waits for
-_FIRST_RETRY: Final = 0.1  # seconds after a failure; each further one in a row doubles it
-_LAST_RETRY: Final = 5.0
-_JOINED: Final = 5.0  # seconds a worker waits to be watched
-_SILENT: Final = 5.0  # seconds an answer that nobody waits for any more may still come
-_HEARD: Final = (1 << 63) - 1  # the request of questions: the daemon answers that it has read them, if it has no news
-
-
-class Link:
-    """One connection on which the daemon has welcomed us, with all that was said and is held by it.
-
-    What is held by a link that was lost is void: nobody knows what became of its slots.
-    """
-
-    def __init__(self, connection: Connection, welcome: Welcome, region: HostRegion, epoch_base: int) -> None:
-        self.connection = connection
-        self.welcome = welcome
-        self.region = region
-        self.epoch_base = epoch_base  # the client's epoch less the daemon's
-        self.claims: dict[int, Claim] = {}  # asked about, and not taken or cancelled
-        self.held: set[int] = set()  # leases and reservations whose copies may be under way
-        self.unsent: list[Operation] = []
-        self.num_unsent = 0  # operations, before those of a kind became one
-        self.answers: dict[int, list[Any]] = {}  # request → what the daemon answered
-        self.overdue: dict[int, float] = {}  # requests given up → when, in that order; what they are answered is void
-        self.overdue_aside: dict[int, float] = {}  # likewise, of one that waits there: others are answered meanwhile
-        self.unheard_since: float | None = None  # when a question went out behind which nothing has come yet
 
     @property
     def late_since(self) -> float | None:
@@ -165,22 +162,92 @@ class Link:
     def put(self, operation: Operation) -> None:
         """Have it sent with the next message."""
         self.num_unsent += 1
-        if not (self.unsent and taken_along(self.unsent[-1], operation, MAX_ITEMS)):
+        if not (self.unsent and coalesce(self.unsent[-1], operation, MAX_ITEMS)):
             self.unsent.append(operation)
+            self._has_question |= type(operation) is Ask
+        if self.num_unsent >= _MAX_UNSENT:
+            self.send()
 
     def send(self, operations: Sequence[Operation] = (), request: int = 0) -> bool:
         """Send what was left unsent and these behind it, in one frame; True if all of it is on its way.
 
-        Raises OSError if the daemon is gone.
+        What the socket does not take is kept for the next call. If the daemon is gone, or has not read for too long,
+        `error` says so.
         """
-        everything = [*self.unsent, *operations]
-        if not (everything or self.connection.unsent):
-            return True
-        self.unsent, self.num_unsent = [], 0
-        for first in range(0, len(everything) - MAX_ITEMS, MAX_ITEMS):
-            self.connection.send(pack_request(0, everything[first : first + MAX_ITEMS]))
-        rest = everything[-((len(everything) - 1) % MAX_ITEMS + 1) :] if everything else []
-        return self.connection.send(pack_request(request, rest) if rest else b"")
+        if everything := [*self.unsent, *operations]:
+            self.unsent, self.num_unsent = [], 0
+            if self._has_question and not request:
+                request = _READ
+                self.unheard_since = self._clock() if self.unheard_since is None else self.unheard_since
+            self._has_question = False
+            try:
+                for first in range(0, len(everything) - MAX_ITEMS, MAX_ITEMS):
+                    self.output += pack_request(0, everything[first : first + MAX_ITEMS])
+                self.output += pack_request(request, everything[-((len(everything) - 1) % MAX_ITEMS + 1) :])
+            except ValueError as error:  # nothing that fits into a frame
+                self.error = error
+        if self.output and self.error is None:
+            self.flush()
+        return not self.output and self.error is None
+
+    def flush(self) -> None:
+        """Send what the socket did not take before."""
+        try:
+            del self.output[: self._socket.send(self.output)]
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            self.error = error
+        if len(self.output) > _MAX_OUTPUT:
+            self.error = OSError("the daemon does not read")
+
+    def receive(self) -> list[Reply]:
+        """What has arrived. Raises OSError if the other end is gone, FormatError."""
+        replies, self._kept = [unpack_reply(body) for body in self._kept] if self._kept else _NOTHING, []
+        while True:
+            try:
+                data = self._socket.recv(_RECEIVE)
+            except BlockingIOError:
+                return replies
+            if not data:
+                if replies:
+                    return replies  # the end is there again at the next call
+                raise ConnectionResetError("the daemon has hung up")
+            replies = [*replies, *map(unpack_reply, self._reader.feed(data))]
+            if len(data) < _RECEIVE:
+                return replies
+
+    def receive_handshake(self, timeout: float) -> memoryview | None:
+        """The body of the first frame alone, within `timeout` seconds; None if there is none. Errors as `receive`."""
+        end = time.monotonic() + timeout
+        while not self._kept:
+            try:
+                data, files, _, _ = socket.recv_fds(self._socket, _RECEIVE, 1, socket.MSG_CMSG_CLOEXEC)
+                self.files += files
+                if not data:
+                    raise ConnectionResetError("the daemon has hung up")
+                self._kept = self._reader.feed(data)
+            except BlockingIOError:
+                if not self.wait(max(0.0, end - time.monotonic())):
+                    return None
+        return self._kept.pop(0)
+
+    def wait(self, timeout: float) -> bool:
+        """Wait up to `timeout` seconds for something to receive. From any thread."""
+        poll = select.poll()
+        try:
+            poll.register(self._socket.fileno(), select.POLLIN | (select.POLLOUT if self.output else 0))
+        except ValueError:  # closed meanwhile
+            return False
+        return bool(poll.poll(timeout * 1000))
+
+    def close(self) -> None:
+        """Hang up; idempotent."""
+        forget_descriptor(self._socket.fileno())
+        self._socket.close()
+        for fd in self.files:
+            os.close(fd)
+        self.files.clear()
 
 
 class Attachment:
@@ -196,9 +263,9 @@ class Attachment:
         self.has_lower = False
         self.path = path
         self.away: str | None = None  # why there is no link, once one was tried in vain; read by any thread
-        self._hello = hello
+        self.hello = hello
+        self.connecting: tuple[Link, Hello, float] | None = None  # not welcomed yet; until when we wait for that
         self._clock = clock
-        self._connecting: tuple[Connection, Hello, float] | None = None  # not welcomed yet; until when we wait for that
         self._version = VERSION  # that we speak, until a daemon answers in a lower one
         self._former: list[Link] = []  # lost, and the daemon does not know yet that their copies have ended
         self._instance = b""
@@ -210,21 +277,9 @@ class Attachment:
         self.goes_silently = False  # a copy may still run, for all that is known
 
     @property
-    def block_size(self) -> int:
-        """Tokens in a block of this client's."""
-        return self._hello.block_size
-
-    @property
-    def connection(self) -> Connection | None:
-        """What the daemon speaks on next: the link's, or one it has not welcomed yet."""
-        if self.link is not None:
-            return self.link.connection
-        return self._connecting[0] if self._connecting is not None else None
-
-    @property
     def attaching_since(self) -> float | None:
         """When the hello was said that has no answer yet."""
-        return self._connecting[2] - _WELCOME if self._connecting is not None else None
+        return self.connecting[2] - _WELCOME if self.connecting is not None else None
 
     def start(self) -> None:
         """Attach, waiting for the daemon's answer; a daemon that is not there is a warning, and found later.
@@ -233,80 +288,64 @@ class Attachment:
         serves the socket. KVMismatch if the daemon has the KV of a model that computes something else.
         """
         try:
-            connection = self._say_hello()
+            link = self._say_hello()
         except OSError as error:
             self._failed(error)
             return
         try:
-            body = connection.receive_first(_WELCOME)
+            body = link.receive_handshake(_WELCOME)
             if body is None:
                 raise TimeoutError(f"no welcome within {_WELCOME:g} s")
             if not self._is_of_before(body):
-                self._welcomed(connection, unpack_handshake_reply(body))
+                self._welcomed(link, unpack_handshake_reply(body))
                 return
         except KVMismatch:
-            connection.close()
+            link.close()
             raise
         except (OSError, ConfigError, FormatError, TierUnavailable) as error:
-            connection.close()
+            link.close()
             self._failed(error)
             return
-        connection.close()
+        link.close()
         self.start()  # once more, as it speaks
 
-    def pump(self) -> list[Reply]:
+    def receive(self) -> list[Reply]:
         """Read what has arrived, and attach if there is no link and it is time to try. Never waits or raises."""
-        if self.link is None:
-            self._attach()
         link = self.link
         if link is None:
-            return []
+            self._attach()
+            link = self.link
+            if link is None:
+                return _NOTHING
         try:
-            if link.connection.unsent:
-                link.connection.send(b"")
-            replies = [unpack_reply(body) for body in link.connection.receive()]
+            if link.output:
+                link.flush()
+            if link.error is not None:
+                raise link.error
+            replies = link.receive()
             if self._former:
                 self._say_ended(link)
         except OSError as error:
             self.cut(error)
             self._retry_at = self._welcomed_at + _FIRST_RETRY  # it may be there anew, long since: we said nothing
             self._attach()
-            return []
-        except FormatError as error:
+            return _NOTHING
+        except (FormatError, ValueError) as error:
             self.cut(error)
-            return []
+            return _NOTHING
         for reply in replies:
             self.epoch = max(self.epoch, link.epoch_base + reply.epoch)
             link.unheard_since = None
             if reply.request in link.overdue or reply.request in link.overdue_aside:
                 link.overdue.pop(reply.request, None)
                 link.overdue_aside.pop(reply.request, None)
-            elif reply.request not in (0, _HEARD):
+            elif reply.request not in (0, _READ):
                 link.answers[reply.request] = reply.answers
-        now = self._clock()
-        if link.is_silent(now, _SILENT) or any(now - since >= _SILENT for since in link.overdue_aside.values()):
-            self.cut(TimeoutError(f"no answer for {_SILENT:g} s"))
+        if link.overdue or link.overdue_aside or link.unheard_since is not None:
+            now = self._clock()
+            if link.is_silent(now, _SILENT) or any(now - since >= _SILENT for since in link.overdue_aside.values()):
+                self.cut(TimeoutError(f"no answer for {_SILENT:g} s"))
         return replies
-
-    def send(self, operations: Sequence[Operation] = (), request: int = 0) -> bool:
-        """See `Link.send`; False too if there is no link, or no more."""
-        if (link := self.link) is None:
-            return False
-        if not request and any(type(each) is Ask for each in (*link.unsent, *operations)):
-            request = _HEARD
-            link.unheard_since = self._clock() if link.unheard_since is None else link.unheard_since
-        try:
-            return link.send(operations, request)
-        except (OSError, ValueError) as error:  # gone, or nothing that fits into a frame
-            self.cut(error)
-            return False
-
-    def later(self, link: Link, operation: Operation) -> None:
-        """Leave an operation to the next message; if the link is lost, its subject is lost too."""
-        if link is self.link:
-            link.put(operation)
-            if link.num_unsent >= _MAX_UNSENT:
-                self.send()
 
     def give_up(self, link: Link, request: int, *, aside: bool = False) -> None:
         """Nobody waits for this answer any longer. The daemon is there and slow, until it is silent for too long.
@@ -319,7 +358,7 @@ class Attachment:
     def cut(self, why: Exception) -> None:
         """Give the link up: everything held by it is void, and the daemon keeps it until it hears from us again."""
         if self.link is not None:
-            self.link.connection.close()
+            self.link.close()
             self.link.claims.clear()
             self.link.unsent.clear()
             self._former.append(self.link)
@@ -340,19 +379,16 @@ class Attachment:
         """
         self._closed = True
         deadline = self._clock() + timeout
-        if self._connecting is not None:
-            self._connecting[0].close()
-            self._connecting = None
+        if self.connecting is not None:
+            self.connecting[0].close()
+            self.connecting = None
         if self.link is not None:
             link, self.link = self.link, None
-            try:
-                sent = link.send([] if self.goes_silently else [Bye()])
-                while not sent and (left := deadline - self._clock()) > 0:
-                    link.connection.wait(left)
-                    sent = link.send()
-            except OSError:
-                pass
-            link.connection.close()
+            sent = link.send([] if self.goes_silently else [Bye()])
+            while not sent and link.error is None and (left := deadline - self._clock()) > 0:
+                link.wait(left)
+                sent = link.send()
+            link.close()
         for region in {link.region for link in self._former} | ({self.region} if self.region is not None else set()):
             region.close()
         self._former.clear()
@@ -362,56 +398,48 @@ class Attachment:
     def _attach(self) -> None:
         now = self._clock()
         try:
-            if self._connecting is None:
+            if self.connecting is None:
                 if self._closed or now < self._retry_at:
                     return
-                self._connecting = (self._say_hello(), self._hello, now + _WELCOME)
-            connection, hello, until = self._connecting
-            body = connection.receive_first(0.0)
+                self.connecting = (self._say_hello(), self.hello, now + _WELCOME)
+            link, hello, until = self.connecting
+            body = link.receive_handshake(0.0)
             if body is None:
                 if now >= until:
                     raise TimeoutError("the daemon does not answer")
                 return
-            self._connecting = None
+            self.connecting = None
             if self._owes_reset and not hello.reset:  # it came about after we had said hello
-                connection.close()
+                link.close()
                 return
             try:
                 if self._is_of_before(body):
-                    connection.close()
+                    link.close()
                     return
-                self._welcomed(connection, unpack_handshake_reply(body))
+                self._welcomed(link, unpack_handshake_reply(body))
             except BaseException:
-                connection.close()
+                link.close()
                 raise
         except (OSError, ConfigError, FormatError, KVMismatch, TierUnavailable) as error:
-            if self._connecting is not None:
-                self._connecting[0].close()
-                self._connecting = None
+            if self.connecting is not None:
+                self.connecting[0].close()
+                self.connecting = None
             self._failed(error)
 
-    def _say_hello(self) -> Connection:
-        self._hello = self._hello._replace(reset=self._owes_reset)
-        connection = Connection(self.path)
-        try:
-            connection.send(pack_handshake(self._hello_of(self._version), self._version))
-        except BaseException:
-            connection.close()
-            raise
-        return connection
+    def _say_hello(self) -> Link:
+        self.hello = replace(self.hello, reset=self._owes_reset)
+        hello, version = self.hello, self._version
+        if not hello.size and version < SHARES_SINCE:  # it knows no shares, and gives as much as it is asked for
+            hello = replace(hello, size=HostConfig().size)
+        return _opened(self.path, pack_handshake(hello, version), self._clock)
 
-    def _hello_of(self, version: int) -> Hello:
-        """What a daemon of this version is told. One that knows no shares gives as much as it was asked for."""
-        asks_for_share = not self._hello.size and version < SHARES_SINCE
-        return self._hello._replace(size=HostConfig().size) if asks_for_share else self._hello
-
-    def _is_of_before(self, body: Any) -> bool:
+    def _is_of_before(self, body: memoryview) -> bool:
         """Whether the daemon has answered in a lower version than it was spoken to: then that is spoken from now on.
 
         UnspokenVersion if it is too low, or if what we want needs a later one.
         """
         spoken, self._version = self._version, version_of(body)
-        if self._version < LOSSY_SINCE and self._hello.lossy is not None:
+        if self._version < LOSSY_SINCE and self.hello.lossy is not None:
             release = RELEASES[LOSSY_SINCE]
             raise UnspokenVersion(
                 f"[cache] lossy: a daemon before kvtier {release} does not know it; upgrade the daemon"
@@ -421,24 +449,25 @@ class Attachment:
             _log.warning('[service] socket "%s": a daemon of kvtier %s; upgrade it when you can', self.path, release)
         return self._version < spoken
 
-    def _welcomed(self, connection: Connection, reply: HandshakeReply) -> None:
+    def _welcomed(self, link: Link, reply: HandshakeReply) -> None:
         if isinstance(reply, Refused):
             raise KVMismatch(reply.why) if reply.is_other_kv else TierUnavailable(reply.why)
-        if not isinstance(reply, Welcome) or not connection.files:
+        if not isinstance(reply, Welcome) or not link.files:
             raise FormatError("a welcome without its region")
-        fd = connection.files.pop()
+        fd = link.files.pop()
         try:
             region = self.region if self._instance == reply.instance else None
             if region is None:
-                if reply.slot_bytes != self._hello.block_bytes:
-                    raise FormatError(f"slots of {reply.slot_bytes} bytes for blocks of {self._hello.block_bytes}")
+                if reply.slot_bytes != self.hello.block_bytes:
+                    raise FormatError(f"slots of {reply.slot_bytes} bytes for blocks of {self.hello.block_bytes}")
                 region = HostRegion.attach(fd, reply.num_slots, reply.slot_bytes)
         finally:
             os.close(fd)
         if self.region is not None:
             self.epoch += 1
         self.region, self._instance, self.has_lower = region, reply.instance, reply.has_lower
-        self.link = Link(connection, reply, region, self.epoch - reply.epoch)
+        link.welcome, link.region, link.epoch_base = reply, region, self.epoch - reply.epoch
+        self.link = link
         self._owes_reset, self.away = False, None
         self._retry, self._welcomed_at = _FIRST_RETRY, self._clock()
         if self._warned:
@@ -479,10 +508,22 @@ def join(path: Path, client: bytes) -> None:
 
 def _joined(path: Path, client: bytes, version: int) -> tuple[HandshakeReply, int]:
     """What the daemon answers to a `Join` of this version, and in which."""
-    connection = Connection(path)
+    link = _opened(path, pack_handshake(Join(client), version))
     try:
-        connection.send(pack_handshake(Join(client), version))
-        body = connection.receive_first(_JOINED)  # nothing at all is a FormatError too
+        body = link.receive_handshake(_JOINED)
     finally:
-        connection.close()
+        link.close()
+    if body is None:
+        raise TierUnavailable(f"no answer within {_JOINED:g} s")
     return unpack_handshake_reply(body), version_of(body)
+
+
+def _opened(path: Path, handshake: bytes, clock: Callable[[], float] = time.monotonic) -> Link:
+    """A connection on which this was said. OSError; ConfigError as `Link`."""
+    link = Link(path, clock)
+    link.output += handshake
+    link.flush()
+    if link.error is not None:
+        link.close()
+        raise link.error
+    return link

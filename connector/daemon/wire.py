@@ -1,76 +1,463 @@
-"""The daemon's wire: frames of u32 length ‖ msgpack, cut from a stream, and the messages in them, field by field.
+"""The daemon's wire: frames of u32 length ‖ msgpack, and the messages in them, which msgspec decodes and checks in C.
 
-A client's frame is `[number, [operation, …]]`, an operation `[code, *fields]`; the daemon's is
-`[number, epoch, answers, news]`. Every field is checked when it is decoded. docs/format.md has them one by one.
+After the handshake a client's frame is `[number, [operation, …]]`, an operation `[code, *fields]`. The daemon's is
+`[number, epoch, answers, news]`: the client's number (0 if nobody waits for an answer), its epoch, the answers of those
+operations that have one, and news of claims. docs/format.md has the fields one by one.
+
+The first frame each way is `["kvtier", version, kind, *fields]`. The version stands before everything that may change
+with it. Each side takes the versions of two releases before its own, and answers in the one it was spoken to. A client
+that is refused in a lower one speaks that.
+
+To add an operation: its class, its place in `Operation`, and the session's method for it.
 """
 
 import struct
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate, chain, pairwise
-from typing import Any, Final, NamedTuple
+from typing import Annotated, Any, Final, TypeAlias, get_args
 
-import msgpack
+import numpy as np
+from msgspec import Meta, Raw, Struct
+from msgspec.msgpack import Decoder, Encoder, decode
+from msgspec.structs import astuple, replace
 
-from kvtier.connector.daemon.fields import (
-    ID_BYTES,
-    MAX_BLOCK_SIZE,
-    MAX_HASHES,
-    decoded,
-    flag,
-    number,
-    numbers,
-    octets,
-    octets_of_blocks,
-    octets_of_tokens,
-    pack_hashes,
-    pack_numbers,
-    seconds,
-    text,
-    unpack_hashes,
-    unpack_numbers,
-)
-from kvtier.connector.daemon.messages import (
-    Abandon,
-    Ask,
-    Bye,
-    Cancel,
-    Check,
-    Computed,
-    Drain,
-    Ended,
-    Granted,
-    Holds,
-    Lookup,
-    News,
-    Operation,
-    Release,
-    Renew,
-    Reply,
-    RequestEnded,
-    Reserve,
-    Reset,
-    Seal,
-    Take,
-)
-from kvtier.connector.daemon.versions import VERSION, tiers_of, tiers_with
-from kvtier.tiers import ChildBlock, FormatError, Outcome
+from kvtier.tiers import L1, L2, TIERS, ChainHash, ChildBlock, FormatError, Outcome
 from kvtier.tiers.hierarchy import Attribution, Ends, Meeting, Wanted
+from kvtier.tiers.naming import PROBE_BYTES
 from kvtier.tiers.pool import MAX_CHILDREN
 from kvtier.tiers.reuse import Hint, RequestEnd
 
+VERSION: Final = 7
+OLDEST: Final = 6
+RELEASES: Final = {6: "0.1", 7: "0.2"}
+"""The first release of kvtier with each version."""
+LOSSY_SINCE: Final = 7  # `Hello.lossy`
+SHARES_SINCE: Final = 7  # `Hello.size` 0
+
 MAX_HELLO: Final = 8 << 10  # bytes of a frame from a client that has not said yet who it is
+MAX_FRAME: Final = 16 << 20  # bytes of any other
+MAX_ITEMS: Final = 4096  # of one array
+MAX_HASHES: Final = 1 << 17  # names in one message
 MAX_ENDED: Final = 512  # names of an ended request, its last ones
 MAX_REQUEST_ID: Final = 256  # characters
-MAX_FRAME: Final = 16 << 20  # bytes of any other
-MAX_ITEMS: Final = 4096  # of one array: a decoder makes room for as many as an array claims to have
 MAX_CHILDREN_BYTES: Final = 1 << 20  # of the tokens of children that a client is told at once
-MAX_TEXT: Final = 1024  # bytes of one text
+MAX_BLOCK_SIZE: Final = 1 << 20  # tokens
+MAX_TEXT: Final = 1024  # characters of one text
+ID_BYTES: Final = 16  # of the random names of clients and of a namespace's opening
 
+_MAGIC: Final = "kvtier"
 _LENGTH: Final = struct.Struct("<I")
 _HASH_BYTES: Final = 32
 _MAX_SLOTS: Final = 1 << 32
 _MAX_FOUND: Final = 1024  # answers of which the decoded form is kept: it is the same for most of a client's requests
+_FIELDS: Final[dict[int, dict[str, int]]] = {6: {"Hello": 6, "Refused": 1}}  # of a handshake, where there were fewer
+_TIERS: Final[dict[int, tuple[str, ...]]] = {6: (L1, L2, "file", "redis")}  # that counts are of, where that was fewer
+
+Number: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+Numbers: TypeAlias = Annotated[list[Number], Meta(max_length=MAX_ITEMS)]
+Seconds: TypeAlias = Annotated[float, Meta(ge=0, lt=1e9)]
+Text: TypeAlias = Annotated[str, Meta(max_length=MAX_TEXT)]
+Hash: TypeAlias = Annotated[bytes, Meta(min_length=_HASH_BYTES, max_length=_HASH_BYTES)]
+Hashes: TypeAlias = Annotated[bytes, Meta(max_length=MAX_HASHES * _HASH_BYTES)]  # back to back
+Column: TypeAlias = bytes  # i64 little-endian, back to back
+Tokens: TypeAlias = Annotated[bytes, Meta(max_length=4 * MAX_BLOCK_SIZE)]  # of a block: u32 little-endian each
+Id: TypeAlias = Annotated[bytes, Meta(min_length=ID_BYTES, max_length=ID_BYTES)]
+Found: TypeAlias = Annotated[tuple[Number, ...], Meta(max_length=64)]  # as `pack_found`
+Grants: TypeAlias = tuple[Column, Column, Column, Column]  # as `pack_grants`
+Granted: TypeAlias = tuple[list[int], list[int], list[int]]
+"""Slots reserved for one `Wanted`: for its hashes at these indices, these slots, of these generations."""
+
+
+class _Message(Struct, array_like=True, forbid_unknown_fields=True):
+    """Its fields in their order, as an array."""
+
+
+# what clients say
+
+
+class Ask(_Message, tag=0):
+    """Where are these blocks, and may I have those beyond the first `num_l1`? News of the claim follows."""
+
+    claim: Number
+    parent: Hash  # of the first block
+    num_l1: Number
+    block_size: Annotated[int, Meta(ge=0, lt=MAX_BLOCK_SIZE)]
+    hashes: Hashes
+    ends: Ends
+
+
+class Renew(_Message, tag=1):
+    """These claims are still wanted."""
+
+    claims: Numbers
+
+
+class Cancel(_Message, tag=2):
+    """These are not."""
+
+    claims: Numbers
+
+
+class Take(_Message, tag=3):
+    """These become leases, of the same numbers."""
+
+    claims: Numbers
+
+
+class Release(_Message, tag=4):
+    """The copies out of these leases have ended."""
+
+    leases: Numbers
+
+
+class Reserve(_Message, tag=5):
+    """Slots for what a step stores, column by column: a step's stores are many, and have a block each.
+
+    Answered by `pack_grants`. The reservations count up from `first`.
+    """
+
+    first: Number
+    counts: Column  # names of each
+    hashes: Hashes
+    parents: Hashes
+    tenants: Hashes
+    tails: Annotated[list[Number], Meta(max_length=MAX_ITEMS)]  # which of them are an unfinished last block
+
+    @classmethod
+    def of(cls, first: int, wanted: Sequence[Wanted]) -> "Reserve":
+        return cls(
+            first,
+            array("q", [len(each.hashes) for each in wanted]).tobytes(),
+            b"".join(chain.from_iterable([each.hashes for each in wanted])),
+            b"".join([each.parent for each in wanted]),
+            b"".join([each.tenant for each in wanted]),
+            [i for i, each in enumerate(wanted) if each.is_tail],
+        )
+
+    def wanted(self) -> list[Wanted]:
+        """Inverse of `of`. FormatError if the columns do not fit."""
+        counts = unpack_numbers(self.counts, MAX_HASHES + 1)
+        names, num = unpack_hashes(self.hashes + self.parents + self.tenants), len(counts)
+        if len(self.parents) != num * _HASH_BYTES or len(self.tenants) != num * _HASH_BYTES:
+            raise FormatError("reserve: columns of different lengths")
+        if sum(counts) != (num_names := len(names) - 2 * num):
+            raise FormatError(f"reserve: {num_names} names, {sum(counts)} are wanted")
+        if self.tails and max(self.tails) >= num:
+            raise FormatError("reserve: a tail out of range")
+        chains = [names[start:end] for start, end in pairwise([0, *accumulate(counts)])]
+        wanted = list(map(Wanted, chains, names[num_names:], names[num_names + num :]))
+        for i in self.tails:
+            wanted[i].is_tail = True
+        return wanted
+
+
+class Seal(_Message, tag=6):
+    """These reservations' slots are filled; `tokens` of each block of theirs in turn."""
+
+    epoch: Number
+    reservations: Numbers
+    counts: Numbers  # blocks of each
+    tokens: Annotated[list[Tokens], Meta(max_length=MAX_ITEMS)]
+
+    def filled(self) -> list[tuple[int, list[bytes]]]:
+        """Each reservation with its blocks' tokens. FormatError if they do not fit."""
+        if len(self.counts) != len(self.reservations) or sum(self.counts) != len(self.tokens):
+            raise FormatError("seal: the counts are not those of the reservations' blocks")
+        if any(length % 4 for length in set(map(len, self.tokens))):
+            raise FormatError("seal: not the tokens of a block")
+        runs = pairwise([0, *accumulate(self.counts)])
+        return [(number, self.tokens[start:end]) for number, (start, end) in zip(self.reservations, runs, strict=True)]
+
+
+class Abandon(_Message, tag=7):
+    """These reservations' slots will not be filled; no copy into them is under way."""
+
+    reason: Outcome
+    reservations: Numbers
+
+
+class Computed(_Message, tag=8):
+    """A step prefilled `num_tokens` in `seconds`."""
+
+    num_tokens: Number
+    seconds: Seconds
+    position: Number  # tokens before them, on average
+
+
+class Holds(_Message, tag=9):
+    """Which of the blocks does L2 hold? Answered by a byte for each, 1 or 0."""
+
+    hashes: Hashes
+
+
+class Lookup(_Message, tag=10):
+    """Where are these blocks? Answered as `News.found` is told, within `timeout` seconds if nodes share a tier."""
+
+    hashes: Hashes
+    timeout: Seconds
+
+
+class Ended(_Message, tag=11):
+    """The copies of a client this process was before have ended: what that one still holds can go."""
+
+    client: Id
+
+
+class Bye(_Message, tag=12):
+    """The client closes; none of its copies is under way."""
+
+
+class Reset(_Message, tag=13):
+    """Forget everything in every tier. Answered by true when it is done."""
+
+
+class Drain(_Message, tag=14):
+    """Wait for stores. Answered by whether all were written within `timeout` seconds."""
+
+    timeout: Seconds
+    below: bool
+
+
+class Check(_Message, tag=15):
+    """Hold every conservation law. Answered by what is broken, "" if nothing is."""
+
+
+class RequestEnded(_Message, tag=16):
+    """A request has ended: a `RequestEnd`, with at most the last MAX_ENDED of its names."""
+
+    hashes: Annotated[bytes, Meta(max_length=MAX_ENDED * _HASH_BYTES)]
+    num_prompt: Number
+    num_output_tokens: Number
+    hint: Text
+    client: Annotated[int, Meta(ge=0, lt=1 << 32)]
+    is_derived: bool
+    seconds: Seconds
+    request: Annotated[str, Meta(max_length=MAX_REQUEST_ID)]
+    num_prompt_tokens: Number
+    ttft: Seconds
+
+    @classmethod
+    def of(cls, end: RequestEnd) -> "RequestEnded":
+        """The names that count most: a prompt continues the last of another. Names before them are left out."""
+        left_out = max(0, len(end.names) - MAX_ENDED)
+        return cls(
+            b"".join(end.names[left_out:]),
+            max(0, end.num_prompt - left_out),
+            end.num_output_tokens,
+            end.hint or "",
+            end.client,
+            end.is_derived,
+            end.seconds,
+            end.request[:MAX_REQUEST_ID].encode(errors="replace").decode(),  # an engine may take anything for an id
+            end.num_prompt_tokens,
+            end.ttft,
+        )
+
+    def end(self) -> RequestEnd:
+        """Inverse of `of`. FormatError for more names of a prompt than there are, or a hint that is none."""
+        names = unpack_hashes(self.hashes)
+        if self.num_prompt > len(names):
+            raise FormatError(f"request ended: {self.num_prompt} of {len(names)} names are its prompt's")
+        try:
+            hint = Hint(self.hint) if self.hint else None
+        except ValueError as error:
+            raise FormatError(f"request ended: {error!s:.80}") from None
+        return RequestEnd(names, self.num_prompt, self.num_output_tokens, hint, *astuple(self)[4:])
+
+
+Operation: TypeAlias = (
+    Ask | Renew | Cancel | Take | Release | Reserve | Seal | Abandon | Computed | Holds | Lookup | Ended | Bye | Reset
+    | Drain | Check | RequestEnded
+)  # fmt: skip
+OPERATIONS: Final[tuple[type[Operation], ...]] = get_args(Operation)
+
+# Which lists of an operation of a kind may stand behind those of the one before, and what must be equal for that.
+_LISTS: Final[dict[type[Any], tuple[str, ...]]] = {
+    Seal: ("reservations", "counts", "tokens"),
+    Abandon: ("reservations",),
+    Cancel: ("claims",),
+    Release: ("leases",),
+}
+_EQUAL: Final[dict[type[Any], str]] = {Seal: "epoch", Abandon: "reason"}
+
+
+def coalesce(before: Operation, operation: Operation, most: int) -> bool:
+    """Have the operation before do what this one would, if they are of a kind: what a step ends or seals is many.
+
+    Not if one of its lists would be longer than `most`. Both must be of those that have no answer.
+    """
+    kind = type(before)
+    if kind is not type(operation) or kind not in _LISTS:
+        return False
+    lists = [(getattr(before, name), getattr(operation, name)) for name in _LISTS[kind]]
+    if any(len(mine) + len(other) > most for mine, other in lists):
+        return False
+    if kind in _EQUAL and getattr(before, _EQUAL[kind]) != getattr(operation, _EQUAL[kind]):
+        return False
+    for mine, other in lists:
+        mine.extend(other)
+    return True
+
+
+# what the daemon says
+
+
+class News(_Message):
+    """What became of a claim, told once: the slots of the blocks promised, none if nothing is."""
+
+    claim: Number
+    found: Found
+    refusal: Outcome | None
+    good_for: Seconds  # before an answer that nothing is held can be another one
+    slots: Column
+    generations: Column
+    children: Annotated[Sequence[ChildBlock], Meta(max_length=MAX_CHILDREN)]  # as `Claim.children`
+    meeting: Meeting | None  # as `Claim.meeting`
+
+    def check(self, found: Attribution) -> tuple[list[int], list[int]]:
+        """The slots and their generations. FormatError if a field does not fit the others."""
+        slots, generations = unpack_numbers(self.slots, _MAX_SLOTS), unpack_numbers(self.generations, 1 << 62)
+        if len(slots) != len(generations) or len(slots) > found.loadable:
+            raise FormatError("more blocks promised than found, or columns of different lengths")
+        if self.children:
+            check_children(self.children)
+        if self.meeting is not None:
+            block, planned = self.meeting
+            if not 0 < block < found.blocks - found.miss or not 0 <= planned < 1e9:
+                raise FormatError(f"both ends meet at block {block} of {found.blocks - found.miss}")
+        return slots, generations
+
+
+class Reply(_Message):
+    """What the daemon sends: answers to a request, news of claims, and the epoch now."""
+
+    request: Number  # 0: nobody asked
+    epoch: Number
+    answers: Annotated[list[Raw], Meta(max_length=MAX_ITEMS)]  # of the operations that have one, in their order
+    news: Annotated[list[News], Meta(max_length=MAX_ITEMS)]
+
+
+class _Request(_Message):
+    number: Number
+    operations: Annotated[list[Operation], Meta(max_length=MAX_ITEMS)]
+
+
+# the handshake
+
+
+class Hello(_Message):
+    """A client asks for the tiers of one model."""
+
+    fingerprint: Hash
+    block_size: Annotated[int, Meta(gt=0, lt=1 << 20)]  # tokens
+    block_bytes: Annotated[int, Meta(gt=0, lt=1 << 40)]
+    size: Number  # bytes of L2 it would like the model to have; 0: a share, as the daemon thinks right
+    reset: bool  # a reset the daemon was not told of: everything is to be forgotten first
+    # the fields that the fingerprint was made from, for people; none: not known
+    about: Annotated[tuple[tuple[Text, Text], ...], Meta(max_length=MAX_ITEMS)] = ()
+    lossy: Text | None = None  # how tiers that nodes share keep the blocks (`ModelIdentity.lossy`); None: as they are
+    # what the model computes of a few tokens, packed; None: it was not asked
+    kv_probe: Annotated[bytes, Meta(max_length=PROBE_BYTES)] | None = None
+
+
+class Join(_Message):
+    """A process that copies for a client says so: what the client holds is held until it has ended too."""
+
+    client: Id
+
+
+class Welcome(_Message):
+    """The tiers are open; the region's file descriptor comes with this frame."""
+
+    client: Id  # how the client is called
+    instance: Id  # names this opening of the tiers: equal means the same region
+    num_slots: Annotated[int, Meta(ge=0, lt=_MAX_SLOTS)]
+    slot_bytes: Annotated[int, Meta(ge=0, lt=1 << 40)]
+    epoch: Number
+    has_lower: bool
+    lease_deadline: Seconds  # a promise holds that nobody renews
+
+
+class Joined(_Message):
+    """The process is watched from now on."""
+
+
+class Refused(_Message):
+    """No, and why: one line for a person."""
+
+    why: Text
+    is_other_kv: bool = False  # the namespace has the KV of a model that computes something else: KVMismatch
+
+
+Handshake: TypeAlias = Hello | Join
+HandshakeReply: TypeAlias = Welcome | Joined | Refused
+
+
+class UnspokenVersion(FormatError):
+    """The other side has a version of the protocol that this one does not speak."""
+
+
+# packing and unpacking: whatever is wrong with bytes is a FormatError
+
+_ENCODER: Final = Encoder()
+_REQUESTS: Final = Decoder(_Request)
+_REPLIES: Final = Decoder(Reply)
+_PARTS: Final = Decoder(Annotated[list[Raw], Meta(min_length=3, max_length=15)])  # of a handshake
+_TEXTS: Final = Decoder(Text)
+_VERSIONS: Final = Decoder(Annotated[int, Meta(ge=0, lt=1 << 20)])
+_HANDSHAKES: Final = {kind.__name__: Decoder(kind) for kind in get_args(Handshake)}
+_HANDSHAKE_REPLIES: Final = {kind.__name__: Decoder(kind) for kind in get_args(HandshakeReply)}
+
+
+def pack_request(request: int, operations: list[Operation]) -> bytes:
+    """A client's frame. `request` is 0 if nobody waits for an answer. ValueError as `pack_frame`."""
+    return pack_frame(_Request(request, operations))
+
+
+def unpack_request(body: bytes | memoryview) -> tuple[int, list[Operation]]:
+    try:
+        request = _REQUESTS.decode(body)
+    except ValueError as error:
+        raise _malformed(body, error) from None
+    return request.number, request.operations
+
+
+def pack_reply(request: int, epoch: int, answers: list[Any], news: list[News], room: int = MAX_CHILDREN_BYTES) -> bytes:
+    """The daemon's frame. Of a claim whose children's tokens take more than what is left of `room`, none are told."""
+    for i, each in enumerate(news):
+        if each.children:
+            num_bytes = sum(len(child.tokens) for child in each.children)
+            if num_bytes <= room:
+                room -= num_bytes
+            else:
+                news[i] = replace(each, children=())
+    return pack_frame([request, epoch, answers, news])
+
+
+def unpack_reply(body: bytes | memoryview) -> Reply:
+    """Inverse of `pack_reply`. What its parts say of one another is for `News.check`, answers for whoever asked."""
+    try:
+        return _REPLIES.decode(body)
+    except (ValueError, RecursionError) as error:  # an answer may be an array of arrays, however deep
+        raise _malformed(body, error) from None
+
+
+def unpack_answer(answer: Raw, kind: Any) -> Any:
+    """An answer of that type. FormatError."""
+    try:
+        return decode(answer, type=kind)
+    except ValueError as error:
+        raise _malformed(answer, error) from None
+
+
+def pack_frame(body: object) -> bytes:
+    """One frame. ValueError if it would be longer than any reader takes."""
+    packed = _ENCODER.encode(body)
+    if len(packed) > MAX_FRAME:
+        raise ValueError(f"frame of {len(packed)} bytes: at most {MAX_FRAME}")
+    return _LENGTH.pack(len(packed)) + packed
 
 
 class FrameReader:
@@ -81,10 +468,10 @@ class FrameReader:
         self._rest = bytearray()  # of the frame that is not whole yet
         self.num_waiting = 0  # bytes of it
 
-    def feed(self, data: bytes | memoryview) -> list[Any]:
-        """The bodies of the frames that these bytes complete, decoded; nothing of `data` is kept.
+    def feed(self, data: bytes | memoryview) -> list[memoryview]:
+        """The bodies of the frames that these bytes complete: views of `data`, to be decoded before that changes.
 
-        Raises FormatError for a length over the limit, as soon as its four bytes are there, and for what is no msgpack.
+        Raises FormatError for a length over the limit, as soon as its four bytes are there.
         """
         if self._rest:
             self._rest += data
@@ -97,102 +484,112 @@ class FrameReader:
             end = at + _LENGTH.size + length
             if end > size:
                 break
-            bodies.append(_unpack(stream[at + _LENGTH.size : end]))
+            bodies.append(stream[at + _LENGTH.size : end])
             at = end
         if at or not self._rest:
             self._rest = bytearray(stream[at:])
-        self.num_waiting = len(self._rest)
+        self.num_waiting = size - at
         return bodies
 
 
-def pack_frame(body: object) -> bytes:
-    """One frame. ValueError if it would be longer than any reader takes."""
-    packed: bytes = msgpack.packb(body)
-    if len(packed) > MAX_FRAME:
-        raise ValueError(f"frame of {len(packed)} bytes: at most {MAX_FRAME}")
-    return _LENGTH.pack(len(packed)) + packed
+def pack_handshake(handshake: Handshake | HandshakeReply, version: int = VERSION) -> bytes:
+    """Its frame. What a version has no field for is left out."""
+    kind = type(handshake).__name__
+    return pack_frame([_MAGIC, version, kind, *astuple(handshake)[: _FIELDS.get(version, {}).get(kind)]])
 
 
-def _unpack(body: memoryview) -> Any:
+def version_of(body: bytes | memoryview) -> int:
+    """Which version a handshake is of. UnspokenVersion names both, and what to upgrade, if this side does not speak it.
+
+    FormatError for what is no handshake.
+    """
+    return _parts(body)[0]
+
+
+def unpack_handshake(body: bytes | memoryview) -> Handshake:
+    """A client's first frame. FormatError; UnspokenVersion."""
+    handshake: Handshake = _handshake(body, _HANDSHAKES)
+    return handshake
+
+
+def unpack_handshake_reply(body: bytes | memoryview) -> HandshakeReply:
+    """The daemon's first frame. FormatError; UnspokenVersion."""
+    reply: HandshakeReply = _handshake(body, _HANDSHAKE_REPLIES)
+    return reply
+
+
+def _handshake(body: bytes | memoryview, kinds: Mapping[str, Decoder[Any]]) -> Any:
+    version, kind, fields = _parts(body)
+    if kind not in kinds:
+        raise FormatError(f"unknown handshake {kind!r:.40}")
+    if len(fields) > _FIELDS.get(version, {}).get(kind, len(fields)):
+        raise FormatError(f"{kind!r:.40}: more fields than version {version} has")
     try:
-        return msgpack.unpackb(
-            body,
-            max_array_len=MAX_ITEMS,
-            max_map_len=0,
-            max_ext_len=0,
-            max_str_len=MAX_TEXT,
-            strict_map_key=True,
-            ext_hook=_no_extension,
-        )
-    except (ValueError, msgpack.UnpackException) as error:
-        raise FormatError(f"frame of {len(body)} bytes: not msgpack within bounds ({error!s:.80})") from None
+        return kinds[kind].decode(b"".join([bytes([0x90 | len(fields)]), *fields]))  # an array of these
+    except ValueError as error:
+        raise _malformed(body, error) from None
 
 
-def _no_extension(code: int, data: bytes) -> None:
-    raise ValueError(f"extension type {code}")
+def _parts(body: bytes | memoryview) -> tuple[int, str, list[Raw]]:
+    try:
+        magic, version, kind, *fields = _PARTS.decode(body)
+        if _TEXTS.decode(magic) != _MAGIC:
+            raise FormatError("not a handshake of kvtier")
+        spoken = _VERSIONS.decode(version)
+        if not OLDEST <= spoken <= VERSION:
+            ours = f"this side speaks {OLDEST} to {VERSION} (kvtier {RELEASES[OLDEST]} to {RELEASES[VERSION]})"
+            which = "this side" if spoken > VERSION else "the other side"
+            raise UnspokenVersion(f"protocol version {spoken}, {ours}: upgrade {which}; daemons before their engines")
+        return spoken, _TEXTS.decode(kind), fields
+    except (ValueError, RecursionError) as error:  # a part may be an array of arrays, however deep
+        raise _malformed(body, error) from None
 
 
-# messages
+def _malformed(body: bytes | memoryview | Raw, error: Exception) -> FormatError:
+    return FormatError(f"frame of {len(memoryview(body))} bytes: not a message of this version ({error!s:.160})")
 
 
-def pack_request(request: int, operations: Sequence[Operation]) -> bytes:
-    """A client's frame. `request` is 0 if nobody waits for an answer."""
-    packed = []
-    for each in operations:
-        row = _BY_MESSAGE[type(each)]
-        packed.append([row.code, *(each if row.pack is None else row.pack(each))])
-    return pack_frame([request, packed])
+# parts of messages
 
 
-@decoded
-def unpack_request(body: Any) -> tuple[int, list[Operation]]:
-    request, packed = body
-    operations = []
-    for code, *fields in packed:
-        if type(code) is not int:  # true would be 1
-            raise FormatError(f"{code!r:.40}: not an operation's code")
-        operations.append(_BY_CODE[code].unpack(*fields))
-    return number(request), operations
+def unpack_hashes(data: bytes) -> list[ChainHash]:
+    """Names that stand back to back."""
+    if len(data) % _HASH_BYTES:
+        raise FormatError(f"names: not {_HASH_BYTES} bytes for each")
+    hashes: list[ChainHash] = np.frombuffer(data, f"V{_HASH_BYTES}").tolist()
+    return hashes
 
 
-def pack_reply(reply: Reply, room: int = MAX_CHILDREN_BYTES, version: int = VERSION) -> bytes:
-    """The daemon's frame. Of a claim whose children's tokens take more than what is left of `room`, none are told."""
-    news = []
-    for each in reply.news:
-        if each.children:
-            num_bytes = sum(len(child.tokens) for child in each.children)
-            each = each if num_bytes <= room else each._replace(children=())
-            room -= num_bytes if each.children else 0
-        news.append(_pack_news(each, version))
-    return pack_frame([reply.request, reply.epoch, reply.answers, news])
+def unpack_numbers(data: bytes, below: int, *, least: int = 0) -> list[int]:
+    """i64 little-endian that stand back to back; each must be in [least, below)."""
+    if len(data) % 8:
+        raise FormatError("numbers: not eight bytes for each")
+    numbers = array("q", data).tolist()
+    if numbers and not (min(numbers) >= least and max(numbers) < below):
+        raise FormatError(f"numbers: not all in [{least}, {below})")
+    return numbers
 
 
-@decoded
-def unpack_reply(body: Any) -> Reply:
-    """Inverse of `pack_reply`; the answers stay as they are until the caller unpacks them."""
-    request, epoch, answers, news = body
-    if type(answers) is not list:
-        raise FormatError("answers are not a list")
-    return Reply(number(request), number(epoch), answers, [_unpack_news(fields) for fields in news])
-
-
-def pack_grants(grants: Sequence[Granted | None]) -> list[bytes]:
+def pack_grants(grants: Sequence[Granted | None]) -> Grants:
     """The answer to a `Reserve`: how many slots each `Wanted` has, or -1, then the columns of all of them in a row."""
     counts, made = [-1 if grant is None else len(grant[0]) for grant in grants], [grant for grant in grants if grant]
-    columns = [[each for grant in made for each in grant[column]] for column in range(3)]
-    return [pack_numbers(column) for column in (counts, *columns)]
+    indices, slots, generations = (
+        array("q", chain.from_iterable([grant[column] for grant in made])).tobytes() for column in range(3)
+    )
+    return array("q", counts).tobytes(), indices, slots, generations
 
 
-@decoded
-def unpack_grants(answer: Any, num_wanted: Sequence[int], num_slots: int) -> list[Granted | None]:
-    """Inverse of `pack_grants`, for `Wanted` of so many hashes each and a region of `num_slots`."""
-    counts, *columns = answer
-    how_many = unpack_numbers(counts, 1 << 32, least=-1)
+def unpack_grants(answer: Raw, num_wanted: Sequence[int], num_slots: int) -> list[Granted | None]:
+    """Inverse of `pack_grants`, for `Wanted` of so many hashes each and a region of `num_slots`. FormatError."""
+    counts, *columns = unpack_answer(answer, Grants)
     most = max(num_wanted, default=0)
+    how_many = unpack_numbers(counts, 1 << 32, least=-1)
     indices, slots, generations = map(unpack_numbers, columns, (most, num_slots, 1 << 62))
     if not len(indices) == len(slots) == len(generations) == sum(n for n in how_many if n > 0):
         raise FormatError("a grant's columns differ in length")
-    if len(indices) == len(how_many) == len(num_wanted) and most == 1 and min(how_many) == min(num_wanted) == 1:
+    if len(how_many) != len(num_wanted):
+        raise FormatError(f"grants for {len(how_many)}, {len(num_wanted)} are wanted")
+    if len(indices) == len(how_many) and most == 1 and min(how_many) == min(num_wanted) == 1:
         return [([0], [slot], [time]) for slot, time in zip(slots, generations, strict=True)]  # a decoding step
     grants: list[Granted | None] = []
     first = 0
@@ -205,181 +602,33 @@ def unpack_grants(answer: Any, num_wanted: Sequence[int], num_slots: int) -> lis
     return grants
 
 
-def pack_found(found: Attribution, version: int = VERSION) -> list[int]:
-    """Blocks, then how many of them in each tier of the table, nearest first, then the misses."""
-    counts = [found.by_tier.get(tier, 0) for tier in tiers_of(version)]
+def pack_found(found: Attribution, version: int = VERSION) -> tuple[int, ...]:
+    """Blocks, then how many of them in each tier of the version's table, nearest first, then the misses.
+
+    Blocks of tiers that a version does not know count as those of its last one.
+    """
+    counts = [found.by_tier.get(tier, 0) for tier in _TIERS.get(version, TIERS)]
     counts[-1] += found.blocks - found.miss - sum(counts)
-    return [found.blocks, *counts, found.miss]
-
-
-def unpack_found(found: Any) -> Attribution:
-    return _attribution(tuple(numbers(found)))
+    return (found.blocks, *counts, found.miss)
 
 
 @lru_cache(_MAX_FOUND)
-def _attribution(found: tuple[int, ...]) -> Attribution:
-    blocks, *counts, miss = found
-    return Attribution(blocks, miss=miss, **dict(zip(tiers_with(len(counts)), counts, strict=True)))
+def unpack_found(found: tuple[int, ...]) -> Attribution:
+    """Inverse of `pack_found`. FormatError if no version has so many tiers, or it does not sum."""
+    for tiers in (tuple(TIERS), *_TIERS.values()):
+        if len(tiers) == len(found) - 2:
+            blocks, *counts, miss = found
+            try:
+                return Attribution(blocks, miss=miss, **dict(zip(tiers, counts, strict=True)))
+            except AssertionError as error:
+                raise FormatError(str(error)) from None
+    raise FormatError(f"counts of {len(found) - 2} tiers, there are {len(TIERS)}: run one kvtier on both sides")
 
 
-def _pack_news(news: News, version: int) -> list[Any]:
-    refusal = None if news.refusal is None else str(news.refusal)
-    slots, generations = pack_numbers(news.slots), pack_numbers(news.generations)
-    found = pack_found(news.found, version)
-    return [news.claim, found, refusal, news.good_for, slots, generations, news.children, news.meeting]
-
-
-def _unpack_news(fields: Any) -> News:
-    claim, where, refusal, good_for, slots, generations, children, meeting = fields
-    found = unpack_found(where)
-    why = None if refusal is None else Outcome(text(refusal))
-    places = unpack_numbers(slots, _MAX_SLOTS), unpack_numbers(generations, 1 << 62)
-    if len(places[0]) != len(places[1]) or len(places[0]) > found.loadable:
-        raise FormatError("more blocks promised than found, or columns of different lengths")
-    told = unpack_children(children), _unpack_meeting(meeting, found)
-    return News(number(claim), found, why, seconds(good_for), *places, *told)
-
-
-def unpack_children(told: Any) -> Sequence[ChildBlock]:
-    """Held blocks by name and tokens: at most eight, each another one and with a token or more."""
-    if type(told) is not list or len(told) > MAX_CHILDREN:
-        raise FormatError(f"children: not a list of at most {MAX_CHILDREN}")
-    if not told:
-        return ()
-    children = [ChildBlock(octets(name, _HASH_BYTES), octets_of_tokens(tokens)) for name, tokens in told]
-    if len({child.chain_hash for child in children}) < len(children) or not all(child.tokens for child in children):
+def check_children(children: Sequence[ChildBlock]) -> None:
+    """FormatError unless each is another one, with a name and a token or more."""
+    for name, tokens in children:
+        if len(name) != _HASH_BYTES or len(tokens) % 4 or len(tokens) > 4 * MAX_BLOCK_SIZE:
+            raise FormatError("children: not names and the tokens of a block")
+    if len({name for name, _ in children}) < len(children) or not all(tokens for _, tokens in children):
         raise FormatError("children: one comes twice, or has no tokens")
-    return children
-
-
-def _unpack_meeting(meeting: Any, found: Attribution) -> Meeting | None:
-    """Nil, or a block that was found and is not the first of them, and a time."""
-    if meeting is None:
-        return None
-    block, planned = meeting
-    if not 0 < number(block) < found.blocks - found.miss:
-        raise FormatError(f"both ends meet at block {block} of {found.blocks - found.miss}")
-    return Meeting(block, seconds(planned))
-
-
-def _ask(claim: Any, parent: Any, num_l1: Any, block_size: Any, hashes: Any, ends: Any) -> Ask:
-    names, size = unpack_hashes(hashes), number(block_size, MAX_BLOCK_SIZE)
-    return Ask(number(claim), octets(parent, 32), number(num_l1, len(names) + 1), size, names, Ends(number(ends)))
-
-
-def _pack_reserve(op: Reserve) -> list[Any]:
-    """Column by column: a step's stores are many, and have a block each."""
-    wanted = op.wanted
-    return [
-        op.first,
-        pack_numbers([len(each.hashes) for each in wanted]),
-        pack_hashes(list(chain.from_iterable([each.hashes for each in wanted]))),
-        pack_hashes([each.parent for each in wanted]),
-        pack_hashes([each.tenant for each in wanted]),
-        [i for i, each in enumerate(wanted) if each.is_tail],
-    ]
-
-
-def _reserve(first: Any, counts: Any, hashes: Any, parents: Any, tenants: Any, tails: Any) -> Reserve:
-    how_many, names = unpack_numbers(counts, MAX_HASHES + 1), unpack_hashes(hashes)
-    if sum(how_many) != len(names):
-        raise FormatError(f"reserve: {len(names)} names, {sum(how_many)} are wanted")
-    are_tails = [False] * len(how_many)
-    for i in numbers(tails):
-        are_tails[i] = True
-    starts = [0, *accumulate(how_many)]
-    chains = [names[start:end] for start, end in pairwise(starts)]
-    wanted = list(map(Wanted, chains, unpack_hashes(parents), unpack_hashes(tenants), are_tails))
-    if not len(chains) == len(wanted) == len(tenants) // _HASH_BYTES == len(parents) // _HASH_BYTES:
-        raise FormatError("reserve: columns of different lengths")
-    return Reserve(number(first), wanted)
-
-
-def _seal(epoch: Any, reservations: Any, counts: Any, tokens: Any) -> Seal:
-    sealed = Seal(number(epoch), numbers(reservations), numbers(counts), octets_of_blocks(tokens))
-    if len(sealed.counts) != len(sealed.reservations) or sum(sealed.counts) != len(tokens):
-        raise FormatError("seal: the counts are not those of the reservations' blocks")
-    return sealed
-
-
-def _pack_end(op: RequestEnded) -> list[Any]:
-    """The names that count most: a prompt continues the last of another. Names before them are left out."""
-    names, num_prompt, num_output_tokens, hint, *rest, request, num_prompt_tokens, ttft = op.end
-    left_out = max(0, len(names) - MAX_ENDED)
-    told = pack_hashes(names[left_out:]), max(0, num_prompt - left_out), num_output_tokens
-    request = request[:MAX_REQUEST_ID].encode(errors="replace").decode()  # an engine may take anything for an id
-    return [*told, hint or "", *rest, request, num_prompt_tokens, ttft]
-
-
-def _end(
-    hashes: Any, num_prompt: Any, num_output_tokens: Any, hint: Any, client: Any, is_derived: Any, lasted: Any,
-    request: Any, num_prompt_tokens: Any, ttft: Any,
-) -> RequestEnded:  # fmt: skip
-    names, word, request_id = unpack_hashes(hashes), text(hint), text(request)
-    if len(request_id) > MAX_REQUEST_ID:
-        raise FormatError(f"request ended: an id of {len(request_id)} characters, at most {MAX_REQUEST_ID} are told")
-    if len(names) > MAX_ENDED:
-        raise FormatError(f"request ended: {len(names)} names, at most {MAX_ENDED} are told")
-    said = Hint(word) if word else None
-    end = RequestEnd(
-        names,
-        number(num_prompt, len(names) + 1),
-        number(num_output_tokens),
-        said,
-        number(client, 1 << 32),
-        flag(is_derived),
-        seconds(lasted),
-        request_id,
-        number(num_prompt_tokens),
-        seconds(ttft),
-    )
-    return RequestEnded(end)
-
-
-class OperationRow(NamedTuple):
-    """One operation on the wire: `[code, *fields]`."""
-
-    code: int  # never given to another operation within a version of the protocol
-    message: type[Operation]
-    pack: Callable[[Any], Sequence[Any]] | None  # a message's fields on the wire; None: they go as they are
-    unpack: Callable[..., Operation]  # inverse of `pack`, which checks every field
-
-
-OPERATIONS: Final = (
-    OperationRow(0, Ask, lambda op: [*op[:4], pack_hashes(op.hashes), int(op.ends)], _ask),
-    OperationRow(1, Renew, None, lambda claims: Renew(numbers(claims))),
-    OperationRow(2, Cancel, None, lambda claims: Cancel(numbers(claims))),
-    OperationRow(3, Take, None, lambda claims: Take(numbers(claims))),
-    OperationRow(4, Release, None, lambda leases: Release(numbers(leases))),
-    OperationRow(5, Reserve, _pack_reserve, _reserve),
-    OperationRow(6, Seal, None, _seal),
-    OperationRow(7, Abandon, None, lambda reason, numbered: Abandon(Outcome(text(reason)), numbers(numbered))),
-    OperationRow(
-        8,
-        Computed,
-        None,
-        lambda num_tokens, spent, position: Computed(number(num_tokens), seconds(spent), number(position)),
-    ),
-    OperationRow(9, Holds, lambda op: [pack_hashes(op.hashes)], lambda hashes: Holds(unpack_hashes(hashes))),
-    OperationRow(
-        10,
-        Lookup,
-        lambda op: [pack_hashes(op.hashes), op.timeout],
-        lambda hashes, timeout: Lookup(unpack_hashes(hashes), seconds(timeout)),
-    ),
-    OperationRow(11, Ended, None, lambda client: Ended(octets(client, ID_BYTES))),
-    OperationRow(12, Bye, None, Bye),
-    OperationRow(13, Reset, None, Reset),
-    OperationRow(14, Drain, None, lambda timeout, below: Drain(seconds(timeout), flag(below))),
-    OperationRow(15, Check, None, Check),
-    OperationRow(16, RequestEnded, _pack_end, _end),
-)
-
-_BY_CODE: Final = {row.code: row for row in OPERATIONS}
-_BY_MESSAGE: Final = {row.message: row for row in OPERATIONS}
-
-
-def handlers_of(owner: type) -> dict[type[Operation], Callable[..., Any]]:
-    """Which of the owner's methods serves which operation: `_on_ask` serves `Ask`. Others are not in the result."""
-    methods = ((row.message, getattr(owner, f"_on_{row.message.__name__.lower()}", None)) for row in OPERATIONS)
-    return {message: method for message, method in methods if method is not None}

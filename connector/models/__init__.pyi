@@ -1,4 +1,4 @@
-from .cache_option import cache_option, given_cache, returned_cache
+from .answers import REASONING_MARKS, Reasoning, ToolCalls, load_tokenizer
 from .checkpoint import (
     FileStamp,
     config_digest_of,
@@ -10,10 +10,7 @@ from .checkpoint import (
 )
 from .computes import without_adapters
 from .hf_model import identity_of, live_model, weights_of
-from .length_rope import SHORT_ROPE, rope_limit
-from .reasoning import REASONING_MARKS, Reasoning
-from .tokenizer import load_tokenizer
-from .tool_calls import ToolCalls
+from .hf_versions import SHORT_ROPE, cache_option, given_cache, returned_cache, rope_limit
 
 __all__ = [
     "REASONING_MARKS",

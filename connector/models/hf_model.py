@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 
 from kvtier.connector.models.checkpoint import config_digest_of, file_stamps, revision_of, weight_files
 from kvtier.connector.models.computes import LiveModel, base_state
-from kvtier.connector.models.length_rope import SHORT_ROPE, rope_limit
+from kvtier.connector.models.hf_versions import SHORT_ROPE, rope_limit
 from kvtier.connector.models.ordinary import bytes_of
 from kvtier.tiers import ConfigError
 from kvtier.tiers.naming import KVShape, ModelIdentity, config_digest

@@ -1,11 +1,12 @@
 from .blend import Blender
-from .figures import COUNTED, DEVIATION_BOUNDS, SEGMENT_OUTCOMES, deviation_bound
-from .paged_attention import PAGED_ATTENTION, AttentionSpan, PackedAttention, PagedKV
+from .paged_attention import PAGED_ATTENTION, AttentionSpan, PackedAttention, PagedKV, Scoring, uploaded
 from .progress import Blend, BlendResult
-from .rope_gate import require_rotatable
-from .scoring import Scoring
+from .rope import require_rotatable
 from .segment import (
+    COUNTED,
+    DEVIATION_BOUNDS,
     REPAIR_RULES,
+    SEGMENT_OUTCOMES,
     BlendRequest,
     Repair,
     ReusedPart,
@@ -13,8 +14,8 @@ from .segment import (
     WantedReuse,
     checked_repair,
     checked_segments,
+    deviation_bound,
 )
-from .uploads import uploaded
 
 __all__ = [
     "COUNTED",

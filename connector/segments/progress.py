@@ -1,6 +1,7 @@
-"""How far one request's blend has come: what it does next, and what that takes of a step's tokens. No model here."""
+"""How far one request's blend has come: which tokens it repairs, what it does next, and what that takes. No model."""
 
 from collections import abc, deque
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Final
@@ -9,9 +10,45 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvtier.connector.segments.paged_attention import uploaded
 from kvtier.connector.segments.segment import BlendRequest, ReusedPart
-from kvtier.connector.segments.selection import Positions, borders_of, count, drawn, first_of, highest
-from kvtier.connector.segments.uploads import uploaded
+
+Positions = NDArray[np.int64]
+"""Positions in a prompt, rising."""
+
+_SEED: Final = 5  # of "random": equal requests are repaired alike
+
+
+def highest(candidates: Positions, scores: NDArray[np.floating], share: float) -> Positions:
+    """The share of the candidates that scores highest; `scores` has one for each. Of equal ones, the earliest."""
+    chosen = np.argsort(-scores, kind="stable")[: count(share, len(candidates))]
+    return np.sort(candidates[chosen])
+
+
+def drawn(candidates: Positions, share: float) -> Positions:
+    """A random share, the same for the same number of candidates."""
+    generator = np.random.default_rng((_SEED, len(candidates)))
+    return np.sort(generator.choice(candidates, count(share, len(candidates)), replace=False))
+
+
+def first_of(parts: Iterable[Positions], share: float) -> Positions:
+    """The share of every part that it begins with."""
+    return np.concatenate([part[: count(share, len(part))] for part in parts])
+
+
+def borders_of(parts: Iterable[Positions], share: float) -> Positions:
+    """The share of every part, half of it at its beginning and half at its end."""
+    return np.concatenate([_both_ends(part, count(share, len(part))) for part in parts])
+
+
+def _both_ends(part: Positions, number: int) -> Positions:
+    return np.concatenate([part[: number - number // 2], part[len(part) - number // 2 :]])
+
+
+def count(share: float, number: int) -> int:
+    """How many of so many."""
+    return round(share * number)
+
 
 _COPIES: Final = 16  # tokens are copied for the price of one that is computed; on a GPU it could be ten times as many
 _COMPARISONS: Final = 64  # … or compared: that takes K and V of one layer

@@ -1,8 +1,14 @@
-"""Moves stored keys to another place: a rotation by the distance, with the model's own frequencies."""
+"""Moves stored keys to another place by the model's own rotation, and measures that a model's keys can be moved."""
 
-from typing import Final
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final
 
 import torch
+from transformers import PreTrainedModel
+
+from kvtier.connector.models import returned_cache
+from kvtier.tiers import ConfigError
 
 PIECE: Final = 1024  # tokens that are rotated at once: what the fp32 copies take
 
@@ -33,3 +39,99 @@ def rotated(keys: torch.Tensor, distance: int, inv_freq: torch.Tensor, *, interl
     moved[..., first] = (left * cos - right * sin).to(keys.dtype)
     moved[..., second] = (right * cos + left * sin).to(keys.dtype)
     return moved
+
+
+_NUM_TOKENS: Final = 24
+_NEAR, _FAR = 17, 3000  # positions on
+_TOLERANCE: Final = {torch.float32: 5e-3}  # relative; a wrong rotation is off by about 1
+_COARSE: Final = 0.1  # of 16-bit types: their rounding adds up over the layers
+_MOVING: Final = {
+    "dynamic": "dynamic NTK scaling, whose frequencies depend on the length of the prompt",
+    "longrope": "longrope scaling, whose frequencies depend on the length of the prompt",
+}
+
+Layers = list[tuple[torch.Tensor, torch.Tensor]]
+"""K and V of every layer, `[1, kv heads, tokens, head dim]`."""
+
+
+def require_rotatable(module: PreTrainedModel) -> torch.Tensor:
+    """The model's `inv_freq`, if KV computed at one place can be moved to another. ConfigError names what forbids it.
+
+    Runs 24 tokens at three places: K must be the rotated one and V equal, in every layer.
+    """
+    kind = module.config.model_type
+    if (trait := _trait_of(module.config)) is not None:
+        raise _refusal(kind, trait)
+    inv_freq = inverse_frequencies(module)
+    if inv_freq is None:
+        raise _refusal(kind, "no rotary embedding")
+    tolerance = _TOLERANCE.get(module.dtype, _COARSE)
+    longest = getattr(module.config, "max_position_embeddings", None) or _FAR
+    at_start = _keys_and_values(module, 0)
+    for distance in sorted({min(_NEAR, longest), max(1, min(_FAR, longest - _NUM_TOKENS))}):
+        for layer, (here, there) in enumerate(zip(at_start, _keys_and_values(module, distance), strict=True)):
+            if trait := _difference(here, there, (distance, inv_freq), tolerance):
+                raise _refusal(kind, f"layer {layer} has {trait}")
+    return inv_freq
+
+
+def _trait_of(config: Any) -> str | None:
+    """What the configuration says that forbids it."""
+    rope = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    by_layer = [each for each in rope.values() if isinstance(each, dict)]
+    if len({str(sorted(each.items(), key=str)) for each in by_layer}) > 1:
+        return "layers that rotate by different frequencies"
+    for each in by_layer or [rope]:
+        if (found := _MOVING.get(each.get("rope_type", "default"))) is not None:
+            return found
+    return None
+
+
+def _difference(
+    here: tuple[torch.Tensor, torch.Tensor],
+    there: tuple[torch.Tensor, torch.Tensor],
+    move: tuple[int, torch.Tensor],
+    tolerance: float,
+) -> str | None:
+    """What one layer does to K and V but for the rotation; None: nothing."""
+    distance, inv_freq = move
+    (key, value), (moved_key, moved_value) = here, there
+    if 2 * len(inv_freq) > key.shape[-1]:
+        return "a rotary embedding wider than its keys"
+    if _error(rotated(key, distance, inv_freq), moved_key) > tolerance:
+        if _error(key, moved_key) <= tolerance:
+            return "no RoPE"
+        if _error(rotated(key, distance, inv_freq, interleaved=True), moved_key) <= tolerance:
+            return "interleaved RoPE"
+        return "keys that are not rotated by its frequencies alone"
+    return "values that depend on the position" if _error(value, moved_value) > tolerance else None
+
+
+def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.float() - expected.float()).norm() / expected.float().norm())
+
+
+@torch.inference_mode()
+def _keys_and_values(module: PreTrainedModel, start: int) -> Layers:
+    """K and V of the same tokens at `start …`, as transformers itself caches them."""
+    numbers = torch.arange(_NUM_TOKENS, device=module.device)
+    token_ids = (numbers * 7919 + 3) % module.config.get_text_config(decoder=True).vocab_size
+    with _own_attention(module):
+        output = module(input_ids=token_ids[None], position_ids=(numbers + start)[None], use_cache=True)
+    cache = returned_cache(output)
+    return [(layer.keys, layer.values) for layer in cache.layers]
+
+
+@contextmanager
+def _own_attention(module: PreTrainedModel) -> Iterator[None]:
+    """The model with an attention of transformers' own, instead of ours over a paged pool."""
+    chosen: str = module.config._attn_implementation
+    module.set_attn_implementation("sdpa")
+    try:
+        yield
+    finally:
+        module.set_attn_implementation(chosen)
+
+
+def _refusal(kind: str, trait: str) -> ConfigError:
+    return ConfigError(f'segments "on": model kind {kind!r} has {trait}, so its KV cannot be moved; set them "off"')

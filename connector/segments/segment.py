@@ -1,5 +1,6 @@
-"""What a caller says of segments: where they lie in a prompt, and how much of what is reused is computed anew."""
+"""What a caller says of segments, and what every engine counts of them, under the same names."""
 
+from bisect import bisect_left
 from collections import abc
 from dataclasses import dataclass
 from itertools import pairwise
@@ -112,3 +113,24 @@ def _is_whole(value: object) -> bool:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+SEGMENT_OUTCOMES: Final = ("held", "loaded", "computed", "lost", "short", "prefix")
+"""What became of segments: in L1 when asked for, loaded whole, (partly) computed alone; gone again from L1 when its
+request was admitted; too short; at the prompt's start, where it is an ordinary prefix."""
+
+COUNTED: Final = (
+    "segment_tokens",
+    "repaired_tokens",
+    "blends",
+    "blends_in_full",
+    *(f"segments_{way}" for way in SEGMENT_OUTCOMES),
+)
+
+DEVIATION_BOUNDS: Final = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0, float("inf"))
+"""Upper bounds of the histogram of what was left unrepaired."""
+
+
+def deviation_bound(deviation: float) -> float:
+    """The upper bound of its bucket in the histogram of what was left unrepaired."""
+    return DEVIATION_BOUNDS[bisect_left(DEVIATION_BOUNDS, deviation)]

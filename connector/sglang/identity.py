@@ -1,4 +1,4 @@
-"""What SGLang's pages depend on: what it was told, its pools, its ranks, and the checkpoints themselves."""
+"""What SGLang's pages depend on: what it was told, its pools, its ranks, its RoPE, and the checkpoints themselves."""
 
 import json
 from collections.abc import Mapping
@@ -7,11 +7,34 @@ from typing import Any, Final
 
 from huggingface_hub import try_to_load_from_cache
 
-from kvtier.connector.models import config_of, name_of, revision_of
+from kvtier.connector.models import SHORT_ROPE, config_of, name_of, revision_of
 from kvtier.connector.sglang.pool import PoolPages
-from kvtier.connector.sglang.rope import rope_factor
 from kvtier.tiers import ConfigError
 from kvtier.tiers.naming import ModelIdentity, config_digest
+
+_LENGTH_ROPE: Final = "length-rope:"  # before a configuration's digest
+_ORIGINAL: Final = "original_max_position_embeddings"
+
+
+def rope_factor(configuration: Mapping[str, Any], digest: str, context_length: int | None) -> float | None:
+    """`rope_factor` of an identity. With longrope, one long text gives all of its batch the long RoPE.
+
+    So equal tokens have one KV only where no text can be. ConfigError if the server's `context_length` allows one. None
+    for other kinds of RoPE, which a `ModelIdentity` refuses if they depend on the length.
+    """
+    if not digest.startswith(_LENGTH_ROPE):
+        return None
+    text = configuration.get("text_config") or configuration
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    lengths = [int(length) for length in (rope.get(_ORIGINAL), text.get(_ORIGINAL)) if length]
+    if rope.get("rope_type", rope.get("type")) != "longrope" or not lengths:
+        return None
+    limit = min(lengths)
+    if context_length is None or context_length > limit:
+        said = f"SGLang computes texts beside one of more than {limit} tokens with another RoPE"
+        raise ConfigError(f"longrope: {said}; start with --context-length {limit}")
+    return SHORT_ROPE
+
 
 HASH_SCHEME: Final = "sglang"  # `key_schemes.sglang_hashes`
 _OF_EACH_RANK: Final = "MambaPoolHost"  # of a model whose KV every rank has whole

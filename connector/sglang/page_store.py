@@ -1,7 +1,7 @@
-"""Pages of an engine's own host pools, kept in the tiers by name; all the work is done on the engine's threads."""
+"""Pages of SGLang's host pools, kept in the tiers by name, and how much of a prefix is a hit over several pools."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 import numpy as np
@@ -183,3 +183,40 @@ class PageStore:
         if num_pages and (region := self.tiers.region) is not None:
             num_bytes = num_pages * region.slot_bytes
             self.tiers.metrics.moved(L2, direction, num_bytes, seconds)
+
+
+_ALL, _TRAILING = "all_pages", "trailing_pages"  # PoolHitPolicy
+
+
+def hit_ends(
+    names: Sequence[ChainHash],
+    needed: Sequence[tuple[str, str, int]],
+    stores: Mapping[str, PageStore],
+    *,
+    every: bool,
+) -> tuple[list[int], dict[str, int]]:
+    """How long a prefix of `names` may be, ascending, and how far each pool by itself reaches.
+
+    The first pool holds all of `names`. `needed` has each further pool's name, hit policy and window in pages. Any
+    other policy asks nothing and gets no answer. A pool that is not in `stores` holds nothing. `every`: ranks have to
+    agree on a length, so all of them are told, else the longest alone may be.
+    """
+    ends = range(1, len(names) + 1)
+    allowed = set(ends)
+    reached: dict[str, int] = {}
+    trailing = sum(policy == _TRAILING for _, policy, _ in needed)
+    for pool, policy, window in sorted(needed, key=lambda each: each[1] == _TRAILING):  # what cuts short comes first
+        if policy not in (_ALL, _TRAILING) or not allowed:
+            continue
+        store = stores.get(pool)
+        if store is None:
+            allowed = set()
+        elif policy == _ALL:
+            reached[pool] = store.held(names)
+            allowed &= set(range(1, reached[pool] + 1))
+        else:
+            mine = store.held_ends(names[: max(allowed)], max(1, window))
+            found = set(mine) if every or trailing > 1 else {next(mine, 0)}
+            reached[pool] = max(found, default=0)
+            allowed &= found
+    return sorted(allowed), {pool: end for pool, end in reached.items() if end}

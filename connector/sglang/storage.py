@@ -13,9 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier.connector import open_tiers
-from kvtier.connector.sglang.hits import hit_ends
 from kvtier.connector.sglang.identity import model_identity, pool_text, shares_kv
-from kvtier.connector.sglang.page_store import PageStore
+from kvtier.connector.sglang.page_store import PageStore, hit_ends
 from kvtier.connector.sglang.pool import PoolPages, page_blocks, pool_pages
 from kvtier.connector.sglang.weights import PageNames, follow
 from kvtier.tiers import ChainHash, ConfigError, Outcome

@@ -2,8 +2,8 @@
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Final, Self
@@ -27,35 +27,97 @@ except ModuleNotFoundError:
     require_extra("KVTier", "transformers")
     raise
 
-from kvtier.connector import ChatPrefix, Turns, open_apart
+from kvtier.connector import Answered, ChatPrefix, Turns, open_apart
 from kvtier.connector.models import identity_of, live_model, name_of, rope_limit, weights_of, without_adapters
 from kvtier.connector.segments import Repair, WantedReuse
-from kvtier.connector.transformers.assisted import going_on_from
-from kvtier.connector.transformers.blocks import Blocks
+from kvtier.connector.transformers.blocks import BlendedCache, Blocks, blocks_of, fill, is_whole
 from kvtier.connector.transformers.cache_form import CacheForm, empty_cache, probe_of
 from kvtier.connector.transformers.calls import (
     Call,
     UnheldCallError,
+    going_on_from,
     other_tokens,
+    quantized_cache,
     read_call,
     require_plain_rows,
     require_rows,
     require_text,
 )
-from kvtier.connector.transformers.carried import Carried
-from kvtier.connector.transformers.endings import tell_ends
-from kvtier.connector.transformers.kv_cache import BlendedCache, blocks_of, fill, is_whole
+from kvtier.connector.transformers.going_on import GoingOn, how_it_goes_on
 from kvtier.connector.transformers.padding import move_behind_padding, why_padding_shows
-from kvtier.connector.transformers.quantized import quantized_cache
-from kvtier.connector.transformers.segment_gate import require_blendable
-from kvtier.connector.transformers.segments import SegmentCalls, SegmentLists, lists_of
+from kvtier.connector.transformers.segments import SegmentCalls, SegmentLists, lists_of, require_blendable
 from kvtier.connector.transformers.state_calls import StateCalls
-from kvtier.connector.transformers.state_gate import GoingOn, how_it_goes_on
 from kvtier.connector.transformers.tier_blocks import PromptRow, TierBlocks
 from kvtier.tiers.config import Config, ConfigSource, format_size
 from kvtier.tiers.hierarchy import CacheTiers
 from kvtier.tiers.naming import KVProbe, root_hash, with_lossy
 from kvtier.tiers.reuse import Hint, hint_of
+
+
+def tell_ends(
+    tiers: CacheTiers, rows: Sequence[PromptRow], num_outputs: Sequence[int], hint: Hint | None, seconds: float
+) -> None:
+    """Tell of each row that its request ended: so many tokens were answered, `seconds` after the call began.
+
+    The rows' chains have what was stored of the answers by now. Of several answers to one prompt, the first counts.
+    """
+    for row, num_output in zip(rows, num_outputs, strict=True):
+        tiers.ended(Answered(len(row.token_ids), num_output, hint, seconds=seconds).end_of(row.chain))
+    tiers.tick()  # nobody else sends it
+
+
+_POSITIONS: Final = (
+    "rope_deltas"  # of M-RoPE: how far an image moved all later positions; renewed without a cache alone
+)
+_OF_TORCH: Final = frozenset(vars(torch.nn.Module()))
+
+
+class Carried:
+    """M-RoPE's positions, and other attributes that a model may set to a tensor while it computes: they were None.
+
+    A model that was just loaded has none of it, and of the positions one that went through a text alone has zeros.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        owners = list(map(vars, model.modules()))
+        self._positions = [own for own in owners if _POSITIONS in own]
+        self._others = [
+            (own, name)
+            for own in owners
+            for name, value in own.items()
+            if value is None and name != _POSITIONS and name not in _OF_TORCH
+        ]
+
+    def forget(self) -> None:
+        """The next pass counts positions as if the model was just loaded."""
+        for own in self._positions:
+            own[_POSITIONS] = None
+
+    @contextmanager
+    def put_aside(self) -> Iterator[None]:
+        """The same while it is open."""
+        held = [own[_POSITIONS] for own in self._positions]
+        self.forget()
+        try:
+            yield
+        finally:
+            for own, value in zip(self._positions, held, strict=True):
+                own[_POSITIONS] = value
+
+    @property
+    def shown(self) -> str | None:
+        """The name of what changes the next pass over a text; None: nothing does."""
+        return self.unknown or next((_POSITIONS for own in self._positions if _counts(own[_POSITIONS])), None)
+
+    @property
+    def unknown(self) -> str | None:
+        """The same of attributes of which nothing is known, so that nobody here may change them."""
+        return next((name for own, name in self._others if _counts(own.get(name))), None)
+
+
+def _counts(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and bool(value.any())
+
 
 if int(_version.partition(".")[0]) < 5:
     raise MissingPackages(

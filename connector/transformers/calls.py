@@ -1,14 +1,76 @@
-"""Which calls of `generate` blocks can hold, and how each lays its prompts out in the cache."""
+"""Which calls of `generate` blocks can hold, how each lays its prompts out, and the caches that some of them need."""
 
-from collections.abc import Iterable, Mapping
+import copy
+import functools
+import inspect
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
+from transformers import DynamicCache, QuantizedCache
 from transformers import __version__ as _version
 
 from kvtier.connector.models import cache_option, given_cache
 from kvtier.connector.transformers.padding import ends_of_answers, inferred_mask, pads_of
+
+_PREPARE: Final = "prepare_inputs_for_generation"
+
+
+@contextmanager
+def going_on_from(model: Any, num_columns: int) -> Iterator[None]:
+    """While it is open, `model.generate` with an assistant goes on behind `num_columns` of its cache.
+
+    transformers does so by itself for every other way of decoding. With an assistant its first pass has the whole
+    prompt, whatever the cache holds (from 5.6 on; before, positions in the cache told it).
+    """
+    prepare = model.prepare_inputs_for_generation
+    if not num_columns or "next_sequence_length" not in inspect.signature(prepare).parameters:
+        yield
+        return
+
+    @functools.wraps(prepare)
+    def prepare_the_rest(input_ids: Any, *arguments: Any, **options: Any) -> Any:
+        if options.get("is_first_iteration") and options.get("next_sequence_length") is None:
+            options["next_sequence_length"] = input_ids.shape[1] - num_columns
+        return prepare(input_ids, *arguments, **options)
+
+    patched = vars(model).get(_PREPARE)  # of this model alone, by an adapter library
+    model.prepare_inputs_for_generation = prepare_the_rest
+    try:
+        yield
+    finally:
+        del model.prepare_inputs_for_generation  # the class's own again
+        if patched is not None:
+            model.prepare_inputs_for_generation = patched
+
+
+def quantized_cache(model: Any, loaded: DynamicCache, settings: Mapping[str, Any] | None) -> QuantizedCache:
+    """The cache that `generate` makes of `cache_config` settings, for a prompt that goes on behind what is loaded.
+
+    The prompt's first pass attends to exact KV and has all of it quantized at once, as if it computed all. In this
+    pass `loaded` is given the rest of the prompt, exact. Nothing is added to it later.
+    """
+    options = {"config": model.config.get_text_config(decoder=True), **copy.deepcopy(dict(settings or {}))}
+    cache = QuantizedCache(backend=options.pop("backend", "quanto"), **options)
+    layers: Any = cache.layers
+    for number, layer in enumerate(layers):
+        _join(layer, loaded, number)
+    return cache
+
+
+def _join(layer: Any, loaded: DynamicCache, number: int) -> None:
+    update = layer.update
+
+    def first(keys: torch.Tensor, values: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+        del layer.update  # the class's own again
+        layer.cumulative_length = 0
+        return update(*loaded.update(keys, values, number), *arguments, **options)
+
+    layer.cumulative_length = loaded.get_seq_length(number)  # the mask and the prompt's rest are made after it
+    layer.update = first
+
 
 _OWN_WAYS: Final = (  # of decoding, whose cache or prompt is not what `generate` was given
     "assistant_early_exit",

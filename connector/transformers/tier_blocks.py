@@ -11,9 +11,8 @@ from transformers import DynamicCache
 
 from kvtier.connector import BlockChain
 from kvtier.connector.transformers.blocks import Blocks
-from kvtier.connector.transformers.cache_form import CacheForm
+from kvtier.connector.transformers.cache_form import CacheForm, PassWatch, WatchedCache, is_torn
 from kvtier.connector.transformers.device_copies import DEADLINE, Sent, copies_of
-from kvtier.connector.transformers.pass_watch import PassWatch, WatchedCache, is_torn
 from kvtier.tiers import L2, BlockRecord, ChainHash, Outcome
 from kvtier.tiers.config import Config
 from kvtier.tiers.copies import BlockCopier, BlockCopies

@@ -7,11 +7,13 @@ vLLM makes one connector in each worker, and then one in its scheduler's process
 """
 
 import logging
+import time
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import torch
+from prometheus_client import Counter, Gauge
 
 try:
     from vllm.config import get_current_vllm_config_or_none
@@ -22,27 +24,104 @@ try:
         KVConnectorTransferResults,
         SupportsHMA,
     )
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
     from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 except ImportError as error:
     raise ImportError(f"kvtier.connector.vllm needs vLLM 0.32 or 0.33 beside it ({error}); pip install vllm") from error
 
 from kvtier.connector import open_tiers
-from kvtier.connector.vllm.adapters import ServedAdapters, watch_engine_core
-from kvtier.connector.vllm.endings import AnswerReader
-from kvtier.connector.vllm.hashing import name_instead
-from kvtier.connector.vllm.identity import fingerprint, identity
+from kvtier.connector.vllm.identity import fingerprint, identity, name_instead
+from kvtier.connector.vllm.keys import ServedAdapters, watch_engine_core
 from kvtier.connector.vllm.messages import LAST_REPORTS, CopyReports, StepMessage
-from kvtier.connector.vllm.model import require_supported_version, why_none
 from kvtier.connector.vllm.options import VllmOptions, warn_of_policy
 from kvtier.connector.vllm.plugin import register
+from kvtier.connector.vllm.requests import AnswerReader
 from kvtier.connector.vllm.scheduler import SchedulerHalf
-from kvtier.connector.vllm.slot_order import slot_order, warn_of_order
-from kvtier.connector.vllm.slot_plan import slot_plan
-from kvtier.connector.vllm.stats import KVTierProm, KVTierStats
+from kvtier.connector.vllm.slot_plan import require_supported_version, slot_order, slot_plan, warn_of_order, why_none
 from kvtier.connector.vllm.worker import WorkerHalf
-from kvtier.tiers import Metrics
+from kvtier.tiers import Metrics, Series
 from kvtier.tiers.copies import CopyWays
+
+
+@dataclass
+class KVTierStats(KVConnectorStats):
+    """Samples by series: `data[name][labels joined by NUL]`, counters as differences, gauges as they are."""
+
+    data: dict[str, dict[str, float]] = field(default_factory=dict)
+    period: float = 0.0  # seconds between two reports of `since_last`
+    before: dict[tuple[str, tuple[str, ...]], float] = field(default_factory=dict)
+    due: float = 0.0
+
+    def since_last(self, metrics: Metrics) -> "KVTierStats | None":
+        """The differences since the last reading; None if none is due, or nothing changed."""
+        if (now := time.monotonic()) < self.due:
+            return None
+        self.due = now + self.period
+        data: dict[str, dict[str, float]] = {}
+        for sample in metrics.samples():
+            series = sample.name, sample.labels
+            old, self.before[series] = self.before.get(series, 0.0), sample.value
+            value = sample.value - old if sample.is_counter else sample.value
+            if sample.value != old:
+                data.setdefault(sample.name, {})["\0".join(sample.labels)] = value
+        return KVTierStats(data=data) if data else None
+
+    def reset(self) -> None:
+        self.data = {}
+
+    def aggregate(self, other: KVConnectorStats) -> "KVTierStats":
+        """The sum of two intervals, or of two engines."""
+        counters = {sample.name for sample in Metrics().samples() if sample.is_counter}
+        merged = {name: dict(series) for name, series in self.data.items()}
+        for name, series in other.data.items():
+            into = merged.setdefault(name, {})
+            for labels, value in series.items():
+                into[labels] = into.get(labels, 0.0) + value if name in counters else value
+        return KVTierStats(data=merged)
+
+    def reduce(self) -> dict[str, int | float]:
+        """The numbers in vLLM's log line: blocks looked up, by the tier that had them."""
+        return {
+            f"{labels} blocks": value for labels, value in sorted(self.data.get("kvtier_lookup_blocks", {}).items())
+        }
+
+    def is_empty(self) -> bool:
+        return not self.data
+
+
+class KVTierProm(KVConnectorPromMetrics):
+    """Every series of kvtier's, with vLLM's labels before ours.
+
+    Names begin with "vllm:", since vLLM unregisters such series when an engine ends.
+    """
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: Mapping[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: Mapping[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._families: dict[str, tuple[Series, Any]] = {}
+        for family in Metrics().families():
+            options: dict[str, Any] = {} if family.is_counter else {"multiprocess_mode": "mostrecent"}
+            options |= {"documentation": family.text, "labelnames": [*labelnames, *family.labels]}
+            make = metric_types[Counter if family.is_counter else Gauge]
+            self._families[family.name] = family, make(name=f"vllm:{family.name}", **options)
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        for name, series in transfer_stats_data.items():
+            family, metric = self._families[name]
+            for labels, value in series.items():
+                ours = labels.split("\0") if family.labels else []
+                child = metric.labels(*self.per_engine_labelvalues[engine_idx], *ours)
+                if family.is_counter:
+                    child.inc(value)
+                else:
+                    child.set(value)
+
 
 _log = logging.getLogger(__name__)
 

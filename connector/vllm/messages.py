@@ -1,11 +1,12 @@
-"""The messages between the connector's halves: a step's copies one way, reports of their results the other."""
+"""Messages between the connector's halves, and the copies of which not every rank has reported the end."""
 
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
-from kvtier.connector import WorkerReport
-from kvtier.connector.vllm.steps import RegionHandle, WorkerStep
+from kvtier.connector import StepPlan, WorkerReport
+from kvtier.connector.vllm.worker import RegionHandle, WorkerStep
 
 
 @dataclass
@@ -43,3 +44,98 @@ class CopyReports(KVConnectorWorkerMetadata):
 # The last report of a worker that shut down in this process, which vLLM no longer asks. By the memory it copied for,
 # since two connectors under one MultiConnector share their engine's id and number their ops alike.
 LAST_REPORTS: dict[RegionHandle, CopyReports] = {}
+
+
+@dataclass(slots=True)
+class WatchedOp:
+    """A copy that not every rank has reported yet."""
+
+    request_id: str
+    layerwise: bool
+    blocks: tuple[int, ...]  # that it reads, by the workers' ids; none for a load
+    left: int  # ranks
+    failed: bool = False
+    lost: bool = False  # some rank's copy may still run
+
+
+@dataclass(slots=True)
+class EndedOps:
+    """What reports said: ops that ended, and the requests of the loads among them."""
+
+    finished: list[int]
+    failed: list[int]
+    loaded: list[str]
+    lost: list[int]  # of those that failed
+
+
+class WatchedOps:
+    """Every rank's reports of every copy. Called from the scheduler's thread.
+
+    The workers' id of vLLM's block `b` in lane `l` is `l * num_blocks + b`. All groups share one pool and memory,
+    so a block is told by `b` alone where it is about to be written.
+    """
+
+    def __init__(self, num_blocks: int, num_ranks: int) -> None:
+        self._num_blocks = num_blocks
+        self._num_ranks = num_ranks
+        self._ops: dict[int, WatchedOp] = {}
+        self._readers: dict[int, set[int]] = {}  # block, by vLLM's id → the stores that still have to read it
+
+    def __bool__(self) -> bool:
+        return bool(self._ops)
+
+    def expect(self, plan: StepPlan) -> None:
+        """Expect every rank's report of the plan's copies."""
+        for op in plan.loads:
+            self._ops[op.op_id] = WatchedOp(op.request_id, op.layerwise, (), self._num_ranks)
+        for op in plan.stores:
+            self._ops[op.op_id] = WatchedOp(op.request_id, False, op.device_blocks, self._num_ranks)
+            for block in self.physical(op.device_blocks):
+                self._readers.setdefault(block, set()).add(op.op_id)
+
+    def physical(self, blocks: Iterable[int]) -> set[int]:
+        """vLLM's own ids of the workers' blocks."""
+        return {block % self._num_blocks for block in blocks}
+
+    @property
+    def reads(self) -> bool:
+        """Whether any store has blocks to read."""
+        return bool(self._readers)
+
+    def readers(self, written: set[int]) -> tuple[int, ...]:
+        """The stores that must have read before these blocks, by vLLM's ids, are written."""
+        return tuple(sorted({op_id for block in written & self._readers.keys() for op_id in self._readers[block]}))
+
+    def spoil(self, sound: Collection[str]) -> None:
+        """Fail the stores of all requests but these: what they store was computed on KV that is not right."""
+        for op in self._ops.values():
+            op.failed |= bool(op.blocks) and op.request_id not in sound
+
+    def take_in(self, reports: CopyReports) -> EndedOps:
+        """Count what the ranks report; an op has ended when the last of them has."""
+        ended = EndedOps([], [], [], [])
+        for op_id, (well, badly) in reports.ops.items():
+            op = self._ops.get(op_id)
+            if op is None:
+                continue
+            op.left -= well + badly
+            op.failed |= badly > 0
+            op.lost |= op_id in reports.lost
+            if op.layerwise and badly:  # everything computed on top of it, perhaps in steps planned since, is invalid
+                self.spoil(())
+            if op.left <= 0:
+                del self._ops[op_id]
+                (ended.failed if op.failed else ended.finished).append(op_id)
+                if op.lost:
+                    ended.lost.append(op_id)
+                self._forget_readers(op_id, op.blocks)
+                if not op.blocks:
+                    ended.loaded.append(op.request_id)
+        return ended
+
+    def _forget_readers(self, op_id: int, blocks: tuple[int, ...]) -> None:
+        for block in self.physical(blocks):
+            if readers := self._readers.get(block):
+                readers.discard(op_id)
+                if not readers:
+                    del self._readers[block]

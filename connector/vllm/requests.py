@@ -1,16 +1,227 @@
-"""What the scheduler half remembers: of each live vLLM request, of each copy under way, of the next message."""
+"""What the scheduler half remembers of vLLM requests and their states, what their end tells, and hand-overs.
 
-from collections.abc import Sequence
+vLLM has a group's state at the end of some blocks, where a step ended. A prompt can go on behind a border if its blocks
+up to there are held, and the state of every such group at it.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any, Final
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, overload
 
-from kvtier.connector import BlockChain
-from kvtier.connector.vllm.drafts import AheadChain
-from kvtier.connector.vllm.keys import OwnChain, VllmChain
+from huggingface_hub import try_to_load_from_cache
+
+from kvtier.connector import Answered, BlockChain, ClosedChain, hint_in
+from kvtier.connector.daemon import RemoteTiers
+from kvtier.connector.models import ToolCalls, load_tokenizer
+from kvtier.connector.vllm.keys import AheadChain, OwnChain, VllmChain
 from kvtier.connector.vllm.slots import GroupLane
-from kvtier.connector.vllm.states import ClosedRequest, StateRequest
-from kvtier.tiers import ChainHash
+from kvtier.tiers import ChainHash, ConfigError
+from kvtier.tiers.hierarchy import CacheTiers, Hierarchy
+from kvtier.tiers.naming import state_name
+from kvtier.tiers.reuse import Hint
+
+if TYPE_CHECKING:
+    from kvtier.connector.vllm.slots import SlotPlan
+
+
+_log = logging.getLogger(__name__)
+
+_BORDERS: Final = 32  # that are looked at, from the last one held backwards: a step's tokens end in one of them
+_PATIENCE: Final = 0.02  # seconds that may take: over a daemon each look is a round trip
+_MARK: Final = "\0"  # in the names of what belongs to a request; vLLM's have none
+
+
+def owner(request_id: str) -> str:
+    """The request of vLLM's that `ClosedRequest` and `StateRequest` of this name belong to."""
+    return request_id.partition(_MARK)[0]
+
+
+class StateChain:
+    """A request's state records as one chain: of its first block all groups', then of its second. A `BlockChain`."""
+
+    __slots__ = ("_blocks", "_groups", "block_size")
+
+    def __init__(self, blocks: BlockChain, groups: Sequence[int]) -> None:
+        """`groups` are vLLM's numbers of the groups that have a state."""
+        self._blocks = blocks
+        self._groups = groups
+        self.block_size = blocks.block_size
+
+    def index(self, block: int, group: int) -> int:
+        """Where the record of the state behind `block` stands in this chain."""
+        return block * len(self._groups) + self._groups.index(group)
+
+    @property
+    def hashes(self) -> Sequence[ChainHash]:
+        return _StateNames(self._blocks.hashes, self._groups)
+
+    @property
+    def tenant(self) -> ChainHash:
+        return self._blocks.tenant
+
+    @property
+    def root(self) -> ChainHash:
+        return self._blocks.root
+
+    def parent(self, block: int) -> ChainHash:
+        """The name of the block that the state stands behind."""
+        return self._blocks.hashes[block // len(self._groups)]
+
+    def block_tokens(self, block: int) -> bytes:
+        return self._blocks.block_tokens(block // len(self._groups))
+
+
+class _StateNames(Sequence[ChainHash]):
+    """Hashed only where somebody looks: most borders have no state."""
+
+    def __init__(self, names: Sequence[ChainHash], groups: Sequence[int]) -> None:
+        self._names = names
+        self._groups = groups
+
+    def __len__(self) -> int:
+        return len(self._names) * len(self._groups)
+
+    @overload
+    def __getitem__(self, index: int) -> ChainHash: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[ChainHash]: ...
+
+    def __getitem__(self, index: int | slice) -> ChainHash | list[ChainHash]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        block, group = divmod(index, len(self._groups))
+        return state_name(self._names[block], self._groups[group])
+
+
+@dataclass(frozen=True, slots=True)
+class UnnamedStates:
+    """What a step leaves behind at a border while its last token is still being sampled, so that it has no name yet."""
+
+    border: int
+    blocks: tuple[tuple[int, int], ...]  # groups, and vLLM's block of each
+
+
+@dataclass(frozen=True, slots=True)
+class StateRequest:
+    """Stores a request's states: a `Request` of the scheduler side's."""
+
+    request_id: str
+    chain: StateChain
+    num_tokens: int = 0  # nothing is looked up by it
+
+    @classmethod
+    def of(cls, request_id: str, blocks: BlockChain, groups: Sequence[int]) -> "StateRequest":
+        return cls(f"{request_id}{_MARK}states", StateChain(blocks, groups))
+
+
+@dataclass(frozen=True, slots=True)
+class ClosedRequest:
+    """What a lookup asks for: a request's blocks up to a border, and the states there. All of it, or nothing."""
+
+    request_id: str
+    chain: ClosedChain
+
+    @classmethod
+    def of(
+        cls, request_id: str, blocks: BlockChain, border: int, groups: Sequence[int], *, keeps_blocks: bool = True
+    ) -> "ClosedRequest":
+        """`keeps_blocks`: the model keeps K and V, too."""
+        return cls(f"{request_id}{_MARK}{border}", ClosedChain(blocks, border, groups, keeps_blocks=keeps_blocks))
+
+    @property
+    def border(self) -> int:
+        return self.chain.border
+
+    @property
+    def num_tokens(self) -> int:
+        """As if a token stood behind the states: all of them may be promised."""
+        return len(self.chain.hashes) * self.chain.block_size + 1
+
+
+def last_border(
+    tiers: CacheTiers, blocks: BlockChain, among: range, groups: Sequence[int], *, keeps_blocks: bool = True
+) -> int:
+    """The last border in `among` at which blocks and states are known to be held; 0: there is none.
+
+    `keeps_blocks`: the model keeps K and V, too; otherwise states are looked for at every border. It knows L2 and the
+    tiers of this node. Tiers that nodes share are asked by a claim, of one border.
+    """
+    until = time.monotonic() + _PATIENCE
+    first, last = among.start, among.stop - 1
+    if keeps_blocks:
+        found = tiers.locate(blocks.hashes[:last], 0.0)
+        last = min(last, found.blocks - found.miss)
+        first = max(first, last - _BORDERS + 1)
+    for border in range(last, first - 1, -1):
+        if time.monotonic() >= until:
+            return 0
+        states = [state_name(blocks.hashes[border - 1], group) for group in groups]
+        if all(not tiers.locate([state], 0.0).miss for state in states):
+            return border
+    return 0
+
+
+HINT_KEY: Final = "kvtier_hint"  # in `kv_transfer_params`
+_STOPPED: Final = "FINISHED_STOPPED"  # vLLM's status of an answer that ended by itself
+
+
+def answered_of(
+    request: Any, calls_tool: Callable[[Sequence[int]], bool], ignored: Callable[[str], None]
+) -> Answered | None:
+    """What a request of vLLM's came to; None for one without an answer, or whose answer another node makes.
+
+    What is said goes before what the answer shows. A word that is no hint counts as none, and `ignored` is called with
+    the reason: vLLM has taken the request in by then.
+    """
+    given = request.kv_transfer_params
+    given = given if isinstance(given, Mapping) else {}
+    if not request.num_output_tokens or given.get("do_remote_decode"):
+        return None
+    word = given.get(HINT_KEY)
+    if word is not None and word not in list(Hint):
+        ignored("unknown_word")
+    hint, is_derived = Hint(word) if word in list(Hint) else None, False
+    if hint is None and (envelope := getattr(request, "kv_hints", None)) is not None:  # from vLLM 0.32 on
+        hint = hint_in(envelope, ignored)
+    if hint is None and request.status.name == _STOPPED and calls_tool(request.output_token_ids):
+        hint, is_derived = Hint.TOOL, True
+    lasted = max(0.0, time.time() - request.arrival_time)
+    return Answered(int(request.num_prompt_tokens), int(request.num_output_tokens), hint, is_derived, lasted)
+
+
+class AnswerReader:
+    """Says whether an answer calls a tool. The tokenizer is loaded beside the engine; until it is there, none does."""
+
+    def __init__(self, tokenizer: str | None, revision: str | None = None) -> None:
+        """`tokenizer` is a directory, or a repository that the hub's cache has; None: vLLM was told to load none."""
+        self._read: ToolCalls | None = None
+        if tokenizer is not None:
+            threading.Thread(
+                target=self._load, args=(tokenizer, revision), name="kvtier-tokenizer", daemon=True
+            ).start()
+
+    def __call__(self, token_ids: Sequence[int]) -> bool:
+        return self._read is not None and self._read(token_ids)
+
+    def _load(self, tokenizer: str, revision: str | None) -> None:
+        directory = Path(tokenizer)
+        if not directory.is_dir():
+            cached = try_to_load_from_cache(tokenizer, "tokenizer.json", revision=revision)
+            if not isinstance(cached, str):
+                _log.info("tool calls are not read from answers: no tokenizer.json of %s here", tokenizer)
+                return
+            directory = Path(cached).parent
+        try:
+            self._read = ToolCalls(load_tokenizer(directory))
+        except ConfigError as error:
+            _log.info("tool calls are not read from answers: %s", error)
+
 
 Tables = Sequence[Sequence[int]]
 """A request's block ids, one table for each KV group."""
@@ -113,3 +324,91 @@ def handed_out(output: Any, group_sizes: Sequence[int]) -> set[int]:
         for table, size in zip(tables, group_sizes, strict=True)
         for block in table[num_computed // size :]
     }
+
+
+_KEY: Final = "kvtier"
+_LOOK: Final = 0.02  # seconds between two looks: over a daemon each is a round trip
+_FIXES: Final = {
+    "model": "give both nodes one checkpoint, dtype, --block-size, drafter, parallel sizes, keys and [cache] epoch",
+    "prompt": "have the proxy send both nodes the same prompt, cache_salt and adapter",
+}
+
+
+class Handovers:
+    """The hand-overs of one engine, of either side. Called from the scheduler's thread; nothing here waits."""
+
+    def __init__(self, tiers: CacheTiers, plan: "SlotPlan", store: bytes, patience: float) -> None:
+        """`store` names the namespace. `patience`: for so many seconds a request waits for what was handed over."""
+        self._tiers = tiers
+        self._size = plan.block_size
+        self._groups = [state.group for state in plan.states]
+        self._lookahead = plan.lookahead
+        self._keeps_blocks = bool(plan.attention)  # or states alone
+        self._store = store.hex()
+        self._patience = patience
+        self._warned = False
+
+    def offer(self, row: TrackedRequest) -> dict[str, Any] | None:
+        """The `kv_transfer_params` of the answer to a request that has ended; None if nobody asked for them.
+
+        With states it names the last border behind which the decode node can go on. vLLM has few of those.
+        """
+        asked = row.request.kv_transfer_params
+        if not isinstance(asked, dict) or not asked.get("do_remote_decode") or _KEY in asked:
+            return None
+        in_prompt = (row.request.num_prompt_tokens - self._lookahead) // self._size  # those that the prompt alone names
+        num_blocks = row.border if self._groups else min(row.stored or 0, in_prompt)
+        if not num_blocks:
+            return None
+        said = {"store": self._store, "blocks": num_blocks, "last": row.chain.hashes[num_blocks - 1].hex()}
+        # Noted there, too: under MultiConnector a second kvtier must not answer under the same key.
+        row.request.kv_transfer_params = {**asked, _KEY: said}
+        return {_KEY: said}
+
+    def admit(self, row: TrackedRequest) -> None:
+        """Note what a new request is to wait for, if a prefill node says that it has stored something for it."""
+        given, hashes = row.request.kv_transfer_params, row.chain.hashes
+        said = given.get(_KEY) if isinstance(given, Mapping) else None
+        if not isinstance(said, Mapping) or given.get("do_remote_prefill") or given.get("do_remote_decode"):
+            return  # if another connector delivers the KV, there is nothing to wait for
+        num_blocks = said.get("blocks")
+        if not isinstance(num_blocks, int) or not 0 < num_blocks <= len(hashes):
+            return
+        if said.get("store") != self._store:
+            return self._warn("model")
+        if said.get("last") != hashes[num_blocks - 1].hex():
+            return self._warn("prompt")
+        states = [state_name(hashes[num_blocks - 1], group) for group in self._groups]
+        until = time.monotonic() + self._patience
+        blocks = hashes[:num_blocks] if self._keeps_blocks else ()
+        row.awaited = Awaited(num_blocks * self._size, [*blocks, *states], until)
+
+    def is_coming(self, row: TrackedRequest, now: float) -> bool:
+        """Whether to delay a lookup: something is not there yet, it may still come, and there is time."""
+        awaited = row.awaited
+        if awaited is None or now < awaited.look_at:
+            return awaited is not None
+        awaited.look_at = now + _LOOK
+        has_time = now < awaited.until and row.asked < awaited.num_tokens and self._may_come()
+        if not has_time or self._is_there(awaited.names):
+            row.awaited = None
+        return row.awaited is not None
+
+    def _is_there(self, names: Sequence[ChainHash]) -> bool:
+        """Whether all is there. What is stored last is looked at first: mostly that costs one name, not thousands."""
+        last = names[-1 - len(self._groups) :]
+        return not (self._tiers.locate(last, 0.0).miss or self._tiers.locate(names, 0.0).miss)
+
+    def _may_come(self) -> bool:
+        """Whether what others store is seen here: through the daemon, or through a shared tier that answers."""
+        if isinstance(self._tiers, RemoteTiers):
+            return self._tiers.member is not None
+        return not isinstance(self._tiers, Hierarchy) or any(port.locates for port in self._tiers.ports)
+
+    def _warn(self, differs: str) -> None:
+        if not self._warned:
+            self._warned = True
+            _log.warning(
+                "the prefill node's blocks have other names than this node's, so the %s differs: %s",
+                *(differs, _FIXES[differs]),
+            )

@@ -9,27 +9,25 @@ from typing import Any, Final
 
 from kvtier.connector import Answered, CopyOp, SchedulerSide, StepPlan, WorkerReport
 from kvtier.connector.daemon import RemoteTiers
-from kvtier.connector.vllm.adapters import ServedAdapters
-from kvtier.connector.vllm.endings import AnswerReader, answered_of
 from kvtier.connector.vllm.events import VllmEvents
-from kvtier.connector.vllm.handover import Handovers
-from kvtier.connector.vllm.keys import RequestNames
-from kvtier.connector.vllm.messages import CopyReports, StepMessage
+from kvtier.connector.vllm.keys import RequestNames, ServedAdapters
+from kvtier.connector.vllm.messages import CopyReports, StepMessage, WatchedOps
 from kvtier.connector.vllm.requests import (
     NULL,
+    AnswerReader,
+    Handovers,
     NextStep,
     Tables,
     TrackedRequest,
+    answered_of,
     handed_out,
+    owner,
     touched,
     whole_runs,
 )
 from kvtier.connector.vllm.slots import SlotPlan
-from kvtier.connector.vllm.state_side import StateSide, exactly
-from kvtier.connector.vllm.states import owner
-from kvtier.connector.vllm.steps import RegionHandle
-from kvtier.connector.vllm.watched_ops import WatchedOps
-from kvtier.connector.vllm.worker import with_blocks
+from kvtier.connector.vllm.states import StateSide, exactly
+from kvtier.connector.vllm.worker import RegionHandle, with_blocks
 from kvtier.tiers import L2, ChainHash
 from kvtier.tiers.config import CacheConfig
 from kvtier.tiers.hierarchy import PENDING, CacheTiers, Hierarchy, Pending

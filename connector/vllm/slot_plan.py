@@ -1,29 +1,184 @@
-"""Reads a model's KV layout from vLLM's configuration: what a slot holds of each layer, and in which order."""
+"""Reads from vLLM's configuration whether a model can be kept, and what a slot holds of each layer, in which order."""
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
 import torch
+import vllm
+from vllm.distributed.utils import get_pp_indices
+from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
 
-from kvtier.connector.vllm.drafts import has_kv, lookahead
-from kvtier.connector.vllm.layer_specs import (
-    is_mla,
-    is_packed,
-    is_sliding,
-    is_state,
-    layer_index,
-    layer_sizes,
-    layer_specs,
-    specs_of_group,
-)
-from kvtier.connector.vllm.model import require_supported
+from kvtier.connector.vllm.keys import has_kv, lookahead, require_known_method
+from kvtier.connector.vllm.options import Order
 from kvtier.connector.vllm.slots import LEAVE_OUT, GroupLane, SlotPlan, StateGroup
-from kvtier.connector.vllm.stages import bytes_around
 from kvtier.tiers import ConfigError
 from kvtier.tiers.naming import DTYPE_BYTES
+
+
+def layer_specs(kv_cache_config: Any) -> dict[str, Any]:
+    """The KV of each layer, by name."""
+    specs = dict[str, Any]()
+    for group in kv_cache_config.kv_cache_groups:
+        specs |= specs_of_group(group)
+    return specs
+
+
+def specs_of_group(group: Any) -> dict[str, Any]:
+    inner = getattr(group.kv_cache_spec, "kv_cache_specs", None)
+    return {name: inner[name] if inner else group.kv_cache_spec for name in group.layer_names}
+
+
+def layer_sizes(kv_cache_config: Any) -> dict[str, int]:
+    """Bytes of each layer in one block of its group, of one rank. Both halves of the connector get the same answer.
+
+    vLLM shows its scheduler one spec of a group, its first layer's. Layers with another spec are laid out apart, and
+    vLLM tells both halves how: a layer's bytes are then those between it and the next layer or block, padding included.
+    """
+    sizes = dict[str, int]()
+    shown = set()
+    for group in kv_cache_config.kv_cache_groups:
+        if not group.layer_names:
+            continue
+        first = group.layer_names[0]
+        shown.add(first)
+        sizes |= dict.fromkeys(group.layer_names, real_bytes(specs_of_group(group)[first]))
+    for tensor in kv_cache_config.kv_cache_tensors:
+        if shown.isdisjoint(tensor.layers):
+            sizes |= dict.fromkeys(tensor.layers, min(tensor.layer_stride, tensor.block_stride))
+    return sizes
+
+
+def real_bytes(spec: Any) -> int:
+    """Bytes of one block of a layer, without what vLLM pads it with."""
+    return int(getattr(spec, "real_page_size_bytes", spec.page_size_bytes))
+
+
+def is_packed(spec: Any) -> bool:
+    """Whether the attention backend keeps K and V otherwise than side by side for each head."""
+    return getattr(spec, "num_head_slots", None) is not None or getattr(spec, "state_content_bytes", None) is not None
+
+
+def is_state(spec: Any) -> bool:
+    return type(spec).__name__ == "MambaSpec"
+
+
+def is_mla(spec: Any) -> bool:
+    return type(spec).__name__ in ("MLAAttentionSpec", "SlidingWindowMLASpec")
+
+
+def is_sliding(spec: Any) -> bool:
+    """Whether vLLM gives up blocks behind the layer's window. Of a uniform group's specs any one may be asked."""
+    return type(spec).__name__ in ("SlidingWindowSpec", "SlidingWindowMLASpec")
+
+
+def layer_index(name: str) -> int:
+    return int(extract_layer_index(name))
+
+
+SUPPORTED: Final = ((0, 32), (0, 34))  # from, below: releases whose connector interface this code is written for
+
+
+def require_supported_version() -> None:
+    """Raise ConfigError if this version of vLLM is not supported."""
+    numbers = tuple(int(part) for part in vllm.__version__.split("+")[0].split(".")[:2] if part.isdigit())
+    if not SUPPORTED[0] <= numbers < SUPPORTED[1]:
+        oldest, newest = (".".join(map(str, version)) for version in SUPPORTED)
+        raise ConfigError(f"vLLM {vllm.__version__}: this kvtier works with {oldest} up to below {newest}; install one")
+
+
+def require_supported(vllm_config: Any) -> None:
+    """Raise ConfigError, which ends with what does work, for a set-up that kvtier cannot serve right."""
+    parallel, model = vllm_config.parallel_config, vllm_config.model_config
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if (size := getattr(parallel, name, 1)) > 1:
+            fix = "set it to 1, and divide the model by tensor_parallel_size or pipeline_parallel_size"
+            raise ConfigError(f"{name} {size}: a rank's blocks would not hold consecutive tokens; {fix}")
+    require_known_method(vllm_config.speculative_config)
+    if vllm_config.load_config.load_format == "dummy":
+        raise ConfigError('load_format "dummy": random weights have no name for their blocks; load a checkpoint')
+    if model.is_encoder_decoder:
+        fix = "start it without --kv-transfer-config; decoder-only models are kept"
+        raise ConfigError(f"model {model.model!r}: vLLM has no KV connectors for encoder-decoder models; {fix}")
+
+
+def why_none(vllm_config: Any) -> str | None:
+    """Why loaded KV could not be used with this configuration; None if it can."""
+    cache, scheduler = vllm_config.cache_config, vllm_config.scheduler_config
+    if vllm_config.model_config.use_mla and not (cache.enable_prefix_caching or scheduler.enable_chunked_prefill):
+        fix = "use a GPU, or a CPU with AMX"
+        return f"vLLM's MLA kernel on this platform computes whole prompts, and cannot go on after a prefix; {fix}"
+    return None
+
+
+_FIX: Final = "use pipeline_parallel_size 1, and divide the model by tensor_parallel_size"
+
+
+def bytes_around(vllm_config: Any, sizes: Mapping[str, int]) -> tuple[int, int]:
+    """Bytes of the other stages' layers in a rank's part of a slot: those before this stage's layers, and behind them.
+
+    `sizes` are bytes of this stage's layers in a slot. It holds a model's layers in order of index, whatever stage
+    computes them. So engines with different numbers of stages read each other's blocks.
+
+    A process sees its own layers alone, and the scheduler the first stage's. So ConfigError unless the model has one
+    layer of K and V for each number, all of one size.
+    """
+    stages = vllm_config.parallel_config.pipeline_parallel_size
+    if stages == 1:
+        return 0, 0
+    if vllm_config.speculative_config is not None:  # vLLM's first stages do not tell when a step's compute is issued
+        fix = "leave --speculative-config out, or use pipeline_parallel_size 1"
+        raise ConfigError(f"pipeline_parallel_size {stages} with speculative decoding: nothing is kept; {fix}")
+    total = vllm_config.model_config.get_total_num_hidden_layers()
+    own = sorted(layer_index(name) for name in sizes)
+    borders = [get_pp_indices(total, stage, stages) for stage in range(stages)]
+    if len({*sizes.values()}) != 1 or own not in [list(range(*border)) for border in borders]:
+        raise ConfigError(
+            f"pipeline_parallel_size {stages}: then kvtier keeps models whose {total} layers all have K and V of one "
+            f"size, with layers of every kind in each stage; {_FIX}"
+        )
+    [size] = {*sizes.values()}
+    return own[0] * size, (total - own[-1] - 1) * size
+
+
+_log = logging.getLogger(__name__)
+
+_TOKENS_FIRST: Final = ("LBNHC", "BLNHC")  # vLLM's names of layouts whose blocks are [tokens, heads, content]
+
+
+def slot_order(order: Order, vllm_config: Any, kv_cache_config: Any) -> str:
+    """The order's name, the same in both halves: it is part of the blocks' identity.
+
+    Whatever it is, slots hold exactly that order; if vLLM's memory has it, a layer of a block is one run. ConfigError
+    if vLLM's own order is asked for, and vLLM does not say which it is.
+    """
+    if order == "head-token":
+        return order
+    layout = _layout_of(vllm_config, kv_cache_config)
+    if layout is None:
+        fix = "leave order out"
+        raise ConfigError(f"kv_connector_extra_config, order {order!r}: this vLLM does not name its KV layout; {fix}")
+    return "token-head" if layout in _TOKENS_FIRST else "head-token"
+
+
+def warn_of_order(plan: SlotPlan, vllm_config: Any, kv_cache_config: Any) -> None:
+    """Say once what a transpose would be spared by."""
+    layout = _layout_of(vllm_config, kv_cache_config)
+    if layout in _TOKENS_FIRST and plan.order == "head-token" and not plan.canonical:
+        spared = 'every block is transposed; "order": "physical" keeps it so, under other names'
+        _log.info("vLLM keeps KV as %s, so %s", layout, spared)
+
+
+def _layout_of(vllm_config: Any, kv_cache_config: Any) -> str | None:
+    """vLLM's name of its KV layout. Its engine core chooses one for all layers before it makes any connector."""
+    for config in (kv_cache_config, vllm_config.cache_config):
+        if (layout := getattr(config, "kv_cache_layout", None)) is not None:
+            return str(getattr(layout, "name", layout))
+    return None
+
 
 _SPECS: Final = (
     *("FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec", "SlidingWindowMLASpec"),

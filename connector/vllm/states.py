@@ -1,150 +1,174 @@
-"""Recurrent states beside a request's blocks: the names of their records, and the border a prompt may go on from.
+"""The scheduler side of models with recurrent states: prompts go on from borders where blocks and states are held.
 
 vLLM has a group's state at the end of some blocks, where a step ended. A prompt can go on behind a border if its blocks
 up to there are held, and the state of every such group at it.
 """
 
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Final, overload
+from typing import TYPE_CHECKING, Any
 
-from kvtier.connector import BlockChain, ClosedChain
-from kvtier.tiers import ChainHash
-from kvtier.tiers.hierarchy import CacheTiers
-from kvtier.tiers.naming import state_name
+from kvtier.connector import SchedulerSide
+from kvtier.connector.vllm.requests import (
+    NULL,
+    ClosedRequest,
+    StateRequest,
+    Tables,
+    TrackedRequest,
+    UnnamedStates,
+    last_border,
+)
+from kvtier.tiers.hierarchy import Attribution, Pending
 
-_BORDERS: Final = 32  # that are looked at, from the last one held backwards: a step's tokens end in one of them
-_PATIENCE: Final = 0.02  # seconds that may take: over a daemon each look is a round trip
-_MARK: Final = "\0"  # in the names of what belongs to a request; vLLM's have none
-
-
-def owner(request_id: str) -> str:
-    """The request of vLLM's that `ClosedRequest` and `StateRequest` of this name belong to."""
-    return request_id.partition(_MARK)[0]
-
-
-class StateChain:
-    """A request's state records as one chain: of its first block all groups', then of its second. A `BlockChain`."""
-
-    __slots__ = ("_blocks", "_groups", "block_size")
-
-    def __init__(self, blocks: BlockChain, groups: Sequence[int]) -> None:
-        """`groups` are vLLM's numbers of the groups that have a state."""
-        self._blocks = blocks
-        self._groups = groups
-        self.block_size = blocks.block_size
-
-    def index(self, block: int, group: int) -> int:
-        """Where the record of the state behind `block` stands in this chain."""
-        return block * len(self._groups) + self._groups.index(group)
-
-    @property
-    def hashes(self) -> Sequence[ChainHash]:
-        return _StateNames(self._blocks.hashes, self._groups)
-
-    @property
-    def tenant(self) -> ChainHash:
-        return self._blocks.tenant
-
-    @property
-    def root(self) -> ChainHash:
-        return self._blocks.root
-
-    def parent(self, block: int) -> ChainHash:
-        """The name of the block that the state stands behind."""
-        return self._blocks.hashes[block // len(self._groups)]
-
-    def block_tokens(self, block: int) -> bytes:
-        return self._blocks.block_tokens(block // len(self._groups))
+if TYPE_CHECKING:
+    from kvtier.connector.vllm.slots import SlotPlan
 
 
-class _StateNames(Sequence[ChainHash]):
-    """Hashed only where somebody looks: most borders have no state."""
-
-    def __init__(self, names: Sequence[ChainHash], groups: Sequence[int]) -> None:
-        self._names = names
-        self._groups = groups
-
-    def __len__(self) -> int:
-        return len(self._names) * len(self._groups)
-
-    @overload
-    def __getitem__(self, index: int) -> ChainHash: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[ChainHash]: ...
-
-    def __getitem__(self, index: int | slice) -> ChainHash | list[ChainHash]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        block, group = divmod(index, len(self._groups))
-        return state_name(self._names[block], self._groups[group])
+def exactly(block: int) -> int:
+    """A worker's block among positions of tables, and back: below zero, where no position is."""
+    return -1 - block
 
 
-@dataclass(frozen=True, slots=True)
-class UnnamedStates:
-    """What a step leaves behind at a border while its last token is still being sampled, so that it has no name yet."""
+class StateSide:
+    """What `SchedulerHalf` asks and tells of states. Blocks without their states are never promised."""
 
-    border: int
-    blocks: tuple[tuple[int, int], ...]  # groups, and vLLM's block of each
+    def __init__(self, side: SchedulerSide, plan: "SlotPlan", num_blocks: int, *, keeps_answers: bool) -> None:
+        """`num_blocks` is vLLM's number of blocks. `keeps_answers`: also what lies behind the prompts is kept."""
+        self._side = side
+        self._groups = [state.group for state in plan.states]
+        self._lanes = [state.lane for state in plan.states]
+        self._per_block = [plan.block_size // state.block_size for state in plan.states]  # positions of its table
+        self._keeps_blocks = bool(plan.attention)  # or states alone
+        self._num_blocks = num_blocks
+        self._size = plan.block_size
+        self._keeps_answers = keeps_answers
+        self._unnamed: dict[str, UnnamedStates] = {}  # what this step leaves behind, by request, and
+        self._of_last_step: dict[str, UnnamedStates] = {}  # what the last one did
 
+    def admit(self, row: TrackedRequest) -> None:
+        """Know a request's states from its first moment: a reset drops them as it drops its blocks."""
+        row.states = StateRequest.of(row.request_id, row.chain, self._groups)
+        self._side.admit(row.states)
 
-@dataclass(frozen=True, slots=True)
-class StateRequest:
-    """Stores a request's states: a `Request` of the scheduler side's."""
-
-    request_id: str
-    chain: StateChain
-    num_tokens: int = 0  # nothing is looked up by it
-
-    @classmethod
-    def of(cls, request_id: str, blocks: BlockChain, groups: Sequence[int]) -> "StateRequest":
-        return cls(f"{request_id}{_MARK}states", StateChain(blocks, groups))
-
-
-@dataclass(frozen=True, slots=True)
-class ClosedRequest:
-    """What a lookup asks for: a request's blocks up to a border, and the states there. All of it, or nothing."""
-
-    request_id: str
-    chain: ClosedChain
-
-    @classmethod
-    def of(
-        cls, request_id: str, blocks: BlockChain, border: int, groups: Sequence[int], *, keeps_blocks: bool = True
-    ) -> "ClosedRequest":
-        """`keeps_blocks`: the model keeps K and V, too."""
-        return cls(f"{request_id}{_MARK}{border}", ClosedChain(blocks, border, groups, keeps_blocks=keeps_blocks))
-
-    @property
-    def border(self) -> int:
-        return self.chain.border
-
-    @property
-    def num_tokens(self) -> int:
-        """As if a token stood behind the states: all of them may be promised."""
-        return len(self.chain.hashes) * self.chain.block_size + 1
-
-
-def last_border(
-    tiers: CacheTiers, blocks: BlockChain, among: range, groups: Sequence[int], *, keeps_blocks: bool = True
-) -> int:
-    """The last border in `among` at which blocks and states are known to be held; 0: there is none.
-
-    `keeps_blocks`: the model keeps K and V, too; otherwise states are looked for at every border. It knows L2 and the
-    tiers of this node. Tiers that nodes share are asked by a claim, of one border.
-    """
-    until = time.monotonic() + _PATIENCE
-    first, last = among.start, among.stop - 1
-    if keeps_blocks:
-        found = tiers.locate(blocks.hashes[:last], 0.0)
-        last = min(last, found.blocks - found.miss)
-        first = max(first, last - _BORDERS + 1)
-    for border in range(last, first - 1, -1):
-        if time.monotonic() >= until:
+    def lookup(self, row: TrackedRequest) -> int | Pending:
+        """How many tokens beyond the `row.asked` in L1 can be loaded with the states behind them, or PENDING."""
+        first = row.asked // self._size
+        if row.gives_up:
             return 0
-        states = [state_name(blocks.hashes[border - 1], group) for group in groups]
-        if all(not tiers.locate([state], 0.0).miss for state in states):
-            return border
-    return 0
+        if row.closed is None or row.closed.border <= first:
+            self.let_go(row)
+            usable = min(len(row.chain.hashes), (row.num_tokens - 1) // self._size)
+            among = range(first + 1, usable + 1)
+            border = last_border(self._side.tiers, row.chain, among, self._groups, keeps_blocks=self._keeps_blocks)
+            if not border and usable > first and not row.has_guessed and self._side.tiers.has_lower:
+                row.has_guessed = row.is_counted = True  # perhaps tiers that nodes share have this very prompt
+                border = usable
+            if not border:
+                self._count_misses(row, usable)
+                return 0
+            row.closed = ClosedRequest.of(
+                row.request_id, row.chain, border, self._groups, keeps_blocks=self._keeps_blocks
+            )
+        promised = self._side.lookup(row.closed, row.asked if self._keeps_blocks else 0)
+        if isinstance(promised, Pending):
+            return promised
+        num_blocks = row.closed.border - first
+        num_records = len(self._groups) + (num_blocks if self._keeps_blocks else 0)
+        if promised == num_records * self._size:
+            return num_blocks * self._size
+        self.let_go(row)
+        return 0
+
+    def load(self, row: TrackedRequest, num_tokens: int) -> int:
+        """The request got its blocks: load what was promised. Returns `num_tokens`, or 0 if it is gone."""
+        closed = row.closed
+        if closed is None:
+            row.gives_up = True
+            return 0
+        at = self._at(row.tables, closed.border)
+        in_all = len(at) * self._size + (num_tokens if self._keeps_blocks else 0)
+        is_whole = row.asked + num_tokens == closed.border * self._size and NULL not in at
+        blocks = [*range(closed.border if self._keeps_blocks else 0), *self._exact(at)]
+        loading = self._side.allocated(closed.request_id, blocks, in_all if is_whole else 0)
+        row.gives_up = loading != in_all
+        return 0 if row.gives_up else num_tokens
+
+    def begin_step(self) -> None:
+        """A step was scheduled: `offer` comes next for each of its requests."""
+        self._of_last_step, self._unnamed = self._unnamed, {}
+
+    def offer(self, row: TrackedRequest, num_scheduled: int, output: Any) -> list[int]:
+        """Plan stores of the states that a step leaves behind, if it ends where a block ends.
+
+        vLLM itself keeps those of few such ends. Its table says where each is now; a later step may reuse the place.
+        Under asynchronous scheduling the step's last token may not be known yet, and so the states have no name. The
+        next step's call names and stores them: the ids of those ops are returned. They must read before that step
+        computes, since vLLM may have given the places away.
+        """
+        of_last_step = self._name(row, output)
+        computed = row.request.num_computed_tokens + num_scheduled
+        border = computed // self._size
+        if computed % self._size or border > self._most(row, computed):
+            return of_last_step
+        tables = output.kv_connector_block_state.get_block_ids(row.request_id)
+        at = self._at(tables, border) if tables is not None else ()
+        left = tuple((group, block) for group, block in zip(self._groups, at, strict=False) if block != NULL)
+        if border > len(row.chain.hashes):
+            self._unnamed[row.request_id] = UnnamedStates(border, left)
+            return of_last_step
+        self._store(row, border, left)
+        if len(left) == len(self._groups) and border * self._size < row.request.num_prompt_tokens:
+            row.border = border
+        return of_last_step
+
+    def _name(self, row: TrackedRequest, output: Any) -> list[int]:
+        """Store the states of the step before, if the token they stand behind is known and is still the request's."""
+        unnamed = self._of_last_step.pop(row.request_id, None)
+        if unnamed is None or unnamed.border > len(row.chain.hashes):
+            return []
+        is_behind = row.request.num_computed_tokens >= unnamed.border * self._size  # else vLLM took tokens back
+        if not is_behind or row.request_id in output.scheduled_cached_reqs.resumed_req_ids:
+            return []
+        return self._store(row, unnamed.border, unnamed.blocks)
+
+    def _store(self, row: TrackedRequest, border: int, blocks: Sequence[tuple[int, int]]) -> list[int]:
+        assert row.states is not None
+        states, lanes = row.states, dict(zip(self._groups, self._lanes, strict=True))
+        return [
+            self._side.store(
+                states.request_id,
+                states.chain.index(border - 1, group),
+                [exactly(lanes[group] * self._num_blocks + block)],
+            )
+            for group, block in blocks
+        ]
+
+    def _at(self, tables: Tables, border: int) -> list[int]:
+        """vLLM's block of each group's state at a border; of one that its table does not reach, none."""
+        positions = [border * per_block - 1 for per_block in self._per_block]
+        return [
+            tables[group][position] if position < len(tables[group]) else NULL
+            for group, position in zip(self._groups, positions, strict=True)
+        ]
+
+    def _most(self, row: TrackedRequest, computed: int) -> int:
+        """Borders of the request that are to be kept."""
+        kept = computed if self._keeps_answers else int(row.request.num_prompt_tokens)
+        return kept // self._size
+
+    def targets(self, row: TrackedRequest) -> list[int]:
+        """The workers' blocks that the request's states are loaded to, as `exactly` names them."""
+        return self._exact(self._at(row.tables, row.closed.border)) if row.closed is not None else []
+
+    def let_go(self, row: TrackedRequest) -> None:
+        """Drop what was promised to the request."""
+        if row.closed is not None:
+            self._side.finished(row.closed.request_id)
+            row.closed = None
+
+    def _exact(self, blocks: Sequence[int]) -> list[int]:
+        return [exactly(lane * self._num_blocks + block) for lane, block in zip(self._lanes, blocks, strict=True)]
+
+    def _count_misses(self, row: TrackedRequest, num_blocks: int) -> None:
+        if not row.is_counted:
+            row.is_counted = True
+            self._side.tiers.count(Attribution(num_blocks, miss=num_blocks))

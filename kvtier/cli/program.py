@@ -24,23 +24,25 @@ class Verb(NamedTuple):
 
 
 # Module → verb → help, in the order of `kvtier --help`: here, so that it need not import the modules.
-_MODULES: Final = {
-    "checks_cli": {
+_MODULES: Final = (
+    ("checks_cli", {
         "config": "Show the configuration in force: defaults, then the file, then KVTIER_SECTION__OPTION variables.",
-        "verify": "Check every block of slabs against its checksum. Status 0: clean, 1: damaged, 3: repaired.",
-        "doctor": "Check this machine against the configuration, with the fix. Status 0: well, 3: warnings, 1: errors.",
-    },
-    "demo_cli": {
+    }),
+    ("demo_cli", {
         "demo": "Prefill a long text once, then find it again in every tier, also after the process was killed.",
         "model": "Save a model to try: a Llama of 50 M random weights, a tokenizer trained on the Python manual.",
         "generate": "Answer one prompt greedily with an engine in this process, and say which tier its KV came from.",
-    },
-    "servers_cli": {
+    }),
+    ("checks_cli", {
+        "verify": "Check every block of slabs against its checksum. Status 0: clean, 1: damaged, 3: repaired.",
+        "doctor": "Check this machine against the configuration, with the fix. Status 0: well, 3: warnings, 1: errors.",
+    }),
+    ("servers_cli", {
         "serve": "Serve host memory and the tiers below it to the engines of this node, until SIGTERM or Ctrl-C.",
         "engine": "Answer OpenAI requests with an engine of its own, its KV in every tier, until SIGTERM or Ctrl-C.",
         "route": "Send OpenAI's requests to the replica that holds most of their prompt, until SIGTERM or Ctrl-C.",
-    },
-    "admin_cli": {
+    }),
+    ("admin_cli", {
         "status": "Show how the daemon is doing, or an engine or router. Status 0: well, 3: degraded, 1: no answer.",
         "top": "Show what a daemon, engine or router does, look after look: a table on a terminal, a line otherwise.",
         "explain": "Say which tier holds a prompt's blocks, why none holds the first that is missing, and what helps.",
@@ -51,18 +53,18 @@ _MODULES: Final = {
         "export": "Write a model's blocks, or a prompt's, to a file for `kvtier import`; the daemon goes on serving.",
         "import": "Store the blocks of a file that `kvtier export` wrote; each is verified first.",
         "trace": "Record a model's lookups as JSON lines in Mooncake's form.",
-    },
-    "measure_cli": {
+    }),
+    ("measure_cli", {
         "size": "Show what a model's KV takes, and how many tokens and conversations memory and disk hold.",
         "worth": "Measure prompts computed and loaded here: from how many tokens on loading wins, in time and money.",
         "bench": "Put load on an OpenAI server, or on two by turns: first tokens, tokens a second, cached tokens.",
         "simulate": "Show what memory and disk of other sizes would have found of a trace, beside the optimum.",
-    },
-    "cluster_cli": {
+    }),
+    ("cluster_cli", {
         "cluster": "A whole cluster on this machine, without containers.",
-    },
-}
-VERBS: Final = {name: Verb(module, text) for module, verbs in _MODULES.items() for name, text in verbs.items()}
+    }),
+)  # fmt: skip
+VERBS: Final = {name: Verb(module, text) for module, verbs in _MODULES for name, text in verbs.items()}
 
 
 def load(name: str) -> TyperCommand | TyperGroup:

@@ -118,7 +118,7 @@ class Admin:
 def _tell(namespace: Namespace) -> None:
     """On the loop's thread."""
     for member in list(namespace.members):
-        member.tell()
+        member.notify()
 
 
 def _pin(view: PinView) -> Json:

@@ -1,5 +1,6 @@
 from .cluster import Cluster
-from .file import BESIDE_US, FIRST_PORT, NUM_PORTS, Placeholders, Topology
+from .defaults import BESIDE_US, FIRST_PORT, NUM_PORTS
+from .file import Placeholders, Topology
 from .keeper import restart_service, start_keeper, stop_service
 from .process import is_installed, show_logs
 

@@ -458,8 +458,9 @@ class EngineLoop:
         self.tally.cached.update(cached)
         if live.sequence.ttft is not None:
             self.tally.ttft.observe(live.sequence.ttft)
-        sequence = live.sequence
-        return PromptSource(cached, sequence.num_segment_tokens, sequence.num_repaired_tokens, sequence.scores)
+        sequence, reuse = live.sequence, live.sequence.reuse
+        reused = (0, 0) if reuse is None else (reuse.num_reused, reuse.num_repaired)
+        return PromptSource(cached, *reused, sequence.sampling.scores)
 
 
 def _engine_error() -> OpenAIError:

@@ -2,20 +2,22 @@
 
 import hashlib
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
-from typing import Any, Final, Literal, TypeAlias
+from typing import Annotated, Any, Final, Literal, TypeAlias
 
-import msgpack
+from msgspec import Meta, Raw, Struct
+from msgspec.msgpack import Decoder, Encoder
+from msgspec.structs import astuple
 
-from kvtier.connector.daemon import decoded, number
 from kvtier.tiers import ChainHash, FormatError
 from kvtier.tiers.naming import token_array
 
 MAX_PAYLOAD: Final = 16 << 20  # bytes of one batch
-MAX_PARTS: Final = 1 << 18  # arrays and maps in one batch: an empty one takes 64 times its byte
+MAX_PARTS: Final = 1 << 18  # events and arrays of extra keys in one batch: an empty one takes 64 times its byte
 MAX_BLOCK_SIZE: Final = 4096  # tokens
 _MAX_NAME: Final = 64  # bytes of a block's name
+_MAX_KEYS: Final = 4096  # extra keys of one block
 _U64: Final = 2**64 - 1
 _NAMESPACE_TAG: Final = b"kvtier-namespace-v1"
 
@@ -123,41 +125,28 @@ def pieces(event: KVEvent, most: int) -> Iterator[KVEvent]:
 def encode_batch(batch: EventBatch, form: EventForm = "maps") -> bytes:
     """The batch as a msgpack array of tagged maps, byte for byte as vLLM packs it; or of arrays, as it did before."""
     as_form = _as_map if form == "maps" else _as_array
-    packed: bytes = msgpack.packb([batch.ts, [as_form(event) for event in batch.events], batch.dp_rank])
-    return packed
+    return _ENCODER.encode([batch.ts, [as_form(event) for event in batch.events], batch.dp_rank])
 
 
 def decode_batch(payload: bytes | memoryview) -> EventBatch:
     """Inverse of `encode_batch`; events may also be positional arrays, as before mid-2026. Unknown fields are skipped.
 
     Raises FormatError for anything else, and before it makes room for what the payload only claims to hold, or for
-    more arrays and maps than a batch may have: what is made is then at most some 20 times the payload.
+    more events and keys than a batch may have: what is made is then at most some 20 times the payload.
     """
     if len(payload) > MAX_PAYLOAD:
         raise FormatError(f"batch of {len(payload)} bytes: at most {MAX_PAYLOAD}")
     try:
-        walker = msgpack.Unpacker(max_buffer_size=MAX_PAYLOAD)
-        walker.feed(payload)
-        walker.skip()  # makes nothing: an array that claims more items than there are ends here
-        if walker.tell() != len(payload):
-            raise FormatError(f"batch of {len(payload)} bytes: {len(payload) - walker.tell()} more behind its end")
-        counted = _counted()
-        body = msgpack.unpackb(payload, max_ext_len=0, strict_map_key=True, list_hook=counted, object_hook=counted)
-    except (ValueError, msgpack.UnpackException) as error:
-        raise FormatError(f"batch of {len(payload)} bytes: not msgpack within bounds ({error!s:.80})") from None
-    return _batch(body)
-
-
-def _counted() -> Callable[[Any], Any]:
-    """A hook for arrays and maps as they are made, that raises at one too many."""
-    numbers = iter(range(MAX_PARTS))
-
-    def counted(made: Any) -> Any:
-        if next(numbers, None) is None:
-            raise ValueError(f"more than {MAX_PARTS} arrays and maps")
-        return made
-
-    return counted
+        _WHOLE.decode(payload)  # makes nothing: an array that claims more items than there are ends here
+        batch = _BATCHES.decode(payload)
+        events, room = list[KVEvent](), MAX_PARTS - len(batch.events)
+        for raw in batch.events:
+            event, num_keys = _event(raw, room)
+            room -= num_keys
+            events.append(event)
+        return EventBatch(batch.ts, events, batch.dp_rank)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise FormatError(f"batch of {len(payload)} bytes: not one of this version ({error!s:.160})") from None
 
 
 def _as_array(event: KVEvent) -> list[Any]:
@@ -180,97 +169,93 @@ def _as_map(event: KVEvent) -> dict[str, Any]:
     return named
 
 
-@decoded
-def _batch(body: Any) -> EventBatch:
-    if type(body) is not list or not 2 <= len(body) <= 3:
-        raise FormatError("batch: not an array of time, events and rank")
-    ts, events, *rest = body
-    if type(ts) not in (int, float) or type(events) is not list:
-        raise FormatError("batch: not an array of time, events and rank")
-    rank = rest[0] if rest else None
-    return EventBatch(float(ts), [_event(event) for event in events], None if rank is None else number(rank))
+def _event(raw: Raw, room: int) -> tuple[KVEvent, int]:
+    """An event, and how many arrays its extra keys are: at most `room`. ValueError; TypeError."""
+    first = memoryview(raw)[0]
+    is_map = first >> 4 == 8 or first in (0xDE, 0xDF)
+    read: _Stored | _Removed | _Cleared = (_MAPS if is_map else _ARRAYS).decode(raw)
+    if isinstance(read, _Cleared):
+        return AllBlocksCleared(), 0
+    if isinstance(read, _Removed):
+        return BlockRemoved(*astuple(read)), 0
+    names, parent, tokens, block_size, lora_id, medium, lora_name, extra_keys, *rest = astuple(read)
+    keys, num_arrays = list[ExtraKeys | None](), 0
+    for each in extra_keys or ():
+        keys.append(found := _key(each, 2))
+        if found is not None and type(found) is not tuple:
+            raise ValueError("extra_keys: an entry is neither nil nor an array")
+        num_arrays += 0 if found is None else 1 + sum([type(key) is tuple for key in found])
+        if num_arrays > room:
+            raise ValueError(f"more than {MAX_PARTS} events and keys")
+    if extra_keys is not None and len(keys) != len(names):
+        raise ValueError(f"extra_keys: not an entry for each of {len(names)} blocks")
+    told = None if extra_keys is None else tuple(keys)
+    stored = names, parent, token_array(tokens), block_size, lora_id, medium, lora_name
+    return BlockStored(*stored, told, *rest), num_arrays
 
 
-def _event(body: Any) -> KVEvent:
-    if type(body) is dict:
-        named = body
-        kind = named.get("type")
-    elif type(body) is list and body and type(body[0]) is str:
-        kind = body[0]
-        named = dict(zip(_POSITIONS.get(kind, ()), body[1:], strict=False))
-    else:
-        raise FormatError("event: neither a map nor an array that begins with its type")
-    if kind == "BlockStored":
-        return _stored(named)
-    if kind == "BlockRemoved":
-        group = _optional(named.get("group_idx"), int)
-        return BlockRemoved(_names(named["block_hashes"]), _optional(named.get("medium"), str), group)
-    if kind == "AllBlocksCleared":
-        return AllBlocksCleared()
-    raise FormatError(f"event type {kind!r:.40}: not one of {', '.join(_POSITIONS)}")
+def _key(raw: Raw, depth: int) -> Any:
+    """Of a block: a word or a pair of words. With `depth` 2 all keys of a block."""
+    first = memoryview(raw)[0]
+    if first >> 4 == 9 or first in (0xDC, 0xDD):
+        if depth:
+            return tuple([_key(each, depth - 1) for each in _KEYS.decode(raw)])
+    elif not (first >> 4 == 8 or first in (0xDE, 0xDF) or 0xC7 <= first <= 0xC9 or 0xD4 <= first <= 0xD8):
+        return _WORDS.decode(raw)
+    raise ValueError("extra_keys: neither a word nor a pair of words")
 
 
-def _stored(named: dict[str, Any]) -> BlockStored:
-    names = _names(named["block_hashes"])
-    parent = named["parent_block_hash"]
-    block_size = number(named["block_size"], MAX_BLOCK_SIZE + 1)
-    if type(named["token_ids"]) is not list:
-        raise FormatError("token_ids: not an array")
-    tokens = token_array(named["token_ids"])
-    if not block_size:
-        raise FormatError("block_size 0: a block has tokens")
-    extra_keys = named.get("extra_keys")
-    return BlockStored(
-        names,
-        None if parent is None else _name(parent),
-        tokens,
-        block_size,
-        _optional(named.get("lora_id"), int),
-        _optional(named.get("medium"), str),
-        _optional(named.get("lora_name"), str),
-        None if extra_keys is None else _extra_keys(extra_keys, len(names)),
-        _optional(named.get("group_idx"), int),
-        _optional(named.get("kv_cache_spec_kind"), str),
-        _optional(named.get("kv_cache_spec_sliding_window"), int),
-    )
+_Name: TypeAlias = int | Annotated[bytes, Meta(min_length=8, max_length=_MAX_NAME)]
 
 
-def _names(value: Any) -> tuple[ExternalHash, ...]:
-    if type(value) is not list:
-        raise FormatError("block_hashes: not an array")
-    return tuple(map(_name, value))
+class _Stored(Struct, tag_field="type", tag="BlockStored"):
+    """What a publisher of any version says of stored blocks."""
+
+    block_hashes: tuple[_Name, ...]
+    parent_block_hash: _Name | None
+    token_ids: list[int]
+    block_size: Annotated[int, Meta(gt=0, le=MAX_BLOCK_SIZE)]
+    lora_id: int | None = None
+    medium: str | None = None
+    lora_name: str | None = None
+    extra_keys: Annotated[list[Raw], Meta(max_length=MAX_PARTS)] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
 
 
-def _name(value: Any) -> ExternalHash:
-    if type(value) is int:  # msgpack has 64 bits, with a sign or without
-        return value
-    if type(value) is bytes and 8 <= len(value) <= _MAX_NAME:
-        return value
-    raise FormatError(f"{value!r:.40}: neither a number nor a digest")
+class _Removed(Struct, tag_field="type", tag="BlockRemoved"):
+    block_hashes: tuple[_Name, ...]
+    medium: str | None = None
+    group_idx: int | None = None
 
 
-def _extra_keys(value: Any, num_blocks: int) -> tuple[ExtraKeys | None, ...]:
-    if type(value) is not list or len(value) != num_blocks:
-        raise FormatError(f"extra_keys: not an entry for each of {num_blocks} blocks")
-    if not all(keys is None or type(keys) is list for keys in value):
-        raise FormatError("extra_keys: an entry is neither nil nor an array")
-    return tuple(None if keys is None else _frozen(keys) for keys in value)
+class _Cleared(Struct, tag_field="type", tag="AllBlocksCleared"):
+    pass
 
 
-def _frozen(value: Any, depth: int = 2) -> Any:
-    """The keys of a block, each a word or a pair of words."""
-    if type(value) is list and depth:
-        return tuple(_frozen(item, depth - 1) for item in value)
-    if value is None or type(value) in (int, float, str, bytes, bool):
-        return value
-    raise FormatError(f"extra_keys: a {type(value).__name__} is no key")
+class _StoredArray(_Stored, array_like=True, tag="BlockStored"):
+    pass
 
 
-def _optional(value: Any, kind: type) -> Any:
-    if value is not None and type(value) is not kind:
-        raise FormatError(f"{value!r:.40}: not of type {kind.__name__}")
-    return value
+class _RemovedArray(_Removed, array_like=True, tag="BlockRemoved"):
+    pass
 
 
-_KINDS: Final = (BlockStored, BlockRemoved, AllBlocksCleared)
-_POSITIONS: Final = {kind.__name__: tuple(field.name for field in fields(kind)) for kind in _KINDS}
+class _ClearedArray(_Cleared, array_like=True, tag="AllBlocksCleared"):
+    pass
+
+
+class _Batch(Struct, array_like=True, forbid_unknown_fields=True):
+    ts: float
+    events: Annotated[list[Raw], Meta(max_length=MAX_PARTS)]
+    dp_rank: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] | None = None
+
+
+_ENCODER: Final = Encoder()
+_WHOLE: Final = Decoder(Raw)
+_BATCHES: Final = Decoder(_Batch)
+_MAPS: Final = Decoder(_Stored | _Removed | _Cleared)
+_ARRAYS: Final = Decoder(_StoredArray | _RemovedArray | _ClearedArray)
+_KEYS: Final = Decoder(Annotated[list[Raw], Meta(max_length=_MAX_KEYS)])
+_WORDS: Final = Decoder()

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
-from kvtier.connector.daemon import Hello, Peer, handshake, is_trusted, peer_of
+from kvtier.connector.daemon import Hello, Peer, is_trusted, peer_of, wire
 from kvtier.service.explain import RequestLog
 from kvtier.service.node.health import Health, Refusals, Wanting
 from kvtier.service.node.listener import Listener
@@ -316,7 +316,7 @@ class Daemon:
         self.refusals.note(why, peer)
         with connection:
             try:
-                connection.send(handshake.pack_handshake(handshake.Refused(why)))
+                connection.send(wire.pack_handshake(wire.Refused(why[: wire.MAX_TEXT])))
             except OSError:
                 return
 
@@ -363,7 +363,7 @@ class Daemon:
         else:
             session.refuse(f"reset: {result}")
         for member in list(namespace.members):
-            member.tell()
+            member.notify()
 
     def _note_progress(self, namespace: Namespace) -> None:
         """On any thread, under the hierarchy's lock: leave a note, wake the loop."""
@@ -385,7 +385,7 @@ class Daemon:
                     namespace.hierarchy.tick()
                     feeds |= namespace.tiers.feed is not None and namespace.tiers.feed.pump()
                 for member in list(namespace.members):
-                    member.tell()
+                    member.notify()
         if is_due:
             self._ticked = at
             self._listen()

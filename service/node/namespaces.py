@@ -88,7 +88,7 @@ class NamespaceUser(Protocol):
     def holds_slots(self) -> bool:
         """Whether it has leases, or slots to fill."""
 
-    def tell(self) -> None:
+    def notify(self) -> None:
         """Some claim may have an answer, or the epoch may be another one: look, and say so."""
 
 
@@ -97,7 +97,7 @@ class OperatorHold:
 
     holds_slots = True
 
-    def tell(self) -> None:
+    def notify(self) -> None:
         """Nobody listens."""
 
 

@@ -5,34 +5,31 @@ import itertools
 import os
 import secrets
 import socket
+from array import array
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
 
-from kvtier.connector.daemon import (
-    ID_BYTES,
-    MAX_FRAME,
-    MAX_HELLO,
-    MAX_ITEMS,
-    FrameReader,
-    Hello,
-    Peer,
-    handshake,
-    messages,
-    versions,
-    wire,
-)
+from kvtier.connector.daemon import ID_BYTES, FrameReader, Hello, Peer, pidfd_of, wire
 from kvtier.service.node.health import Refusals
 from kvtier.service.node.loop import READABLE, WRITABLE, Loop, now
 from kvtier.service.node.namespaces import Namespace
 from kvtier.service.node.served_tiers import ServedTiers
 from kvtier.tiers import L2, FormatError, KVMismatch, Outcome
-from kvtier.tiers.hierarchy import Attribution, Claim, Filled, Pending
+from kvtier.tiers.hierarchy import PENDING, Attribution, Claim, Filled
 from kvtier.tiers.pool import Lease, Reservation
 
 Who = TypeVar("Who")
 
 MAX_BUFFERED: Final = 64 << 20  # bytes of frames not whole yet and of answers not read yet, over all clients
+MAX_PROCESSES: Final = 256  # that copy for one client
+MAX_HELD: Final = 8192  # claims and leases of one client
+MAX_RESERVATIONS: Final = 8192  # of one client, open at once
+_CLIENTS: Final = itertools.count(1)  # their numbers in hints' accounts
+_TENANTS: Final = 16  # accounts of one client; tenants beyond share one by their number
+_MAX_OUTPUT: Final = 4 << 20  # bytes a client may leave unread
+_MAX_TURN: Final = 16  # readings in a row, so that one client does not keep the loop for itself
+_MAX_WAIT: Final = 600.0  # seconds
 
 
 class Buffers(Generic[Who]):
@@ -62,9 +59,6 @@ class Buffers(Generic[Who]):
         assert self.used == sum(self._kept.values()) <= self.limit, f"{self.used} bytes kept, {self.limit} at most"
 
 
-MAX_PROCESSES: Final = 256  # that copy for one client
-
-
 class ClientProcesses:
     """Lives on the loop's thread. True while one of them lives."""
 
@@ -87,7 +81,7 @@ class ClientProcesses:
 
         Returns what tells it from others: since Linux 6.9 a pidfd's inode is its process's own.
         """
-        fd = handshake.pidfd_of(connection, peer)
+        fd = pidfd_of(connection, peer)
         process = os.fstat(fd).st_ino
         if peer.pid and peer.pid in self._pids.values():
             os.close(fd)
@@ -114,12 +108,6 @@ class ClientProcesses:
             self._all_ended()
 
 
-MAX_HELD: Final = 8192  # claims and leases of one client
-MAX_RESERVATIONS: Final = 8192  # of one client, open at once
-_CLIENTS: Final = itertools.count(1)  # their numbers in hints' accounts
-_TENANTS: Final = 16  # accounts of one client; tenants beyond share one by their number
-
-
 class HeldCounts(NamedTuple):
     claims: int
     leases: int
@@ -127,73 +115,82 @@ class HeldCounts(NamedTuple):
 
 
 class Holdings:
-    """The claims, leases and reservations of one client, each by the number the client gave it.
+    """The claims, leases and reservations of one client, each by the number the client gave it. No socket, no waiting.
 
     A number the client has no (more) thing of is passed over: both sides may let it go at the same time.
     Only what no client of ours would send is a FormatError.
-
-    `_on_…` serves the operation of that name (`wire.handlers_of`).
     """
 
-    def __init__(self, tiers: ServedTiers, block_size: int, lease_deadline: float, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, tiers: ServedTiers, block_size: int, lease_deadline: float, version: int, clock: Callable[[], float] = now
+    ) -> None:
+        """`version`: of the protocol, as the client speaks it."""
         self._tiers = tiers
         self._hierarchy = tiers.hierarchy
         self._token_bytes = 4 * block_size  # that a block can have
         self._lease_deadline = lease_deadline
+        self._version = version
         self._clock = clock
         self._claims: dict[int, Claim] = {}
         self._renewed: dict[int, float] = {}  # claim answered → when the client last wanted it
         self.waiting: dict[int, Claim] = {}  # those of the claims that have no answer yet
+        self.news: list[wire.News] = []  # of claims answered; whoever sends it takes it away
         self._client = next(_CLIENTS)  # whose hints they are
         self._leases: dict[int, Lease] = {}
         self._reservations: dict[int, Reservation] = {}
         self.sealed: list[Filled] = []  # not passed on yet
+        self.verbs: dict[type[wire.Operation], Callable[[Any], Any]] = {
+            wire.Ask: self._ask,
+            wire.Renew: self._renew,
+            wire.Cancel: self._cancel,
+            wire.Take: self._take,
+            wire.Release: self._release,
+            wire.Reserve: self._reserve,
+            wire.Seal: self._seal,
+            wire.Abandon: self._abandon,
+            wire.Computed: lambda op: self._hierarchy.computed(op.num_tokens, op.seconds, op.position),
+            wire.Holds: lambda op: bytes(self._hierarchy.holds(wire.unpack_hashes(op.hashes))),
+            wire.RequestEnded: self._request_ended,
+        }
+        """What serves an operation, and returns its answer if it has one."""
 
     @property
     def counts(self) -> HeldCounts:
         return HeldCounts(len(self._claims), len(self._leases), len(self._reservations))
 
-    def apply(self, operation: messages.Operation, news: list[messages.News]) -> Any:
-        """Do it. Returns its answer as on the wire, None if it has none; `news` gets what is known at once."""
-        answer = _HELD_HANDLERS[type(operation)](self, operation)
-        if isinstance(answer, messages.News):
-            news.append(answer)
-            return None
-        return answer
-
-    def news(self) -> list[messages.News]:
-        """The claims that have an answer now and had none before."""
-        return [news for number in list(self.waiting) if (news := self._look(number)) is not None]
+    def look(self) -> None:
+        """Have the claims in `news` that have an answer now and had none before."""
+        for number in list(self.waiting):
+            self._look(number)
 
     def publish(self) -> None:
         """Pass on what was sealed: behind the answers, since hashing it takes the GIL while somebody waits for them."""
-        if self.sealed:
-            sealed, self.sealed = self.sealed, []
-            self._hierarchy.seal_each(sealed)
+        sealed, self.sealed = self.sealed, []
+        self._hierarchy.seal_each(sealed)
 
-    def lapse(self, now: float) -> int:
-        """Let go of the promises nobody has renewed for the lease deadline; returns how many.
+    def expire(self, at: float) -> int:
+        """Drop the promises nobody has renewed for the lease deadline; returns how many.
 
-        Whoever calls has read all that the client sent until `now`: a `Take` on its way is never overtaken.
+        Whoever calls has read all that the client sent until then: a `Take` on its way is never overtaken.
         """
-        late = [number for number, at in self._renewed.items() if now - at >= self._lease_deadline]
+        late = [number for number, since in self._renewed.items() if at - since >= self._lease_deadline]
         for number in late:
             self._drop(number)
         return len(late)
 
-    def may_lapse(self, now: float) -> bool:
-        return any(now - at >= self._lease_deadline for at in self._renewed.values())
+    def may_expire(self, at: float) -> bool:
+        return any(at - since >= self._lease_deadline for since in self._renewed.values())
 
-    def forgo(self) -> None:
+    def drop_claims(self) -> None:
         """The client is gone: what it was promised and has not taken can go, since no copy was ever planned for it."""
         for number in list(self._claims):
             self._drop(number)
 
-    def let_go(self) -> HeldCounts:
+    def release_all(self) -> HeldCounts:
         """No copy of the client's is under way any more: all goes. Returns how much there was."""
         self.publish()
         counts = self.counts
-        self.forgo()
+        self.drop_claims()
         for lease in self._leases.values():
             lease.release()
         for reservation in self._reservations.values():
@@ -204,85 +201,83 @@ class Holdings:
 
     # claims
 
-    def _on_ask(self, op: messages.Ask) -> messages.News | None:
-        if op.claim in self._claims or op.claim in self._leases:
-            raise FormatError(f"claim {op.claim} is there already")
+    def _ask(self, op: wire.Ask) -> None:
+        number, names = op.claim, wire.unpack_hashes(op.hashes)
+        if number in self._claims or number in self._leases:
+            raise FormatError(f"claim {number} is there already")
+        if op.num_l1 > len(names):
+            raise FormatError(f"claim {number}: L1 has {op.num_l1} of {len(names)} blocks")
         if len(self._claims) + len(self._leases) >= MAX_HELD:
-            nothing = Attribution(len(op.hashes), l1=op.num_l1, miss=len(op.hashes) - op.num_l1)
+            nothing = Attribution(len(names), l1=op.num_l1, miss=len(names) - op.num_l1)
             self._hierarchy.metrics.missed(Outcome.QUEUE_FULL, nothing.miss)
-            return messages.News(op.claim, nothing, Outcome.NO_SLOT, 0.0, _NONE, _NONE)
-        if len(set(op.hashes)) < len(op.hashes):
-            raise FormatError(f"claim {op.claim} names a block twice")
-        self.publish()  # what was sealed just before may be what is asked for
-        claim = self._hierarchy.ask(op.hashes, op.parent, op.num_l1, block_size=op.block_size, ends=op.ends)
-        self._claims[op.claim] = self.waiting[op.claim] = claim
-        return self._look(op.claim)
+            found = wire.pack_found(nothing, self._version)
+            self.news.append(wire.News(number, found, Outcome.NO_SLOT, 0.0, b"", b"", (), None))
+            return
+        if len(set(names)) < len(names):
+            raise FormatError(f"claim {number} names a block twice")
+        if self.sealed:
+            self.publish()  # what was sealed just before may be what is asked for
+        claim = self._hierarchy.ask(names, op.parent, op.num_l1, block_size=op.block_size, ends=op.ends)
+        self._claims[number] = self.waiting[number] = claim
+        self._look(number)
 
-    def _look(self, number: int) -> messages.News | None:
-        claim = self._claims[number]
+    def _look(self, number: int) -> None:
+        claim = self.waiting[number]
         promised = self._tiers.poll(claim)
-        if isinstance(promised, Pending):
-            return None
+        if promised is PENDING:
+            return
         assert claim.found is not None
         del self.waiting[number]
-        now = self._clock()
-        slots: list[int]
-        generations: list[int]
-        lease = self._hierarchy.promised(claim) if promised else None
-        if lease is not None:
-            self._renewed[number] = now
-            slots, generations = lease.slots, lease.generations
+        at, slots, generations = self._clock(), b"", b""
+        if promised and (lease := self._hierarchy.promised(claim)) is not None:
+            self._renewed[number] = at
+            slots, generations = array("q", lease.slots).tobytes(), array("q", lease.generations).tobytes()
         else:
             self._drop(number)
-            slots, generations = _NONE, _NONE
-        good_for = max(0.0, claim.good_until - now)
-        more = claim.children, claim.meeting
-        return messages.News(number, claim.found, claim.refusal, good_for, slots, generations, *more)
+        found, good_for = wire.pack_found(claim.found, self._version), max(0.0, claim.good_until - at)
+        news = wire.News(number, found, claim.refusal, good_for, slots, generations, claim.children, claim.meeting)
+        self.news.append(news)
 
-    def _on_renew(self, op: messages.Renew) -> None:
-        now = self._clock()
+    def _renew(self, op: wire.Renew) -> None:
+        at = self._clock()
         for number in op.claims:
             if number in self._renewed:
-                self._renewed[number] = now
+                self._renewed[number] = at
 
-    def _on_cancel(self, op: messages.Cancel) -> None:
+    def _cancel(self, op: wire.Cancel) -> None:
         for number in op.claims:
             self._drop(number)
 
-    def _on_take(self, op: messages.Take) -> None:
+    def _take(self, op: wire.Take) -> None:
         for number in op.claims:
-            if number in self._renewed:
-                self._leases[number] = self._tiers.take(self._claims[number])  # nothing is left to cancel
-                self._forget(number)
+            if self._renewed.pop(number, None) is not None:
+                self._leases[number] = self._tiers.take(self._claims.pop(number))  # nothing is left to cancel
 
-    def _on_release(self, op: messages.Release) -> None:
+    def _release(self, op: wire.Release) -> None:
         for number in op.leases:
             if (lease := self._leases.pop(number, None)) is not None:
                 lease.release()
 
     def _drop(self, number: int) -> None:
-        if (claim := self._claims.get(number)) is not None:
+        if (claim := self._claims.pop(number, None)) is not None:
+            self.waiting.pop(number, None)
+            self._renewed.pop(number, None)
             self._hierarchy.cancel(claim)
-            self._forget(number)
-
-    def _forget(self, number: int) -> None:
-        del self._claims[number]
-        self.waiting.pop(number, None)
-        self._renewed.pop(number, None)
 
     # stores
 
-    def _on_reserve(self, op: messages.Reserve) -> list[bytes]:
-        if not self._reservations.keys().isdisjoint(range(op.first, op.first + len(op.wanted))):
+    def _reserve(self, op: wire.Reserve) -> wire.Grants:
+        wanted = op.wanted()
+        lengths = [len(each.hashes) for each in wanted]
+        if not self._reservations.keys().isdisjoint(range(op.first, op.first + len(wanted))):
             raise FormatError(f"a reservation from {op.first} on is there already")
-        lengths = [len(each.hashes) for each in op.wanted]
-        if [length for length, each in zip(lengths, op.wanted, strict=True) if each.is_tail and length != 1]:
+        if op.tails and any([lengths[i] != 1 for i in op.tails]):
             raise FormatError("reserve: a tail is one block")
-        if len(self._reservations) + len(lengths) > MAX_RESERVATIONS or max(lengths, default=0) > MAX_ITEMS:
+        if len(self._reservations) + len(lengths) > MAX_RESERVATIONS or max(lengths, default=0) > wire.MAX_ITEMS:
             self._hierarchy.metrics.dropped(L2, Outcome.QUEUE_FULL, sum(lengths))
             return wire.pack_grants([None] * len(lengths))
         try:
-            reservations = self._tiers.reserve(op.wanted)
+            reservations = self._tiers.reserve(wanted)
         except ValueError as error:  # a name given twice; slots taken before it came are dropped, and so abandoned
             raise FormatError(str(error)) from None
         for number, reservation in enumerate(reservations, op.first):
@@ -292,47 +287,29 @@ class Holdings:
             [None if each is None else (each.indices, each.slots, each.generations) for each in reservations]
         )
 
-    def _on_seal(self, op: messages.Seal) -> None:
+    def _seal(self, op: wire.Seal) -> None:
         if max(map(len, op.tokens), default=0) > self._token_bytes:  # other clients are told of them
             raise FormatError(f"seal: more than the {self._token_bytes // 4} tokens of a block")
-        first = 0
-        for number, count in zip(op.reservations, op.counts, strict=True):
-            tokens = op.tokens[first : first + count]
-            first += count
+        for number, tokens in op.filled():
             if (reservation := self._reservations.get(number)) is None:
                 continue
-            if count != len(reservation.hashes):
-                raise FormatError(f"seal: tokens of {count} blocks, {len(reservation)} are reserved")
+            if len(tokens) != len(reservation.hashes):
+                raise FormatError(f"seal: tokens of {len(tokens)} blocks, {len(reservation)} are reserved")
             if reservation.is_tail and not 0 < len(tokens[0]) < self._token_bytes:
                 raise FormatError("seal: a tail has a token or more, and fewer than a block")
             del self._reservations[number]
             self.sealed.append((reservation, tokens, op.epoch))
 
-    def _on_abandon(self, op: messages.Abandon) -> None:
+    def _abandon(self, op: wire.Abandon) -> None:
         for number in op.reservations:
             if (reservation := self._reservations.pop(number, None)) is not None:
                 self._hierarchy.abandon(reservation, op.reason)
 
     # the rest
 
-    def _on_computed(self, op: messages.Computed) -> None:
-        self._hierarchy.computed(op.num_tokens, op.seconds, op.position)
-
-    def _on_requestended(self, op: messages.RequestEnded) -> None:
-        account = self._client * _TENANTS + op.end.client % _TENANTS  # a client is judged for no other's hints
-        self._tiers.ended(op.end._replace(client=account), op.end.client)
-
-    def _on_holds(self, op: messages.Holds) -> bytes:
-        return bytes(self._hierarchy.holds(op.hashes))
-
-
-_HELD_HANDLERS: Final = wire.handlers_of(Holdings)
-_NONE: Final[list[int]] = []  # nobody changes it
-
-
-_MAX_OUTPUT: Final = 4 << 20  # bytes a client may leave unread
-_MAX_TURN: Final = 16  # readings in a row, so that one client does not keep the loop for itself
-_MAX_WAIT: Final = 600.0  # seconds
+    def _request_ended(self, op: wire.RequestEnded) -> None:
+        account = self._client * _TENANTS + op.client % _TENANTS  # a client is judged for no other's hints
+        self._tiers.ended(op.end()._replace(client=account), op.client)
 
 
 class SessionOwner(Protocol):
@@ -369,8 +346,6 @@ class Session:
 
     connected → said hello → welcomed → gone. If the connection ends without a `Bye`, its leases and filling slots stay
     until every process of the client has ended, since one of their copies may outlive the socket.
-
-    `_on_…` serves the operation of that name (`wire.handlers_of`); the others are for its `Holdings`.
     """
 
     def __init__(self, daemon: SessionOwner, connection: socket.socket, peer: Peer) -> None:
@@ -384,15 +359,16 @@ class Session:
         self.wanted: bytes | None = None  # the fingerprint that its hello named
         self._daemon = daemon
         self._socket: socket.socket | None = connection
-        self._reader = FrameReader(MAX_HELLO)
+        self._reader = FrameReader(wire.MAX_HELLO)
         self._output = bytearray()
         self._num_kept = 0  # bytes noted last: half sent or unread
         self._over = False
         self._corked = False  # while a batch of frames is taken in
         self._blocked = False  # the client's socket took no more
+        self._verbs: dict[type[wire.Operation], Callable[[Any], Any]] = {}  # what serves each operation, once welcomed
         self._busy = False  # with an operation that waits, on a thread of its own
         self._told_epoch = 0
-        self.version = versions.VERSION  # of the protocol, as the client speaks it
+        self.version = wire.VERSION  # of the protocol, as the client speaks it
         self.processes = ClientProcesses(daemon.loop, self._all_ended)
         self.process = self.processes.watch(connection, peer)  # the client's own
         daemon.loop.watch(connection.fileno(), self._ready)
@@ -425,11 +401,21 @@ class Session:
         region = tiers.region
         assert region is not None
         assert region.fd is not None
-        self.holdings = Holdings(namespace.tiers, namespace.blocks.block_size, self._daemon.lease_deadline, now)
+        block_size = namespace.blocks.block_size
+        self.holdings = Holdings(namespace.tiers, block_size, self._daemon.lease_deadline, self.version)
+        self._verbs = {
+            **self.holdings.verbs,
+            wire.Lookup: self._look_up,
+            wire.Ended: lambda op: self._daemon.copies_ended(self, op.client),
+            wire.Bye: lambda op: self.end("bye"),
+            wire.Reset: lambda op: _Waits(tiers.reset),
+            wire.Drain: lambda op: _Waits(lambda: tiers.drain(min(op.timeout, _MAX_WAIT), below=op.below)),
+            wire.Check: self._check,
+        }
         self._told_epoch = tiers.epoch
         self._daemon.refusals.welcomed(namespace.fingerprint)
-        self._reader.limit = MAX_FRAME
-        welcome = handshake.Welcome(
+        self._reader.limit = wire.MAX_FRAME
+        welcome = wire.Welcome(
             self.client,
             namespace.instance,
             region.num_slots,
@@ -440,7 +426,7 @@ class Session:
         )
         try:
             # the first bytes: they all fit
-            socket.send_fds(self._socket, [handshake.pack_handshake(welcome, self.version)], [region.fd])
+            socket.send_fds(self._socket, [wire.pack_handshake(welcome, self.version)], [region.fd])
         except OSError:
             self.end_connection("died")
 
@@ -449,22 +435,23 @@ class Session:
         is_other_kv, why = isinstance(why, KVMismatch), str(why)
         if self._daemon.refusals.note(why, self.peer, self.wanted):
             self._daemon.log(f"client {self.peer.pid} is refused: {why}")
-        self._send_handshake_reply(handshake.Refused(why[:500], is_other_kv))
+        self._send_handshake_reply(wire.Refused(why[:500], is_other_kv))
         self.end_connection(reason)
 
-    def tell(self) -> None:
+    def notify(self) -> None:
         """Send the news there is: claims that were answered, an epoch that has changed."""
         if self.holdings is None or self.namespace is None or self._socket is None:
             return
-        news = self.holdings.news() if self.holdings.waiting else []
-        if news or self._told_epoch != self.namespace.hierarchy.epoch:
-            self._reply(0, [], news)
+        if self.holdings.waiting:
+            self.holdings.look()
+        if self.holdings.news or self._told_epoch != self.namespace.hierarchy.epoch:
+            self._reply(0, [])
 
     def pass_time(self, at: float) -> None:
-        """Let promises lapse that nobody has renewed, once all that the client has sent was read."""
+        """Let promises expire that nobody has renewed, once all that the client has sent was read."""
         holdings = self.holdings
-        if holdings is not None and self.connected and holdings.may_lapse(at) and self._receive():
-            self._daemon.counts["promises_lapsed"] += holdings.lapse(at)
+        if holdings is not None and self.connected and holdings.may_expire(at) and self._receive():
+            self._daemon.counts["promises_lapsed"] += holdings.expire(at)
 
     def copies_for(self, client: "Session") -> None:
         """Have that client's blocks held until this session's process has ended, too. OSError as `watch`."""
@@ -479,11 +466,11 @@ class Session:
         self._socket.close()
         self._socket = None
         self._output.clear()
-        self._reader = FrameReader(MAX_HELLO)
+        self._reader = FrameReader(wire.MAX_HELLO)
         self._num_kept = 0
         self._daemon.buffers.note(self, 0)
         if self.holdings is not None:
-            self.holdings.forgo()
+            self.holdings.drop_claims()
         if self.holdings is None or not any(self.holdings.counts) or not self.processes:
             self.end(reason)
         else:
@@ -498,7 +485,7 @@ class Session:
         self._daemon.counts[reason] += 1
         self.processes.forget()
         if self.holdings is not None:
-            gone = self.holdings.let_go()
+            gone = self.holdings.release_all()
             self._daemon.counts["leases_reclaimed"] += gone.leases
             self._daemon.counts["reservations_reclaimed"] += gone.reservations
             self.holdings = None
@@ -534,7 +521,10 @@ class Session:
             self._corked = True  # what several frames of a batch are answered goes out at once
             try:
                 for body in self._reader.feed(buffer[:size]):
-                    self._take_in(body)
+                    if self.holdings is not None:
+                        self._serve(*wire.unpack_request(body))
+                    elif self._socket is not None:  # else cut off by an earlier frame
+                        self._greet(body)
             except FormatError as error:
                 if self.holdings is None:
                     self.refuse(error, "malformed")
@@ -545,37 +535,32 @@ class Session:
                 self._daemon.log(f"client {self.peer.pid} is cut off: {error!r}")
                 self.end_connection("error")
             self._corked = False
-            self._flush()
+            if self._output or self._reader.num_waiting or self._num_kept:
+                self._flush()
             if self.holdings is not None and self.holdings.sealed:
                 self.holdings.publish()
             if size < len(buffer):
                 return True  # a later byte makes the socket readable again
         return False
 
-    def _take_in(self, body: Any) -> None:
-        if self._socket is None:  # cut off by an earlier frame
-            return
-        if self.holdings is not None:
-            self._serve(*wire.unpack_request(body))
-            return
+    def _greet(self, body: memoryview) -> None:
         if self.said_hello:
             raise FormatError("a second frame before the first was answered")
         self.said_hello = True
-        self.version = handshake.version_of(body)
-        match handshake.unpack_handshake(body):
+        self.version = wire.version_of(body)
+        match wire.unpack_handshake(body):
             case Hello() as hello:
                 self.wanted = hello.fingerprint
                 self._daemon.admit(self, hello)
-            case handshake.Join(client):
+            case wire.Join(client):
                 self._daemon.join(self, client)
 
-    def _serve(self, request: int, operations: list[messages.Operation]) -> None:
-        assert self.holdings is not None
+    def _serve(self, request: int, operations: list[wire.Operation]) -> None:
+        if self._socket is None or self.holdings is None:  # cut off by an earlier frame
+            return
         answers: list[Any] = []
-        news: list[messages.News] = []
         for operation in operations:
-            handler = _HANDLERS.get(type(operation))
-            answer = self.holdings.apply(operation, news) if handler is None else handler(self, operation)
+            answer = self._verbs[type(operation)](operation)
             if self._over:
                 return
             if isinstance(answer, _Waits):
@@ -585,40 +570,24 @@ class Session:
                 return
             if answer is not None:
                 answers.append(answer)
-        if request or news:
-            self._reply(request, answers, news)
+        if request or self.holdings.news:
+            self._reply(request, answers)
         if self.holdings.waiting:
             self._daemon.has_waiting = True
 
-    def _on_bye(self, op: messages.Bye) -> None:
-        self.end("bye")
-
-    def _on_ended(self, op: messages.Ended) -> None:
-        self._daemon.copies_ended(self, op.client)
-
-    def _on_lookup(self, op: messages.Lookup) -> "list[int] | _Waits":
-        namespace = self._required_namespace
+    def _look_up(self, op: wire.Lookup) -> "wire.Found | _Waits":
+        namespace, names = self.namespace, wire.unpack_hashes(op.hashes)
+        assert namespace is not None
         if not namespace.is_shared:
-            return wire.pack_found(namespace.hierarchy.lookup(op.hashes), self.version)
+            return wire.pack_found(namespace.hierarchy.lookup(names), self.version)
         timeout = min(op.timeout, _MAX_WAIT)
-        return _Waits(lambda: wire.pack_found(namespace.hierarchy.locate(op.hashes, timeout), self.version))
+        return _Waits(lambda: wire.pack_found(namespace.hierarchy.locate(names, timeout), self.version))
 
-    def _on_reset(self, op: messages.Reset) -> "_Waits":
-        return _Waits(self._required_namespace.hierarchy.reset)
-
-    def _on_drain(self, op: messages.Drain) -> "_Waits":
-        tiers, timeout = self._required_namespace.hierarchy, min(op.timeout, _MAX_WAIT)
-        return _Waits(lambda: tiers.drain(timeout, below=op.below))
-
-    def _on_check(self, op: messages.Check) -> "_Waits":
-        namespace = self._required_namespace
+    def _check(self, op: wire.Check) -> "_Waits":
+        namespace = self.namespace
+        assert namespace is not None
         in_use = namespace.in_use
         return _Waits(lambda: _broken(lambda: namespace.hierarchy.check(in_use=in_use)))
-
-    @property
-    def _required_namespace(self) -> Namespace:
-        assert self.namespace is not None
-        return self.namespace
 
     def _serve_aside(self, request: int, work: Callable[[], Any]) -> None:
         assert self.holdings is not None
@@ -630,38 +599,36 @@ class Session:
                 self._daemon.log(f"client {self.peer.pid} is cut off: {answer!r}")
                 self.end_connection("error")
             elif self._socket is not None and self.holdings is not None:
-                self._reply(request, [True if answer is None else answer], [])
+                self._reply(request, [True if answer is None else answer])
             if self.namespace is not None:  # the epoch may be another one: all who use it want to know
                 for member in list(self.namespace.members):
-                    member.tell()
+                    member.notify()
 
         self._busy = True
         self._daemon.aside(work, done)
 
     # writing
 
-    def _reply(self, request: int, answers: list[Any], news: list[messages.News]) -> None:
+    def _reply(self, request: int, answers: list[Any]) -> None:
+        """Answer a request, and tell the news there is."""
         assert self.namespace is not None
+        assert self.holdings is not None
+        news, self.holdings.news = self.holdings.news, []
         epoch = self._told_epoch = self.namespace.hierarchy.epoch
         room = max(0, wire.MAX_CHILDREN_BYTES - len(self._output))  # who does not read is told less
-        self._send(wire.pack_reply(messages.Reply(request, epoch, answers, news), room, self.version))
+        self._output += wire.pack_reply(request, epoch, answers, news, room)
+        if not self._corked:
+            self._flush()
 
     def joined(self) -> None:
         """The process at the other end is watched now, by the client it copies for."""
-        self._send_handshake_reply(handshake.Joined())
+        self._send_handshake_reply(wire.Joined())
         self.end_connection("joined")
 
-    def _send_handshake_reply(self, reply: handshake.HandshakeReply) -> None:
+    def _send_handshake_reply(self, reply: wire.HandshakeReply) -> None:
         if self._socket is not None:
             with contextlib.suppress(OSError):
-                self._socket.send(handshake.pack_handshake(reply, self.version))
-
-    def _send(self, frame: bytes) -> None:
-        if self._socket is None:
-            return
-        self._output += frame
-        if not self._corked:
-            self._flush()
+                self._socket.send(wire.pack_handshake(reply, self.version))
 
     def _flush(self) -> None:
         """Send what there is to send, as far as it goes, and watch for room if that is not all the way."""
@@ -691,9 +658,6 @@ class _Waits(NamedTuple):
     """An operation that takes time: `work` returns its answer, on a thread of its own."""
 
     work: Callable[[], Any]
-
-
-_HANDLERS: Final = wire.handlers_of(Session)
 
 
 def _broken(check: Callable[[], None]) -> str:

@@ -4,9 +4,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
-from kvtier.service.ray.ingress import Ingress
-from kvtier.service.ray.options import ROUTER, RayOptions
-from kvtier.service.ray.replica import EngineReplica
 from kvtier.tiers import ConfigError, require_extra
 
 try:
@@ -18,6 +15,9 @@ except ImportError:
     require_extra("kvtier.service.ray", "ray")
     raise
 
+from kvtier.service.ray.ingress import Ingress
+from kvtier.service.ray.options import ROUTER, RayOptions
+from kvtier.service.ray.replica import EngineReplica
 
 _MOST: Final = 4096  # requests at one ingress at a time
 _HEALTH: Final = 5.0  # seconds between two looks at a replica

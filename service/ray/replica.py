@@ -4,117 +4,18 @@ import asyncio
 import contextlib
 import http.client
 import json
-import os
-import signal
-import socket
-import subprocess
-import sys
-import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import AsyncIterator
 from typing import Any, Final
 
 import ray
 from ray import serve
 
 from kvtier.service.openai import OpenAIError
+from kvtier.service.ray.child import EngineChild, held_ports
 from kvtier.service.ray.options import RayOptions
 from kvtier.service.ray.ranking import METADATA, AnswerHead, EngineRequest
 from kvtier.service.router import Deadlines, Failure, ReplicaClient, ReplicaFailed, ReplicaProfile
 from kvtier.tiers import KVTierError
-from kvtier.tiers.config import child_environment
-
-# --- the engine's process --------------------------------------------------------------------------------------------
-
-_LOOK: Final = 0.2  # seconds between two looks whether it is ready
-_ANSWER: Final = 5.0  # seconds for a page
-_PAGES: Final = ("/readyz", "/health")  # kvtier's; vLLM's and many others'
-_MAX_PAGE: Final = 1 << 20  # bytes
-_LOOPBACK: Final = "127.0.0.1"
-
-
-@contextmanager
-def held_ports(count: int) -> Iterator[list[int]]:
-    """Ports of this machine that nobody uses, and that the kernel gives to nobody else until the end of the block.
-
-    An engine may load for minutes before it listens. It can meanwhile, as servers set SO_REUSEADDR: the sockets that
-    hold the ports do so, too, and do not listen (socket(7), ip(7)).
-    """
-    with ExitStack() as held:
-        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("", 0))  # without the option: two of them never get one port
-            each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        yield [each.getsockname()[1] for each in sockets]
-
-
-def _its_lines() -> str:
-    return f"read why in Ray's log worker-*-{os.getpid()}.err of this node"
-
-
-class EngineChild:
-    """Starts the engine at once. If the replica dies in whatever way, the kernel kills the engine.
-
-    Otherwise an engine that nobody reaches would keep its GPU, and its replica's successor would have no room.
-    """
-
-    def __init__(self, command: Sequence[str], env: Mapping[str, str], port: int) -> None:
-        """`port`: of loopback, where it answers. KVTierError if the program cannot be started."""
-        self._port = port
-        tied = [sys.executable, "-m", "kvtier.service.ray.die_with_parent", str(os.getpid())]
-        try:
-            self._process = subprocess.Popen([*tied, *command], env=child_environment(env), stdin=subprocess.DEVNULL)
-        except OSError as error:
-            raise KVTierError(f"{command[0]}: {error.strerror}") from error
-
-    def wait_ready(self, timeout: float) -> Any:
-        """Wait until it answers requests; returns its page `/v1/models`. KVTierError if it does not come to that."""
-        until = time.monotonic() + timeout
-        while not self.is_healthy():
-            if (status := self._process.poll()) is not None:
-                raise KVTierError(f"the engine ended with status {status} before it was ready; {_its_lines()}")
-            if time.monotonic() > until:
-                self.stop(0.0)
-                raise KVTierError(
-                    f"the engine was not ready after {timeout:g} s; raise start_timeout, or {_its_lines()}"
-                )
-            time.sleep(_LOOK)
-        status, body = self._page("/v1/models")
-        if status != http.client.OK:
-            raise KVTierError(f"the engine's /v1/models answers {status}; it has to answer without a key")
-        return json.loads(body)
-
-    def is_healthy(self) -> bool:
-        """Whether it runs and says that it can take requests."""
-        if self._process.poll() is not None:
-            return False
-        try:
-            statuses = (self._page(path)[0] for path in _PAGES)
-            return next((each for each in statuses if each != http.client.NOT_FOUND), 0) == http.client.OK
-        except (OSError, http.client.HTTPException):
-            return False
-
-    def stop(self, grace: float) -> None:
-        """Have it end what it answers, and kill it after `grace` seconds. Idempotent."""
-        if self._process.poll() is None:
-            self._process.send_signal(signal.SIGTERM if grace > 0 else signal.SIGKILL)
-            try:
-                self._process.wait(grace if grace > 0 else None)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
-
-    def _page(self, path: str) -> tuple[int, bytes]:
-        connection = http.client.HTTPConnection(_LOOPBACK, self._port, timeout=_ANSWER)
-        try:
-            connection.request("GET", path)
-            answer = connection.getresponse()
-            return answer.status, answer.read(_MAX_PAGE)
-        finally:
-            connection.close()
-
-
-# --- the replica -----------------------------------------------------------------------------------------------------
 
 _PORTS: Final = ("http", "events", "replay")
 

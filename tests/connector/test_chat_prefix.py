@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.connector.chat_prefix import AS_SENT, ChatPrefix, named_line
+from kvtier.connector.chat import AS_SENT, ChatPrefix, named_line
 
 BILLING = "x-anthropic-billing-header: cc_version=2.1.37.fbe; cc_entrypoint=cli; cch=a1;"
 DATE = "Today is 2026-11-28 12:03:22"

@@ -13,8 +13,8 @@ from service_rig import DaemonThread, attach
 from tokenizers import Tokenizer, models
 
 from kvtier.connector.request import Answered
-from kvtier.connector.vllm.endings import AnswerReader, answered_of
-from kvtier.engine.sequence import SamplingParams
+from kvtier.connector.vllm.requests import AnswerReader, answered_of
+from kvtier.engine.requests import SamplingParams
 from kvtier.tiers.errors import RequestError
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy
 from kvtier.tiers.reuse import Hint, RequestEnd

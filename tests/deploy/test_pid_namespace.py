@@ -17,7 +17,7 @@ from cluster_rig import wait_for
 from node_rig import ROOT, free_port
 from service_rig import environment
 
-from kvtier.connector.daemon.handshake import Peer, pidfd_of
+from kvtier.connector.daemon.link import Peer, pidfd_of
 
 CHILD = ROOT / "tests" / "service" / "node" / "_client_child.py"
 ENTER = ("unshare", "--pid", "--mount", "--fork", "--mount-proc", "--kill-child")

@@ -20,7 +20,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "rigs")]
 from doubles import payload_of  # noqa: E402
 
 from kvtier.connector.daemon.client import RemoteTiers  # noqa: E402
-from kvtier.connector.daemon.handshake import Hello  # noqa: E402
+from kvtier.connector.daemon.wire import Hello  # noqa: E402
 from kvtier.tiers.hierarchy.cache_tiers import Pending, Wanted  # noqa: E402
 from kvtier.tiers.naming.chain import TokenChain, root_hash  # noqa: E402
 from kvtier.tiers.tier import BlockRecord  # noqa: E402

@@ -10,8 +10,14 @@ from typing import Final
 import numpy as np
 import xxhash
 
-from kvtier.connector.daemon.handshake import unpack_handshake, unpack_handshake_reply
-from kvtier.connector.daemon.wire import MAX_FRAME, FrameReader, unpack_reply, unpack_request
+from kvtier.connector.daemon.wire import (
+    MAX_FRAME,
+    FrameReader,
+    unpack_handshake,
+    unpack_handshake_reply,
+    unpack_reply,
+    unpack_request,
+)
 from kvtier.connector.plan import CopyOp, StepPlan
 from kvtier.service.archive.format import HEADER_BYTES, Header, Parser, decode_header, encode_header
 from kvtier.service.events.prefix_index import PrefixIndex
@@ -22,7 +28,7 @@ from kvtier.tiers.cipher import Encryption, key_id
 from kvtier.tiers.compression import BlockCodec
 from kvtier.tiers.errors import FormatError
 from kvtier.tiers.file import slab
-from kvtier.tiers.file.slab_codec import codec_of
+from kvtier.tiers.file.slab import codec_of
 from kvtier.tiers.objects.layout import MAX_BLOCKS, ObjectSpace
 from kvtier.tiers.redis.wire import Wire, WireError
 from kvtier.tiers.shared.forms import ClearForm, CompressedForm, EncryptedForm, RecordForm

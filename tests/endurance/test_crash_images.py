@@ -10,7 +10,7 @@ from crash_images import KINDS, WRONG, Recorder, Write
 from extent import brief
 
 from kvtier.tiers.file import store as file_store
-from kvtier.tiers.file.slab_codec import Codec, SlabEntry
+from kvtier.tiers.file.slab import Codec, SlabEntry
 from kvtier.tiers.tier import BlockRecord, ChainHash, Outcome
 
 COUNT, BLIND = brief((100, 60), (400, 200))  # images

@@ -10,10 +10,10 @@ import torch
 from numpy.typing import NDArray
 from small_engines import end, small_engine
 
-from kvtier.engine.adjusting import adjusted
 from kvtier.engine.llm import Engine
-from kvtier.engine.sampler import sample
-from kvtier.engine.sequence import SamplingParams, Sequence, TokenLogprobs
+from kvtier.engine.requests import SamplingParams, TokenLogprobs
+from kvtier.engine.sampler import adjusted, sample
+from kvtier.engine.sequence import Sequence
 from kvtier.tiers import RequestError
 
 VOCAB = 32

@@ -16,12 +16,11 @@ from kvtier.connector.local import LocalConnector
 from kvtier.connector.segments import REPAIR_RULES, BlendRequest, Repair, ReusedPart, Segment
 from kvtier.connector.segments.blend import Blender
 from kvtier.connector.segments.progress import Blend, Work
-from kvtier.engine.batch import Batch
-from kvtier.engine.completion import Completion
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.llm import Engine
-from kvtier.engine.reuse import SegmentReuse
-from kvtier.engine.sequence import ALL, FinishReason, Output, SamplingParams
+from kvtier.engine.requests import FinishReason, Output, SamplingParams
+from kvtier.engine.segments import SegmentReuse
+from kvtier.engine.sequence import ALL, Batch, Completion
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.hierarchy.cache_tiers import PENDING
 
@@ -204,7 +203,8 @@ def test_a_request_preempted_in_its_blend_starts_over(make: Make, keeps: bool) -
         expected = plain_logits(plain("llama"), PROMPT).argmax(-1).tolist()[-1:]
     tokens = finish(engine, name)
     assert tokens[: len(expected)] == expected
-    assert request.num_segment_tokens == (REUSED if keeps else 0)  # so nobody takes the answer for an exact one
+    assert request.reuse is not None
+    assert request.reuse.num_reused == (REUSED if keeps else 0)  # so nobody takes the answer for an exact one
 
 
 def test_an_abort_in_a_blend_frees_what_it_holds(make: Make) -> None:
@@ -379,7 +379,7 @@ def test_a_segment_that_comes_and_goes_before_the_others_is_computed(
     while engine.has_unfinished:
         logits += [output.logits for output in engine.step() if output.request_id == name]
         engine.pool.reset()
-    assert request.num_segment_tokens == 0
+    assert request.reuse is None or request.reuse.num_reused == 0
     assert engine.stats["segments_lost"] == 3
     assert request.num_exact == ALL
     full = plain_logits(plain("llama"), request.token_ids[:-1])[len(PROMPT) - 1 :]

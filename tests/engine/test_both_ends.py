@@ -82,8 +82,9 @@ def test_every_token_has_one_source() -> None:
     assert stats["skipped_tokens"] + stats["external_tokens"] == TOKENS
     assert stats["computed_tokens"] == stats["skipped_tokens"] + 1
     assert live.num_external_tokens == stats["external_tokens"]
-    assert live.found is not None
-    assert live.found["file"] == TOKENS // BLOCK
+    assert live.lookup is not None
+    assert live.lookup.found is not None
+    assert live.lookup.found["file"] == TOKENS // BLOCK
     assert engine.missed(Outcome.SKIPPED) == stats["skipped_tokens"] // BLOCK
     # No token is computed twice, or over what was loaded.
     ends = [0, *(end for _, _, end in engine.chunks)]

@@ -11,11 +11,11 @@ import torch
 from small_engines import end, settled
 from tiny_models import config_of, prompt
 
-from kvtier.connector.back import Back
 from kvtier.connector.local import LocalConnector
+from kvtier.connector.overlapped import Back
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.llm import Engine
-from kvtier.engine.sequence import Output, SamplingParams
+from kvtier.engine.requests import Output, SamplingParams
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.copies.block_copier import BlockCopies
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy

@@ -7,7 +7,7 @@ import pytest
 from numpy.typing import ArrayLike
 
 from kvtier.engine.config import EngineConfig
-from kvtier.engine.prompts import PromptNames, checked_tokens
+from kvtier.engine.requests import PromptNames, checked_tokens
 from kvtier.tiers.errors import RequestError
 from kvtier.tiers.naming.chain import chain_hashes, root_hash
 

@@ -14,7 +14,8 @@ from kvtier.connector.local import LocalConnector
 from kvtier.connector.plan import WorkerReport
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.llm import Engine
-from kvtier.engine.sequence import FinishReason, SamplingParams, SequenceState
+from kvtier.engine.requests import FinishReason, SamplingParams
+from kvtier.engine.sequence import SequenceState
 from kvtier.tiers import RequestError
 
 
@@ -275,7 +276,7 @@ def test_everything_at_once(make: Make) -> None:
         for output in engine.step():
             if output.token_id is not None:
                 answers.setdefault(output.request_id, []).append(output.token_id)
-        if random.random() < 0.05 and (live := [name for name in prompts if engine.scheduler.knows(name)]):
+        if random.random() < 0.05 and (live := [name for name in prompts if name in engine.scheduler.live]):
             name = str(random.choice(live))
             if engine.abort(name):
                 aborted.add(name)

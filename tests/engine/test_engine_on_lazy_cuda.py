@@ -17,12 +17,12 @@ from tiny_models import config_of, prompt
 from kvtier.connector.local import LocalConnector
 from kvtier.connector.segments.paged_attention import PagedKV
 from kvtier.connector.worker import WorkerSide
-from kvtier.engine.batch import Batch
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.llm import Engine
 from kvtier.engine.model import Model
 from kvtier.engine.model_runner import ModelRunner
-from kvtier.engine.sequence import SampledToken, SamplingParams
+from kvtier.engine.requests import SampledToken, SamplingParams
+from kvtier.engine.sequence import Batch
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.copies import packer
 from kvtier.tiers.copies.copy_ways import CopyChoice, CopyWays

@@ -8,10 +8,10 @@ from extent import brief
 from numpy.typing import NDArray
 from tiny_models import FAMILIES, config_of, plain, plain_logits, prompt
 
-from kvtier.engine.completion import Completion
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.llm import Engine
-from kvtier.engine.sequence import SamplingParams
+from kvtier.engine.requests import SamplingParams
+from kvtier.engine.sequence import Completion
 
 KEEP = SamplingParams(max_tokens=3, ignore_eos=True, keep_logits=True)
 PAIRS = brief([("qwen2-mixed", "bfloat16")], [*product(FAMILIES, ("float32", "bfloat16"))])

@@ -13,7 +13,7 @@ from extent import ALL, brief
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.llm import Engine
 from kvtier.engine.model import _NOT_EXACT, PAGED, Model
-from kvtier.engine.sequence import SamplingParams
+from kvtier.engine.requests import SamplingParams
 from kvtier.tiers.errors import ConfigError
 
 KEEP = SamplingParams(max_tokens=6, ignore_eos=True, keep_logits=True)

@@ -19,11 +19,11 @@ from small_engines import end, settled
 
 from kvtier.connector.local import LocalConnector
 from kvtier.connector.transformers import KVTier
-from kvtier.engine.completion import Completion
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.llm import Engine
 from kvtier.engine.model import Model
-from kvtier.engine.sequence import SamplingParams
+from kvtier.engine.requests import SamplingParams
+from kvtier.engine.sequence import Completion
 from kvtier.tiers.config.config import Config
 
 ROWS = {one.name: one for one in ARCHITECTURES}

@@ -14,8 +14,8 @@ from kvtier.connector.models.hf_model import weights_digest
 from kvtier.connector.plan import StepPlan
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.llm import Engine
+from kvtier.engine.requests import SamplingParams
 from kvtier.engine.sampler import sample
-from kvtier.engine.sequence import SamplingParams
 from kvtier.tiers import RequestError
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.copies.block_copier import BlockCopies

@@ -20,14 +20,13 @@ from tiny_models import config_of
 from transformers import AutoModelForCausalLM
 
 from kvtier.connector.daemon.client import RemoteTiers
-from kvtier.connector.daemon.handshake import Hello
+from kvtier.connector.daemon.wire import Hello
 from kvtier.connector.local import LocalConnector
 from kvtier.connector.transformers.adapter import KVTier
 from kvtier.engine.config import EngineConfig
-from kvtier.engine.llm import Engine
-from kvtier.engine.local import engine_config
+from kvtier.engine.llm import Engine, engine_config
 from kvtier.engine.model import Model
-from kvtier.engine.sequence import SamplingParams
+from kvtier.engine.requests import SamplingParams
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.errors import ConfigError
 from kvtier.tiers.fp8 import fp8_form

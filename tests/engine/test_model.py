@@ -13,7 +13,7 @@ from kvtier.connector.models.checkpoint import revision_of
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.llm import Engine
 from kvtier.engine.model import Model
-from kvtier.engine.sequence import SamplingParams
+from kvtier.engine.requests import SamplingParams
 from kvtier.tiers.errors import ConfigError
 
 OPTIONS = EngineConfig(block_size=16, num_blocks=64, max_num_batched_tokens=512)

@@ -20,12 +20,12 @@ from tiny_models import prompt
 from kvtier.connector import ClosedChain, StatePieces, WorkerReport
 from kvtier.connector.local import LocalConnector
 from kvtier.connector.transformers import KVTier
-from kvtier.engine import state_borders
+from kvtier.engine import states
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.llm import Engine
 from kvtier.engine.model import Model
-from kvtier.engine.sequence import SamplingParams
-from kvtier.engine.state_scheduler import StateScheduler
+from kvtier.engine.requests import SamplingParams
+from kvtier.engine.states import StateScheduler
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.errors import ConfigError
 from kvtier.tiers.hierarchy.hierarchy import evict_everywhere
@@ -271,10 +271,8 @@ def test_logits_tell_a_state_from_that_of_the_border_before(
         right = distance(found)
         assert right < 1e-5
         with monkeypatch.context() as patch:
-            patch.setattr(
-                state_borders, "StatePieces", lambda chain, border, count: StatePieces(chain, border - 1, count)
-            )
-            patch.setattr(state_borders, "ClosedChain", OneBorderOff)
+            patch.setattr(states, "StatePieces", lambda chain, border, count: StatePieces(chain, border - 1, count))
+            patch.setattr(states, "ClosedChain", OneBorderOff)
             if found[1]:
                 engine.pool.reset()
             assert distance(found) > 100 * right

@@ -13,7 +13,7 @@ from kvtier.connector.local import LocalConnector
 from kvtier.connector.segments import Repair, Segment
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.llm import Engine
-from kvtier.engine.sequence import SamplingParams
+from kvtier.engine.requests import SamplingParams
 from kvtier.tiers.config.config import Config
 
 ONE = SamplingParams(max_tokens=1, ignore_eos=True)

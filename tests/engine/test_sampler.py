@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from kvtier.engine.requests import SamplingParams
 from kvtier.engine.sampler import sample, uniform
-from kvtier.engine.sequence import SamplingParams
 from kvtier.tiers import RequestError
 
 LOGITS = np.log(np.array([0.1, 0.4, 0.2, 0.3], np.float32))

@@ -9,7 +9,8 @@ from scheduler_rig import BLOCK, ScriptedConnector, Story, tokens
 from kvtier.connector.models import Reasoning
 from kvtier.connector.plan import StepPlan, WorkerReport
 from kvtier.connector.scheduler import ConnectorUpdate
-from kvtier.engine.sequence import FinishReason, SequenceState
+from kvtier.engine.requests import FinishReason
+from kvtier.engine.sequence import SequenceState
 from kvtier.tiers.hierarchy.cache_tiers import PENDING
 
 
@@ -336,11 +337,11 @@ def test_abort_in_every_state() -> None:
     connector.news = ConnectorUpdate(released=tuple(story.scheduler._held.copies.elements()))
     story.step()
     assert set(story.ended.values()) == {FinishReason.ABORT}
-    assert story.scheduler.knows("loading")
+    assert "loading" in story.scheduler.orphans
     assert story.pool.num_free_blocks == 6
     connector.news = ConnectorUpdate(loaded=("loading",))
     story.step()
-    assert not story.scheduler.knows("loading")
+    assert "loading" not in story.scheduler.live
     story.idle()
 
 

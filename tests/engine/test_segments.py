@@ -17,10 +17,10 @@ from kvtier.connector.local import LocalConnector
 from kvtier.connector.segments import REPAIR_RULES, Repair, Segment
 from kvtier.connector.segments.blend import Blender
 from kvtier.connector.segments.progress import Blend
-from kvtier.engine.completion import Completion
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.llm import Engine
-from kvtier.engine.sequence import FinishReason, SamplingParams
+from kvtier.engine.requests import FinishReason, SamplingParams
+from kvtier.engine.sequence import Completion
 from kvtier.tiers import RequestError
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.errors import ConfigError
@@ -410,7 +410,8 @@ def test_a_blend_counts_once_however_often_it_is_made(make: Make, monkeypatch: p
     while not request.num_generated:
         engine.step()
     repaired = round(UNBOUND.share * REUSED)
-    assert (request.num_segment_tokens, request.num_repaired_tokens) == (REUSED, repaired)
+    assert request.reuse is not None
+    assert (request.reuse.num_reused, request.reuse.num_repaired) == (REUSED, repaired)
     assert (engine.stats["segment_tokens"], engine.stats["repaired_tokens"]) == (REUSED, repaired)
     engine.abort(name)
 
@@ -462,7 +463,7 @@ def test_bad_input_is_one_clear_error_and_nothing_is_admitted(make: Make, what: 
     with pytest.raises(RequestError, match=message):
         engine.add_request(PROMPT, GREEDY, request_id="mine", **given())
     assert not engine.has_unfinished
-    assert not engine.scheduler.knows("mine")
+    assert "mine" not in engine.scheduler.live
     assert answer(engine).num_segment_tokens == REUSED
 
 

@@ -12,11 +12,11 @@ from tiny_models import config_of, prompt
 from torch.overrides import TorchFunctionMode
 
 from kvtier.connector.segments import Repair, Segment
-from kvtier.connector.segments.uploads import uploaded
+from kvtier.connector.segments.paged_attention import uploaded
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.llm import Engine
 from kvtier.engine.model import Model
-from kvtier.engine.sequence import SamplingParams
+from kvtier.engine.requests import SamplingParams
 
 READS = ("tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__", "nonzero")
 

@@ -13,7 +13,7 @@ from tiny_models import config_of, prompt
 from kvtier.connector.local import LocalConnector
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.llm import Engine
-from kvtier.engine.sequence import SamplingParams
+from kvtier.engine.requests import SamplingParams
 from kvtier.tiers import RequestError
 from kvtier.tiers.config.config import Config
 

@@ -10,10 +10,10 @@ from extent import brief
 from tiny_models import VOCAB, config_of, prompt
 
 from kvtier.connector.local import LocalConnector
-from kvtier.engine.completion import Completion
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.llm import Engine
-from kvtier.engine.sequence import FinishReason, SamplingParams
+from kvtier.engine.requests import FinishReason, SamplingParams
+from kvtier.engine.sequence import Completion
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.errors import StoreLocked
 

@@ -14,13 +14,12 @@ from manual_copies import ManualCopyStream
 from numpy.typing import NDArray
 from tiny_models import config_of, prompt
 
-from kvtier.connector.both_ends import BothEndsSide
+from kvtier.connector.scheduler import SchedulerSide
 from kvtier.connector.worker import WorkerSide
-from kvtier.engine.batch import Batch
-from kvtier.engine.completion import Completion
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.llm import Engine
-from kvtier.engine.sequence import FinishReason, SamplingParams, SequenceState
+from kvtier.engine.requests import FinishReason, SamplingParams
+from kvtier.engine.sequence import Batch, Completion, SequenceState
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.copies.block_copier import BlockCopies
 from kvtier.tiers.copies.device import BlockPool
@@ -102,7 +101,7 @@ class ManualConnector:
     def __init__(self, identity: ModelIdentity, pool: BlockPool, kind: type[Witness], host: str) -> None:
         config = Config.load(host={"size": host, "huge_pages": False}, cache={"load_or_recompute": "load"})
         self.hierarchy = open_hierarchy(config, identity.fingerprint(), pool.shape)
-        self.scheduler = BothEndsSide(self.hierarchy, partial_blocks=pool.partial_blocks)
+        self.scheduler = SchedulerSide(self.hierarchy, partial_blocks=pool.partial_blocks)
         self.stream = kind(pool.tensor, self.hierarchy.host.region)
         self.worker = WorkerSide(self.stream, pool.shape.num_layers, pool.shape.layer_bytes, 0.01)
 
@@ -324,7 +323,7 @@ def test_a_crowd_over_slow_and_failing_copies(make: Make, cold: Cold, loading: s
         if waiting and dice.random() < 0.4:
             tokens = waiting.pop()
             tokens_of[engine.add_request(tokens, KEEP)] = tokens
-        if dice.random() < 0.03 and (live := [name for name in tokens_of if engine.scheduler.knows(name)]):
+        if dice.random() < 0.03 and (live := [name for name in tokens_of if name in engine.scheduler.live]):
             engine.abort(str(dice.choice(live)))
         if dice.random() < 0.05:
             engine.pool.reset()  # L1 forgets: the next ones load

@@ -34,8 +34,7 @@ from fault_rig import (
 )
 
 from kvtier.tiers.errors import FormatError
-from kvtier.tiers.file.file_io import FileIO
-from kvtier.tiers.file.payload_io import Mode
+from kvtier.tiers.file.file_io import FileIO, Mode
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy
 from kvtier.tiers.hierarchy.lower_tier import HierarchySettings, PortSettings
 from kvtier.tiers.tier import Outcome

@@ -15,9 +15,8 @@ from tiny_models import config_of, plain, prompt
 
 from kvtier.connector.local import LocalConnector
 from kvtier.engine.config import EngineConfig
-from kvtier.engine.llm import Engine
-from kvtier.engine.local import open_engine
-from kvtier.engine.sequence import SamplingParams
+from kvtier.engine.llm import Engine, open_engine
+from kvtier.engine.requests import SamplingParams
 from kvtier.tiers import RequestError
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.hierarchy.cache_tiers import PENDING

@@ -32,7 +32,7 @@ from kvtier.connector.scheduler import SchedulerSide
 from kvtier.connector.worker import WorkerSide
 from kvtier.tiers.checksum import checksum
 from kvtier.tiers.config.config import Config
-from kvtier.tiers.file.payload_io import Mode
+from kvtier.tiers.file.file_io import Mode
 from kvtier.tiers.file.store import FileStore
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy
 from kvtier.tiers.hierarchy.lower_tier import HierarchySettings

@@ -15,10 +15,10 @@ from tiny_models import config_of, prompt
 
 from kvtier.connector.daemon.client import RemoteTiers
 from kvtier.connector.local import LocalConnector
-from kvtier.engine.completion import Completion
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.llm import Engine
-from kvtier.engine.sequence import SamplingParams
+from kvtier.engine.requests import SamplingParams
+from kvtier.engine.sequence import Completion
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.hierarchy.cache_tiers import Claim
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy

@@ -12,7 +12,7 @@ from mischief import Mischief
 from tiny_models import config_of
 from uncached_truth import Truth
 
-from kvtier.connector import back
+from kvtier.connector import overlapped
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.llm import Engine
 
@@ -55,8 +55,8 @@ def test_whatever_goes_wrong_answers_are_right_and_nothing_approximate_is_kept(
 ) -> None:
     """Hits inside a block, tails, segments and both ends; aborts, preemption, bad copies, late reads, rotten blocks."""
     dice = random.Random(seed)
-    monkeypatch.setattr(back, "_GROUP_BLOCKS", 3)  # short prompts have several groups, too
-    monkeypatch.setattr(back.Back, "_is_late", lambda *_: dice.random() < 0.3)
+    monkeypatch.setattr(overlapped, "_GROUP_BLOCKS", 3)  # short prompts have several groups, too
+    monkeypatch.setattr(overlapped.Back, "_is_late", lambda *_: dice.random() < 0.3)
     story = Mischief(disk_dir, seed, exact=exact, block_size=(16, 32)[seed % 2])
     story.play(ROUNDS)
     story.rest()

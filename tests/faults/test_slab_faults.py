@@ -17,8 +17,7 @@ from fault_rig import FaultyIO
 from slab_rig import BLOCK_SIZE, SLOT, hash_of, payload_of, put, verify
 
 from kvtier.tiers.errors import FingerprintMismatch, FormatError, TierUnavailable
-from kvtier.tiers.file.file_io import FileIO
-from kvtier.tiers.file.payload_io import Mode
+from kvtier.tiers.file.file_io import FileIO, Mode
 from kvtier.tiers.file.store import FileStore
 from kvtier.tiers.tier import Outcome
 

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvtier.connector.segments.paged_attention import AttentionSpan, PackedAttention, PagedKV
-from kvtier.connector.segments.scoring import Scoring
+from kvtier.connector.segments.paged_attention import AttentionSpan, PackedAttention, PagedKV, Scoring
 
 HEADS, KV_HEADS, DIM, BLOCK, NUM_BLOCKS = 4, 2, 16, 16, 24
 SCALING = 0.25

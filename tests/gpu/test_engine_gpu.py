@@ -13,12 +13,12 @@ from tiny_models import config_of, prompt
 
 from kvtier.connector.local import LocalConnector
 from kvtier.connector.segments import Repair, Segment
-from kvtier.engine.completion import Completion
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.llm import Engine
 from kvtier.engine.model import Model
 from kvtier.engine.model_runner import ModelRunner
-from kvtier.engine.sequence import SamplingParams
+from kvtier.engine.requests import SamplingParams
+from kvtier.engine.sequence import Completion
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.copies import copy_ways
 

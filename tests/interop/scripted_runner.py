@@ -32,9 +32,8 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm_rig import greedy
 
-from kvtier.connector.vllm.layer_specs import is_state, layer_specs
 from kvtier.connector.vllm.messages import CopyReports
-from kvtier.connector.vllm.slot_plan import slot_plan
+from kvtier.connector.vllm.slot_plan import is_state, layer_specs, slot_plan
 from kvtier.connector.vllm.worker import WorkerHalf
 
 _DIGEST: Final = 8  # bytes

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
 
 from kvtier.tiers.file import slab
-from kvtier.tiers.file.slab_codec import Codec
+from kvtier.tiers.file.slab import Codec
 from kvtier.tiers.naming.key_schemes import sglang_hashes
 
 PAGE_SIZE: Final = 16

@@ -13,7 +13,7 @@ pytest.importorskip("vllm", reason="no vLLM here; run `make test-vllm`")
 from vllm_rig import BLOCK, Engine, engine, greedy, make_checkpoint, prompt, tiers
 
 from kvtier.connector.plan import StepPlan, WorkerReport
-from kvtier.connector.vllm.steps import RegionHandle
+from kvtier.connector.vllm.worker import RegionHandle
 from kvtier.connector.worker import WorkerSide
 from kvtier.tiers.copies.block_copier import PartCopier
 from kvtier.tiers.errors import TierUnavailable

@@ -36,10 +36,9 @@ from vllm.v1.request import Request
 from vllm_rig import Engine, engine, greedy, make_checkpoint, prompt, tiers
 
 from kvtier.connector.vllm import slot_plan as vllm_slot_plan
-from kvtier.connector.vllm.engine_parts import engine_blocks
 from kvtier.connector.vllm.identity import identity
-from kvtier.connector.vllm.layer_specs import layer_specs
-from kvtier.connector.vllm.slot_plan import is_uneven, slot_plan
+from kvtier.connector.vllm.slot_plan import is_uneven, layer_specs, slot_plan
+from kvtier.connector.vllm.slots import engine_blocks
 from kvtier.tiers.config.sections import CacheConfig
 from kvtier.tiers.copies.block_copier import BlockCopies, PartCopier
 from kvtier.tiers.errors import ConfigError

@@ -21,12 +21,10 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm_rig import BLOCK, engine, make_checkpoint, prompt, tiers
 
 from kvtier.connector.vllm import slot_plan as vllm_slot_plan
-from kvtier.connector.vllm.engine_parts import engine_blocks
 from kvtier.connector.vllm.identity import identity
 from kvtier.connector.vllm.options import VllmOptions
-from kvtier.connector.vllm.slot_order import slot_order, warn_of_order
-from kvtier.connector.vllm.slot_plan import slot_plan
-from kvtier.connector.vllm.slots import SlotPlan
+from kvtier.connector.vllm.slot_plan import slot_order, slot_plan, warn_of_order
+from kvtier.connector.vllm.slots import SlotPlan, engine_blocks
 from kvtier.tiers.config.sections import CacheConfig
 from kvtier.tiers.copies.block_copier import BlockCopies, PartCopier
 from kvtier.tiers.copies.copy_ways import CopyChoice, CopyWays

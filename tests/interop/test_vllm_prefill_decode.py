@@ -282,7 +282,7 @@ def test_a_prefill_node_with_other_names_is_named_once_and_not_waited_for(
     with engine(model, transfer=of_role("kv_consumer", told(redis, "600s"))) as decode:
         outputs = ask(decode, PROMPTS, handed)
         assert (texts(outputs), cached(outputs)) == (expected, [0, 0, 0])
-    said = [record.getMessage() for record in caplog.records if record.name == "kvtier.connector.vllm.handover"]
+    said = [record.getMessage() for record in caplog.records if record.name == "kvtier.connector.vllm.requests"]
     assert len(said) == 1
     assert "the model differs: give both nodes one checkpoint, dtype, --block-size" in said[0]
 

@@ -13,6 +13,7 @@ from vllm_rig import engine, make_checkpoint, prompt, tiers
 
 from kvtier.tiers.checksum import checksum
 from kvtier.tiers.copies.block_copier import PartCopier
+from kvtier.tiers.host.host import HostRegion
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -40,8 +41,7 @@ def slow_stores(monkeypatch: pytest.MonkeyPatch, stage: str, seconds: float) -> 
         monkeypatch.setattr(PartCopier, "copy", copied)
     else:
         monkeypatch.setattr("kvtier.tiers.hierarchy.stores._SEALED_NOW", -1)  # else who stores a few bytes hashes them
-        monkeypatch.setattr("kvtier.tiers.host.memory.compiled_checksums", lambda: None)  # the twin asks nobody
-        monkeypatch.setattr("kvtier.tiers.host.host.checksum_of", lambda num_bytes: hashed)
+        monkeypatch.setattr(HostRegion, "checksums", lambda region, slots: [*map(hashed, map(region.slot, slots))])
 
 
 @pytest.mark.parametrize("stage", brief(["copy"], ["copy", "hash"]))

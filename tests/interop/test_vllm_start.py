@@ -15,10 +15,9 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, Mamb
 from vllm_rig import Engine, make_checkpoint, tiers
 
 from kvtier.connector.vllm import slot_plan as vllm_slot_plan
-from kvtier.connector.vllm.engine_parts import engine_blocks
 from kvtier.connector.vllm.identity import hash_scheme, identity
-from kvtier.connector.vllm.model import require_supported_version
-from kvtier.connector.vllm.slot_plan import slot_plan
+from kvtier.connector.vllm.slot_plan import require_supported_version, slot_plan
+from kvtier.connector.vllm.slots import engine_blocks
 from kvtier.tiers.config.sections import CacheConfig
 from kvtier.tiers.errors import ConfigError
 

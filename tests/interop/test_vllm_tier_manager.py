@@ -272,9 +272,9 @@ def test_routers_are_told_what_came_and_what_has_left(make: Make, primary: Any) 
 
 
 def test_whatever_left_is_found_by_and_by(make: Make, primary: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvtier.connector.vllm import tier_events
+    from kvtier.connector.vllm import tier as vllm_tier
 
-    monkeypatch.setattr(tier_events, "_LOOKED_AT", 2)
+    monkeypatch.setattr(vllm_tier, "_LOOKED_AT", 2)
     tier, context = make(spec=spec_with_events(True), enable_kv_events=True, locality="LOCAL"), request("r")
     [port] = tier.jobs.ports
     keys = [key(n) for n in range(6)]
@@ -284,7 +284,7 @@ def test_whatever_left_is_found_by_and_by(make: Make, primary: Any, monkeypatch:
     port.tier.discard([_name(each) for each in (keys[1], keys[4], keys[5])])
     found = [each for _ in range(6) for told in events(tier) for each in told[0]]
     assert sorted(found) == sorted([keys[1], keys[4], keys[5]])
-    monkeypatch.setattr(tier_events, "_MOST", 2)
+    monkeypatch.setattr(vllm_tier, "_MOST", 2)
     assert [removed for _, removed in events(tier)] == [True]  # one more than are kept
 
 

@@ -18,7 +18,7 @@ from fork_rig import ENGINE, SERVICES, Forked
 
 from kvtier.service.cluster import cluster, keeper, process
 from kvtier.service.cluster.cluster import Cluster, ServiceStatus
-from kvtier.service.cluster.file import NUM_PORTS
+from kvtier.service.cluster.defaults import NUM_PORTS
 from kvtier.service.cluster.process import Process, is_free, launch
 from kvtier.tiers.config.config import child_environment
 

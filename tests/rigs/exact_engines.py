@@ -8,10 +8,10 @@ from small_engines import settled
 from tiny_models import config_of
 
 from kvtier.connector.local import LocalConnector
-from kvtier.engine.completion import Completion
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.llm import Engine
-from kvtier.engine.sequence import SamplingParams
+from kvtier.engine.requests import SamplingParams
+from kvtier.engine.sequence import Completion
 from kvtier.tiers.config.config import Config
 
 EXACT: dict[str, Any] = {"exact": True, "exact_rows": 128, "max_num_batched_tokens": 100, "max_num_seqs": 4}

@@ -11,8 +11,7 @@ from pathlib import Path
 
 from doubles import BLOCK_SIZE, SLOT_BYTES, payload_of
 
-from kvtier.tiers.file.file_io import FileIO
-from kvtier.tiers.file.payload_io import Mode
+from kvtier.tiers.file.file_io import FileIO, Mode
 from kvtier.tiers.file.store import FileStore
 from kvtier.tiers.hierarchy.cache_tiers import PENDING, Claim, Pending
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy

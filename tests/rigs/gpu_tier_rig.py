@@ -8,7 +8,7 @@ import torch
 import transformers.generation.utils  # noqa: F401  a model's first import of it looks at the real torch.cuda.Stream
 from lazy_cuda import LazyCuda, LazyDriver, pin, ranges_of
 
-from kvtier.connector.transformers import device_copies, host_copy, tier_blocks
+from kvtier.connector.transformers import cache_form, device_copies, tier_blocks
 from kvtier.connector.transformers.blocks import Blocks
 from kvtier.connector.transformers.cache_form import CacheForm
 from kvtier.connector.transformers.device_copies import DeviceCopies
@@ -33,7 +33,7 @@ class GpuBelow:
         set_(device_copies, "_AHEAD", 8)  # fewer than some calls have pieces
         set_(device_copies, "CudaCopyStream", self.stream)
         set_(tier_blocks, "copies_of", self.copies)
-        set_(host_copy, "is_on_gpu", lambda tensor: True)
+        set_(cache_form, "is_on_gpu", lambda tensor: True)
         set_(Blocks, "read", self._moving(Blocks.read, "gathered"))
         set_(Blocks, "write", self._moving(Blocks.write, "scattered"))
         self._set = set_

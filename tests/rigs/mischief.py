@@ -14,13 +14,13 @@ import torch
 from fault_rig import settle
 from tiny_models import config_of, prompt
 
-from kvtier.connector.both_ends import BothEndsSide
+from kvtier.connector.scheduler import SchedulerSide
 from kvtier.connector.segments import Repair, Segment
 from kvtier.connector.worker import WorkerSide
-from kvtier.engine.batch import Batch
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.llm import Engine
-from kvtier.engine.sequence import Output, SamplingParams, SequenceState
+from kvtier.engine.requests import Output, SamplingParams
+from kvtier.engine.sequence import Batch, SequenceState
 from kvtier.engine.sequence import Sequence as Live
 from kvtier.tiers.checksum import checksum
 from kvtier.tiers.config.config import Config
@@ -109,7 +109,7 @@ class BadConnector:
     def __init__(self, identity: ModelIdentity, pool: BlockPool, config: Config, seed: int) -> None:
         self.hierarchy = open_hierarchy(config, identity.fingerprint(), pool.shape)
         self.hierarchy.rates = EvenRates(pool.shape.block_bytes // pool.shape.block_size)
-        self.scheduler = BothEndsSide(self.hierarchy, partial_blocks=True)
+        self.scheduler = SchedulerSide(self.hierarchy, partial_blocks=True)
         region = self.hierarchy.host.region
         stream = HostCopyStream(pool.tensor, region)
         stream._copier = self.copies = BadCopies(stream._copier, pool.tensor, region, seed)  # type: ignore[assignment]

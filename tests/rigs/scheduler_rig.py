@@ -7,8 +7,8 @@ from kvtier.connector.request import Answered, Request
 from kvtier.connector.scheduler import ConnectorUpdate
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.offload import NoOffload
+from kvtier.engine.requests import FinishReason, Output, SampledToken, SamplingParams
 from kvtier.engine.scheduler import Scheduler
-from kvtier.engine.sequence import FinishReason, Output, SampledToken, SamplingParams
 from kvtier.engine.sequence import Sequence as Live
 from kvtier.tiers.copies.device import BlockPool
 from kvtier.tiers.hierarchy.cache_tiers import Pending

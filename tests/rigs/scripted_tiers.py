@@ -11,12 +11,12 @@ from typing import Any, Final
 
 from doubles import FakeClock
 
-from kvtier.connector.both_ends import BothEndsSide
 from kvtier.connector.plan import WorkerReport
-from kvtier.engine.batch import Batch
+from kvtier.connector.scheduler import SchedulerSide
 from kvtier.engine.config import EngineConfig
+from kvtier.engine.requests import SampledToken, SamplingParams
 from kvtier.engine.scheduler import Scheduler
-from kvtier.engine.sequence import SampledToken, SamplingParams
+from kvtier.engine.sequence import Batch
 from kvtier.engine.sequence import Sequence as Live
 from kvtier.tiers.copies.device import BlockPool
 from kvtier.tiers.hierarchy.cache_tiers import PENDING, Attribution, Claim, Ends, Pending, Wanted
@@ -161,7 +161,7 @@ class ScriptedEngine:
         for start in itertools.chain.from_iterable([range(0, num_tokens, 256)] * 4):
             self.rates.computed(256, cost(start, start + 256), start + 128.0)
         self.tiers = ScriptedTiers(self.clock, self.rates, rate)
-        self.side = BothEndsSide(self.tiers, clock=self.clock)  # type: ignore[arg-type] # what a scheduler calls
+        self.side = SchedulerSide(self.tiers, clock=self.clock)  # type: ignore[arg-type] # what a scheduler calls
         config = EngineConfig(block_size=BLOCK, **{"max_num_batched_tokens": 512, **options})  # type: ignore[arg-type]
         self.pool = BlockPool(KVShape(1, 1, 1, BLOCK, "float32"), num_tokens // BLOCK * 2 + 8)
         self.scheduler = Scheduler(config, self.pool, self.side)

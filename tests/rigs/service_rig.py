@@ -6,6 +6,7 @@ import socket as sockets
 import subprocess
 import threading
 import time
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
@@ -15,14 +16,15 @@ from fault_rig import rest
 from fork_rig import SERVICES, Forked
 
 from kvtier.connector.daemon.client import RemoteTiers
-from kvtier.connector.daemon.handshake import Hello, pack_handshake
+from kvtier.connector.daemon.wire import Hello, News, pack_found, pack_handshake
 from kvtier.service.node.daemon import Daemon
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.hierarchy.cache_tiers import Attribution, CacheTiers, Claim, Pending, Wanted
+from kvtier.tiers.hierarchy.lower_tier import Meeting
 from kvtier.tiers.naming.chain import TokenChain
 from kvtier.tiers.pool.core import Lease
 from kvtier.tiers.pool.lease import Reservation
-from kvtier.tiers.tier import BlockRecord, Outcome
+from kvtier.tiers.tier import BlockRecord, ChildBlock, Outcome
 
 ROOT = Path(__file__).resolve().parents[2]
 FINGERPRINT = b"a model of the daemon's stories".ljust(32, b".")
@@ -126,6 +128,21 @@ def attach(
     """A client of the daemon at `socket`; patient, unless the story is about its `deadline`."""
     hello = Hello(fingerprint, BLOCK_SIZE, slot_bytes, size, reset=False, kv_probe=kv_probe)
     return RemoteTiers(socket, hello, patience=PATIENCE, deadline=deadline)
+
+
+def news_of(
+    claim: int,
+    found: Attribution,
+    refusal: Outcome | None,
+    good_for: float,
+    slots: list[int],
+    generations: list[int],
+    children: Sequence[ChildBlock] = (),
+    meeting: Meeting | None = None,
+) -> News:
+    """What a daemon says of a claim."""
+    columns = array("q", slots).tobytes(), array("q", generations).tobytes()
+    return News(claim, pack_found(found), refusal, good_for, *columns, children, meeting)
 
 
 def wanted(chain: TokenChain, first: int = 0, last: int | None = None) -> Wanted:

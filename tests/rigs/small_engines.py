@@ -8,7 +8,7 @@ from tiny_models import config_of
 from kvtier.connector.local import LocalConnector
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.llm import Engine
-from kvtier.engine.sequence import SamplingParams
+from kvtier.engine.requests import SamplingParams
 from kvtier.tiers.config.config import Config
 
 GREEDY = SamplingParams(max_tokens=8, ignore_eos=True)

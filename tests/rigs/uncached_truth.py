@@ -10,7 +10,7 @@ from tiny_models import plain
 
 from kvtier.connector.models import returned_cache
 from kvtier.engine.llm import Engine
-from kvtier.engine.sequence import SamplingParams
+from kvtier.engine.requests import SamplingParams
 from kvtier.tiers.naming.chain import TokenChain, is_named_by, root_hash
 from kvtier.tiers.tier import ChainHash
 

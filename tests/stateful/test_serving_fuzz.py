@@ -16,13 +16,13 @@ from extent import brief
 from manual_copies import ManualCopyStream
 from numpy.typing import NDArray
 
-from kvtier.connector.both_ends import BothEndsSide
+from kvtier.connector.scheduler import SchedulerSide
 from kvtier.connector.worker import WorkerSide
-from kvtier.engine.batch import Batch, Chunk
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.offload import start_copies
+from kvtier.engine.requests import FinishReason, SampledToken, SamplingParams
 from kvtier.engine.scheduler import Scheduler
-from kvtier.engine.sequence import FinishReason, SampledToken, SamplingParams
+from kvtier.engine.sequence import Batch, Chunk
 from kvtier.engine.sequence import Sequence as Live
 from kvtier.tiers.copies.device import BlockPool
 from kvtier.tiers.copies.transfer import CopyEvent
@@ -118,7 +118,7 @@ class World:
         self.pool = BlockPool(KVShape(1, 1, 1, BLOCK_SIZE, "float32"), self.num_blocks)
         self.l1 = np.zeros((self.num_blocks, NUM_LAYERS, LAYER_BYTES), np.uint8)
         self.stream = FlakyStream(self.l1, self.hierarchy.host.region, dice)
-        self.side = BothEndsSide(self.hierarchy)
+        self.side = SchedulerSide(self.hierarchy)
         self.worker = WorkerSide(self.stream, NUM_LAYERS, LAYER_BYTES, deadline=0.0)
         self.scheduler = Scheduler(self.config, self.pool, self.side)
         self.live: dict[str, Live] = {}
@@ -136,7 +136,7 @@ class World:
             before, *_ = self.ended[dice.choice(list(self.ended))]
             tokens = [*before, dice.randrange(1, 9)][: room - 1]
         name = f"r{dice.randrange(12)}"
-        if name in self.live or self.scheduler.knows(name):
+        if name in self.live or name in self.scheduler.live or name in self.scheduler.orphans:
             return
         salt = dice.choice([None, None, None, "a"])
         params = SamplingParams(max_tokens=dice.randrange(1, min(room - len(tokens), 20) + 1), ignore_eos=True)

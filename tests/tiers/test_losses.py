@@ -3,29 +3,29 @@
 import pytest
 from doubles import FakeClock
 
-from kvtier.tiers.metrics import Losses
+from kvtier.tiers.metrics import LOOKED_UP, STORED, Losses, Metrics
 from kvtier.tiers.tier import Outcome
 
 
 def test_a_tenth_is_none_of_it_is_said_what_helps_and_it_ends() -> None:
     clock = FakeClock()
     losses = Losses(clock)
-    losses.stored("file", 90)
-    losses.dropped("file", Outcome.EVICTED, 10)
-    losses.looked_up(90)
-    losses.missed(Outcome.NO_SLOT, 9)
+    losses.count("file", STORED, 90)
+    losses.count("file", Outcome.EVICTED, 10)
+    losses.count("", LOOKED_UP, 90)
+    losses.count("", Outcome.NO_SLOT, 9)
     assert losses.wanting == {}
     clock.advance(60)
-    losses.dropped("file", Outcome.EVICTED, 80)
-    losses.dropped("file", Outcome.TIMEOUT, 20)
-    losses.missed(Outcome.NO_SLOT, 9)
+    losses.count("file", Outcome.EVICTED, 80)
+    losses.count("file", Outcome.TIMEOUT, 20)
+    losses.count("", Outcome.NO_SLOT, 9)
     assert losses.wanting == {
         "file stores": "55% of 200 blocks in the last 5 minutes were not stored (evicted 90, timeout 20); "
         'raise [host] size, or set [cache] admit_after = "auto"',
         "l2 slots": "20% of 90 blocks in the last 5 minutes had no slot to be loaded to (no_slot); raise [host] size",
     }
     clock.advance(4 * 60)
-    losses.stored("file", 1000)  # it has ended: most are stored
+    losses.count("file", STORED, 1000)  # it has ended: most are stored
     assert [*losses.wanting] == ["l2 slots"]
     clock.advance(2 * 60)
     assert losses.wanting == {}
@@ -42,9 +42,9 @@ def test_a_tenth_is_none_of_it_is_said_what_helps_and_it_ends() -> None:
     ],
 )
 def test_what_helps_is_named(tier: str, reason: Outcome, fix: str) -> None:
-    losses = Losses(FakeClock())
-    losses.dropped(tier, reason, 3)
-    assert losses.wanting[f"{tier} stores"].endswith(f"({reason} 3); {fix}")
+    metrics = Metrics()
+    metrics.dropped(tier, reason, 3)
+    assert metrics.losses.wanting[f"{tier} stores"].endswith(f"({reason} 3); {fix}")
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_what_helps_is_named(tier: str, reason: Outcome, fix: str) -> None:
     [Outcome.QUOTA, Outcome.NOT_ADMITTED, Outcome.ABORTED, Outcome.EPOCH, Outcome.BREAKER_OPEN, Outcome.CLOSED],
 )
 def test_what_no_size_and_no_deadline_would_change_is_none(reason: Outcome) -> None:
-    losses = Losses(FakeClock())
-    losses.dropped("l2", reason, 100)
-    losses.missed(reason, 100)
-    assert losses.wanting == {}
+    metrics = Metrics()
+    metrics.dropped("l2", reason, 100)
+    metrics.missed(reason, 100)
+    assert metrics.losses.wanting == {}

@@ -1,5 +1,6 @@
 from .config import Config, ConfigSource, child_environment, nearest, options
 from .environment import COMPILED, cache_directory, compiled_setting
+from .quantities import format_size, parse_duration, parse_room, parse_size, parse_time, show_size
 from .sections import (
     MAX_BLOCKS,
     CacheConfig,
@@ -14,18 +15,7 @@ from .sections import (
     ServerConfig,
     ServiceConfig,
 )
-from .values import (
-    ByteSize,
-    Lifetime,
-    format_size,
-    is_endpoint,
-    is_one_line,
-    parse_duration,
-    parse_room,
-    parse_size,
-    parse_time,
-    show_size,
-)
+from .values import ByteSize, Lifetime, is_endpoint, is_one_line
 
 __all__ = [
     "COMPILED",

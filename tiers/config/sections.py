@@ -8,6 +8,7 @@ from pydantic import Field, SecretStr, model_validator
 from pydantic_settings import NoDecode
 
 from kvtier.tiers import L2, TIERS
+from kvtier.tiers.config.quantities import format_size
 from kvtier.tiers.config.values import (
     AccessKeyId,
     Address,
@@ -34,7 +35,6 @@ from kvtier.tiers.config.values import (
     Topic,
     WholeNumber,
     ZmqEndpoint,
-    format_size,
     is_numeric,
     is_one_line,
     listed,

@@ -1,22 +1,16 @@
 """Which blocks to copy between L1 and L2, where an engine keeps them, and the copy itself on the calling thread."""
 
+import math
 import resource
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvtier.tiers.host import HostRegion, memory
-
-if TYPE_CHECKING:
-    import torch
-import math
-from collections.abc import Sequence
-from dataclasses import field
-from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch

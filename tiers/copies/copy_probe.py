@@ -15,6 +15,8 @@ from kvtier.tiers.copies.block_copier import BlockCopies, BlockPart, CopyDirecti
 from kvtier.tiers.copies.copy_ways import DEFAULT, ChoiceKey, CopyChoice, CopyWay, CopyWays, KeptChoices
 from kvtier.tiers.host import CudaDriver, HostRegion
 
+logger = logging.getLogger(__name__)
+
 _REPEATS: Final = 3  # the fastest counts: what else the device does only adds
 _PATIENCE: Final = 1.0  # seconds that copies of some MiB may take
 _POLL: Final = 50e-6
@@ -162,8 +164,6 @@ class _ProbeMemory:
 def _timed_event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
-
-logger = logging.getLogger(__name__)
 
 SIZES: Final = tuple(4096 << power for power in range(9))  # bytes of a piece: 4 KiB to 1 MiB
 GRIDS: Final = (8, 16, 24, 32)

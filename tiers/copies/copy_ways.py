@@ -1,12 +1,5 @@
 """Which way copies between a device and L2 go, by the size of their pieces; and what was measured of it, in files."""
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final, Literal
-
-from kvtier.tiers import Metrics
-
-if TYPE_CHECKING:
-    from kvtier.tiers.config import HostConfig
 import contextlib
 import fcntl
 import hashlib
@@ -15,11 +8,17 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Final, Literal
 
+from kvtier.tiers import Metrics
 from kvtier.tiers.config import cache_directory
+
+if TYPE_CHECKING:
+    from kvtier.tiers.config import HostConfig
+
+logger = logging.getLogger(__name__)
 
 CopyWay = Literal["batch", "kernel", "staging", "torch"]
 """By one call of the driver; by a kernel that reads and writes pinned slots; through staging on the device; by torch.
@@ -105,8 +104,6 @@ class CopyWays:
         if self.metrics is not None:
             self.metrics.copies.made(way, num_bytes)
 
-
-logger = logging.getLogger(__name__)
 
 _MAX_BYTES: Final = 64 << 10  # of a file: what is larger is none of ours
 _LOOK_AGAIN: Final = 0.05  # seconds between looks at a lock that another process has

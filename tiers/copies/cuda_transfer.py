@@ -16,9 +16,11 @@ from kvtier.tiers.copies.block_copier import CANCELLED, BlockCopies, CopyDirecti
 from kvtier.tiers.copies.copy_probe import Calibration, CopyProbe, MakeCopier
 from kvtier.tiers.copies.copy_ways import ChoiceKey, CopyWays
 from kvtier.tiers.copies.kernels import PartKernels
-from kvtier.tiers.copies.packer import NO_CUPY, DirectCopies, Packer, TensorCopier, say_what_is_lost
+from kvtier.tiers.copies.packer import NO_CUPY, Packer, TensorCopier, say_what_is_lost
 from kvtier.tiers.copies.transfer import DEVICE_ERRORS, MAX_QUEUED, CopyEvent, is_lasting, is_of_capture
 from kvtier.tiers.host import CudaDriver, HostRegion, cuda_driver
+
+logger = logging.getLogger(__name__)
 
 _POLL: Final = 50e-6  # seconds between looks at a device event in `wait`
 
@@ -132,8 +134,6 @@ def _device_event() -> torch.cuda.Event:
     return torch.cuda.Event()  # type: ignore[no-untyped-call]
 
 
-logger = logging.getLogger(__name__)
-
 _PINNED: Final = 5.0  # seconds for the slots of a copy to be pinned; then it goes through pageable memory
 _GRACE: Final = 0.5  # seconds at least for the thread to end what it is just at
 _CAPTURING: Final = "a CUDA graph is being captured on the calling stream"
@@ -173,7 +173,7 @@ class CudaCopyStream:
         def make_copier(
             memory: torch.Tensor | EngineBlocks, region: HostRegion, ways: CopyWays
         ) -> TensorCopier | Packer:
-            direct = DirectCopies(driver, region) if driver is not None and driver.copies_in_batches else None
+            direct = driver if driver is not None and driver.copies_in_batches else None
             if isinstance(memory, EngineBlocks):
                 return Packer(memory, region, direct, ways, _part_kernels(memory, region, cupy))
             return TensorCopier(memory, region, cupy, direct, ways)

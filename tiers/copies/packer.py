@@ -1,31 +1,25 @@
 """Copies on the current stream: an engine's blocks through staging laid out like slots, our own L1 block-first."""
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
-
-from kvtier.tiers.copies.block_copier import CopyDirection
-from kvtier.tiers.host import HostRegion
-
-if TYPE_CHECKING:
-    from kvtier.tiers.host import CudaDriver
 import itertools
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from kvtier.tiers import install_command
-from kvtier.tiers.copies.block_copier import BlockCopies, BlockPart, EngineBlocks
+from kvtier.tiers.copies.block_copier import BlockCopies, BlockPart, CopyDirection, EngineBlocks
 from kvtier.tiers.copies.copy_ways import CopyWay, CopyWays
 from kvtier.tiers.copies.kernels import Canonical, Geometry, LayoutKernels, PartKernels
 from kvtier.tiers.copies.transfer import DEVICE_ERRORS, is_out_of_memory
+from kvtier.tiers.host import CudaDriver, HostRegion
+
+logger = logging.getLogger(__name__)
 
 
 class Run(NamedTuple):
@@ -35,30 +29,6 @@ class Run(NamedTuple):
     stride: int  # in L1, from block to block
     offset: int  # in the slot
     num_bytes: int
-
-
-class DirectCopies:
-    """Copies runs of blocks between L1 and pinned slots."""
-
-    def __init__(self, driver: "CudaDriver", region: HostRegion) -> None:
-        self._driver = driver
-        self._region = region
-
-    def copy(
-        self,
-        direction: CopyDirection,
-        pieces: tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint64]],
-        stream: int,
-        *,
-        is_chained: bool,
-    ) -> None:
-        """Enqueue what `pieces_of` told on a stream, by its driver's number. RuntimeError is the driver's.
-
-        `is_chained`: what is read is there only when the stream comes to it. Slots that nobody fills any more may be
-        read at once.
-        """
-        at_once = direction == "load" and not is_chained
-        self._driver.copy(*pieces, stream, at_any_time=at_once)
 
 
 def pieces_of(
@@ -98,8 +68,6 @@ def rows_of(
     return (device, host, sizes) if direction == "load" else (host, device, sizes)
 
 
-logger = logging.getLogger(__name__)
-
 STAGING_BYTES: Final = 64 << 20  # for each direction; what is more goes in batches of this size
 _UNITS: Final = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 _ALIGNMENT: Final = 8  # bytes: the largest unit of a torch call
@@ -123,11 +91,11 @@ class Packer:
         self,
         blocks: EngineBlocks,
         region: HostRegion,
-        direct: DirectCopies | None = None,
+        driver: CudaDriver | None = None,
         ways: CopyWays | None = None,
         kernels: Mapping[int, PartKernels] | None = None,
     ) -> None:
-        """With `direct`, parts that are one run in L1 are copied without staging, if `ways` says that this is faster.
+        """With a `driver` that copies in batches, parts that are one run in L1 go without staging, if `ways` says so.
 
         `kernels`, by group: what gathers and scatters the parts of that group at once.
 
@@ -140,10 +108,10 @@ class Packer:
         self._region = region
         self._slots = torch.from_numpy(region.array)
         self._parts = {id(part): _IntegerPart(part) for part in blocks.parts}
-        self._direct = direct
+        self._driver = driver  # None: without batched copies
         self._ways = ways or CopyWays()
         self._kernels = kernels or {}
-        self.ways: tuple[CopyWay, ...] = ("staging",) if direct is None else ("batch", "staging")
+        self.ways: tuple[CopyWay, ...] = ("staging",) if driver is None else ("batch", "staging")
         self._runs = {id(part): run for part in blocks.parts if (run := _run_of(part)) is not None}
         self._mean_runs: dict[tuple[int, tuple[int, int] | None], float] = {}
         self._selections: dict[tuple[tuple[int, ...], tuple[int, int] | None, frozenset[int]], _Selection] = {}
@@ -158,7 +126,7 @@ class Packer:
 
         `is_chained`: what is read may still be on its way there, on a stream that this one waits for.
         """
-        made = self._copy_runs(direction, copies, is_chained) if self._direct is not None else frozenset[int]()
+        made = self._copy_runs(direction, copies, is_chained) if self._driver is not None else frozenset[int]()
         with torch.inference_mode():  # an engine's tensors may have been made in it; then only it may write to them
             for slots, blocks in _by_slot(self._blocks, copies):
                 selection = self._select(tuple(blocks), copies.layers, made)
@@ -185,7 +153,7 @@ class Packer:
 
     def _copy_runs(self, direction: CopyDirection, copies: BlockCopies, is_chained: bool) -> frozenset[int]:
         """Copy the parts that are one run each by one call of the driver, if that is fast. Returns of which groups."""
-        assert self._direct is not None
+        assert self._driver is not None
         if not len(copies) or not self._region.is_pinned(copies.host_slots):
             return frozenset()
         made, batches = set[int](), []
@@ -199,7 +167,8 @@ class Packer:
         if batches:
             targets, sources, sizes = (np.concatenate(columns) for columns in zip(*batches, strict=True))
             stream = torch.cuda.current_stream(self.device).cuda_stream
-            self._direct.copy(direction, (targets, sources, sizes), stream, is_chained=is_chained)
+            at_once = direction == "load" and not is_chained  # slots that nobody fills any more may be read at once
+            self._driver.copy(targets, sources, sizes, stream, at_any_time=at_once)
             self._ways.count("batch", int(sizes.sum()))
         return frozenset(made)
 
@@ -308,7 +277,7 @@ class Packer:
         By one call of the driver. Where it is older, a torch call for each run: neighbouring whole slots go together,
         parts of slots one by one. Torch makes any other copy through pageable memory and waits for it.
         """
-        if self._direct is not None and self._region.is_pinned(slots):
+        if self._driver is not None and self._region.is_pinned(slots):
             width = staging.stride(0)
             runs = [Run(staging.data_ptr() + low - first, width, low, high - low) for low, high in spans]
             if len(runs) == 1:
@@ -316,7 +285,7 @@ class Packer:
             else:
                 pieces = pieces_of(direction, runs, np.arange(len(slots)), slots, self._region)
             stream = torch.cuda.current_stream(self.device).cuda_stream
-            return self._direct.copy(direction, pieces, stream, is_chained=is_chained)
+            return self._driver.copy(*pieces, stream, at_any_time=direction == "load" and not is_chained)
         whole = list(spans) == [(0, self._slots.shape[1])]
         starts = np.append(0, np.flatnonzero(ends_of_runs(slots, self._region)) + 1) if whole else np.arange(len(slots))
         for start, end in zip(starts.tolist(), [*starts[1:].tolist(), len(slots)], strict=True):
@@ -476,7 +445,7 @@ class TensorCopier:
         tensor: torch.Tensor,
         region: HostRegion,
         cupy: Any,
-        direct: DirectCopies | None = None,
+        driver: CudaDriver | None = None,
         ways: CopyWays | None = None,
     ) -> None:
         """ValueError if the tensor's blocks are not as large as the region's slots."""
@@ -486,7 +455,7 @@ class TensorCopier:
         if self.num_layers * self._layer_bytes != region.slot_bytes:
             raise ValueError(f"blocks of {self.num_layers * self._layer_bytes} bytes, slots of {region.slot_bytes}")
         self._region = region
-        self._direct = direct
+        self._driver = driver  # None: without batched copies
         self._ways = ways or CopyWays()
         self._l2 = torch.from_numpy(region.array)
         self.kernels = self._compiled(cupy) if region.pinning is not None else None
@@ -494,7 +463,7 @@ class TensorCopier:
     @property
     def ways(self) -> tuple[CopyWay, ...]:
         """Those there are on this machine."""
-        batch: tuple[CopyWay, ...] = ("batch",) if self._direct is not None else ()
+        batch: tuple[CopyWay, ...] = ("batch",) if self._driver is not None else ()
         return (*batch, *(("kernel",) if self.kernels is not None else ()), "torch")
 
     def copy(self, direction: CopyDirection, copies: BlockCopies, *, is_chained: bool = True) -> None:
@@ -511,18 +480,22 @@ class TensorCopier:
         if not len(starts):
             return
         num_bytes = len(blocks) * (last - first) * self._layer_bytes
-        way = self._way(num_bytes / len(starts), slots)
+        way: CopyWay = "torch"
+        if self._region.is_pinned(slots):
+            has_batch, has_kernel = self._driver is not None, self.kernels is not None
+            way = self._ways.choice.way(num_bytes / len(starts), has_batch=has_batch, has_kernel=has_kernel)
         self._ways.count(way, num_bytes)
-        if way == "batch" and self._direct is not None:
+        if way == "batch" and self._driver is not None:
             start, stride = first * self._layer_bytes, self.num_layers * self._layer_bytes
             run = Run(self.l1.data_ptr() + start, stride, start, (last - first) * self._layer_bytes)
             pieces = pieces_of(direction, [run], blocks, slots, self._region)
             stream = torch.cuda.current_stream(self.device)
-            self._direct.copy(direction, pieces, stream.cuda_stream, is_chained=is_chained)
+            at_once = direction == "load" and not is_chained
+            self._driver.copy(*pieces, stream.cuda_stream, at_any_time=at_once)
             return
         if way == "kernel" and self.kernels is not None:
             indices = torch.from_numpy(np.stack((blocks, slots))).pin_memory().to(self.l1.device, non_blocking=True)
-            canonical = self._canonical(copies.layers)
+            canonical = Canonical(self._region.address, self._region.slot_stride, copies.layers)
             self.kernels.grid = self._ways.choice.grid
             launch = self.kernels.scatter if direction == "load" else self.kernels.gather
             stream = torch.cuda.current_stream(self.device)
@@ -535,22 +508,13 @@ class TensorCopier:
         for i, j, length in zip(into[starts].tolist(), out_of[starts].tolist(), (ends - starts).tolist(), strict=True):
             target[i : i + length].copy_(source[j : j + length], non_blocking=True)
 
-    def _way(self, mean_bytes: float, slots: NDArray[np.int64]) -> CopyWay:
-        if not self._region.is_pinned(slots):
-            return "torch"
-        has = self._direct is not None, self.kernels is not None
-        return self._ways.choice.way(mean_bytes, has_batch=has[0], has_kernel=has[1])
-
-    def _canonical(self, layers: tuple[int, int] | None = None) -> Canonical:
-        return Canonical(self._region.address, self._region.slot_stride, layers)
-
     def _compiled(self, cupy: Any) -> LayoutKernels | None:
         """The kernels, compiled now rather than under the first copy; None: CuPy or its compiler is not there."""
         geometry = Geometry.block_first(self.l1.data_ptr(), self.num_layers, self._layer_bytes)
         try:
             with torch.cuda.device(self.l1.device):
                 kernels = LayoutKernels(geometry, cupy)
-                kernels.compile(self._canonical())
+                kernels.compile(Canonical(self._region.address, self._region.slot_stride))
         except NO_CUPY as failure:
             say_what_is_lost(failure)
             return None
@@ -566,13 +530,12 @@ class TensorCopier:
 
 
 def say_what_is_lost(failure: Exception) -> None:
-    """Warn that there are no kernels, since CuPy does not work."""
+    """Warn that there are no kernels, since CuPy does not work. Once in a process: every stream finds the same."""
     _say_once(f"{type(failure).__name__}: {str(failure).strip().partition(chr(10))[0]}")
 
 
 @cache
 def _say_once(reason: str) -> None:
-    """Once in a process: every stream finds the same."""
     extra = "cuda12" if (torch.version.cuda or "").startswith("12.") else "cuda13"
     logger.warning(
         "no copy kernels, so small or scattered blocks are copied more slowly: CuPy does not work here (%s);"

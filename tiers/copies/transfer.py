@@ -153,7 +153,7 @@ class HostCopyStream:
 
         `at_once`: bytes up to which a copy waits for no thread.
         """
-        self._copier = copier(device, region)
+        self._copier = PartCopier(device, region) if isinstance(device, EngineBlocks) else BlockCopier(device, region)
         self._blocks_at_once = at_once // region.slot_bytes
         self._max_queued = max_queued
         self._changed = threading.Condition()
@@ -205,7 +205,11 @@ class HostCopyStream:
         return self._num_running + sum(map(len, self._queues.values()))
 
     def _enqueue(self, direction: CopyDirection, copies: BlockCopies, after: object | None) -> CopyEvent:
-        before = None if after is None else predecessor(after)
+        before = None
+        if after is not None:
+            if not isinstance(after, CopyEvent):
+                raise TypeError(f"after: a CopyEvent, not {type(after).__name__}")
+            before = after
         if before is not None and before.done() and before.error is None:
             before = None
         if before is None and len(copies.device_blocks) <= self._blocks_at_once:
@@ -227,7 +231,10 @@ class HostCopyStream:
         error = self._copier.invalid(copies)
         with self._changed:
             queue = self._queues[direction]
-            error = error or refusal(self._closed, len(queue), self._max_queued)
+            if self._closed:
+                error = error or "the stream is closed"
+            elif len(queue) >= self._max_queued:
+                error = error or "the copy queue is full"
             if error is None:
                 queue.append(task)
                 self._changed.notify()
@@ -264,29 +271,11 @@ class HostCopyStream:
         return None
 
 
-def copier(device: L1, region: HostRegion) -> BlockCopier | PartCopier:
-    return PartCopier(device, region) if isinstance(device, EngineBlocks) else BlockCopier(device, region)
-
-
 def ended(error: str) -> HostEvent:
     """The event of a copy that has failed."""
     event = HostEvent()
     event.end(error)
     return event
-
-
-def predecessor(after: object) -> CopyEvent:
-    """What a copy starts after; TypeError if it is no event."""
-    if isinstance(after, CopyEvent):
-        return after
-    raise TypeError(f"after: a CopyEvent, not {type(after).__name__}")
-
-
-def refusal(closed: bool, num_queued: int, max_queued: int) -> str | None:
-    """Why a stream takes no more copies now; None if it does."""
-    if closed:
-        return "the stream is closed"
-    return "the copy queue is full" if num_queued >= max_queued else None
 
 
 DEVICE_ERRORS: Final = (RuntimeError, MemoryError)

@@ -1,7 +1,6 @@
 from . import slab
 from .extents import BareSlab
-from .file_io import PAGE, FileIO, write_all
-from .payload_io import Mode
+from .file_io import PAGE, FileIO, Mode, write_all
 from .slab_check import ReportProgress, SlabCheck, check_slab
 from .slab_file import SLAB_NAME, open_slab, release
 from .store import FileStore

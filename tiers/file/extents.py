@@ -30,6 +30,8 @@ class SlabIndex:
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
         self._index = make_index(num_slots)
+        self.find_each: Callable[[list[ChainHash]], list[int]] = self._index.find_all
+        """The slot of each name, -1 where there is none. ValueError if a name is not 32 bytes."""
         self._words: Words = self._index.names.view(np.uint64).reshape(-1, 4)
         self.is_named = bytearray(num_slots)  # of every slot, and of those behind the last one
         self._named = np.frombuffer(self.is_named, np.bool_)
@@ -39,17 +41,9 @@ class SlabIndex:
         """Slots that have a name."""
         return self._index.num_names
 
-    def find(self, hashes: Sequence[ChainHash]) -> Slots:
-        """The slot of each name, -1 where there is none. ValueError if a name is not 32 bytes."""
-        return np.array(self.find_each(hashes), np.int64)
-
-    def find_each(self, hashes: Sequence[ChainHash]) -> list[int]:
-        """As `find`, as a list."""
-        return self._index.find_all(hashes if isinstance(hashes, list) else list(hashes))
-
     def find_one(self, name: ChainHash) -> int:
-        """The slot of one name, -1 if it has none. ValueError as `find`."""
-        return self._index.find_all([name])[0]
+        """The slot of one name, -1 if it has none."""
+        return self.find_each([name])[0]
 
     def write(self, slots: Slots | slice, words: Words) -> None:
         """Note the names of slots that have none; `load` makes them findable."""
@@ -161,6 +155,7 @@ class ExtentMap:
     def __init__(self, num_extents: int, slots_per_extent: int, departures: Departures | None = None) -> None:
         """`departures`: where what leaves is remembered, with a place for each extent; None: nowhere."""
         self.num_extents = num_extents
+        self.num_in_use = num_extents  # those behind are retired: what is written there is lost, and not published
         self.per_extent = slots_per_extent
         num_slots = num_extents * slots_per_extent
         self.index = SlabIndex(num_slots)
@@ -171,7 +166,7 @@ class ExtentMap:
         self.departures = departures
         self.generations = np.zeros(num_slots, np.uint32)
         self._generation = memoryview(self.generations)  # one at a time; most reads are of few blocks
-        self._hits = bytearray(num_slots)
+        self.hits = bytearray(num_slots)  # 1: used since it was stored, a second chance when its extent is evicted
         self._live = [0] * num_extents
         self._fill = [0] * num_extents
         self._busy = [0] * num_extents
@@ -203,7 +198,7 @@ class ExtentMap:
             last = extent * self.per_extent + self._fill[extent] - 1
             (self._open[extent],) = self.index.names(np.array([last]))
 
-    def find_each(self, hashes: Sequence[ChainHash]) -> tuple[list[int], list[int]]:
+    def find_each(self, hashes: list[ChainHash]) -> tuple[list[int], list[int]]:
         """The slot of each block, -1 for none, and the slot's generation: it tells the block from any that follows."""
         slots = self.index.find_each(hashes)
         return slots, [self._generation[slot] for slot in slots]
@@ -219,13 +214,9 @@ class ExtentMap:
             for slot, then in zip(slots, generations, strict=True)
         ]
 
-    def touch(self, slot: int) -> None:
-        """This block was used: a second chance when its extent is evicted."""
-        self._hits[slot] = 1
-
     def ended(self, end: ClassifiedEnd) -> None:
         """A request has ended: what is evicted next follows from how such requests return."""
-        self.room.ended(end, self.index.find(end.names), self._live)
+        self.room.ended(end, np.array(self.index.find_each(list(end.names)), np.int64), self._live)
 
     def enter(self, extent: int) -> None:
         """Keep an extent from being evicted until `leave`."""
@@ -295,13 +286,13 @@ class ExtentMap:
             if self.room.decides and self.room.is_told(extent):
                 return extent, []
             slots = self._slots(extent)
-            num_hits = self._hits.count(1, slots.start, slots.stop)
+            num_hits = self.hits.count(1, slots.start, slots.stop)
             if num_hits > most and chances:
                 chances -= 1
-                self._hits[slots.start : slots.stop] = bytes(self.per_extent)
+                self.hits[slots.start : slots.stop] = bytes(self.per_extent)
                 self.room.used(extent)
                 continue
-            return extent, [slot for slot in slots if self._hits[slot]][:most] if num_hits else []
+            return extent, [slot for slot in slots if self.hits[slot]][:most] if num_hits else []
         return None
 
     def _next_in_line(self) -> int | None:
@@ -361,7 +352,7 @@ class ExtentMap:
         self._free, self._withheld = [*self._free, *self._withheld], []
         heapq.heapify(self._free)
 
-    def publish(self, run: SlotRun, hashes: Sequence[ChainHash]) -> list[int]:
+    def publish(self, run: SlotRun, hashes: list[ChainHash]) -> list[int]:
         """The run's blocks are stored: make them findable. Returns slots of blocks somebody else stored meanwhile.
 
         The caller blanks those rows. It gives the run back with `leave`, as it does one it could not fill.
@@ -373,16 +364,18 @@ class ExtentMap:
             stored = [slot for slot, other in zip(stored, held, strict=True) if other < 0]
             hashes = [name for name, other in zip(hashes, held, strict=True) if other < 0]
         self.index.add(hashes, stored)
-        self._hits[run.first : run.first + run.size] = bytes(run.size)
+        self.hits[run.first : run.first + run.size] = bytes(run.size)
         self._live[run.extent] += len(stored)
-        self.room.stored(hashes, stored, self._live)
+        if self.room.late:
+            self.room.stored(hashes, stored, self._live)
         if self.changes is not None:
             self.changes.stored(np.array(stored, np.int64))
         return twins
 
     def leave(self, extent: int) -> None:
         self._busy[extent] -= 1
-        self._settle(extent)
+        if not self._live[extent]:
+            self._settle(extent)
 
     def drop(self, chain_hash: ChainHash, cause: str = REMOVED) -> int | None:
         """Forget a block; its slot, now a hole, stays busy until the caller has blanked its row and says `leave`."""
@@ -402,7 +395,7 @@ class ExtentMap:
             self.departures.left(self.index.words(self.index.named()), RESET)
         self.index.reset()
         self.room.reset()
-        self._hits = bytearray(len(self._hits))
+        self.hits = bytearray(len(self.hits))
         self._live = [0] * self.num_extents
         for extent in list(self._open):
             self._close(extent)
@@ -414,6 +407,7 @@ class ExtentMap:
     def retire(self, first: int) -> int:
         """Forget the blocks of extent `first` and all behind it, and fill them no more; returns how many those were."""
         slots = self.index.named(first * self.per_extent).tolist()
+        self.num_in_use = first
         self.num_evicted += len(slots)
         self._unlink(slots, EVICTED)
         for extent in range(first, self.num_extents):
@@ -425,12 +419,9 @@ class ExtentMap:
         heapq.heapify(self._free)
         return len(slots)
 
-    def is_retired(self, extent: int) -> bool:
-        """Whether what is written there is lost: it must not be published."""
-        return self._state[extent] is _ExtentState.RETIRED
-
     def revive(self, first: int) -> None:
         """Retired extents are used again, empty, each as soon as nobody is in it."""
+        self.num_in_use = self.num_extents
         for extent in range(first, self.num_extents):
             self._state[extent] = _ExtentState.CLOSED
             self._order[extent] = None
@@ -439,10 +430,10 @@ class ExtentMap:
     def shorten(self, num_extents: int) -> None:
         """Have no more than so many extents: those behind are retired, and nobody is in them."""
         num_slots = num_extents * self.per_extent
-        self.num_extents = num_extents
+        self.num_extents = self.num_in_use = num_extents
         for by_extent in (self._live, self._fill, self._busy, self._state, self._dirty):
             del by_extent[num_extents:]
-        del self._hits[num_slots:]
+        del self.hits[num_slots:]
         self.room.shorten(num_extents)
         self.index.shorten(num_slots)
 
@@ -465,7 +456,7 @@ class ExtentMap:
         self.room.left(slots)
         for slot in slots:
             self._live[slot // self.per_extent] -= 1
-            self._hits[slot] = 0
+            self.hits[slot] = 0
 
     def _close(self, extent: int) -> None:
         del self._open[extent]
@@ -533,15 +524,15 @@ class BareSlab:
         """How many leading blocks it holds."""
         if self._blocks is None:
             return 0
-        found = self._blocks.index.find_each(hashes)
+        found = self._blocks.index.find_each(list(hashes))
         return next((i for i, slot in enumerate(found) if slot < 0), len(found))
 
     def read(self, hashes: Sequence[ChainHash]) -> None:
         """Count a use of each of these blocks."""
         if self._blocks is not None:
-            for slot in self._blocks.index.find_each(hashes):
+            for slot in self._blocks.index.find_each(list(hashes)):
                 if slot >= 0:
-                    self._blocks.touch(slot)
+                    self._blocks.hits[slot] = 1
 
     def ended(self, end: ClassifiedEnd) -> None:
         """As `Tier.ended`."""
@@ -562,13 +553,13 @@ class BareSlab:
         blocks = self._blocks
         if blocks is None:
             return
-        slots = blocks.index.find_each(hashes)
+        slots = blocks.index.find_each(list(hashes))
         held = [slot for slot in slots if slot >= 0]
         entered = {slot // blocks.per_extent for slot in held}
         for extent in entered:
             blocks.enter(extent)
         for slot in held:
-            blocks.touch(slot)
+            blocks.hits[slot] = 1
         todo = [position for position, slot in enumerate(slots) if slot < 0]
         names, done, filled = [hashes[position] for position in todo], 0, list[tuple[SlotRun, Sequence[ChainHash]]]()
         while done < len(todo):
@@ -578,7 +569,7 @@ class BareSlab:
             filled += runs
             done += runs[-1][0].size
         for run, stored in filled:
-            blocks.publish(run, stored)
+            blocks.publish(run, list(stored))
             self.num_written += run.size
         for extent in [*entered, *(run.extent for run, _ in filled)]:
             blocks.leave(extent)

@@ -6,8 +6,8 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -27,8 +27,7 @@ from kvtier.tiers import (
 )
 from kvtier.tiers.config import Config, FileConfig, format_size, show_size
 from kvtier.tiers.file import slab
-from kvtier.tiers.file.file_io import FileIO
-from kvtier.tiers.file.payload_io import PayloadIO
+from kvtier.tiers.file.file_io import FileIO, PayloadIO
 from kvtier.tiers.file.slab_file import SLAB_NAME, no_space
 from kvtier.tiers.file.store import FileStore
 from kvtier.tiers.naming import FORMAT_VERSION
@@ -148,15 +147,12 @@ def check_key(config: FileConfig) -> Finding:
         except ConfigError as failed:
             found, _, fix = str(failed).partition("; ")
             return error(name, found, fix)
-    for path in slabs_in(config.path) if config.path else []:
+    for path, superblock, _ in _headers(config):
         try:
-            with path.open("rb") as file:
-                slab.require_key(slab.decode(file.read(slab.HEADER_BYTES), path.name), wanted, path.name)
+            slab.require_key(superblock, wanted, path.name)
         except ConfigError as failed:
             found, _, fix = str(failed).rpartition("; it was left untouched: ")
             return error(name, found, fix)
-        except (OSError, FormatError):
-            continue  # opening the slab reports that
     if wanted is None:
         return ok(name, "off: a reader of [file] path can reconstruct prompts")
     return ok(name, f"[file] key_file holds key {wanted.hex()}")
@@ -164,21 +160,22 @@ def check_key(config: FileConfig) -> Finding:
 
 def check_naming(config: FileConfig) -> list[Finding]:
     """A warning if slabs of [file] path were made when KV had other names: none is found. Reads their headers."""
-    old, num_bytes = [], 0
-    for path in slabs_in(config.path) if config.path else []:
-        try:
-            with path.open("rb") as file:
-                if slab.decode(file.read(slab.HEADER_BYTES), path.name).naming < FORMAT_VERSION:
-                    num_bytes += os.fstat(file.fileno()).st_blocks * SECTOR
-                    old.append(path.name)
-        except (OSError, FormatError):
-            continue  # opening the slab reports that
-    if not old:
+    found_old = [(path, size) for path, superblock, size in _headers(config) if superblock.naming < FORMAT_VERSION]
+    if not found_old:
         return []
+    old, num_bytes = [path.name for path, _ in found_old], sum(size for _, size in found_old)
     made = "made by a kvtier to which the name of a model's directory was part of its KV's name"
     found = f"{len(old)} of [file] path, {show_size(num_bytes)}: {made}; engines find nothing there, but make new slabs"
     more = f" and {len(old) - _MOST_NAMED} more" if len(old) > _MOST_NAMED else ""
     return [warning("older slabs", found, f"remove {', '.join(old[:_MOST_NAMED])}{more}")]
+
+
+def _headers(config: FileConfig) -> Iterator[tuple[Path, slab.Superblock, int]]:
+    """Each slab of [file] path, what its header says, and the bytes it takes; opening it reports what is wrong."""
+    for path in slabs_in(config.path) if config.path else []:
+        with suppress(OSError, FormatError), path.open("rb") as file:
+            superblock = slab.decode(file.read(slab.HEADER_BYTES), path.name)
+            yield path, superblock, os.fstat(file.fileno()).st_blocks * SECTOR
 
 
 def _nearest(path: Path) -> Path | None:

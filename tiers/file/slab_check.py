@@ -10,10 +10,8 @@ import numpy as np
 
 from kvtier.tiers import ChainHash, TierUnavailable
 from kvtier.tiers.file import slab
-from kvtier.tiers.file.file_io import CALL_BYTES, FileIO
-from kvtier.tiers.file.payload_io import PayloadIO
-from kvtier.tiers.file.slab import Superblock
-from kvtier.tiers.file.slab_codec import Codec, codec_of, verified
+from kvtier.tiers.file.file_io import CALL_BYTES, FileIO, PayloadIO
+from kvtier.tiers.file.slab import Codec, Superblock, codec_of, verified
 from kvtier.tiers.file.slab_file import SlabFile, blank_slots, open_existing, read_header, read_rows, write_superblock
 
 ReportProgress = Callable[[int, int], None]

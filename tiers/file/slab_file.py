@@ -9,7 +9,7 @@ import stat
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -333,29 +333,24 @@ def room_for(io: FileIO, path: Path, size: int, existing: SlabFile | None, least
         by_age = sorted(others, key=lambda other: other.used_at)
         for other in by_age:
             if room.num_bytes < size:
-                room.num_bytes += _shrunk(_trim, io, other, 0)
+                room.num_bytes += _freed(io, other, None)
         for other in by_age:
             if room.num_bytes < share and other not in rivals:
                 left = max(share, other.size - (share - room.num_bytes)) if other.size > share else 0
-                room.num_bytes += _shrunk(_cut, io, other, left)
+                room.num_bytes += _freed(io, other, left)
         takes_tails = existing is None or min(existing.superblock.file_bytes, room.num_bytes) < share // 2
         if takes_tails and room.num_bytes + sum(max(0, rival.size - share) for rival in rivals) >= least:
-            _take_tails(io, sorted(rivals, key=lambda rival: -rival.size), room)
+            missing = share - room.num_bytes
+            for rival in sorted(rivals, key=lambda rival: -rival.size):  # what each has above the share
+                left = max(share, rival.size - missing)
+                if missing <= 0 or left >= rival.size:
+                    break
+                missing -= rival.size - left
+                if not rival.is_open:
+                    room.num_bytes += _freed(io, rival, left)
+                elif _ask(io, rival, left):
+                    room.asked[rival.path] = left
         return room
-
-
-def _take_tails(io: FileIO, rivals: list[_Other], room: Room) -> None:
-    """What rivals have above the share, the largest first, as far as it is missing."""
-    missing = room.share - room.num_bytes
-    for rival in rivals:
-        left = max(room.share, rival.size - missing)
-        if missing <= 0 or left >= rival.size:
-            return
-        missing -= rival.size - left
-        if not rival.is_open:
-            room.num_bytes += _shrunk(_cut, io, rival, left)
-        elif _ask(io, rival, left):
-            room.asked[rival.path] = left
 
 
 @contextmanager
@@ -384,42 +379,39 @@ def _others(io: FileIO, path: Path) -> Iterator[list[_Other]]:
                 io.close(other.file.fd)
 
 
-def _shrunk(verb: Callable[[FileIO, SlabFile, int], int], io: FileIO, other: _Other, num_bytes: int) -> int:
-    """Apply the verb to a closed slab of ours; returns how many bytes that freed."""
-    if other.file is None:
+def _freed(io: FileIO, other: _Other, num_bytes: int | None) -> int:
+    """Cut a closed slab of ours down, blocks or not; None: its unused end alone. Returns how many bytes that freed.
+
+    It is removed if not one extent fits. If the disk refuses, or we may not, it keeps its space, and we open ours.
+    """
+    before, file = other.size, other.file
+    if file is None:
         return 0
-    before = other.size
     try:
-        other.size = verb(io, other.file, num_bytes)
-    except OSError as error:  # no permission, or the disk refuses: it keeps its space, we open ours
+        old, end = file.superblock, num_bytes
+        if end is None:
+            rows = read_rows(io, file.fd, old)
+            used = np.flatnonzero(slab.find_valid(rows, np.arange(len(rows)), old))
+            last = int(used[-1]) // old.slots_per_extent if len(used) else 0
+            end = old.payload_offsets[last] + old.extent_bytes
+        resized = old.resized(end)
+        if resized.segments:
+            status = os.fstat(file.fd)
+            file.superblock = cut(io, file, resized).superblock
+            os.utime(file.fd, ns=(status.st_atime_ns, status.st_mtime_ns))  # this was no use of it
+            other.size = file.superblock.file_bytes
+            if num_bytes is not None:
+                left = show_size(other.size)
+                _log.warning("[file] %s: cut down to %s, its share beside other slabs", other.path, left)
+        else:
+            other.path.unlink()
+            other.size = 0
+            _log.warning(
+                "[file] path %s: full; removed the least recently used slab %s", other.path.parent, other.path.name
+            )
+    except OSError as error:
         _log.warning("[file] %s: %s; it was left as it is", other.path, error.strerror or error)
     return before - other.size
-
-
-def _trim(io: FileIO, file: SlabFile, num_bytes: int) -> int:
-    """Cut the unused end off; returns the slab's size."""
-    rows = read_rows(io, file.fd, file.superblock)
-    used = np.flatnonzero(slab.find_valid(rows, np.arange(len(rows)), file.superblock))
-    extents = int(used[-1]) // file.superblock.slots_per_extent + 1 if len(used) else 1
-    return _cut_at(io, file, file.superblock.payload_offsets[extents - 1] + file.superblock.extent_bytes)
-
-
-def _cut(io: FileIO, file: SlabFile, num_bytes: int) -> int:
-    """Cut down to `num_bytes`, blocks or not; removed if not one extent fits. Returns the slab's size."""
-    if file.superblock.resized(num_bytes).segments:
-        left = _cut_at(io, file, num_bytes)
-        _log.warning("[file] %s: cut down to %s, its share beside other slabs", file.path, show_size(left))
-        return left
-    file.path.unlink()
-    _log.warning("[file] path %s: full; removed the least recently used slab %s", file.path.parent, file.path.name)
-    return 0
-
-
-def _cut_at(io: FileIO, file: SlabFile, num_bytes: int) -> int:
-    before = os.fstat(file.fd)
-    file.superblock = cut(io, file, file.superblock.resized(num_bytes)).superblock
-    os.utime(file.fd, ns=(before.st_atime_ns, before.st_mtime_ns))  # this was no use of it
-    return file.superblock.file_bytes
 
 
 def _ask(io: FileIO, other: _Other, num_bytes: int) -> bool:
@@ -441,10 +433,6 @@ _DIRECTORY_LOCK_SECONDS: Final = 10.0
 _ANSWER_SECONDS: Final = 5.0  # that open slabs have to give up their tails; then we open with what there is
 
 
-def slab_path(directory: Path, fingerprint: bytes) -> Path:
-    return directory / f"{fingerprint.hex()}.slab"
-
-
 def open_slab(io: FileIO, directory: Path, wanted: Superblock, size: int) -> SlabFile:
     """Open the slab that `wanted` describes, or create it, within the directory's budget of `size` bytes.
 
@@ -459,18 +447,26 @@ def open_slab(io: FileIO, directory: Path, wanted: Superblock, size: int) -> Sla
                 opened = _open_locked(io, directory, wanted, size, may_wait=time.monotonic() < deadline)
             if isinstance(opened, SlabFile):
                 return opened
-            _wait_shrunk(opened, deadline)
+            while any(map(_is_larger, opened, opened.values())) and time.monotonic() < deadline:
+                time.sleep(0.01)  # until they are as small as they were asked to be, or gone
     except OSError as error:
         raise TierUnavailable(
             f"[file] path {str(directory)!r}: {error.strerror or error}; the file tier is off"
         ) from error
 
 
+def _is_larger(path: Path, num_bytes: int) -> bool:
+    try:
+        return path.stat().st_size > num_bytes
+    except FileNotFoundError:
+        return False
+
+
 def _open_locked(
     io: FileIO, directory: Path, wanted: Superblock, size: int, *, may_wait: bool
 ) -> SlabFile | dict[Path, int]:
     """The slab; or the open slabs that were asked to make room for it, and how many bytes each is to have."""
-    path = slab_path(directory, wanted.fingerprint)
+    path = directory / f"{wanted.fingerprint.hex()}.slab"
     for leftover in directory.glob("*.slab.new"):  # a creation that was killed; nobody else is in here
         if SLAB_NAME.fullmatch(leftover.name.removesuffix(".new")):
             leftover.unlink()
@@ -488,12 +484,20 @@ def _open_locked(
         elif room.asked and num_bytes < room.share // 2:
             names = ", ".join(other.name for other in room.asked)
             raise TierUnavailable(f"[file] {names} were asked to make room for this model's, and have not yet")
-        elif room.others:
-            opened = _create_beside(io, path, wanted, num_bytes)
-        elif size > free:
+        elif not room.others and size > free:
             raise ConfigError(no_space(size, free))  # the first slab of all: likely a slip
+        elif num_bytes < least:
+            raise TierUnavailable(
+                f"[file] path {str(directory)!r}: other slabs and files leave {show_size(max(num_bytes, 0))}, this "
+                f"model's slab takes at least {format_size(least)}; raise [file] size or choose another path"
+            )
         else:
-            opened = _create(io, path, wanted, num_bytes)
+            try:
+                opened = _create(io, path, wanted, num_bytes)
+            except ConfigError as error:
+                if not room.others:
+                    raise
+                raise TierUnavailable(str(error)) from error  # that there is no room for one more is nobody's mistake
         keeps = True
         if room.others and num_bytes < (room.share if existing is None else room.share // 2):
             left = show_size(num_bytes), format_size(size)
@@ -502,19 +506,6 @@ def _open_locked(
     finally:
         if existing is not None and not keeps:
             io.close(existing.fd)
-
-
-def _wait_shrunk(asked: dict[Path, int], deadline: float) -> None:
-    """Until the slabs are as small as they were asked to be, or gone, or the deadline has passed."""
-    while any(_size(path) > num_bytes for path, num_bytes in asked.items()) and time.monotonic() < deadline:
-        time.sleep(0.01)
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        return 0
 
 
 def release(io: FileIO, file: SlabFile) -> None:
@@ -571,20 +562,6 @@ def _directory_lock(directory: Path) -> Iterator[None]:
         os.close(fd)
 
 
-def _create_beside(io: FileIO, path: Path, wanted: Superblock, num_bytes: int) -> SlabFile:
-    """`_create` when other slabs are in use: that there is no room for one more is nobody's mistake."""
-    least = slab.smallest(wanted.slot_bytes, wanted.block_size, wanted.encryption)
-    if num_bytes < least:
-        raise TierUnavailable(
-            f"[file] path {str(path.parent)!r}: other slabs and files leave {show_size(max(num_bytes, 0))}, this "
-            f"model's slab takes at least {format_size(least)}; raise [file] size or choose another path"
-        )
-    try:
-        return _create(io, path, wanted, num_bytes)
-    except ConfigError as error:
-        raise TierUnavailable(str(error)) from error
-
-
 def _create(io: FileIO, path: Path, wanted: Superblock, num_bytes: int) -> SlabFile:
     """A new slab, under its name only when it is whole."""
     planned = slab.plan(wanted.fingerprint, wanted.slot_bytes, wanted.block_size, num_bytes, wanted.encryption)
@@ -595,19 +572,14 @@ def _create(io: FileIO, path: Path, wanted: Superblock, num_bytes: int) -> SlabF
         take_space(io, fd, path, planned)
         write_superblock(io, fd, planned)
         os.rename(unfinished, path)
-        _sync_directory(path.parent)
+        directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(directory)  # the name of a new file survives a power loss, too
+        finally:
+            os.close(directory)
         write_owner(io, fd, os.getpid())
     except BaseException:
         io.close(fd)
         unfinished.unlink(missing_ok=True)
         raise
     return SlabFile(path, fd, planned)
-
-
-def _sync_directory(directory: Path) -> None:
-    """The name of a new file survives a power loss too."""
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

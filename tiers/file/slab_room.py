@@ -35,7 +35,7 @@ class SlabRoom:
         self._since = np.zeros(num_extents)  # seconds
         self._depth = np.zeros(num_extents, np.int64)  # of its deepest block
         self._are_told = np.zeros(num_extents * slots_per_extent, np.bool_)  # slots whose block an end has told of
-        self._late: OrderedDict[ChainHash, tuple[ClassifiedEnd, int]] = (
+        self.late: OrderedDict[ChainHash, tuple[ClassifiedEnd, int]] = (
             OrderedDict()
         )  # not written yet: its end, its depth
         self.rival = LruShadow(len(self._are_told))
@@ -72,15 +72,13 @@ class SlabRoom:
         self._note(end, slots[depths], depths, live)
         if len(depths) < len(slots):
             for depth in np.flatnonzero(slots < 0)[:_MOST_LATE].tolist():
-                self._late[end.names[depth]] = end, depth
-            while len(self._late) > _MOST_LATE:
-                self._late.popitem(last=False)
+                self.late[end.names[depth]] = end, depth
+            while len(self.late) > _MOST_LATE:
+                self.late.popitem(last=False)
 
     def stored(self, hashes: Sequence[ChainHash], slots: Sequence[int], live: Sequence[int]) -> None:
         """Blocks were written to slots of one extent; the ends of their requests may have come before."""
-        if not self._late:
-            return
-        ends = [self._late.pop(name, None) for name in hashes]
+        ends = [self.late.pop(name, None) for name in hashes]
         at = [i for i, found in enumerate(ends) if found is not None]
         if at and (last := ends[at[-1]]) is not None:
             depths = np.array([found[1] for found in ends if found is not None])
@@ -159,7 +157,7 @@ class SlabRoom:
         """Every block was forgotten, and what was told of them."""
         self._kind[:] = UNTOLD
         self._are_told[:] = False
-        self._late.clear()
+        self.late.clear()
         self._plan.clear()
         self._last = None
         self.rival = LruShadow(len(self._are_told))

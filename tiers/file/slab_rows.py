@@ -7,7 +7,6 @@ only where the block's payload is read or written too.
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -17,34 +16,54 @@ from kvtier.tiers import BlockRecord, ChainHash, Changes, ChildBlock, Outcome
 from kvtier.tiers.file import slab
 from kvtier.tiers.file.extents import ExtentMap
 from kvtier.tiers.file.file_io import FileIO, ReadCall, peeking, read_all
-from kvtier.tiers.file.slab import Rows, Superblock
-from kvtier.tiers.file.slab_codec import NO_CHECKSUM, Codec, SlabEntry
+from kvtier.tiers.file.slab import NO_CHECKSUM, Codec, Rows, SlabEntry, Superblock
 from kvtier.tiers.file.slab_file import SlabFile
 from kvtier.tiers.pool import ChangeLog, ChildIndex, Slots, Words
 
 _PIECE_BYTES: Final = 2 << 20  # of the table read at once: what is made of them finds them in the processor's cache
+_CHILDREN: Final = 1 << 12  # slots whose parents are entered at once: bounds the copy of their names
 NUM_VERIFIED: Final = 4096  # newest rows verified at opening; the others, when they are used
 
 Flags = NDArray[np.bool_]
 
 
 class SlabRows:
-    """`parents` and `seqs` of every slot, 40 bytes; and rows read on demand. The store's lock guards the arrays."""
+    """`parents` and `seqs` of every slot, 40 bytes; rows read on demand; and what is told of them. An `Announcer`.
 
-    def __init__(self, io: FileIO, file: SlabFile, codec: Codec) -> None:
+    `lock`, the store's, guards `blocks`, the arrays, and who changes the index of children. That index is told of
+    blocks that come, never of those that leave: `children` looks at each slot it names.
+    """
+
+    def __init__(
+        self,
+        io: FileIO,
+        file: SlabFile,
+        codec: Codec,
+        blocks: ExtentMap,
+        lock: threading.Lock,
+        inside: Callable[[], AbstractContextManager[bool]],
+        child_index: ChildIndex | None,
+    ) -> None:
+        """`inside` is `Calls.enter`; without `child_index` nobody asks for children."""
         self._io = io
         self._file = file
         self._codec = codec
+        self._blocks = blocks
+        self._lock = lock
+        self._inside = inside
+        self.child_index = child_index
         self._peek = peeking(io, file.fd)
         num_slots = file.superblock.num_slots
         self.parents: Words = np.zeros((num_slots, 4), np.uint64)
         self.seqs = np.zeros(num_slots, np.uint64)
 
     def store(self, first: int, rows: Rows) -> None:
-        """These rows, as they lie in memory, are on the disk now, from slot `first` on."""
+        """These rows, as they lie in memory, are on the disk now, from slot `first` on. The caller holds the lock."""
         part = slice(first, first + len(rows))
         self.parents[part] = slab.words_of(rows, "parent")
         self.seqs[part] = rows["seq"]
+        if self.child_index is not None:
+            self.child_index.enter(rows["parent"].tolist(), list(range(first, first + len(rows))))
 
     def parents_of(self, slots: Slots) -> list[ChainHash]:
         """The names of the parents of the blocks in these slots."""
@@ -76,27 +95,106 @@ class SlabRows:
         rows, is_read = self._filled(slots, self._peek)
         return rows, self._whole(rows, slots, is_read)
 
-    def recover(self, blocks: ExtentMap) -> list[int]:
-        """Read the whole table into the arrays and `blocks`; returns slots of older twins, whose rows must be blanked.
+    def recover(self) -> list[int]:
+        """Read the whole table into the arrays and indexes; returns slots of older twins, whose rows must be blanked.
 
         A row counts if all but its checksum is right. Checksums are compared of the newest rows, which a crash may
         have torn, and of twins; those of all others when they are read, before anything is made of them.
         """
-        plausible, written = self._load(blocks)
+        blocks, (plausible, written) = self._blocks, self._load()
         slots = self._without_torn(np.flatnonzero(plausible))
         losers: list[int] = []
         if others := blocks.index.load(slots):
             held = sorted(set(blocks.index.find_each(blocks.index.names(np.array(others)))))
             twins = np.union1d(others, held)
-            losers, bad = self._older_twins(blocks, twins)
+            losers, bad = self._older_twins(twins)
             blocks.index.remove(held)
             blocks.index.load(np.setdiff1d(twins, losers + bad, assume_unique=True))
             slots = np.setdiff1d(slots, losers + bad, assume_unique=True)
         dirty = np.flatnonzero(written.reshape(-1, blocks.per_extent).any(1)).tolist()
         blocks.restore(slots, self.seqs[slots], dirty)
+        for first in range(0, len(slots), _CHILDREN):
+            if self.child_index is None:
+                break
+            piece = slots[first : first + _CHILDREN]
+            self.child_index.enter(self.parents_of(piece), piece.tolist())
         return losers
 
-    def _load(self, blocks: ExtentMap) -> tuple[Flags, Flags]:
+    # What is told of the blocks held. None of it waits for the disk.
+
+    def children(self, parent: ChainHash, limit: int, start: bytes = b"") -> list[ChildBlock]:
+        """Up to `limit` blocks held now whose parent has this name and whose tokens begin with `start`.
+
+        A child whose entry left the page cache is not told this time, but sent for. Of a sealed slab only blocks with
+        this parent are decrypted.
+        """
+        if self.child_index is None:
+            return []
+        first_word, word_of = int.from_bytes(parent[:8], "little"), self.parents.item
+        likely = [slot for slot in self.child_index.find(parent) if word_of(slot, 0) == first_word]  # a hint: no lock
+        if not likely:
+            return []
+        with self._inside() as is_open:
+            with self._lock:
+                held = self._blocks.index.holds(np.array(likely, np.int64))
+                likely = [slot for slot, is_held in zip(likely, held.tolist(), strict=True) if is_held]
+            if not is_open or not likely:
+                return []
+            rows, whole = self.peek(likely)
+            names, parents = (rows[field].tolist() for field in ("chain_hash", "parent"))
+            children = [
+                ChildBlock(names[at], self._codec.tokens(rows[at].tobytes()))
+                for at in range(len(likely))
+                if whole[at] and parents[at] == parent
+            ]
+        return [child for child in children if child.tokens and child.tokens.startswith(start)][:limit]
+
+    def listen(self) -> None:
+        """Keep a log from now on. What is held already comes first, in the order it was stored."""
+        with self._lock:
+            slots = self._blocks.index.named()
+            self._blocks.changes = ChangeLog(len(self.seqs))
+            self._blocks.changes.stored(slots[np.argsort(self.seqs[slots], kind="stable")])
+
+    @property
+    def waiting(self) -> bool:
+        log = self._blocks.changes
+        return log is not None and log.waiting
+
+    def take(self, limit: int) -> Changes:
+        """A record whose entry is not in the page cache, or not whole, has no tokens."""
+        with self._inside() as is_open:
+            with self._lock:
+                if (log := self._blocks.changes) is None:
+                    return Changes([], [])
+                gone, slots, cleared = log.take(limit)
+                names, parents = self._blocks.index.names(slots), self.parents_of(slots)
+            told = [BlockRecord(name, parent, b"", NO_CHECKSUM) for name, parent in zip(names, parents, strict=True)]
+            if is_open and told:
+                rows, whole = self.peek(slots.tolist())
+                for position, record in enumerate(self._codec.to_records(rows)):
+                    if whole[position] and record.chain_hash == names[position]:
+                        told[position] = record
+        return Changes(gone, told, cleared)
+
+    def stop_listening(self) -> list[ChainHash]:
+        """Keep no log any more; returns what the reader knows."""
+        with self._lock:
+            log, self._blocks.changes = self._blocks.changes, None
+            if log is None:
+                return []
+            log.cleared(self._blocks.index.words)
+            return log.take(0)[0]
+
+    def check(self) -> None:
+        """Raise AssertionError unless the children's index is whole and of these rows. The caller holds the lock."""
+        if self.child_index is not None:
+            self.child_index.check()
+            assert self.child_index.num_slots == len(self.seqs), "the index of children is of another slab"
+
+    # Reading them.
+
+    def _load(self) -> tuple[Flags, Flags]:
         """Which rows are plausible, and which are not blank; their columns go into the arrays."""
         superblock = self._file.superblock
         plausible, written = np.zeros((2, superblock.num_slots), np.bool_)
@@ -104,9 +202,9 @@ class SlabRows:
             part = slice(first, first + len(rows))
             plausible[part] = found = slab.find_plausible(rows, np.arange(first, first + len(rows)), superblock)
             self._codec.show_names(rows, np.flatnonzero(found))
-            blocks.index.write(part, slab.words_of(rows, "chain_hash"))
-            blocks.generations[part] = rows["generation"]
-            self.store(first, rows)
+            self._blocks.index.write(part, slab.words_of(rows, "chain_hash"))
+            self._blocks.generations[part] = rows["generation"]
+            self.parents[part], self.seqs[part] = slab.words_of(rows, "parent"), rows["seq"]
             written[part] = (rows["state"] != 0) | (rows["checksum"] != 0)
         return plausible, written
 
@@ -137,11 +235,11 @@ class SlabRows:
             window *= 2
         return slots
 
-    def _older_twins(self, blocks: ExtentMap, slots: Slots) -> tuple[list[int], list[int]]:
+    def _older_twins(self, slots: Slots) -> tuple[list[int], list[int]]:
         """Of slots whose rows have a name in common: those of lower seq, and those whose row is not whole."""
         *_, whole = self.read(slots.tolist())
         by_age = slots[whole][np.argsort(self.seqs[slots[whole]], kind="stable")]
-        newest = dict(zip(blocks.index.names(by_age), by_age.tolist(), strict=True))
+        newest = dict(zip(self._blocks.index.names(by_age), by_age.tolist(), strict=True))
         return np.setdiff1d(by_age, list(newest.values())).tolist(), slots[~whole].tolist()
 
     def _filled(self, slots: Sequence[int], read: ReadCall) -> tuple[Rows, Flags]:
@@ -176,111 +274,3 @@ class SlabRows:
         if whole.any():
             self._codec.show_names(rows, np.flatnonzero(whole))
         return whole
-
-
-_PIECE: Final = 1 << 12  # slots entered at once: bounds the copy of their parents' names
-
-
-@dataclass(eq=False, slots=True)
-class SlabChildren:
-    """What an open slab answers about children. `lock` guards `blocks`, `rows`' arrays, and who changes `index`.
-
-    The index is told of blocks that come, never of those that leave: `find` looks at each slot it names.
-    """
-
-    blocks: ExtentMap
-    rows: SlabRows
-    lock: threading.Lock
-    codec: Codec
-    inside: Callable[[], AbstractContextManager[bool]]  # `Calls.enter`
-    index: ChildIndex | None  # None: nobody asks
-
-    def stored(self, slots: Slots) -> None:
-        """These rows hold blocks now. The caller holds the lock, or nobody else knows the slab yet."""
-        if self.index is None:
-            return
-        for first in range(0, len(slots), _PIECE):
-            piece = slots[first : first + _PIECE]
-            names = self.rows.parents.take(piece, 0).tobytes()
-            self.index.enter([names[at : at + 32] for at in range(0, len(names), 32)], piece.tolist())
-
-    def find(self, parent: ChainHash, limit: int, start: bytes = b"") -> list[ChildBlock]:
-        """Up to `limit` blocks held now whose parent has this name and whose tokens begin with `start`.
-
-        Never waits for the disk: a child whose entry left the page cache is not told this time, but sent for. Of a
-        sealed slab only blocks with this parent are decrypted.
-        """
-        if self.index is None:
-            return []
-        first_word, word_of = int.from_bytes(parent[:8], "little"), self.rows.parents.item
-        likely = [slot for slot in self.index.find(parent) if word_of(slot, 0) == first_word]  # a hint: no lock yet
-        if not likely:
-            return []
-        with self.inside() as is_open:
-            with self.lock:
-                held = self.blocks.index.holds(np.array(likely, np.int64))
-                likely = [slot for slot, is_held in zip(likely, held.tolist(), strict=True) if is_held]
-            if not is_open or not likely:
-                return []
-            rows, whole = self.rows.peek(likely)
-            names, parents = (rows[field].tolist() for field in ("chain_hash", "parent"))
-            children = [
-                ChildBlock(names[at], self.codec.tokens(rows[at].tobytes()))
-                for at in range(len(likely))
-                if whole[at] and parents[at] == parent
-            ]
-        return [child for child in children if child.tokens and child.tokens.startswith(start)][:limit]
-
-    def check(self) -> None:
-        """Raise AssertionError unless the index is whole and names only rows there are. The caller holds the lock."""
-        if self.index is not None:
-            self.index.check()
-            assert self.index.num_slots == len(self.rows.seqs), "the index of children is of another slab"
-
-
-@dataclass(eq=False, slots=True)
-class SlabChanges:
-    """The reader's end of the log that an open slab's `ExtentMap` writes. `lock` guards both, and `rows`' arrays."""
-
-    blocks: ExtentMap
-    rows: SlabRows
-    lock: threading.Lock
-    codec: Codec
-    inside: Callable[[], AbstractContextManager[bool]]  # `Calls.enter`
-
-    def listen(self) -> None:
-        """Keep a log from now on. What is held already comes first, in the order it was stored."""
-        with self.lock:
-            slots = self.blocks.index.named()
-            self.blocks.changes = ChangeLog(len(self.rows.seqs))
-            self.blocks.changes.stored(slots[np.argsort(self.rows.seqs[slots], kind="stable")])
-
-    @property
-    def waiting(self) -> bool:
-        log = self.blocks.changes
-        return log is not None and log.waiting
-
-    def take(self, limit: int) -> Changes:
-        """Never waits for the disk: a record whose entry is not in the page cache, or not whole, has no tokens."""
-        with self.inside() as is_open:
-            with self.lock:
-                if (log := self.blocks.changes) is None:
-                    return Changes([], [])
-                gone, slots, cleared = log.take(limit)
-                names, parents = self.blocks.index.names(slots), self.rows.parents_of(slots)
-            told = [BlockRecord(name, parent, b"", NO_CHECKSUM) for name, parent in zip(names, parents, strict=True)]
-            if is_open and told:
-                rows, whole = self.rows.peek(slots.tolist())
-                for position, record in enumerate(self.codec.to_records(rows)):
-                    if whole[position] and record.chain_hash == names[position]:
-                        told[position] = record
-        return Changes(gone, told, cleared)
-
-    def stop_listening(self) -> list[ChainHash]:
-        """Keep no log any more; returns what the reader knows."""
-        with self.lock:
-            log, self.blocks.changes = self.blocks.changes, None
-            if log is None:
-                return []
-            log.cleared(self.blocks.index.words)
-            return log.take(0)[0]

@@ -18,11 +18,10 @@ from kvtier.tiers import BlockRecord, ChainHash, Outcome
 from kvtier.tiers.config import show_size
 from kvtier.tiers.file import slab
 from kvtier.tiers.file.extents import ClaimedExtent, ExtentMap, SlotRun
-from kvtier.tiers.file.file_io import CALL_BYTES, FileIO, write_all
-from kvtier.tiers.file.payload_io import PayloadIO
-from kvtier.tiers.file.slab_codec import Codec
+from kvtier.tiers.file.file_io import CALL_BYTES, FileIO, PayloadIO, write_all
+from kvtier.tiers.file.slab import Codec
 from kvtier.tiers.file.slab_file import FULL_ERRNOS, STEP_BYTES, SlabFile, blank_rows, blank_slots, write_superblock
-from kvtier.tiers.file.slab_rows import SlabChildren, SlabRows
+from kvtier.tiers.file.slab_rows import SlabRows
 from kvtier.tiers.pool import REMOVED
 
 _log = logging.getLogger(__name__)
@@ -115,8 +114,9 @@ class _FilledRun:
 class SlabWriter:
     """Stores and forgets blocks of one open slab. Thread-safe: several threads write at once, each its own slots.
 
-    `blocks` and `rows` change only under `lock`, which is never held across I/O. `file.superblock` is replaced when the
-    slab's end goes: a call that began before never meets the shorter one.
+    A write has three stages: reserve slots, store payloads and then entries, publish. `blocks` and `rows` change only
+    under `lock`, which is never held across I/O. `file.superblock` is replaced when the slab's end goes: a call that
+    began before never meets the shorter one.
     """
 
     io: FileIO
@@ -126,17 +126,21 @@ class SlabWriter:
     rows: SlabRows
     lock: threading.Lock
     codec: Codec
-    children: SlabChildren
     growth: SlabGrowth
     sync: Callable[[], None] | None  # what makes earlier writes durable; None: they need not be
     next_seq: int = 1
 
     def write(self, records: Sequence[BlockRecord], payloads: Sequence[memoryview]) -> list[Outcome]:
-        outcomes, entered = self._skip_held(records)
+        names, entered = [record.chain_hash for record in records], set[int]()
+        with self.lock:
+            is_new = max(self.blocks.index.find_each(names), default=-1) < 0 and len(set(names)) == len(names)
+        outcomes = [Outcome.ABSENT] * len(records)
+        if not is_new:
+            entered = self._skip_held(records, names, outcomes)
         todo = [position for position, outcome in enumerate(outcomes) if outcome is Outcome.ABSENT]
-        parts, failure = self._reserve_all([records[i] for i in todo], [payloads[i] for i in todo])
+        parts, failure = self._reserve([records[i] for i in todo], [payloads[i] for i in todo])
         try:
-            stored, failed = self._store(parts)
+            stored, failed = self._store(parts) if parts else ([], None)
         finally:
             with self.lock:
                 for extent in [*entered, *(part.run.extent for part in parts)]:
@@ -148,7 +152,10 @@ class SlabWriter:
             outcomes[position] = failure
             # Nobody can reach the rest of the chain.
             failure = Outcome.FULL if failure is Outcome.FULL else Outcome.PARENT_FAILED
-        return _answer_twins(records, outcomes) if Outcome.ABORTED in outcomes else outcomes
+        if Outcome.ABORTED in outcomes:  # a block named twice was stored once: the second naming ends as the first did
+            first: dict[ChainHash, Outcome] = {}
+            outcomes = [first.setdefault(*named) for named in zip(names, outcomes, strict=True)]
+        return outcomes
 
     def discard(self, hashes: Sequence[ChainHash], cause: str = REMOVED) -> None:
         """Forget blocks, on disk too; if the disk refuses, the next start finds them again. `cause` is remembered."""
@@ -182,64 +189,71 @@ class SlabWriter:
                 with suppress(OSError):
                     self.file.path.unlink()
 
-    def _skip_held(self, records: Sequence[BlockRecord]) -> tuple[list[Outcome], set[int]]:
-        """OK for a block whose stored entry says the same, ABORTED for a twin within the batch, else ABSENT.
+    def _skip_held(self, records: Sequence[BlockRecord], names: list[ChainHash], outcomes: list[Outcome]) -> set[int]:
+        """Put OK for a block whose stored entry says the same, and ABORTED for a twin within the batch.
 
         A block stored with other bytes is dropped: what is asked now is what will be found. The extents of held blocks
         are entered, so that their entries stay while they are read, and no block answered OK is evicted for another of
-        its batch; the caller leaves them.
+        its batch; the caller leaves those returned.
         """
-        outcomes = [Outcome.ABSENT] * len(records)
         per_extent = self.file.superblock.slots_per_extent
         with self.lock:
-            slots = self.blocks.index.find_each([record.chain_hash for record in records])
-            held = [position for position, slot in enumerate(slots) if slot >= 0]
+            slots = self.blocks.index.find_each(names)
+            held = sorted((position for position, slot in enumerate(slots) if slot >= 0), key=slots.__getitem__)
             entered = {slots[position] // per_extent for position in held}
             for extent in entered:
                 self.blocks.enter(extent)
         if held:
-            differing = self._differing(records, slots, held)
+            rows, _, whole = self.rows.read([slots[position] for position in held])
+            stored = zip(held, self.codec.to_records(rows), whole.tolist(), strict=True)
+            differing = {position for position, entry, is_whole in stored if not is_whole or entry != records[position]}
             needed: set[int] = set()
             with self.lock:
                 for position in held:
-                    name, slot = records[position].chain_hash, slots[position]
-                    if position not in differing and self.blocks.index.find_one(name) == slot:  # not discarded since
-                        outcomes[position] = Outcome.OK
-                        self.blocks.touch(slot)
+                    slot = slots[position]
+                    if position not in differing and self.blocks.index.find_one(names[position]) == slot:
+                        outcomes[position] = Outcome.OK  # not discarded since
+                        self.blocks.hits[slot] = 1
                         needed.add(slot // per_extent)
                 for extent in entered - needed:
                     self.blocks.leave(extent)
             entered = needed
-            self.discard([records[position].chain_hash for position in sorted(differing)], Outcome.CHECKSUM)
-        if len({record.chain_hash for record in records}) < len(records):
-            seen: set[ChainHash] = set()
-            for position, record in enumerate(records):
-                if outcomes[position] is Outcome.ABSENT and record.chain_hash in seen:
-                    outcomes[position] = Outcome.ABORTED
-                seen.add(record.chain_hash)
-        return outcomes, entered
+            self.discard([names[position] for position in sorted(differing)], Outcome.CHECKSUM)
+        seen: set[ChainHash] = set()
+        for position, name in enumerate(names):
+            if outcomes[position] is Outcome.ABSENT and name in seen:
+                outcomes[position] = Outcome.ABORTED
+            seen.add(name)
+        return entered
 
-    def _differing(self, records: Sequence[BlockRecord], slots: Sequence[int], held: Sequence[int]) -> set[int]:
-        """Of the positions held: those whose entry, as it lies on the disk, does not say the same as the record."""
-        held = sorted(held, key=slots.__getitem__)
-        rows, _, whole = self.rows.read([slots[position] for position in held])
-        stored = zip(held, self.codec.to_records(rows), whole.tolist(), strict=True)
-        return {position for position, entry, is_whole in stored if not is_whole or entry != records[position]}
-
-    def _reserve_all(
+    def _reserve(
         self, records: Sequence[BlockRecord], payloads: Sequence[memoryview]
     ) -> tuple[list[_FilledRun], Outcome]:
         """Slots for leading records, the head of the chain first; and why there are no more."""
         parts: list[_FilledRun] = []
-        done = 0
-        hashes = [record.chain_hash for record in records]
+        hashes, done = [record.chain_hash for record in records], 0
+        if self.growth.retry_at is not None and self.growth.ask_again():  # once: below, what lacks space is withheld
+            with self.lock:
+                self.blocks.offer()
         try:
             while done < len(records):
-                run, kept = self._reserve(hashes[done:], records[done].parent)
-                if kept:
-                    parts.append(kept)
-                if run is None:
-                    break
+                rest, parent = hashes[done:], records[done].parent
+                with self.lock:
+                    run = self.blocks.take(rest, parent)
+                    claim = None if run else self.blocks.claim()
+                    if claim is None and not (run := run or self.blocks.take(rest, None)):
+                        break  # every extent is being written
+                if claim is not None:
+                    if (kept := self._empty(claim)) is None:
+                        continue  # the next is one whose space we have
+                    with self.lock:
+                        if not self.blocks.opened(claim):
+                            continue  # a reset took it back
+                        again = self.blocks.take_in(claim.extent, claim.keep_hashes) if kept else None
+                        run = self.blocks.take_in(claim.extent, rest)
+                    if again and kept:
+                        parts.append(_FilledRun(again, *kept, is_new=False))
+                assert run is not None
                 part = slice(done, done + run.size)
                 parts.append(_FilledRun(run, records[part], payloads[part], is_new=True))
                 done += run.size
@@ -247,30 +261,6 @@ class SlabWriter:
             _log.debug("[file] %s: %s while emptying an extent", self.file.path, error)
             return parts, _outcome_of(error)
         return parts, Outcome.FULL
-
-    def _reserve(self, hashes: Sequence[ChainHash], parent: ChainHash) -> tuple[SlotRun | None, _FilledRun | None]:
-        """Slots for leading hashes, and what is to be stored again before them.
-
-        None: every extent is being written. OSError: an extent could not be emptied.
-        """
-        if self.growth.retry_at is not None and self.growth.ask_again():  # once: below, what lacks space is withheld
-            with self.lock:
-                self.blocks.offer()
-        while True:
-            with self.lock:
-                run = self.blocks.take(hashes, parent)
-                claim = None if run else self.blocks.claim()
-                if claim is None:
-                    return run or self.blocks.take(hashes, None), None
-            kept = self._empty(claim)
-            if kept is None:
-                continue  # the next is one whose space we have
-            with self.lock:
-                if not self.blocks.opened(claim):
-                    continue  # a reset took it back
-                again = self.blocks.take_in(claim.extent, claim.keep_hashes) if kept else None
-                run = self.blocks.take_in(claim.extent, hashes)
-            return run, _FilledRun(again, *kept, is_new=False) if again and kept else None
 
     def _empty(self, claim: ClaimedExtent) -> tuple[list[BlockRecord], list[memoryview]] | tuple[()] | None:
         """Blank a claimed extent's rows; returns the blocks to be stored again, their bytes in memory.
@@ -311,109 +301,88 @@ class SlabWriter:
 
     def _store(self, parts: Sequence[_FilledRun]) -> tuple[list[Outcome], Outcome | None]:
         """Payloads, then entries, of leading parts; outcomes of the new blocks stored, and what stopped the rest."""
-        runs = [part.run for part in parts]
-        records = [record for part in parts for record in part.records]
-        payloads = [payload for part in parts for payload in part.payloads]
-        are_new = [part.is_new for part in parts for _ in part.records]
-        done: list[list[SlotRun]] = []  # runs that lie side by side, together
-        stamps: list[bytes] = []
-        failure: Outcome | None = None
+        superblock, fd, failure = self.file.superblock, self.file.fd, None
+        groups, stamps = self._adjacent(parts) if len(parts) > 1 else [parts], list[bytes]()
+        for number, group in enumerate(groups):
+            records, payloads = group[0].records, group[0].payloads
+            if len(group) > 1:
+                records = [record for part in group for record in part.records]
+                payloads = [payload for part in group for payload in part.payloads]
+            try:
+                hidden, part_stamps = self.codec.hide(records, payloads)
+                self.payload.write(superblock.payload_offset(group[0].run.first), hidden)
+                stamps += part_stamps
+            except OSError as error:
+                _log.debug("[file] %s: %s while writing payloads", self.file.path, error)
+                groups, failure = groups[:number], _outcome_of(error)
+                break
+        if not groups:
+            return [], failure
+        parts = [part for group in groups for part in group]
+        slots = [slot for part in parts for slot in part.run.slots]
         try:
-            for group in self._adjacent(runs):
-                part = slice(len(stamps), len(stamps) + sum(run.size for run in group))
-                hidden, part_stamps = self.codec.hide(records[part], payloads[part])
-                self.payload.write(self.file.superblock.payload_offset(group[0].first), hidden)
-                done, stamps = [*done, group], [*stamps, *part_stamps]
-        except OSError as error:
-            _log.debug("[file] %s: %s while writing payloads", self.file.path, error)
-            failure = _outcome_of(error)
-        try:
-            outcomes = self._commit(done, records[: len(stamps)], stamps)
-            return [outcome for outcome, is_new in zip(outcomes, are_new, strict=False) if is_new], failure
+            if self.sync:
+                self.sync()
+            rows = self.codec.make_rows(slots, [record for part in parts for record in part.records], stamps)
+            with self.lock:
+                epoch, seq = self.blocks.epoch, self.next_seq
+                self.next_seq = seq + len(slots)
+                rows["generation"] = self.blocks.generations[slots]
+            are_late = [part.run.epoch != epoch for part in parts for _ in part.run.slots]
+            rows["seq"] = [0 if is_late else seq + at for at, is_late in enumerate(are_late)]  # 0: never valid
+            on_disk, done = self.codec.seal_rows(rows).view(np.uint8).data, 0
+            try:
+                for group in groups:
+                    end = done + superblock.entry_bytes * sum([part.run.size for part in group])
+                    write_all(self.io, fd, [on_disk[done:end]], superblock.row_offset(group[0].run.first))
+                    done = end
+                if self.sync:
+                    self.sync()
+            except OSError:
+                with suppress(OSError):  # what is answered as not stored must not be found at the next start
+                    blank_slots(self.io, fd, superblock, slots)
+                raise
+            return self._publish(parts, rows), failure
         except OSError as error:
             _log.debug("[file] %s: %s while writing entries", self.file.path, error)
             return [], _outcome_of(error)
 
-    def _commit(
-        self, groups: Sequence[list[SlotRun]], records: Sequence[BlockRecord], stamps: Sequence[bytes]
-    ) -> list[Outcome]:
-        """Write the entries of stored payloads and make them findable."""
-        if not groups:
-            return []
-        runs = [run for group in groups for run in group]
-        if self.sync:
-            self.sync()
-        slots = [slot for run in runs for slot in run.slots]
-        rows = self.codec.make_rows(slots, records, stamps)
+    def _publish(self, parts: Sequence[_FilledRun], rows: slab.Rows) -> list[Outcome]:
+        """Make stored blocks findable; the outcomes of the new ones."""
+        outcomes, twins, done = list[Outcome](), list[int](), 0
         with self.lock:
-            is_late = [run.epoch != self.blocks.epoch for run in runs for _ in run.slots]
-            fresh = range(self.next_seq, self.next_seq + len(slots))
-            rows["seq"] = [0 if late else seq for late, seq in zip(is_late, fresh, strict=True)]  # 0: never valid
-            rows["generation"] = self.blocks.generations[slots]
-            self.next_seq += len(slots)
-        on_disk = self.codec.seal_rows(rows)
-        done = 0
-        try:
-            for group in groups:
-                size = sum([run.size for run in group])
-                rows_at = self.file.superblock.row_offset(group[0].first)
-                write_all(self.io, self.file.fd, [slab.byte_view(on_disk[done : done + size])], rows_at)
-                done += size
-            if self.sync:
-                self.sync()
-        except OSError:
-            with suppress(OSError):  # what is answered as not stored must not be found at the next start
-                blank_slots(self.io, self.file.fd, self.file.superblock, slots)
-            raise
-        return self._publish(runs, records, rows)
-
-    def _publish(self, runs: Sequence[SlotRun], records: Sequence[BlockRecord], rows: slab.Rows) -> list[Outcome]:
-        outcomes: list[Outcome] = []
-        twins: list[int] = []
-        stored: list[int] = []
-        with self.lock:
-            done = 0
-            for run in runs:
-                part = slice(done, done + run.size)
-                done += run.size
+            for part in parts:
+                run, outcome = part.run, Outcome.OK
                 if run.epoch != self.blocks.epoch:
-                    outcomes += [Outcome.EPOCH] * run.size
-                    continue
-                if self.blocks.is_retired(run.extent):
-                    outcomes += [Outcome.EVICTED] * run.size
+                    outcome = Outcome.EPOCH
+                elif run.extent >= self.blocks.num_in_use:
+                    outcome = Outcome.EVICTED
                     twins += run.slots
-                    continue
-                self.rows.store(run.first, rows[part])
-                twins += self.blocks.publish(run, [record.chain_hash for record in records[part]])
-                stored += run.slots
-                outcomes += [Outcome.OK] * run.size
-            self.children.stored(np.array(stored, np.int64))
+                else:
+                    self.rows.store(run.first, rows[done : done + run.size])
+                    twins += self.blocks.publish(run, [record.chain_hash for record in part.records])
+                if part.is_new:
+                    outcomes += [outcome] * run.size
+                done += run.size
         if twins:
             blank_slots(self.io, self.file.fd, self.file.superblock, twins)
         return outcomes
 
-    def _adjacent(self, runs: Sequence[SlotRun]) -> list[list[SlotRun]]:
-        """Runs that lie next to each other in the file, together at most CALL_BYTES."""
-        superblock, groups = self.file.superblock, [[run] for run in runs[:1]]
-        for run in runs[1:]:
-            last, size = groups[-1][-1], sum(member.size for member in groups[-1]) + run.size
+    def _adjacent(self, parts: Sequence[_FilledRun]) -> list[Sequence[_FilledRun]]:
+        """Parts whose runs lie next to each other in the file, together at most CALL_BYTES."""
+        superblock, groups = self.file.superblock, [[part] for part in parts[:1]]
+        for part in parts[1:]:
+            last, run = groups[-1][-1].run, part.run
+            size = sum(member.run.size for member in groups[-1]) + run.size
             is_next = (
                 last.first + last.size == run.first
                 and superblock.payload_offset(last.first) + last.size * superblock.stride
                 == superblock.payload_offset(run.first)
                 and size * superblock.stride <= CALL_BYTES
             )
-            groups[-1].append(run) if is_next else groups.append([run])
-        return groups
+            groups[-1].append(part) if is_next else groups.append([part])
+        return list(groups)
 
 
 def _outcome_of(error: OSError) -> Outcome:
     return Outcome.FULL if error.errno in FULL_ERRNOS else Outcome.IO_ERROR
-
-
-def _answer_twins(records: Sequence[BlockRecord], outcomes: list[Outcome]) -> list[Outcome]:
-    """A block named twice in a batch was stored once: the second naming ends as the first did."""
-    first: dict[ChainHash, Outcome] = {}
-    for position, record in enumerate(records):
-        outcomes[position] = first.setdefault(record.chain_hash, outcomes[position])
-    return outcomes

@@ -5,9 +5,9 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -30,145 +30,192 @@ from kvtier.tiers import (
     require_records,
     require_space,
 )
+from kvtier.tiers.config import show_size
 from kvtier.tiers.file import slab
 from kvtier.tiers.file.extents import ExtentMap
-from kvtier.tiers.file.file_io import FileIO, GroupSync, write_all
-from kvtier.tiers.file.payload_io import Mode, PayloadIO, probe_mode
-from kvtier.tiers.file.slab_codec import Codec, SlabEntry, codec_of, verified
-from kvtier.tiers.file.slab_file import SlabFile, blank_slots, is_ours, is_removed, open_slab, release, write_owner
-from kvtier.tiers.file.slab_rows import SlabChanges, SlabChildren, SlabRows
-from kvtier.tiers.file.slab_tail import Calls, TailGiver
+from kvtier.tiers.file.file_io import FileIO, GroupSync, Mode, PayloadIO, probe_mode, write_all
+from kvtier.tiers.file.slab import Codec, SlabEntry, Superblock, codec_of, verified
+from kvtier.tiers.file.slab_file import (
+    SlabFile,
+    ask_for_room,
+    blank_slots,
+    cut,
+    is_ours,
+    is_removed,
+    open_slab,
+    read_asked,
+    release,
+    write_owner,
+)
+from kvtier.tiers.file.slab_rows import SlabRows
 from kvtier.tiers.file.slab_writer import SlabGrowth, SlabWriter
 from kvtier.tiers.naming import PROBE_BYTES
 from kvtier.tiers.pool import Departures, make_child_index
 from kvtier.tiers.reuse import ClassifiedEnd
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(eq=False, slots=True)
-class SlabReader:
-    """Reads blocks of one open slab. Thread-safe. `lock` guards `blocks` and `counts`; it is never held across I/O."""
-
-    file: SlabFile
-    payload: PayloadIO
-    blocks: ExtentMap
-    rows: SlabRows
-    lock: threading.Lock
-    codec: Codec
-    writer: SlabWriter
-    counts: Counter[str]  # of outcomes: read_{outcome}
-
-    def read(self, hashes: Sequence[ChainHash], into: Sequence[memoryview]) -> list[BlockRecord | Outcome]:
-        """See `Tier.read`. The caller is inside the store."""
-        with self.lock:
-            slots, generations = self.blocks.find_each(hashes)
-        results: list[BlockRecord | Outcome] = [Outcome.ABSENT if slot < 0 else Outcome.IO_ERROR for slot in slots]
-        positions = [i for i, slot in enumerate(slots) if slot >= 0]
-        if len(positions) > 1:
-            positions.sort(key=slots.__getitem__)
-        if positions and not self.codec.hides_payloads:
-            positions = self._read_compiled(positions, slots, hashes, into, results)
-        if positions:
-            self._read_held(positions, slots, hashes, into, results)
-        self._settle(hashes, slots, generations, results)
-        return results
-
-    def _read_compiled(
-        self,
-        positions: list[int],
-        slots: list[int],
-        hashes: Sequence[ChainHash],
-        into: Sequence[memoryview],
-        results: list[BlockRecord | Outcome],
-    ) -> list[int]:
-        """By the twin: put the records of whole blocks at their positions; returns those left to `_read_held`."""
-        held, names = [slots[position] for position in positions], [hashes[position] for position in positions]
-        buffers = [into[position] for position in positions]
-        records = self.payload.read_blocks(self.file.fd, self.file.superblock.layout, held, names, buffers)
-        if records is None:
-            return positions
-        left = []
-        for position, record in zip(positions, records, strict=True):
-            if record is None:
-                left.append(position)
-            else:
-                results[position] = record
-        return left
-
-    def _read_held(
-        self,
-        positions: list[int],
-        slots: list[int],
-        hashes: Sequence[ChainHash],
-        into: Sequence[memoryview],
-        results: list[BlockRecord | Outcome],
-    ) -> None:
-        """Put what became of each block at its position, these being in the order of their slots."""
-        held = [slots[position] for position in positions]
-        entries = list[SlabEntry | Outcome]()
-        offsets = [self.file.superblock.payload_offset(slot) for slot in held]
-        buffers = [into[position] for position in positions]
-        reads = self.payload.read_runs(
-            offsets,
-            buffers,
-            lambda: entries.extend(self.rows.entries(held)),  # while payloads are in flight
-        )
-        with closing(reads):  # the buffers outlive what is in flight
-            for run, readable in reads:
-                for at, is_there in zip(range(run.start, run.stop), readable, strict=True):
-                    position, entry = positions[at], entries[at]
-                    if isinstance(entry, Outcome):
-                        results[position] = entry
-                    elif is_there:
-                        results[position] = verified(self.codec, entry, hashes[position], buffers[at])
-
-    def _settle(
-        self,
-        hashes: Sequence[ChainHash],
-        slots: list[int],
-        generations: list[int],
-        results: list[BlockRecord | Outcome],
-    ) -> None:
-        """Mark hits; tell bad blocks from those evicted under the read, and forget the bad.
-
-        If the disk answers, but not for some, these go too: they would be promised again and again.
-        """
-        bad, lost = list[ChainHash](), list[ChainHash]()
-        num_whole, answers = 0, False
-        with self.lock:
-            are_current = self.blocks.still_hold(slots, generations)
-            for position, (slot, is_current) in enumerate(zip(slots, are_current, strict=True)):
-                result = results[position]
-                if isinstance(result, BlockRecord):
-                    num_whole += 1
-                    if is_current:
-                        self.blocks.touch(slot)
-                elif result is Outcome.IO_ERROR:
-                    lost.append(hashes[position])
-                elif result is not Outcome.ABSENT:
-                    answers = True
-                    if is_current:
-                        bad.append(hashes[position])
-                    else:
-                        results[position] = Outcome.EVICTED
-            self.counts["read_ok"] += num_whole
-            if num_whole < len(results):
-                self.counts.update(f"read_{result}" for result in results if isinstance(result, Outcome))
-        answers = answers or num_whole > 0
-        if bad:
-            _log.warning("[file] %s: dropped %d corrupt blocks, first %s", self.file.path, len(bad), bad[0].hex())
-        if bad or (lost and answers):
-            self.writer.discard(bad, Outcome.CHECKSUM)
-            if answers:
-                self.writer.discard(lost, Outcome.IO_ERROR)
-
-
+_LOOK_SECONDS: Final = 0.2  # between two looks whether somebody asks
+_RETRY_SECONDS: Final = 5.0  # from a cut that the disk refused to the next try
+_STOP_SECONDS: Final = 1.0
+_QUIET_SECONDS: Final = 10.0  # that calls under way have to leave; with a hung disk the next look tries again
 _FIRST_LOOK: Final = 4  # names of a lookup found at once; twice as many while all are held
 _MOST_LOOKED: Final = 2048
 _LOOK: Final = 2.0  # seconds between two looks whether the path still names the slab
 _SECTOR: Final = 512  # bytes; what `stat` counts a file's blocks in
 _PIECE: Final = 1 << 16  # slots whose blocks are listed under the lock at a time
+
+
+class Calls:
+    """Who is inside an open store. Its file is released once it is closed and the last of them has left.
+
+    A descriptor closed under a call could be another file's by the time the call uses it. Thread-safe.
+    """
+
+    def __init__(self, release: Callable[[], None]) -> None:
+        self._release = release
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._round = 0  # calls of a round that is over are waited for by `quiet`
+        self._inside: dict[int, int] = {}
+        self._closed = False
+
+    @contextmanager
+    def enter(self) -> Iterator[bool]:
+        """Whether the store is open; its file then stays open until the block ends."""
+        number = self.begin()
+        try:
+            yield number is not None
+        finally:
+            if number is not None:
+                self.end(number)
+
+    def begin(self) -> int | None:
+        """A call comes in: the round it is counted in, which `end` takes; None: the store is closed."""
+        with self._lock:
+            if self._closed:
+                return None
+            self._inside[self._round] = self._inside.get(self._round, 0) + 1
+            return self._round
+
+    def end(self, number: int) -> None:
+        """The call has left."""
+        with self._lock:
+            left = self._inside[number] - 1
+            if left:
+                self._inside[number] = left
+            else:
+                del self._inside[number]
+                self._changed.notify_all()
+            is_last = self._closed and not self._inside
+        if is_last:
+            self._release()
+
+    def close(self) -> None:
+        """Let nobody in any more. Idempotent."""
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+            self._changed.notify_all()
+            is_last = not self._inside
+        if is_last:
+            self._release()
+
+    def quiet(self, timeout: float) -> bool:
+        """Wait until all who are inside now have left, whoever comes in later; the caller must not be inside.
+
+        False if that takes more than `timeout` seconds, or the store is closed meanwhile.
+        """
+        with self._changed:
+            self._round += 1
+            number = self._round
+            self._changed.wait_for(lambda: self._closed or min(self._inside, default=number) >= number, timeout)
+            return not self._closed and min(self._inside, default=number) >= number
+
+
+class TailGiver:
+    """Looks now and then whether somebody asks for room, on a thread of its own, and gives the slab's tail up.
+
+    First the tail's blocks are forgotten, then every call under way ends. Then its rows are blanked, the superblock
+    is rewritten and the file is cut. A kill at any moment leaves the slab whole, at its old size or its new one.
+    `lock` guards `blocks`.
+    """
+
+    def __init__(self, io: FileIO, file: SlabFile, blocks: ExtentMap, lock: threading.Lock, calls: Calls) -> None:
+        self._io = io
+        self._file = file
+        self._blocks = blocks
+        self._lock = lock
+        self._calls = calls
+        self._uncut: Superblock | None = None  # what the file still is, if the disk refused to cut it
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._look, name="kvtier-file-tail", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Look no more; call it once the store lets nobody in. Waits a moment for a cut under way, idempotent."""
+        self._stopped.set()
+        self._thread.join(_STOP_SECONDS)
+
+    def _look(self) -> None:
+        pause = _LOOK_SECONDS
+        while not self._stopped.wait(pause):
+            pause = _LOOK_SECONDS
+            try:
+                with self._calls.enter() as is_open:
+                    asked = read_asked(self._file.fd) if is_open else 0
+                if asked or self._uncut:
+                    self.give(asked or self._file.superblock.file_bytes)
+            except OSError as error:
+                pause = _RETRY_SECONDS
+                _log.warning("[file] %s: %s while giving up its tail", self._file.path, error)
+
+    def give(self, num_bytes: int) -> bool:
+        """Cut the slab down to `num_bytes`, but to no less than one extent.
+
+        False if a call under way would not end: nothing is cut. OSError if the disk refuses. Then the tail is out
+        of use, and the next call, or the next opening of the slab, cuts it off.
+        """
+        superblock = self._file.superblock
+        least = superblock.payload_offsets[0] + superblock.extent_bytes
+        target = max(num_bytes, least)
+        num_extents = superblock.resized(target).num_extents
+        num_lost = 0
+        if num_extents < superblock.num_extents:
+            with self._lock:
+                num_lost = self._blocks.retire(num_extents)
+            if not self._calls.quiet(_QUIET_SECONDS):
+                with self._lock:
+                    self._blocks.revive(num_extents)
+                return False
+        with self._calls.enter() as is_open:
+            if is_open:
+                self._cut(target, num_lost)
+                ask_for_room(self._io, self._file.fd, 0)
+        return True
+
+    def _cut(self, num_bytes: int, num_lost: int) -> None:
+        file = self._file
+        with file.rewriting:
+            old = file.superblock
+            resized = old.resized(num_bytes)
+            if resized.num_slots < old.num_slots:
+                self._uncut = self._uncut or old
+                with self._lock:
+                    self._blocks.shorten(resized.num_extents)
+                    file.superblock = resized
+                _log.warning(
+                    "[file] %s: cut down from %s to %s for another model's slab, %d blocks went",
+                    file.path,
+                    show_size(old.file_bytes),
+                    show_size(resized.file_bytes),
+                    num_lost,
+                )
+            if self._uncut:
+                cut(self._io, replace(file, superblock=self._uncut), file.superblock)
+                self._uncut = None
 
 
 class FileStore(Tier):
@@ -194,21 +241,15 @@ class FileStore(Tier):
         self._look_at, self._gone = 0.0, False  # whether the path is another file's; written on I/O threads
         self._calls = Calls(self._release)
         self._inside = self._calls.enter
-        self._rows = SlabRows(io, file, codec)
         num_extents = file.superblock.num_extents
         self.departures: Departures = Departures("file", file.superblock.num_slots // 2, num_extents)
         self._blocks = ExtentMap(num_extents, file.superblock.slots_per_extent, self.departures)
-        self.announcer: SlabChanges = SlabChanges(self._blocks, self._rows, self._lock, codec, self._inside)
-        index = make_child_index(file.superblock.num_slots) if partial_blocks else None
-        self._children = SlabChildren(self._blocks, self._rows, self._lock, codec, self._inside, index)
+        children = make_child_index(file.superblock.num_slots) if partial_blocks else None
+        self._rows = SlabRows(io, file, codec, self._blocks, self._lock, self._inside, children)
+        self.announcer: SlabRows = self._rows
         sync = GroupSync(lambda: io.sync(file.fd)) if durable else None
         self._growth = SlabGrowth(io, file)
-        self._writer = SlabWriter(
-            io, file, payload, self._blocks, self._rows, self._lock, codec, self._children, self._growth, sync
-        )
-        self._reader = SlabReader(
-            file, payload, self._blocks, self._rows, self._lock, codec, self._writer, self._counts
-        )
+        self._writer = SlabWriter(io, file, payload, self._blocks, self._rows, self._lock, codec, self._growth, sync)
         self._tail = TailGiver(io, file, self._blocks, self._lock, self._calls)
         self._recover()
         self._storage = LastRoom(self._room, self._room())
@@ -264,9 +305,8 @@ class FileStore(Tier):
 
     def _recover(self) -> None:
         """Index every row that counts; of two rows for one block the one with the highest seq."""
-        losers = self._rows.recover(self._blocks)
+        losers = self._rows.recover()
         slots = self._blocks.index.named()
-        self._children.stored(slots)
         self._growth.found(np.unique(slots // self.superblock.slots_per_extent).tolist())
         newest = int(self._rows.seqs[slots].max()) if len(slots) else 0
         self._writer.next_seq = max(newest + 1, self.superblock.min_seq)
@@ -279,7 +319,7 @@ class FileStore(Tier):
         first, size = 0, _FIRST_LOOK
         while first < len(hashes):
             with self._lock:
-                found = self._blocks.index.find_each(hashes[first : first + size])
+                found = self._blocks.index.find_each(list(hashes[first : first + size]))
             if -1 in found:
                 return first + found.index(-1)
             first, size = first + size, min(2 * size, _MOST_LOOKED)
@@ -287,7 +327,7 @@ class FileStore(Tier):
 
     def holds(self, hashes: Sequence[ChainHash]) -> list[bool]:
         with self._lock:
-            return [slot >= 0 for slot in self._blocks.index.find_each(hashes)]
+            return [slot >= 0 for slot in self._blocks.index.find_each(list(hashes))]
 
     def held(self) -> list[tuple[ChainHash, ChainHash]]:
         with self._lock:
@@ -309,7 +349,7 @@ class FileStore(Tier):
             self._blocks.ended(end)
 
     def children(self, parent: ChainHash, limit: int, start: bytes = b"") -> list[ChildBlock]:
-        return self._children.find(parent, limit, start)
+        return self._rows.children(parent, limit, start)
 
     def room(self) -> Sequence[StoragePlace]:
         return self._storage.told()
@@ -317,13 +357,95 @@ class FileStore(Tier):
     # Reading.
 
     def read(self, hashes: Sequence[ChainHash], into: Sequence[memoryview]) -> list[BlockRecord | Outcome]:
+        """Entries, then payloads with many in flight, each verified as it comes; what is bad goes."""
         require_buffers(len(hashes), into, self._file.superblock.slot_bytes)
         if (visit := self._calls.begin()) is None:
             return [Outcome.CLOSED] * len(hashes)
         try:
-            return self._reader.read(hashes, into)
+            with self._lock:
+                slots, generations = self._blocks.find_each(list(hashes))
+            found: list[BlockRecord | Outcome] = [Outcome.ABSENT if slot < 0 else Outcome.IO_ERROR for slot in slots]
+            positions = [i for i, slot in enumerate(slots) if slot >= 0]
+            if len(positions) > 1:
+                positions.sort(key=slots.__getitem__)
+            if positions and not self._codec.hides_payloads:  # by the extension module
+                held, names = [slots[i] for i in positions], [hashes[i] for i in positions]
+                fd, layout, buffers = self._file.fd, self._file.superblock.layout, [into[i] for i in positions]
+                records = self._payload.read_blocks(fd, layout, held, names, buffers)
+                if records is not None:
+                    for position, record in zip(positions, records, strict=True):
+                        found[position] = record or Outcome.IO_ERROR
+                    positions = [i for i in positions if found[i] is Outcome.IO_ERROR]
+            if positions:
+                self._read_held(positions, slots, hashes, into, found)
+            self._settle(hashes, slots, generations, found)
+            return found
         finally:
             self._calls.end(visit)
+
+    def _read_held(
+        self,
+        positions: list[int],
+        slots: list[int],
+        hashes: Sequence[ChainHash],
+        into: Sequence[memoryview],
+        found: list[BlockRecord | Outcome],
+    ) -> None:
+        """Put what became of each block at its position, these being in the order of their slots."""
+        held = [slots[position] for position in positions]
+        entries = list[SlabEntry | Outcome]()
+        offsets = [self._file.superblock.payload_offset(slot) for slot in held]
+        buffers = [into[position] for position in positions]
+        # The entries are read while payloads are in flight, and the buffers outlive what is.
+        with closing(
+            self._payload.read_runs(offsets, buffers, lambda: entries.extend(self._rows.entries(held)))
+        ) as reads:
+            for run, readable in reads:
+                for at, is_there in zip(range(run.start, run.stop), readable, strict=True):
+                    position, entry = positions[at], entries[at]
+                    if isinstance(entry, Outcome):
+                        found[position] = entry
+                    elif is_there:
+                        found[position] = verified(self._codec, entry, hashes[position], buffers[at])
+
+    def _settle(
+        self,
+        hashes: Sequence[ChainHash],
+        slots: list[int],
+        generations: list[int],
+        found: list[BlockRecord | Outcome],
+    ) -> None:
+        """Mark hits; tell bad blocks from those evicted under the read, and forget the bad.
+
+        If the disk answers, but not for some, these go too: they would be promised again and again.
+        """
+        bad, lost, num_whole, answers = list[ChainHash](), list[ChainHash](), 0, False
+        with self._lock:
+            are_current = self._blocks.still_hold(slots, generations)
+            for position, (slot, is_current) in enumerate(zip(slots, are_current, strict=True)):
+                result = found[position]
+                if isinstance(result, BlockRecord):
+                    num_whole += 1
+                    if is_current:
+                        self._blocks.hits[slot] = 1
+                elif result is Outcome.IO_ERROR:
+                    lost.append(hashes[position])
+                elif result is not Outcome.ABSENT:
+                    answers = True
+                    if is_current:
+                        bad.append(hashes[position])
+                    else:
+                        found[position] = Outcome.EVICTED
+            self._counts["read_ok"] += num_whole
+            if num_whole < len(found):
+                self._counts.update(f"read_{result}" for result in found if isinstance(result, Outcome))
+        answers = answers or num_whole > 0
+        if bad:
+            _log.warning("[file] %s: dropped %d corrupt blocks, first %s", self.path, len(bad), bad[0].hex())
+        if bad or (lost and answers):
+            self._writer.discard(bad, Outcome.CHECKSUM)
+            if answers:
+                self._writer.discard(lost, Outcome.IO_ERROR)
 
     # Writing and forgetting.
 
@@ -411,7 +533,7 @@ class FileStore(Tier):
     def check(self) -> None:
         with self._lock:
             self._blocks.check()
-            self._children.check()
+            self._rows.check()
             counts = self._blocks.counts()
             assert min(counts.values()) >= 0, f"slot counts: {counts}"
 

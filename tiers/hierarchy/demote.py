@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.tiers import BATCH_BYTES, L2, ChainHash, Metrics, Outcome, checksum
+from kvtier.tiers import BATCH_BYTES, L2, ChainHash, Metrics, Outcome
 from kvtier.tiers.hierarchy.lower_tier import HierarchySettings, TierPort
 from kvtier.tiers.host import HostTier
 from kvtier.tiers.pool import NUM_AGES, Departures, Lease
@@ -129,8 +129,11 @@ class Demoter:
             return ()
         epoch = self.port.epoch  # before the leases: what they name was stored in this epoch or a later one
         ancestors = self._failed_ancestors(hashes[0]) if self._failed else []
-        hashes = [*ancestors, *self._admitted(hashes)]
-        taken = 0 if len(self._line) else self._take_room(len(hashes))
+        if self._admission is not None:
+            hashes = self._admitted(hashes, self._admission)
+        if ancestors:
+            hashes = [*ancestors, *hashes]
+        taken = 0 if self._line.is_used and len(self._line) else self._take_room(len(hashes))
         self._submit(hashes[:taken], epoch)
         refused = hashes[taken:]
         if not refused:
@@ -174,7 +177,8 @@ class Demoter:
         payloads = [self.host.region.slot(slot) for slot in slots]
         if self._failed and self._parent_failed(records[0].parent):
             return [Outcome.PARENT_FAILED] * len(slots)
-        same = [checksum(p) == r.checksum for p, r in zip(payloads, records, strict=True)]
+        sums = self.host.region.checksums(slots)
+        same = [found == record.checksum for found, record in zip(sums, records, strict=True)]
         whole = same.index(False) if False in same else len(same)
         outcomes = self.port.write(records[:whole], payloads[:whole], epoch) if whole else []
         if whole < len(same):
@@ -199,7 +203,8 @@ class Demoter:
                         if o not in _FORGOTTEN
                     }
                 )
-            self._pace(job, has_failed=bool(again))
+            if again or job.is_repeated:
+                self._pace(job, has_failed=bool(again))
         self._metrics.stored(self.port.name, len(good))
         for outcome in set(outcomes) - {Outcome.OK}:
             lost = [h for h, each in zip(hashes, outcomes, strict=True) if each is outcome]
@@ -209,7 +214,7 @@ class Demoter:
         if job.ended is not None:
             self._line.remove(good)
             job.ended(hashes, outcomes)
-        else:
+        elif again or self.host.pool.has_dirty:
             self._keep_in_line(good, again)
         if again:
             self._look_again(self._pause)
@@ -224,6 +229,8 @@ class Demoter:
         """
         if at_once:
             self._again_at = -math.inf
+        if not (self._line.is_used or self._again.is_used):
+            return
         if self.is_awaiting:
             self._look_again(self.due_in)
             return
@@ -367,14 +374,14 @@ class Demoter:
             self._num_waiting -= len(job.hashes)
         (self._again if job.is_repeated else self._line).add(job.hashes)
 
-    def _admitted(self, hashes: Sequence[ChainHash]) -> Sequence[ChainHash]:
+    def _admitted(self, hashes: Sequence[ChainHash], admission: "TierAdmission") -> Sequence[ChainHash]:
         """The leading blocks of a chain just sealed that are to be written now; what is left out is counted.
 
         If somebody continues them, or they come again, they were seen twice, and are offered then.
         """
-        if self._admission is None or not self._admission.is_selective(self._filling()):
+        if not admission.is_selective(self._filling()):
             return hashes
-        num_seen = self._admission.num_seen(hashes)
+        num_seen = admission.num_seen(hashes)
         if refused := hashes[num_seen:]:
             with self._lock:
                 self._remember_failed(dict.fromkeys(refused, True))

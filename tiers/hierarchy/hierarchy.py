@@ -82,6 +82,7 @@ class Hierarchy:
         self._pid = os.getpid()
         if host.pool.departures is None:
             host.pool.remember(Departures(L2, self.num_slots, self.num_slots + 1, clock))
+        self._host_departures = host.pool.departures
         metrics.before_read(self._show_pools)
 
     # claims
@@ -112,13 +113,17 @@ class Hierarchy:
         self.tick()
         claim.patient_until = time.monotonic() + _SEALING
         self._look(claim, None if is_sealing else places)
+        if claim.found is not None and (claim.done or not claim.run):
+            claim.promised = len(claim.leases[0].hashes) if claim.leases else 0
         return claim
 
     def poll(self, claim: Claim) -> int | Pending:
         """How far the promise goes, or PENDING."""
         assert isinstance(claim, LocalClaim)
-        if not claim.done:
-            self.tick()
+        if claim.done:
+            claim.told, claim.polled_at, leases = True, self._clock(), claim.leases
+            return len(leases[0].hashes) if leases else 0
+        self.tick()
         if claim.found is None:
             if claim.sealing is not None and not claim.sealing.done and time.monotonic() < claim.patient_until:
                 return PENDING
@@ -191,8 +196,9 @@ class Hierarchy:
 
     @property
     def _departures(self) -> list[Departures]:
-        tiers = [self.host.pool.departures, *(port.known_departures for port in self.ports)]
-        return [each for each in tiers if each is not None]
+        """Of each tier that remembers what left it; of one that nodes share only while it answers."""
+        known = [port.departures for port in self.ports if not port.is_shared or port.readable() is not None]
+        return [each for each in (self._host_departures, *known) if each is not None]
 
     # upkeep
 
@@ -285,27 +291,27 @@ class Hierarchy:
         self, hashes: Sequence[ChainHash], num_l1: int, places: Places | None = None
     ) -> tuple[Attribution, Places]:
         """Where the blocks are, and in which slots L2 has those behind the ones in L1: `places`, if that is known."""
+        pool = self.host.pool
         if places is None:
-            places = self.host.pool.places(hashes[num_l1:] if num_l1 else hashes)
+            places = pool.places(hashes[num_l1:] if num_l1 else hashes)
         at = num_l1 + len(places.slots)
         found = {L2: at - num_l1}
-        if at < len(hashes) and self.ports:
-            at += self._lookup_below(hashes[at:], found)
+        if at < len(hashes) and self.ports:  # L2 does not hold the next one
+            rest, upper = hashes[at:], self.ports[0]
+            count = upper.lookup(rest)
+            if count == len(rest) and (count == 1 or not any(pool.holds(rest))):
+                found[upper.name] = count
+                at += count
+            elif count or any(port.lookup(rest[:1]) for port in self.ports[1:]):
+                at += self._lookup_each(rest, found)
         return Attribution(blocks=len(hashes), l1=num_l1, miss=len(hashes) - at, **found), places
 
-    def _lookup_below(self, rest: Sequence[ChainHash], found: dict[str, int]) -> int:
+    def _lookup_each(self, rest: Sequence[ChainHash], found: dict[str, int]) -> int:
         """Add to `found` which tier, the first that does, holds each leading block of `rest`; returns how many.
 
-        L2 does not hold the first one. A run through several tiers takes one pass over all of them.
+        A run through several tiers takes one pass over all of them.
         """
-        pool, upper = self.host.pool, self.ports[0]
-        count = upper.lookup(rest)
-        if count == len(rest) and (count == 1 or not any(pool.holds(rest))):
-            found[upper.name] = count
-            return count
-        if not (count or any(port.lookup(rest[:1]) for port in self.ports[1:])):
-            return 0
-        held = {L2: pool.holds(rest), **{port.name: port.holds(rest) for port in self.ports}}
+        held = {L2: self.host.pool.holds(rest), **{port.name: port.holds(rest) for port in self.ports}}
         owners = np.array(list(held.values())).argmax(axis=0)
         anywhere = [any(where) for where in zip(*held.values(), strict=True)]
         end = anywhere.index(False) if False in anywhere else len(rest)
@@ -383,7 +389,9 @@ class Hierarchy:
             is_weighed = bool(claim.block_size)
             spared = self.rates.spared(num_blocks * claim.block_size, below_l2) if is_weighed else math.inf
             patience = min(deadline, spared)
-        self.promoter.start(claim, run, parent, places, deadline, patience)
+        below = [(port, num_below) for port in self.ports if (num_below := where.by_tier.get(port.name, 0))]
+        source = below[0] if len(below) == 1 and below[0][1] == num_blocks - num_in_l2 else None
+        self.promoter.start(claim, run, parent, places, source, (deadline, patience))
         if claim.refusal is not None:
             claim.meeting = None
 

@@ -15,7 +15,7 @@ from kvtier.tiers import Outcome
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
-_MOMENT: Final = 0.25  # seconds
+_MOMENT: Final = 0.25  # seconds: most storage has deadlines of its own, which come a moment later
 
 
 def begun(name: str, work: Callable[[], T]) -> "Future[T]":
@@ -76,23 +76,6 @@ class _RunningJob:
     lock: Lock = field(default_factory=Lock)
     is_late: bool = False
     is_over: bool = False
-
-    def hangs(self, now: float) -> bool:
-        """Whether it does not end by itself: most storage has deadlines of its own, which come a moment later."""
-        return now >= self.job.deadline + _MOMENT
-
-    def tell_overdue(self) -> None:
-        """Once, unless it has ended meanwhile."""
-        with self.lock:
-            if not (self.is_over or self.is_late):
-                self.is_late = True
-                self.job.overdue()
-
-    def end(self, result: Any) -> None:
-        """It is over; from here on nobody calls it late."""
-        with self.lock:
-            self.is_over = True
-        self.job.end(result, late=self.is_late)
 
 
 class IoQueue:
@@ -155,11 +138,14 @@ class IoQueue:
                 self.normal = deque(job for job in self.normal if now < job.deadline)
                 self._work_ended.notify_all()
             hung = [each for each in self.running.values() if not each.is_late and now >= each.job.deadline]
-            hanging = {key % self._num_threads for key, each in self.running.items() if each.hangs(now)}
+            hanging = {key % self._num_threads for key, r in self.running.items() if now >= r.job.deadline + _MOMENT}
         for job in late:
             job.end(Outcome.TIMEOUT, late=False)
         for running in hung:
-            running.tell_overdue()
+            with running.lock:
+                if not (running.is_over or running.is_late):
+                    running.is_late = True
+                    running.job.overdue()
         return len(hanging) == self._num_threads
 
     def drain(self, timeout: float) -> bool:
@@ -200,8 +186,10 @@ class IoQueue:
             with self._lock:
                 self._num_coming += 1
             for running, result in zip(batch.values(), results, strict=True):
+                with running.lock:
+                    running.is_over = True  # from here on nobody calls it late
                 try:
-                    running.end(result)
+                    running.job.end(result, late=running.is_late)
                 except Exception:
                     _log.exception("the end of an I/O job failed")
             with self._lock:

@@ -75,13 +75,15 @@ class Rates:
         """
         if seconds > 0 and num_bytes > 0:
             with self._lock:
-                self._bytes_per_second[tier] = _average(self._bytes_per_second.get(tier), num_bytes / seconds)
+                old = self._bytes_per_second.get(tier, num_bytes / seconds)
+                self._bytes_per_second[tier] = old + _WEIGHT * (num_bytes / seconds - old)
 
     def computed(self, num_tokens: int, seconds: float, position: float = 0.0) -> None:
         """A step prefilled `num_tokens` in `seconds`; `position` is how many tokens they followed, on average."""
         if seconds > 0 and num_tokens > 0:
             with self._lock:
-                self._tokens_per_second = _average(self._tokens_per_second, num_tokens / seconds)
+                old = num_tokens / seconds if self._tokens_per_second is None else self._tokens_per_second
+                self._tokens_per_second = old + _WEIGHT * (num_tokens / seconds - old)
                 self._growth.add(position, seconds / num_tokens)
 
     @property
@@ -182,10 +184,6 @@ class _Growth:
         return max(0.0, self._covariance / self._variance) if self._variance > _MIN_SPREAD**2 else 0.0
 
 
-def _average(old: float | None, new: float) -> float:
-    return new if old is None else old + _WEIGHT * (new - old)
-
-
 class BusyTime:
     """What reads of one tier that run side by side came to: their bytes, over the time in which at least one ran.
 
@@ -284,7 +282,7 @@ class TierPort:
         self._is_fresh = False  # opened anew since `recovered` was told
         self.epoch = 0  # counts resets: a write offered before one never lands after it
         self.is_shared = False  # the tier, once it was open
-        self.departures: Departures | None = None  # what left the tier lately, if it remembers
+        self.departures: Departures | None = None  # what left the tier lately, if it remembers; or it is `sent`
         self._sent: Departures | None = None  # what was stored in a tier that tells nobody what it drops
         self._shared_forgot_at = 0  # the last reset that a tier which nodes share was told of
         self._num_writing = 0  # writes under way that began in this epoch …
@@ -298,17 +296,18 @@ class TierPort:
 
     def lookup(self, hashes: Sequence[ChainHash]) -> int:
         """Leading blocks held, and readable now."""
-        tier = self._readable()
-        return tier.lookup(hashes) if tier is not None else 0
+        if (tier := self.tier) is None or self._num_stale or not self.breakers["read"].closed:
+            return 0
+        return tier.lookup(hashes)
 
     def holds(self, hashes: Sequence[ChainHash]) -> list[bool]:
         """Which of the blocks are held, and readable now, each by itself."""
-        tier = self._readable()
+        tier = self.readable()
         return tier.holds(hashes) if tier is not None else [False] * len(hashes)
 
     def children(self, parent: ChainHash, limit: int, start: bytes = b"") -> list[ChildBlock]:
         """`Tier.children`, of a tier that is readable now."""
-        tier = self._readable()
+        tier = self.readable()
         return tier.children(parent, limit, start) if tier is not None else []
 
     def ended(self, end: ClassifiedEnd) -> None:
@@ -316,11 +315,6 @@ class TierPort:
         tier = self.tier  # a probe may detach it meanwhile
         if tier is not None:
             tier.ended(end)
-
-    @property
-    def known_departures(self) -> Departures | None:
-        """What left the tier, if that is known now: of one that nodes share only while it answers."""
-        return self.departures if self._sent is None or self._readable() is not None else None
 
     def room(self) -> Sequence[StoragePlace]:
         """`Tier.room`; empty if the tier is detached."""
@@ -335,12 +329,12 @@ class TierPort:
     @property
     def locates(self) -> bool:
         """Whether the tier may hold blocks that only asking it would show, and answers now."""
-        tier = self._readable()
+        tier = self.readable()
         return tier is not None and not tier.knows_all
 
     def locate(self, hashes: Sequence[ChainHash]) -> int | Outcome:
         """`Tier.locate`, reported to the read breaker. Called on this port's threads."""
-        tier = self._readable()
+        tier = self.readable()
         if tier is None:
             return Outcome.BREAKER_OPEN
         began = self._clock()
@@ -365,19 +359,7 @@ class TierPort:
         tier = self.tier
         if tier is None or not self.breakers["read"].closed:
             return [Outcome.BREAKER_OPEN] * len(hashes)
-        began = self._clock()
-        results = self._timed_read(tier, hashes, into)
-        self._judge("read", [r if isinstance(r, Outcome) else Outcome.OK for r in results], began)
-        if corrupt := [h for h, r in zip(hashes, results, strict=True) if r in _CORRUPTION]:
-            self._metrics.corrupted(self.name, len(corrupt))
-            if promised := [h for h, held in zip(corrupt, tier.holds(corrupt), strict=True) if held]:
-                tier.discard(promised)  # or every request would be promised them anew
-        return results
-
-    def _timed_read(
-        self, tier: Tier, hashes: Sequence[ChainHash], into: Sequence[memoryview]
-    ) -> list[BlockRecord | Outcome]:
-        num_bytes, start, codec = 0, time.perf_counter(), self.settings.codec
+        num_bytes, began, start, codec = 0, self._clock(), time.perf_counter(), self.settings.codec
         self._reading.begin()
         try:
             results = tier.read(hashes, into) if codec is None else read_packed(tier, codec, hashes, into)
@@ -388,6 +370,14 @@ class TierPort:
         if sample is not None:
             self._rates.loaded(self.name, *sample)
         self._metrics.moved(self.name, "read", num_bytes, end - start)
+        failed = [r for r in results if isinstance(r, Outcome)]
+        if failed or self.breakers["read"].failures:
+            self._judge("read", failed or (Outcome.OK,), began)
+        if not _CORRUPTION.isdisjoint(failed):
+            corrupt = [h for h, r in zip(hashes, results, strict=True) if r in _CORRUPTION]
+            self._metrics.corrupted(self.name, len(corrupt))
+            if promised := [h for h, held in zip(corrupt, tier.holds(corrupt), strict=True) if held]:
+                tier.discard(promised)  # or every request would be promised them anew
         return results
 
     def write(self, records: Sequence[BlockRecord], payloads: Sequence[memoryview], epoch: int) -> list[Outcome]:
@@ -403,8 +393,16 @@ class TierPort:
             if tier is None or not self.breakers["write"].closed:
                 return [Outcome.BREAKER_OPEN] * len(records)
             self._num_writing += 1
+        began, start, codec = self._clock(), time.perf_counter(), self.settings.codec
         try:
-            outcomes = self._write(tier, records, payloads)
+            outcomes = tier.write(records, payloads) if codec is None else write_packed(tier, codec, records, payloads)
+            num_bytes = sum(p.nbytes for p, o in zip(payloads, outcomes, strict=True) if o is Outcome.OK)
+            self._metrics.moved(self.name, "write", num_bytes, time.perf_counter() - start)
+            if self.breakers["write"].failures or not _FAILURES.isdisjoint(outcomes):
+                self._judge("write", outcomes, began)
+            if self._sent is not None:
+                stored = [r.chain_hash for r, o in zip(records, outcomes, strict=True) if o is Outcome.OK]
+                self._sent.left(stored, LOST)  # said of those alone that it does not have any more
         finally:
             with self._lock:
                 stale = epoch != self.epoch
@@ -414,17 +412,6 @@ class TierPort:
                 with self._lock:
                     self._num_stale -= 1
         return [Outcome.EPOCH] * len(records) if stale else outcomes
-
-    def _write(self, tier: Tier, records: Sequence[BlockRecord], payloads: Sequence[memoryview]) -> list[Outcome]:
-        began, start, codec = self._clock(), time.perf_counter(), self.settings.codec
-        outcomes = tier.write(records, payloads) if codec is None else write_packed(tier, codec, records, payloads)
-        num_bytes = sum(p.nbytes for p, o in zip(payloads, outcomes, strict=True) if o is Outcome.OK)
-        self._metrics.moved(self.name, "write", num_bytes, time.perf_counter() - start)
-        self._judge("write", outcomes, began)
-        if self._sent is not None:
-            stored = [r.chain_hash for r, o in zip(records, outcomes, strict=True) if o is Outcome.OK]
-            self._sent.left(stored, LOST)  # said of those alone that it does not have any more
-        return outcomes
 
     def failed(self, direction: Direction) -> None:
         """An operation of this tier ran past its deadline."""
@@ -505,7 +492,8 @@ class TierPort:
                 is_fresh, self._is_fresh = self._is_fresh, False
                 self.recovered(is_fresh=is_fresh)
 
-    def _readable(self) -> Tier | None:
+    def readable(self) -> Tier | None:
+        """The tier, unless it is left alone for now."""
         return self.tier if self.breakers["read"].closed and not self._num_stale else None
 
     def _judge(self, direction: Direction, outcomes: Sequence[Outcome], began: float) -> None:

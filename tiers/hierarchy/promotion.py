@@ -59,6 +59,7 @@ class LocalClaim(Claim):
     leases: list[Lease] = field(default_factory=list)
     reads: "set[TierRead]" = field(default_factory=set)
     checks: "set[HostCheck]" = field(default_factory=set)  # until they end, none of the blocks they look at is promised
+    source: tuple[TierPort, int] | None = None  # found just now: it has so many next blocks, L2 has none
     done: bool = False  # the promise is settled: one lease, or none
     position: dict[ChainHash, int] = field(default_factory=dict)  # where in the run each block is, once one is read
 
@@ -99,8 +100,7 @@ class TierRead(JoinedJob):
         """The slots to read into. The wait in the queue had a deadline of its own."""
         self.deadline = self.owner.clock() + self.port.settings.deadline
         region = self.owner.host.region
-        slots = self.reservation.slots[self.positions.start : self.positions.stop]
-        return [region.slot(slot) for slot in slots]
+        return [region.slot(slot) for slot in self.reservation.slots[self.positions.start : self.positions.stop]]
 
     def end(self, result: Sequence[BlockRecord | Outcome] | Outcome, *, late: bool) -> None:
         results = [result] * len(self.positions) if isinstance(result, Outcome) else result
@@ -211,26 +211,31 @@ class Promoter:
         run: list[ChainHash],
         parent: ChainHash,
         places: Places,
-        deadline: float,
-        patience: float,
+        source: tuple[TierPort, int] | None,
+        patience: tuple[float, float],
     ) -> None:
         """Bring a run of consecutive blocks, of which waiting requests may hold half of L2 together.
 
-        `places`: where L2 had the first of them just now. If other requests hold what it needs, it stands in line for
-        `patience` seconds at most; then it takes what room there is. From then on it waits for `deadline` seconds.
+        `places`: where L2 had the first of them just now; `source`: the tier that had all others, which L2 had not.
+        `patience`: seconds for reads, and before that for room. If other requests hold what it needs, it stands in
+        line; then it takes what room there is.
         """
         now = self.clock()
         with self._lock:
             claim.run, claim.run_parent, claim.end = run, parent, len(run)
-            claim.patience, claim.polled_at, claim.room_until = deadline, now, now + patience
+            claim.patience, for_room = patience
+            claim.polled_at, claim.room_until = now, now + for_room
             self.active.add(claim)
-            room, is_next = self._held.room(run, places.slots, self._most(run)), self._is_next(run)
+            room, is_next = len(run), False
+            if self._goes_on is not None or self._held.at_most + room > self._max_waiting:
+                room, is_next = self._held.room(run, places.slots, self._most(run)), self._is_next(run)
             if is_next:
                 self._goes_on = None
-            if patience > 0 and ((self._line and not is_next) or room < min(claim.end, self._max_waiting)):
+            if for_room > 0 and ((self._line and not is_next) or room < min(claim.end, self._max_waiting)):
                 self._line = {claim: None, **self._line} if is_next else {**self._line, claim: None}
                 self._call_up()
             else:
+                claim.source = source
                 self._begin(claim, places, room)
 
     def poll(self, claim: LocalClaim) -> int | Pending:
@@ -262,9 +267,7 @@ class Promoter:
                     rest = len(claim.run) - self._max_waiting
                     until = self.clock() + min(claim.patience, _BETWEEN_PIECES)
                     self._goes_on = claim.run[self._max_waiting], min(rest, self._max_waiting), until
-                if (
-                    claim.promised is not None and claim.held is not None and not self._line
-                ):  # it is in no line and not short of slots
+                if claim.held is not None and not (self._line or self._short):
                     self.active.remove(claim)
                     self._held.drop(claim.held)
                 else:
@@ -337,11 +340,14 @@ class Promoter:
                 return
             for chain_hash in read.hashes:
                 del self._reads[chain_hash]
-            good, bad = self._sort(read, results)
-            lease = pool.seal(read.reservation, good)
+            records = {
+                at: result for at, result in zip(read.positions, results, strict=True) if type(result) is BlockRecord
+            }
+            self.host.describe([read.reservation.slots[at] for at in records], list(records.values()))
+            lease = pool.seal(read.reservation, list(records))
             try:
-                if bad:
-                    pool.abandon(read.reservation, bad)
+                if len(records) < len(results):
+                    pool.abandon(read.reservation, [at for at in read.positions if at not in records])
                 self._tell_waiters(read, results)
             finally:
                 lease.release()
@@ -422,7 +428,10 @@ class Promoter:
         if room < claim.end:
             self._shorten(claim, room, Outcome.NO_SLOT)
         wanted = run if claim.end == len(run) else run[: claim.end]
-        num_held = len(places.slots)
+        if not (num_held := len(places.slots)):
+            claim.held = self._held.hold(wanted, [])
+            self._advance(claim)
+            return
         if num_held < len(wanted):
             first = self.host.pool.lease(wanted[:num_held], places)
         else:
@@ -432,6 +441,7 @@ class Promoter:
             claim.leases.append(first)
             claim.next, claim.done = claim.end, True
             return
+        claim.source = claim.source if len(first.slots) == num_held else None
         self._take(claim, first)
         self._advance(claim)
 
@@ -448,40 +458,31 @@ class Promoter:
         self._shorten(claim, 0, reason, keep_arrived=True)
         self._finish(claim)
 
-    def _sort(self, read: TierRead, results: Sequence[BlockRecord | Outcome]) -> tuple[list[int], list[int]]:
-        records = {
-            at: result for at, result in zip(read.positions, results, strict=True) if type(result) is BlockRecord
-        }
-        good = list(records)
-        self.host.describe([read.reservation.slots[at] for at in good], list(records.values()))
-        return good, [position for position in read.positions if position not in records]
-
     def _tell_waiters(self, read: TierRead, results: Sequence[BlockRecord | Outcome]) -> None:
-        for waiter in read.waiters:
-            waiter.reads.discard(read)
-            self._deliver(waiter, read, results)
-        for waiter in read.waiters:
-            self._advance(waiter)
-        read.waiters.clear()
-        self._lock.notify_all()
-
-    def _deliver(self, waiter: LocalClaim, read: TierRead, results: Sequence[BlockRecord | Outcome]) -> None:
-        """Lease what landed to one waiter, up to its first hole; the run ends at the hole, finally for this request.
+        """Lease what landed to each waiter, up to its first hole; the run ends at the hole, finally for this request.
 
         A server that kept silent is asked once more, if computing would take longer.
         """
-        hashes, position = read.hashes, waiter.position
-        first = next((i for i, chain_hash in enumerate(hashes) if chain_hash in position), len(hashes))
-        whole = next((i for i in range(first, len(hashes)) if not isinstance(results[i], BlockRecord)), len(hashes))
-        if wanted := [chain_hash for chain_hash in hashes[first:whole] if chain_hash in position]:
-            waiter.leases.append(self.host.pool.lease(wanted))
-        if whole < len(hashes) and hashes[whole] in position:
+        hashes, num_hashes = read.hashes, len(read.hashes)
+        for waiter in read.waiters:
+            waiter.reads.discard(read)
+            position = waiter.position
+            first = next((i for i, chain_hash in enumerate(hashes) if chain_hash in position), num_hashes)
+            whole = next((i for i in range(first, num_hashes) if not isinstance(results[i], BlockRecord)), num_hashes)
+            if wanted := [chain_hash for chain_hash in hashes[first:whole] if chain_hash in position]:
+                waiter.leases.append(self.host.pool.lease(wanted))
+            if whole == num_hashes or hashes[whole] not in position:
+                continue
             outcome = results[whole]
             assert isinstance(outcome, Outcome)
             if outcome is Outcome.TIMEOUT and read.port.is_shared and self.clock() < waiter.room_until:
                 waiter.room_until, waiter.next = -math.inf, min(waiter.next, position[hashes[whole]])
             else:
                 self._shorten(waiter, position[hashes[whole]], outcome)
+        for waiter in read.waiters:
+            self._advance(waiter)
+        read.waiters.clear()
+        self._lock.notify_all()
 
     def _advance(self, claim: LocalClaim) -> None:
         """Lease, join or launch until the window is full or the run ends; finish when nothing is on its way."""
@@ -492,14 +493,15 @@ class Promoter:
                 return
             start = claim.next
             rest = claim.run[start : min(claim.end, start + self._window - on_the_way)]
-            num_leased = self._take(claim, self.host.pool.lease(rest[:size]))
+            source, claim.source = claim.source, None
+            num_leased = 0 if source is not None else self._take(claim, self.host.pool.lease(rest[:size]))
             if num_leased:
                 size = 2 * size if num_leased == size else _FIRST_LEASE
             elif read := self._reads.get(rest[0]):
                 self._join(claim, read, rest)
                 on_the_way += len(read.positions)
             else:
-                reason = self._launch(claim, rest[: self._missing_run(rest)])
+                reason = self._launch(claim, rest, source)
                 on_the_way += claim.next - start
                 if reason is Outcome.NO_SLOT and self.clock() < claim.room_until:
                     self._short[claim] = None  # copies and stores that end give slots back
@@ -547,23 +549,22 @@ class Promoter:
             first, size = first + size, 2 * size
         return len(hashes)
 
-    def _await(self, claim: LocalClaim, read: TierRead) -> None:
+    def _join(self, claim: LocalClaim, read: TierRead, rest: list[ChainHash]) -> None:
         read.waiters.add(claim)
         claim.reads.add(read)
-        if not claim.position:
-            claim.position = {chain_hash: i for i, chain_hash in enumerate(claim.run)}
-
-    def _join(self, claim: LocalClaim, read: TierRead, rest: list[ChainHash]) -> None:
-        self._await(claim, read)
+        claim.position = claim.position or {chain_hash: i for i, chain_hash in enumerate(claim.run)}
         ahead = read.hashes[read.hashes.index(rest[0]) :]
         claim.next += sum(1 for a, b in zip(ahead, rest, strict=False) if a == b)
 
-    def _launch(self, claim: LocalClaim, rest: list[ChainHash]) -> Outcome | None:
+    def _launch(self, claim: LocalClaim, rest: list[ChainHash], source: tuple[TierPort, int] | None) -> Outcome | None:
         """Start reading the leading blocks of `rest` from the first tier that holds them, or say why not."""
         pool = self.host.pool
-        port, held = next(((p, n) for p in self._ports if (n := p.lookup(rest))), (None, 0))
-        if port is None:
-            return Outcome.EVICTED
+        if source is None:
+            rest = rest[: self._missing_run(rest)]
+            source = next(((p, n) for p in self._ports if (n := p.lookup(rest))), None)
+            if source is None:
+                return Outcome.EVICTED
+        port, held = source
         rest = rest[: next((i for i, h in enumerate(rest[:held]) if h in self._reads), held)]
         parent = claim.run[claim.next - 1] if claim.next else claim.run_parent
         after = claim.next + len(rest)
@@ -582,6 +583,7 @@ class Promoter:
         if not run:  # somebody is storing the first one right now, or just has
             return None if pool.lookup(rest[:1]) else Outcome.NO_SLOT
         deadline = self.clock() + port.settings.deadline
+        claim.position = claim.position or {chain_hash: i for i, chain_hash in enumerate(claim.run)}
         for first in range(0, run, self._batch):
             positions = range(first, min(run, first + self._batch))
             names = reservation.hashes[positions.start : positions.stop]
@@ -590,7 +592,8 @@ class Promoter:
                 pool.abandon(reservation, range(first, run))
                 return Outcome.QUEUE_FULL
             self._reads.update(dict.fromkeys(names, read))
-            self._await(claim, read)
+            read.waiters.add(claim)
+            claim.reads.add(read)
             claim.next += len(positions)
         return None
 

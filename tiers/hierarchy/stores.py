@@ -68,7 +68,7 @@ class SealJob:
     def run(self) -> list[Outcome]:
         """On the sealing thread."""
         self.sealings = self.stores.next_sealings()
-        return self.stores.publish(self.sealings)
+        return self.stores.publish([store for each in self.sealings for store in each.stores])
 
     def end(self, result: list[Outcome] | Outcome, *, late: bool) -> None:
         """Not OK: its slots are given back."""
@@ -129,15 +129,21 @@ class StoreQueue:
                 True,
                 [replace(each, hashes=()) if i in early else each for i, each in enumerate(wanted)],
             )
+        at: Sequence[int] = range(len(wanted))
+        chains = [(each.hashes, each.parent) for each in wanted]
         if self._admit_after > 1:
-            made: list[Reservation | None] = [None] * len(wanted)
             heads = self._admitted(wanted)
             at = [i for i, head in enumerate(heads) if head or not wanted[i].hashes]
-            taken = self._reserve_each([(wanted[i].hashes[: heads[i]], wanted[i].parent) for i in at])
-            for i, reservation in zip(at, taken, strict=True):
-                made[i] = reservation
-        else:
-            made = self._reserve_each([(each.hashes, each.parent) for each in wanted])
+            chains = [(wanted[i].hashes[: heads[i]], wanted[i].parent) for i in at]
+        none: list[Reservation | None] = [None] * len(chains)
+        made = none if self.closed else self._host.pool.reserve_each(chains)
+        if None in made:  # of these what fits of their heads
+            made = [
+                self._reserve_less(*chain) if each is None else each for each, chain in zip(made, chains, strict=True)
+            ]
+        if len(at) < len(wanted):
+            found = dict(zip(at, made, strict=True))
+            made = [found.get(i) for i in range(len(wanted))]
         for i in early:
             made[i] = None
         for i in tails:
@@ -152,11 +158,23 @@ class StoreQueue:
 
     def seal_each(self, stores: Sequence[Filled]) -> None:
         """As `seal`, of all that a step filled; a few bytes are published at once."""
+        if not stores:
+            return
         for reservation, _, _ in stores:
             reservation.is_given = True
-        if not stores or self._seal_now(stores):
-            return
+        names = [name for reservation, _, _ in stores for name in reservation.hashes]
         unsealed, waiting = self.unsealed, self._waiting
+        # At once, if no others are waiting or under way: these come first. Not with write-back: to find what is to be
+        # written next takes a look at all dirty blocks.
+        is_small = len(names) * self._host.region.slot_bytes <= _SEALED_NOW
+        if is_small and not unsealed and not (self._demoters and self._settings.write_policy == "write_back"):
+            try:
+                outcomes = self.publish(stores)
+            except Exception:
+                _log.exception("a step's stores could not be sealed; counted as %s", Outcome.IO_ERROR)
+                outcomes = [Outcome.IO_ERROR] * len(stores)
+            self._give_up_lost(stores, outcomes)
+            return
         with self._lock:
             is_queued, room = bool(waiting), max(0, _MAX_SEALING - self._num_waiting)
             refused, stores = stores[room:], stores[:room]
@@ -268,55 +286,52 @@ class StoreQueue:
             self._num_waiting = 0
         self.sealed(left, [reason] * sum(len(each.stores) for each in left))
 
-    def publish(self, sealings: Sequence[Sealing]) -> list[Outcome]:
+    def publish(self, stores: Sequence[Filled]) -> list[Outcome]:
         """Hash the filled slots, make them findable and offer them to the lower tiers.
 
         The outcome of each store in turn. Not OK: nothing of it was published. All whole blocks are published at once;
         each tail by itself, as what came before it may make it worthless.
+        The order matters for FAULTS 37: the epoch is compared and the blocks are named under one lock.
         """
-        stores = [store for each in sealings for store in each.stores]
         tails = [i for i, (reservation, _, _) in enumerate(stores) if reservation.is_tail]
-        if not tails:
-            return self._publish(stores)
-        whole = [i for i, (reservation, _, _) in enumerate(stores) if not reservation.is_tail]
-        outcomes = dict(zip(whole, self._publish([stores[i] for i in whole]), strict=True))
-        outcomes |= {i: self._publish([stores[i]])[0] for i in tails}
-        return [outcomes[i] for i in range(len(stores))]
-
-    def _publish(self, stores: Sequence[Filled]) -> list[Outcome]:
-        """The order matters for FAULTS 37: the epoch is compared and the blocks are named under one lock."""
-        host = self._host
-        places = [at for reservation, _, _ in stores for at in reservation.slots]
-        sums = self._hashed(places)
+        if tails and len(stores) > 1:
+            whole = [i for i, (reservation, _, _) in enumerate(stores) if not reservation.is_tail]
+            found = dict(zip(whole, self.publish([stores[i] for i in whole]), strict=True))
+            found |= {i: self.publish([stores[i]])[0] for i in tails}
+            return [found[i] for i in range(len(stores))]
+        host, places = self._host, [at for reservation, _, _ in stores for at in reservation.slots]
+        try:
+            sums = host.region.checksums(places)
+        except (ValueError, IndexError):  # the region is closed
+            _log.exception("a step's stores could not be hashed; counted as %s", Outcome.IO_ERROR)
+            sums = []
         with self._lock:
-            outcomes = self._verdicts(stores, sums)
-            are_good = outcomes.count(Outcome.OK) == len(outcomes)
-            if not (are_good and self._described(stores, places, sums)):
-                self._describe_each(stores, sums, outcomes)
-                stores = [store for store, outcome in zip(stores, outcomes, strict=True) if outcome is Outcome.OK]
-            if stores and stores[0][0].is_tail:  # it comes alone
+            outcomes = self._described(stores, places, sums)
+            stores = [store for store, outcome in zip(stores, outcomes, strict=True) if outcome is Outcome.OK]
+            if tails:
                 stores = [store for store in stores if not self._is_covered(store)]
-            reservations = [reservation for reservation, _, _ in stores]
-            lease = host.pool.seal_each(reservations)
+            lease = host.pool.seal_each([reservation for reservation, _, _ in stores])
         try:
             self._metrics.stored(L2, len(lease))
             if host.pool.tails:
                 for store in stores:
                     if store[0].hashes:
                         host.drop_covered(_first_record(store))
-            if self._demoters and stores and not stores[0][0].is_tail:  # a tail is of use for a while, in this tier
-                self._pass_down([each.hashes for each in reservations], lease)
+            if self._demoters and stores and not tails:  # a tail is of use for a while, in this tier
+                if self._settings.write_policy == "write_through":
+                    for reservation, _, _ in stores:
+                        refused = [demoter.pass_down(reservation.hashes) for demoter in self._demoters]
+                        if all(refused):
+                            self._hold_on(min(refused, key=len))
+                else:
+                    self._mark_dirty(lease)
         finally:
             lease.release()
         return outcomes
 
     def sealed(self, sealings: Sequence[Sealing], outcomes: list[Outcome]) -> None:
         """They have ended. Where not well, their slots are given back. Whoever waits for their blocks may look."""
-        if outcomes.count(Outcome.OK) < len(outcomes):
-            stores = [store for each in sealings for store in each.stores]
-            for (reservation, _, _), outcome in zip(stores, outcomes, strict=True):
-                if outcome is not Outcome.OK:
-                    self._give_up(reservation, outcome)
+        self._give_up_lost([store for each in sealings for store in each.stores], outcomes)
         unsealed = self.unsealed
         with self._lock:
             for sealing in sealings:
@@ -329,75 +344,42 @@ class StoreQueue:
 
     # inside
 
-    def _seal_now(self, stores: Sequence[Filled]) -> bool:
-        """Seal a few bytes here and now, if no others are waiting or under way: these come first. False: too many.
-
-        Nor with write-back: to find what is to be written next takes a look at all dirty blocks.
-        """
-        if self._demoters and self._settings.write_policy == "write_back":
-            return False
-        names = [name for reservation, _, _ in stores for name in reservation.hashes]
-        if self.unsealed or len(names) * self._host.region.slot_bytes > _SEALED_NOW:
-            return False
-        sealing = Sealing(stores, names)
-        try:
-            outcomes = self.publish([sealing])
-        except Exception:
-            _log.exception("a step's stores could not be sealed; counted as %s", Outcome.IO_ERROR)
-            outcomes = [Outcome.IO_ERROR] * len(stores)
-        self.sealed([sealing], outcomes)
-        return True
-
-    def _reserve_each(self, chains: Sequence[tuple[Sequence[ChainHash], ChainHash]]) -> list[Reservation | None]:
-        """Slots for each chain, for what fits of its head where there is too little room."""
-        none: list[Reservation | None] = [None] * len(chains)
-        taken = none if self.closed else self._host.pool.reserve_each(chains)
-        if None not in taken:
-            return taken
-        return [
-            self._reserve_less(hashes, parent) if reservation is None else reservation
-            for reservation, (hashes, parent) in zip(taken, chains, strict=True)
-        ]
+    def _give_up_lost(self, stores: Sequence[Filled], outcomes: Sequence[Outcome]) -> None:
+        for (reservation, _, _), outcome in zip(stores, outcomes, strict=True):
+            if outcome is not Outcome.OK:
+                self._give_up(reservation, outcome)
 
     def _is_below(self, name: ChainHash) -> bool:
         return any(port.holds([name])[0] for port in self._ports)
 
-    def _hashed(self, places: list[int]) -> list[int]:
-        """The checksums of what lies in these slots; none where they cannot be told."""
-        try:
-            return self._host.region.checksums(places)
-        except (ValueError, IndexError):  # the region is closed
-            _log.exception("a step's stores could not be hashed; counted as %s", Outcome.IO_ERROR)
-            return []
+    def _described(self, stores: Sequence[Filled], places: list[int], sums: list[int]) -> list[Outcome]:
+        """Under the lock: say what lies in these stores' slots. Not OK: that store may not be published.
 
-    def _verdicts(self, stores: Sequence[Filled], sums: list[int]) -> list[Outcome]:
-        """Under the lock: of each store OK if its blocks may be published. `sums`: none where they were not hashed."""
+        `sums`: none where they were not hashed. What is wrong with one store keeps no other from being published.
+        """
         ok, epoch = Outcome.OK, self.epoch
         why = Outcome.CLOSED if self.closed else ok if sums else Outcome.IO_ERROR
-        return [
+        outcomes = [
             Outcome.EPOCH if since != epoch else why if len(tokens) == len(each.hashes) else Outcome.IO_ERROR
             for each, tokens, since in stores
         ]
-
-    def _described(self, stores: Sequence[Filled], places: list[int], sums: list[int]) -> bool:
-        """Under the lock: say what lies in these stores' slots; False if one of them may not be said so."""
-        names = [name for each, _, _ in stores for name in each.hashes]
-        parents = [parent or b"" for each, _, _ in stores for parent in each.parents]
-        tokens = [each for _, tokens, _ in stores for each in tokens]
-        try:
-            self._host.describe_each(places, names, parents, tokens, sums)
-        except ValueError:  # tokens of another block size, or a slot that is another block's
-            return False
-        return True
-
-    def _describe_each(self, stores: Sequence[Filled], sums: list[int], outcomes: list[Outcome]) -> None:
-        """As `_described`, store by store: what is wrong with one keeps no other from being published."""
-        end = 0
-        for i, store in enumerate(stores):
+        if outcomes.count(ok) == len(outcomes):
+            names = [name for each, _, _ in stores for name in each.hashes]
+            parents = [parent or b"" for each, _, _ in stores for parent in each.parents]
+            try:
+                self._host.describe_each(places, names, parents, [each for _, all, _ in stores for each in all], sums)
+                return outcomes
+            except ValueError:  # tokens of another block size, or a slot that is another block's
+                if len(stores) == 1:
+                    _log.error("a store's tokens are not those of its blocks; counted as %s", Outcome.IO_ERROR)
+                    return [Outcome.IO_ERROR]
+        if len(stores) < 2:
+            return outcomes
+        found, end = list[Outcome](), 0
+        for store in stores:
             start, end = end, end + len(store[0].hashes)
-            if outcomes[i] is Outcome.OK and not self._described([store], store[0].slots, sums[start:end]):
-                _log.error("a store's tokens are not those of its blocks; counted as %s", Outcome.IO_ERROR)
-                outcomes[i] = Outcome.IO_ERROR
+            found += self._described([store], store[0].slots, sums[start:end])
+        return found
 
     def _is_covered(self, store: Filled) -> bool:
         """Whether it is a tail that a held block begins with. It is given up then, as if it had been held already."""
@@ -475,15 +457,9 @@ class StoreQueue:
         queues = (self.sealing_queue, *(port.queue for port in self._ports))
         return all([queue.drain(max(0.0, deadline - time.monotonic())) for queue in queues])
 
-    def _pass_down(self, chains: Sequence[list[ChainHash]], lease: Lease) -> None:
-        """Give chains that were just sealed, and are leased, to the tiers below: now, or when they are to make room."""
+    def _mark_dirty(self, lease: Lease) -> None:
+        """Write-back: blocks that were just sealed, and are leased, go down when they are to make room."""
         pool = self._host.pool
-        if self._settings.write_policy == "write_through":
-            for hashes in chains:
-                refused = [demoter.pass_down(hashes) for demoter in self._demoters]
-                if all(refused):
-                    self._hold_on(min(refused, key=len))
-            return
         pool.mark_dirty(lease)
         limit = int((1 - self._settings.clean_share) * pool.num_slots)
         if (excess := pool.counts().dirty - len(self._cleaning) - limit) > 0:

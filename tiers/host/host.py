@@ -50,6 +50,7 @@ class HostRegion:
         flat = np.frombuffer(mapping, np.uint8, num_slots * self.slot_stride)
         self.array: NDArray[np.uint8] = flat.reshape(num_slots, self.slot_stride)
         self.pinning: PinnedPieces | None = None  # what a device may copy from and to asynchronously
+        self._checksums = memory.compiled_checksums()
         self._huge_pages = False
         self._kept = False
         self._closing = threading.Event()
@@ -114,8 +115,8 @@ class HostRegion:
         """The checksum of what lies in each slot now. IndexError outside the region."""
         if slots and not 0 <= min(slots) <= max(slots) < self.num_slots:
             raise IndexError(f"slots {min(slots)}..{max(slots)}: the region has {self.num_slots}")
-        if (compiled := memory.compiled_checksums()) is not None:
-            return compiled(self.array, np.array(slots, np.int64), self.slot_bytes)
+        if self._checksums is not None:
+            return self._checksums(self.array, np.array(slots, np.int64), self.slot_bytes)
         view, stride, size = self._view, self.slot_stride, self.slot_bytes
         digest = checksum_of(size)
         return [digest(view[slot * stride : slot * stride + size]) for slot in slots]
@@ -234,9 +235,6 @@ class HostTier:
     ) -> None:
         """As `describe`, of records that are not made: column by column."""
         self.records.put_columns(places, names, parents, tokens, checksums)
-        self._index_children(places, parents)
-
-    def _index_children(self, places: list[int], parents: Sequence[ChainHash]) -> None:
         if self._child_index is not None and len(places):
             with self._indexing:
                 self._child_index.enter([*parents], places)
@@ -328,7 +326,7 @@ class HostTier:
         return list(dict(pairs).items())
 
     def lineage(self) -> Lineage:
-        """As `TellsLineage`; unfinished last blocks are among them."""
+        """As `Tier.lineage`; unfinished last blocks are among them."""
         return self.records.lineage(self.pool.ready_slots())
 
     def close(self) -> None:

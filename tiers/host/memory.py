@@ -182,19 +182,14 @@ def compiled_blocks_copy() -> Callable[..., None] | None:
 
 def compiled_checksums() -> "Callable[[NDArray[np.uint8], NDArray[np.int64], int], list[int]] | None":
     """(rows, places, bytes) → the checksum of so many bytes of each of these rows, by the twin; None: not built."""
-    return _compiled_checksums(compiled_setting())
+    module = extension(_TWIN)
+    return None if module is None else module.checksums
 
 
 @functools.cache
 def _compiled_copy(setting: str) -> Callable[..., None] | None:
     module = extension(_TWIN)
     return None if module is None else module.copy_pieces
-
-
-@functools.cache
-def _compiled_checksums(setting: str) -> Callable[..., list[int]] | None:
-    module = extension(_TWIN)
-    return None if module is None else module.checksums
 
 
 def bytes_at(address: int, num_bytes: int) -> NDArray[np.uint8]:

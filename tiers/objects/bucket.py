@@ -1,5 +1,6 @@
 """One bucket through obstore: requests with a deadline, counted, their errors told apart, and what a user must fix."""
 
+import logging
 import re
 import ssl
 import time
@@ -10,15 +11,14 @@ from datetime import timedelta
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
-from kvtier.tiers import BATCH_BYTES, ConfigError, Outcome
+from kvtier.tiers import BATCH_BYTES, ConfigError, KVTierError, Outcome, TierUnavailable
 from kvtier.tiers.config import ObjectsConfig
 
 if TYPE_CHECKING:
     from obstore import GetOptions, PutMode
     from obstore.store import ClientConfig, S3Credential, S3Store
-import logging
 
-from kvtier.tiers import KVTierError, TierUnavailable
+_log = logging.getLogger(__name__)
 
 SentPart = bytes | memoryview
 _Brought = TypeVar("_Brought")
@@ -333,8 +333,6 @@ def _flat(error: BaseException) -> str:
     text = " ".join((causes[-1].strip('"') if causes else _RETRIED.sub(" ", text)).split())[:_LONGEST_WHY]
     return "".join(each if each.isprintable() else "?" for each in text)
 
-
-_log = logging.getLogger(__name__)
 
 RIGHTS: Final = "s3:GetObject, s3:PutObject and s3:DeleteObject on its objects and s3:ListBucket on itself"
 _WRONG_KEY: Final = ("SignatureDoesNotMatch", "AuthFailure")

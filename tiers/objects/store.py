@@ -26,6 +26,8 @@ from kvtier.tiers.objects.index import NAME_LIFETIME, ObjectIndex, StoredObject
 from kvtier.tiers.objects.layout import MAX_BLOCKS, ArrivingRecords, ObjectSpace
 from kvtier.tiers.shared import OutcomeCounts, SharedChanges, TierLife, cut_off, form_of, format_epoch, parse_epoch
 
+_log = logging.getLogger(__name__)
+
 LOOKED_AT: Final = 10.0  # seconds: so long after a reset others may go on in the epoch before
 _FIRST: Final = 1  # if nobody ever reset: then there is no object, and readers need not write one
 
@@ -105,7 +107,6 @@ class ObjectEpoch:
             raise
 
 
-_log = logging.getLogger(__name__)
 _ObjectRun = tuple[StoredObject, int, list[int]]  # one request: an object, a position, which blocks lie from there on
 
 _TIER: Final = "objects"

@@ -16,6 +16,8 @@ from kvtier.tiers.peers.peer import OtherNode, PeerAddress
 from kvtier.tiers.peers.stream import PeerFailed
 from kvtier.tiers.peers.wire import PeerVerb
 
+_log = logging.getLogger(__name__)
+
 KEY_BYTES: Final = 8
 """Events name a block by the last bytes of its chain hash. Two blocks of one key are told apart when one is read."""
 
@@ -145,8 +147,6 @@ def _let_go(keys: set[bytes]) -> None:
     while keys:
         keys.pop()
 
-
-_log = logging.getLogger(__name__)
 
 _ASK_EVERY: Final = 5.0  # seconds between two questions where a peer's events are
 

@@ -16,6 +16,8 @@ from kvtier.tiers.peers.peer import OtherNode, PeerAddress, PeerAddresses, PeerH
 from kvtier.tiers.peers.stream import PeerFailed
 from kvtier.tiers.peers.wire import MAX_NAMES, LentBlocks, PeerVerb, shared_key
 
+_log = logging.getLogger(__name__)
+
 _MOST: Final = 4096
 
 
@@ -92,8 +94,6 @@ class Flight:
         self._results[position] = result
         self._open.discard(position)
 
-
-_log = logging.getLogger(__name__)
 
 _OTHER_KV: Final = (
     "[peers] the node at %s computes other KV under this model's name, by another release of a library or by code that "

@@ -24,6 +24,7 @@ class Backlog:
         self._core = core
         self._lock = lock
         self._line: Line | None = None
+        self.is_used = False  # whether any block was ever in line: before that nobody has to look
         self._num_lost = 0
 
     def __len__(self) -> int:
@@ -37,7 +38,7 @@ class Backlog:
             self._num_lost += len(names) - len(slots)
             if slots:
                 if self._line is None:
-                    self._line = self._core.line()
+                    self._line, self.is_used = self._core.line(), True
                 self._num_lost += self._line.add(slots)
 
     def take(self, count: int) -> tuple[list[ChainHash], list[int]]:

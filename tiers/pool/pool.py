@@ -40,6 +40,8 @@ class SlotPool:
     def __init__(self, num_slots: int, *, policy: str = "lru", clock: Callable[[], float] = time.monotonic) -> None:
         self.num_slots = num_slots
         self._core = make_core(num_slots, policy, max(1, num_slots // 8), clock)
+        # The slots that hold a chain's unfinished last block, oldest first, as a hint: they change meanwhile.
+        self.tails: Collection[int] = self._core.partial
         self._learned = learned(self._core)
         self._lock = threading.Lock()
         self._epoch = 0  # resets so far
@@ -116,11 +118,6 @@ class SlotPool:
     def is_ready(self, slot: int) -> bool:
         """Whether a slot holds a block that can be found, as a hint: no lock is taken."""
         return self._core.is_ready(slot)
-
-    @property
-    def tails(self) -> Collection[int]:
-        """The slots that hold a chain's unfinished last block, oldest first, as a hint: they change meanwhile."""
-        return self._core.partial
 
     def counts(self) -> PoolCounts:
         """How many slots are in each state. O(1)."""

@@ -134,7 +134,7 @@ class Lane:
     def _get(
         self, hashes: Sequence[ChainHash], into: Sequence[memoryview], positions: Sequence[int], settle: Settle
     ) -> None:
-        wire, space, decode = self.wire, self.space, self.space.form.decode
+        wire, space = self.wire, self.space
         unexpected: dict[int, RedisReply] | None = None  # not yet heard: what the blocks said that may not be there
         stored_bytes = space.form.stored_bytes
         as_said = stored_bytes is None  # what has an expiry comes, and is as long as ours are
@@ -158,11 +158,7 @@ class Lane:
             else:
                 heads = wire.one_by_one(space.head_bytes, buffers, stored_bytes)
             as_said &= not together or isinstance(heads, list)  # to wait in vain once is enough
-            for position, buffer, head in zip(group, buffers, heads, strict=True):
-                if isinstance(head, bytes):
-                    settle(position, decode(head, buffer, hashes[position], self.epoch))
-                else:
-                    settle(position, self._none(head))
+            self._judge(hashes, buffers, group, heads, settle)
 
     def _get_in_turn(
         self,
@@ -204,12 +200,30 @@ class Lane:
         self, hashes: Sequence[ChainHash], into: Sequence[memoryview], positions: Sequence[int], settle: Settle
     ) -> None:
         """Values that were asked for, one by one."""
-        heads = self.wire.one_by_one(self.space.head_bytes, [into[position] for position in positions])
-        for position, head in zip(positions, heads, strict=True):
+        buffers = [into[position] for position in positions]
+        heads = self.wire.one_by_one(self.space.head_bytes, buffers)
+        self._judge(hashes, buffers, positions, heads, settle)
+
+    def _judge(
+        self,
+        hashes: Sequence[ChainHash],
+        buffers: Sequence[memoryview],
+        positions: Sequence[int],
+        heads: Iterable[Head],
+        settle: Settle,
+    ) -> None:
+        """What each GET brought, verified as it is read."""
+        decode, epoch = self.space.form.decode, self.epoch
+        for position, buffer, head in zip(positions, buffers, heads, strict=True):
             if isinstance(head, bytes):
-                settle(position, self.space.form.decode(head, into[position], hashes[position], self.epoch))
+                settle(position, decode(head, buffer, hashes[position], epoch))
+            elif head is None:
+                settle(position, Outcome.ABSENT)
+            elif isinstance(head, Outcome):  # a StrEnum, as a Refusal is a str
+                settle(position, head)
             else:
-                settle(position, self._none(head))
+                self.doubtful |= head.code in DOUBTFUL
+                settle(position, refused(head, writing=False))
 
     def _unlike(self, usual: bytes, positions: Sequence[int]) -> dict[int, RedisReply]:
         """Which positions got another reply than `usual`; none, in one look, if all is well."""
@@ -268,15 +282,6 @@ class Lane:
         if isinstance(reply, Refusal) and reply.code in DOUBTFUL:
             self.doubtful = True
         return reply
-
-    def _none(self, head: Outcome | Refusal | None) -> Outcome:
-        """Why a GET brought nothing."""
-        if head is None:
-            return Outcome.ABSENT
-        if isinstance(head, Outcome):  # a StrEnum, as a Refusal is a str
-            return head
-        self.doubtful |= head.code in DOUBTFUL
-        return refused(head, writing=False)
 
     def _sets(
         self, group: Sequence[int], records: Sequence[BlockRecord], payloads: Sequence[memoryview]

@@ -19,6 +19,8 @@ from redis.sentinel import Sentinel
 from kvtier.tiers import ConfigError, KVTierError, StoragePlace, TierUnavailable
 from kvtier.tiers.config import RedisConfig
 
+_log = logging.getLogger(__name__)
+
 _SCHEMES: Final = ("redis", "rediss", "unix")
 _IN_URL: Final = frozenset({"host", "port", "path", "db", "username", "password", "connection_class"})
 # What is surely no password where no "@" says where one ends: a host, a port of few digits, a database.
@@ -86,8 +88,6 @@ def _is_place(url: str) -> bool:
     """Whether it is a server's place without a scheme, and no other word."""
     return len(url) <= 1000 and ("." in url or ":" in url or url == "localhost") and bool(_PLACE.fullmatch(url))
 
-
-_log = logging.getLogger(__name__)
 
 RedisClient = redis.Redis | RedisCluster
 

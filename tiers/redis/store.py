@@ -34,6 +34,8 @@ from kvtier.tiers.redis.wire import RedisReply, Refusal, WireError
 from kvtier.tiers.reuse import ClassifiedEnd
 from kvtier.tiers.shared import OutcomeCounts, SharedChanges, TierLife, cut_off, form_of, format_epoch, parse_epoch
 
+_log = logging.getLogger(__name__)
+
 _NOT_OURS: Final = "WRONGTYPE"  # somebody put something else there: as if nothing was
 
 
@@ -123,8 +125,6 @@ class Epoch:
 def _now() -> int:
     return time.time_ns() // 1000
 
-
-_log = logging.getLogger(__name__)
 
 _LOCATE_WINDOW: Final = 512  # keys asked for at once
 _NAME_LIFETIME: Final = 300.0  # seconds a name is believed: servers evict without telling

@@ -101,42 +101,14 @@ class TooLongError(WireError):
         super().__init__(Outcome.CHECKSUM, f"a value of {size} bytes, not one of ours")
 
 
-class ByteStream(Protocol):
-    """Bytes in and out before `deadline` (time.monotonic); WireError otherwise."""
+class ByteStream:
+    """A plain socket's bytes in and out before `deadline` (time.monotonic); WireError otherwise.
 
-    takes_turns: bool
-    """Whether `take_turns` may be called: the extension module knows no TLS."""
+    It is blocking, and the kernel ends its calls in time: after `PATIENCE` at the latest, so that nearly no call has to
+    tell it anew. One with a Python timeout polls and receives piece by piece, and takes the GIL back each time.
+    """
 
-    def take_turns(self, run: Turns, depth: int, deadline: float) -> None:
-        """Go on with `run` as far as it goes. Never raises: if something is wrong, the next `receive` tells."""
-
-    def send(self, parts: Sequence[SendBuffer], deadline: float) -> None:
-        """All of it."""
-
-    def receive(self, into: memoryview, deadline: float) -> int:
-        """Whatever there is, at least one byte."""
-
-    def receive_all(self, into: memoryview, deadline: float) -> None:
-        """As many bytes as there is room for."""
-
-    def receive_run(self, into: Sequence[memoryview], deadline: float) -> int:
-        """As many bytes as there is room for, or what had come of them, nothing even, when `PATIENCE` or the
-        connection ended. Never raises: if something is wrong, the next `receive` tells."""
-
-    def is_quiet(self) -> bool:
-        """Whether the peer is there and has said nothing unasked. Does not wait."""
-
-
-def stream_of(sock: socket.socket) -> ByteStream:
-    """Over a connected socket, which is the stream's from now on."""
-    return _TlsStream(sock) if isinstance(sock, ssl.SSLSocket) else _PlainStream(sock)
-
-
-class _PlainStream:
-    """A blocking socket whose calls the kernel ends in time: after `PATIENCE` at the latest, so that nearly no call has
-    to tell it anew."""
-
-    takes_turns = True
+    takes_turns = True  # whether `take_turns` may be called: the extension module knows no TLS
 
     def __init__(self, sock: socket.socket) -> None:
         sock.settimeout(None)
@@ -144,6 +116,7 @@ class _PlainStream:
         self._armed = {socket.SO_RCVTIMEO: 0.0, socket.SO_SNDTIMEO: 0.0}  # seconds; 0 waits forever
 
     def send(self, parts: Sequence[SendBuffer], deadline: float) -> None:
+        """All of it."""
         rest = parts
         while rest:
             some = rest[:_SEND_PARTS]
@@ -159,13 +132,17 @@ class _PlainStream:
             rest = cut([memoryview(part) for part in rest], sent)[1]
 
     def receive(self, into: memoryview, deadline: float) -> int:
+        """Whatever there is, at least one byte."""
         return self._received(into, 0, deadline)
 
     def receive_all(self, into: memoryview, deadline: float) -> None:
+        """As many bytes as there is room for."""
         while into.nbytes:
             into = into[self._received(into, socket.MSG_WAITALL, deadline) :]
 
     def receive_run(self, into: Sequence[memoryview], deadline: float) -> int:
+        """As many bytes as there is room for, or what had come of them, nothing even, when `PATIENCE` or the
+        connection ended. Never raises: if something is wrong, the next `receive` tells."""
         left = deadline - time.monotonic()
         if left <= 0:
             return 0
@@ -176,6 +153,7 @@ class _PlainStream:
             return 0
 
     def take_turns(self, run: Turns, depth: int, deadline: float) -> None:
+        """Go on with `run` as far as it goes. Never raises: if something is wrong, the next `receive` tells."""
         left = deadline - time.monotonic()
         if left > 0:
             with suppress(OSError):  # closed meanwhile
@@ -184,6 +162,7 @@ class _PlainStream:
                 run.run(self._sock.fileno(), depth, deadline)
 
     def is_quiet(self) -> bool:
+        """Whether the peer is there and has said nothing unasked. Does not wait."""
         try:
             self._sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -211,13 +190,13 @@ class _PlainStream:
             self._armed[option] = seconds
 
 
-class _TlsStream:
+class _TlsStream(ByteStream):
     """TLS knows no iovecs and no MSG_WAITALL, and has its own record layer between kernel and us."""
 
     takes_turns = False
 
     def __init__(self, sock: ssl.SSLSocket) -> None:
-        self._sock = sock
+        self._sock = sock  # of which Python keeps the time
 
     def send(self, parts: Sequence[SendBuffer], deadline: float) -> None:
         for part in parts:
@@ -250,9 +229,6 @@ class _TlsStream:
                 while received < end:
                     received += self.receive(view[received - end :][:_TLS_BYTES], deadline)
         return received
-
-    def take_turns(self, run: Turns, depth: int, deadline: float) -> None:
-        """Nothing: what it is to do is done without it."""
 
     def is_quiet(self) -> bool:
         self._sock.settimeout(0)
@@ -372,7 +348,7 @@ class Wire:
     """
 
     def __init__(self, sock: socket.socket) -> None:
-        self._stream = stream_of(sock)
+        self._stream = _TlsStream(sock) if isinstance(sock, ssl.SSLSocket) else ByteStream(sock)
         self._buffer = self._view = memoryview(bytearray(_BUFFER))
         self._start = self._end = 0  # what was received and not yet consumed, in `_view`
         self._deadline = 0.0
@@ -516,15 +492,18 @@ class Wire:
         begun = run.asked + bool(run.sent)
         self.num_expected -= run.whole + len(asks) - begun
         if run.part:
-            back = b"".join([*cut(places[run.whole], run.part)[0], self._view[self._start : self._end]])
-            self._view, self._start, self._end = memoryview(back), 0, len(back)
+            self._take_back(places[run.whole], run.part)
         return run, begun
 
     # inside
 
     def _run(self, head_bytes: int, into: Sequence[memoryview]) -> list[bytes]:
         """Every value's head; [] if the replies are not all there and all of the right length: then all are unread."""
-        run = self._shape(head_bytes, into[0].nbytes, len(into))
+        key = head_bytes, into[0].nbytes, len(into)
+        if (run := self._runs.get(key)) is None:
+            if len(self._runs) >= _MAX_RUNS:
+                self._runs.clear()
+            run = self._runs[key] = _ValueRun(*key)
         places = run.places(into)
         size = run.count * run.value_bytes
         received = self._give_all(places) if self._start < self._end else 0
@@ -538,18 +517,13 @@ class Wire:
             if heads := run.heads():
                 self.num_expected -= run.count
                 return heads
-        back = b"".join([*cut(places, received)[0], self._view[self._start : self._end]])
-        self._view, self._start, self._end = memoryview(back), 0, len(back)
+        self._take_back(places, received)
         return []
 
-    def _shape(self, head_bytes: int, payload_bytes: int, count: int) -> _ValueRun:
-        key = (head_bytes, payload_bytes, count)
-        run = self._runs.get(key)
-        if run is None:
-            if len(self._runs) >= _MAX_RUNS:
-                self._runs.clear()
-            run = self._runs[key] = _ValueRun(*key)
-        return run
+    def _take_back(self, places: Sequence[memoryview], count: int) -> None:
+        """The first bytes of these places are unread again."""
+        back = b"".join([*cut(places, count)[0], self._view[self._start : self._end]])
+        self._view, self._start, self._end = memoryview(back), 0, len(back)
 
     def _simple(self, line: bytes) -> RedisReply:
         """The reply that one line is."""

@@ -27,6 +27,7 @@ from service_rig import (
     fill,
     load,
     misses,
+    news_of,
     records,
     store,
     wanted,
@@ -34,9 +35,21 @@ from service_rig import (
 )
 
 from kvtier.connector.daemon.client import RemoteTiers
-from kvtier.connector.daemon.handshake import Hello, Welcome, pack_handshake, unpack_handshake
-from kvtier.connector.daemon.messages import Ask, Cancel, News, Operation, Reply
-from kvtier.connector.daemon.wire import MAX_FRAME, FrameReader, pack_found, pack_frame, pack_reply, unpack_request
+from kvtier.connector.daemon.wire import (
+    MAX_FRAME,
+    Ask,
+    Cancel,
+    FrameReader,
+    Hello,
+    Operation,
+    Welcome,
+    pack_found,
+    pack_frame,
+    pack_handshake,
+    pack_reply,
+    unpack_handshake,
+    unpack_request,
+)
 from kvtier.tiers.errors import ConfigError
 from kvtier.tiers.hierarchy.cache_tiers import PENDING, Attribution, Wanted, bring
 from kvtier.tiers.host.host import HostRegion
@@ -119,15 +132,13 @@ def fake(path: Path) -> Iterator[Callable[..., FakeDaemon]]:
 def news(number: int, *slots: int, blocks: int = 4) -> bytes:
     """The first claim is number 1."""
     found = Attribution(blocks, l2=len(slots), miss=blocks - len(slots))
-    columns = [*slots], [1] * len(slots)
-    return pack_reply(Reply(0, 0, [], [News(number, found, None, 0.0, *columns)]))
+    return pack_reply(0, 0, [], [news_of(number, found, None, 0.0, [*slots], [1] * len(slots))])
 
 
 def children_told(*children: ChildBlock) -> bytes:
     """Of the first claim, of four blocks."""
-    nothing: list[int] = []
-    told = News(1, Attribution(4, miss=4), None, 0.0, nothing, nothing, children)
-    return pack_reply(Reply(0, 0, [], [told]))
+    told = news_of(1, Attribution(4, miss=4), None, 0.0, [], [], children)
+    return pack_reply(0, 0, [], [told])
 
 
 # not there
@@ -303,7 +314,7 @@ def sleep_through(tiers: RemoteTiers, clock: FakeClock, patch: pytest.MonkeyPatc
         clock.advance(timeout + 0.001)
         return False
 
-    patch.setattr(link.connection, "wait", wait)
+    patch.setattr(link, "wait", wait)
 
 
 def test_a_daemon_that_does_not_answer_costs_one_deadline(path: Path, fake: Callable[..., FakeDaemon]) -> None:
@@ -403,7 +414,7 @@ def test_silence_counts_from_the_first_answer_that_is_still_due(path: Path, fake
         tiers.holds(chain.hashes)
         clock.advance(4.0)
         tiers.holds(chain.hashes)
-    daemon.say(pack_reply(Reply(1, 0, [b"\0"], [])))
+    daemon.say(pack_reply(1, 0, [b"\0"], []))
     wait_until(is_the_first_answered)
     clock.advance(1.0)  # five seconds after the first was given up, one after the second
     tiers.tick()
@@ -431,9 +442,9 @@ def test_a_slow_look_into_other_tiers_costs_a_look_and_not_the_link(
         assert clock.now - given_up == pytest.approx(1.5, abs=0.1)
     # Its other answers are not late for that, and the link is the same.
     assert (tiers._attachment.link, link.late_since) == (link, None)
-    daemon.say(pack_reply(Reply(1, 0, [pack_found(Attribution(4, miss=4))], [])))
+    daemon.say(pack_reply(1, 0, [pack_found(Attribution(4, miss=4))], []))
     wait_until(lambda: (tiers.tick(), not link.overdue_aside)[1])
-    daemon.say(pack_reply(Reply(2, 0, [pack_found(found := Attribution(4, l2=4))], [])))
+    daemon.say(pack_reply(2, 0, [pack_found(found := Attribution(4, l2=4))], []))
     assert tiers.locate(chain.hashes, 0.0) == found
     # One that never answers is cut off.
     with pytest.MonkeyPatch.context() as patch:
@@ -472,7 +483,7 @@ def test_an_answer_that_another_thread_reads_behind_the_last_look_is_not_waited_
     tiers = RemoteTiers(path, hello, PATIENCE, clock, deadline=0.25)
     link, gate = tiers._attachment.link, threading.Event()
     assert link is not None
-    wait = link.connection.wait
+    wait = link.wait
 
     class OtherThread:
         """The client's lock. Whoever gets it first once the deadline is over reads what has come."""
@@ -543,10 +554,10 @@ def test_a_question_waits_long_only_for_a_daemon_that_says_it_has_read_it(
     wait_until(lambda: daemon.connection is not None)
     assert daemon.connection is not None
     ((request, _),) = map(unpack_request, FrameReader(MAX_FRAME).feed(daemon.connection.recv(1 << 16)))
-    daemon.say(pack_reply(Reply(request, 0, [], [])))
+    daemon.say(pack_reply(request, 0, [], []))
     link = tiers._attachment.link
     assert link is not None
-    assert link.connection.wait(PATIENCE)
+    assert link.wait(PATIENCE)
     clock.advance(2.4)
     assert tiers.poll(claim) is PENDING
     clock.advance(0.2)
@@ -576,18 +587,19 @@ def test_an_answer_that_is_there_counts_however_late_it_is_looked_at(path: Path)
     daemon, clock, chain = DaemonThread(path, host={"size": 1 << 20}), FakeClock(), chain_of(4)
     hello = Hello(FINGERPRINT, BLOCK_SIZE, SLOT_BYTES, 1 << 18, reset=False)
     tiers = RemoteTiers(path, hello, 2.5, clock, deadline=0.25)
-    link, send = tiers._attachment.link, tiers._attachment.send
+    link = tiers._attachment.link
     assert link is not None
+    send = link.send
 
     def send_and_sleep(operations: Sequence[Operation] = (), request: int = 0) -> bool:
         sent = send(operations, request)
         if request:
-            assert link.connection.wait(PATIENCE)
+            assert link.wait(PATIENCE)
             clock.advance(1.0)
         return sent
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiers._attachment, "send", send_and_sleep)
+        patch.setattr(link, "send", send_and_sleep)
         (reservation,) = tiers.reserve([wanted(chain)])
     assert reservation is not None
     assert len(reservation) == 4

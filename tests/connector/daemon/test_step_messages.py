@@ -3,6 +3,8 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import Raw
+from msgspec.msgpack import encode
 
 from kvtier.connector.daemon import client
 from kvtier.connector.daemon.client import RemoteReservation, seals_of
@@ -52,5 +54,7 @@ def test_what_was_granted_arrives(counts: list[int | None]) -> None:
     """A step of one block each takes a way of its own through the decoder."""
     for granted in (counts, [1] * len(counts)):
         grants = [None if n is None else ([*range(n)], [*range(7, 7 + n)], [*range(n)]) for n in granted]
-        told = unpack_grants(pack_grants(grants), [n or 0 if granted is counts else 1 for n in granted], 64)
+        told = unpack_grants(
+            Raw(encode(pack_grants(grants))), [n or 0 if granted is counts else 1 for n in granted], 64
+        )
         assert told == grants

@@ -6,28 +6,35 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
+import msgpack
 import pytest
 from doubles import BLOCK_SIZE, SLOT_BYTES, chain_of, wait_until
 from service_rig import FINGERPRINT, PATIENCE, DaemonThread, attach, load, store
 
 from kvtier.connector.daemon.client import RemoteTiers
-from kvtier.connector.daemon.handshake import (
+from kvtier.connector.daemon.link import join
+from kvtier.connector.daemon.wire import (
+    MAX_FRAME,
+    OLDEST,
+    RELEASES,
+    VERSION,
+    FrameReader,
     Hello,
     Join,
     Joined,
+    Lookup,
     Refused,
     Welcome,
+    pack_found,
+    pack_frame,
     pack_handshake,
+    pack_request,
+    unpack_found,
     unpack_handshake,
     unpack_handshake_reply,
     version_of,
 )
-from kvtier.connector.daemon.link import join
-from kvtier.connector.daemon.messages import Lookup
-from kvtier.connector.daemon.versions import OLDEST, RELEASES, VERSION
-from kvtier.connector.daemon.wire import MAX_FRAME, FrameReader, pack_found, pack_frame, pack_request, unpack_found
 from kvtier.tiers.hierarchy.cache_tiers import Attribution
 from kvtier.tiers.host.host import HostRegion
 
@@ -39,7 +46,7 @@ def path() -> Iterator[Path]:
         yield Path(name) / "s"
 
 
-def bodies_of(connection: sockets.socket) -> list[Any]:
+def bodies_of(connection: sockets.socket) -> list[memoryview]:
     """The next frames."""
     reader = FrameReader(MAX_FRAME)
     while not (bodies := reader.feed(data := connection.recv(1 << 16))):
@@ -67,9 +74,10 @@ class OlderDaemon:
             except OSError:
                 return
             (body,) = bodies_of(connection)
-            self.heard.append(body[1])
-            if body[1] != self._version:
-                why = f"protocol version {body[1]}, this side speaks {self._version}: run one kvtier on both sides"
+            parts = msgpack.unpackb(body)
+            self.heard.append(parts[1])
+            if parts[1] != self._version:
+                why = f"protocol version {parts[1]}, this side speaks {self._version}: run one kvtier on both sides"
                 connection.sendall(pack_frame(["kvtier", self._version, "Refused", why]))
                 connection.close()
                 continue
@@ -78,7 +86,7 @@ class OlderDaemon:
                 connection.sendall(pack_handshake(Joined(), self._version))
                 connection.close()
                 continue
-            assert len(body) == 3 + 6
+            assert len(parts) == 3 + 6
             welcome = Welcome(b"c" * 16, b"i" * 16, 8, SLOT_BYTES, 0, False, 60.0)
             assert self.region.fd is not None
             sockets.send_fds(connection, [pack_handshake(welcome, self._version)], [self.region.fd])
@@ -90,7 +98,7 @@ class OlderDaemon:
         """Every lookup as release 0.1 answers it: four tiers."""
         try:
             while True:
-                for request, operations in bodies_of(connection):
+                for request, operations in map(msgpack.unpackb, bodies_of(connection)):
                     if operations[0][0] == 10:
                         connection.sendall(pack_frame([request, 0, [[4, 0, 1, 1, 1, 1]], []]))
         except (OSError, AssertionError):
@@ -161,8 +169,8 @@ def test_a_daemon_speaks_as_an_older_engine_does(home: Path) -> None:
             (body,) = bodies_of(older)
             assert version_of(body) == OLDEST
             assert isinstance(unpack_handshake_reply(body), Welcome)
-            older.sendall(pack_request(1, [Lookup(chain.hashes, 1.0)]))
-            ((_, _, [found], _),) = bodies_of(older)
+            older.sendall(pack_request(1, [Lookup(b"".join(chain.hashes), 1.0)]))
+            ((_, _, [found], _),) = map(msgpack.unpackb, bodies_of(older))
             assert found == [4, 0, 4, 0, 0, 0]
             protocols = {each.protocol for each in daemon.daemon.call(daemon.daemon.clients)}
             assert protocols == {OLDEST, VERSION}
@@ -171,8 +179,9 @@ def test_a_daemon_speaks_as_an_older_engine_does(home: Path) -> None:
             older.connect(str(home / "s"))
             older.sendall(pack_handshake(Hello(FINGERPRINT, BLOCK_SIZE, 2 * SLOT_BYTES, 1, reset=False), OLDEST))
             (body,) = bodies_of(older)
-            assert body[:3] == ["kvtier", OLDEST, "Refused"]
-            assert len(body) == 4
+            parts = msgpack.unpackb(body)
+            assert parts[:3] == ["kvtier", OLDEST, "Refused"]
+            assert len(parts) == 4
         tiers.close()
         wait_until(lambda: not daemon.daemon.call(daemon.daemon.clients))
         daemon.check()
@@ -182,7 +191,7 @@ def test_a_daemon_speaks_as_an_older_engine_does(home: Path) -> None:
 
 def test_blocks_of_tiers_that_an_older_engine_does_not_know_are_counted_as_shared_ones() -> None:
     found = Attribution(9, l1=1, l2=2, file=1, peers=2, redis=1, objects=1, miss=1)
-    assert pack_found(found, OLDEST) == [9, 1, 2, 1, 4, 1]
+    assert pack_found(found, OLDEST) == (9, 1, 2, 1, 4, 1)
     assert unpack_found(pack_found(found, OLDEST)) == Attribution(9, l1=1, l2=2, file=1, redis=4, miss=1)
     assert unpack_found(pack_found(found)) == found
-    assert unpack_handshake_reply(["kvtier", OLDEST, "Refused", "no room"]) == Refused("no room")
+    assert unpack_handshake_reply(msgpack.packb(["kvtier", OLDEST, "Refused", "no room"])) == Refused("no room")

@@ -4,18 +4,10 @@ from typing import Any, Final
 
 import numpy as np
 import pytest
+from service_rig import news_of
 
-from kvtier.connector.daemon.handshake import (
-    Hello,
-    Join,
-    Joined,
-    Refused,
-    Welcome,
-    pack_handshake,
-    unpack_handshake,
-    unpack_handshake_reply,
-)
-from kvtier.connector.daemon.messages import (
+from kvtier.connector.daemon.wire import (
+    MAX_FRAME,
     Abandon,
     Ask,
     Bye,
@@ -24,25 +16,28 @@ from kvtier.connector.daemon.messages import (
     Computed,
     Drain,
     Ended,
+    FrameReader,
+    Hello,
     Holds,
+    Join,
+    Joined,
     Lookup,
-    News,
+    Refused,
     Release,
     Renew,
-    Reply,
     RequestEnded,
     Reserve,
     Reset,
     Seal,
     Take,
-)
-from kvtier.connector.daemon.wire import (
-    MAX_FRAME,
-    FrameReader,
+    Welcome,
     pack_found,
     pack_grants,
+    pack_handshake,
     pack_reply,
     pack_request,
+    unpack_handshake,
+    unpack_handshake_reply,
     unpack_request,
 )
 from kvtier.tiers.hierarchy.cache_tiers import Attribution, Ends, Meeting, Wanted
@@ -58,14 +53,14 @@ two = (2).to_bytes(8, "little").hex()
 
 # Printed by the code of kvtier 0.1, each operation alone in request 1.
 OPERATIONS: Final = [
-    (Ask(7, P, 1, 16, [A, B]), f"6d0000009201919700 07 c420{p} 01 10 c440{a}{b} 00"),
-    (Ask(7, P, 0, 16, [A], Ends.BACK), f"4d0000009201919700 07 c420{p} 00 10 c420{a} 02"),
+    (Ask(7, P, 1, 16, A + B, Ends.FRONT), f"6d0000009201919700 07 c420{p} 01 10 c440{a}{b} 00"),
+    (Ask(7, P, 0, 16, A, Ends.BACK), f"4d0000009201919700 07 c420{p} 00 10 c420{a} 02"),
     (Renew([1, 2]), "080000009201919201 920102"),
     (Cancel([3]), "070000009201919202 9103"),
     (Take([4, 300]), "0a0000009201919203 9204cd012c"),
     (Release([5]), "070000009201919204 9105"),
     (
-        Reserve(9, [Wanted([A, B], P, T), Wanted([A], P, T, is_tail=True)]),
+        Reserve.of(9, [Wanted([A, B], P, T), Wanted([A], P, T, is_tail=True)]),
         f"000100009201919705 09 c410{two}{one} c460{a}{b}{a} c440{p}{p} c440{t}{t} 9101",
     ),
     (
@@ -74,22 +69,22 @@ OPERATIONS: Final = [
     ),
     (Abandon(Outcome.ABORTED, [9, 10]), "100000009201919307 a761626f72746564 92090a"),
     (Computed(512, 0.25, 300), "140000009201919408 cd0200 cb3fd0000000000000 cd012c"),
-    (Holds([A]), f"270000009201919209 c420{a}"),
-    (Lookup([A, B], 1.5), f"50000000920191930a c440{a}{b} cb3ff8000000000000"),
+    (Holds(A), f"270000009201919209 c420{a}"),
+    (Lookup(A + B, 1.5), f"50000000920191930a c440{a}{b} cb3ff8000000000000"),
     (Ended(b"c" * 16), f"17000000920191920b c410{c}"),
     (Bye(), "05000000920191910c"),
     (Reset(), "05000000920191910d"),
     (Drain(2.0, True), "0f000000920191930e cb4000000000000000 c3"),
     (Check(), "05000000920191910f"),
     (
-        RequestEnded(RequestEnd([A, B], 1, 300, Hint.TOOL, 7, True, 1.5, "r-1", 25, 0.5)),
+        RequestEnded.of(RequestEnd([A, B], 1, 300, Hint.TOOL, 7, True, 1.5, "r-1", 25, 0.5)),
         f"690000009201919b 10 c440{a}{b} 01 cd012c a4746f6f6c 07 c3 cb3ff8000000000000 a3722d31 19 cb3fe0000000000000",
     ),
-    (RequestEnded(RequestEnd([A], 1, 9)), f"400000009201919b 10 c420{a} 01 09 a0 00 c2 cb{0:016x} a0 00 cb{0:016x}"),
+    (RequestEnded.of(RequestEnd([A], 1, 9)), f"400000009201919b 10 c420{a} 01 09 a0 00 c2 cb{0:016x} a0 00 cb{0:016x}"),
 ]
 
 
-def body_of(frame: bytes) -> Any:
+def body_of(frame: bytes) -> memoryview:
     (body,) = FrameReader(MAX_FRAME).feed(frame)
     return body
 
@@ -109,10 +104,10 @@ def test_a_reply() -> None:
     granted = pack_grants([([0, 2], [4, 5], [1, 9]), None])
     followers = [ChildBlock(A, b"\1\0\0\0"), ChildBlock(B, b"\2\0\0\0" * 2)]
     news = [
-        News(7, found, None, 0.0, [3, 9], [1, 2], followers, Meeting(2, 0.25)),
-        News(8, Attribution(2, miss=2), Outcome.NO_SLOT, 0.5, [], []),
+        news_of(7, found, None, 0.0, [3, 9], [1, 2], followers, Meeting(2, 0.25)),
+        news_of(8, Attribution(2, miss=2), Outcome.NO_SLOT, 0.5, [], []),
     ]
-    reply = Reply(3, 2, [granted, b"\1\0", pack_found(found), True, ""], news)
+    reply = 3, 2, [granted, b"\1\0", pack_found(found), True, ""], news
     columns = [(2, -1), (0, 2), (4, 5), (1, 9)]  # how many slots each has, then of all: index, slot, generation
     packed = "".join("c410" + np.array(each, "<i8").tobytes().hex() for each in columns)
     where = "980501020100000001"
@@ -120,7 +115,7 @@ def test_a_reply() -> None:
     children = f"92 92c420{a}c40401000000 92c420{b}c4080200000002000000 92 02 cb3fd0000000000000"
     nothing = "98 08 980200000000000002 a7 6e6f5f736c6f74 cb3fe0000000000000 c400 c400 90 c0"
     expected = bytes.fromhex(f"1a010000 94 03 02 95 94{packed} c4020100 {where} c3 a0 92 {told} {children} {nothing}")
-    assert pack_reply(reply) == expected
+    assert pack_reply(*reply) == expected
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from kvtier.connector.models.tool_calls import ToolCalls, is_call
+from kvtier.connector.models.answers import ToolCalls, is_call
 
 
 def tokenizer() -> Tokenizer:

@@ -8,8 +8,7 @@ import transformers
 from small_engines import Make
 from tiny_models import FAMILIES, SIZES, plain
 
-from kvtier.connector.segments.rope import rotated
-from kvtier.connector.segments.rope_gate import require_rotatable
+from kvtier.connector.segments.rope import require_rotatable, rotated
 from kvtier.tiers.errors import ConfigError
 
 LONG = SIZES | {"max_position_embeddings": 4096, "num_hidden_layers": 4}

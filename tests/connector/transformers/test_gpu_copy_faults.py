@@ -10,10 +10,10 @@ from kv_tier_rig import GREEDY, Open, model_of
 from lazy_cuda import LazyCuda, LazyDriver, LazyStream
 from tiny_models import prompt
 
-from kvtier.connector.transformers import device_copies, host_copy, tier_blocks
+from kvtier.connector.transformers import cache_form, device_copies, tier_blocks
 from kvtier.connector.transformers.adapter import KVTier
 from kvtier.connector.transformers.blocks import Blocks, _runs
-from kvtier.connector.transformers.host_copy import HostCopy
+from kvtier.connector.transformers.cache_form import HostCopy
 from kvtier.tiers.copies.cuda_transfer import CudaCopyStream
 from kvtier.tiers.copies.transfer import HostEvent
 
@@ -239,7 +239,7 @@ def test_states_that_never_arrive_are_not_kept(gpu: GpuBelow, monkeypatch: pytes
 def test_waiting_for_states_does_not_spoil_a_capture_of_another_thread(
     gpu: GpuBelow, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host_copy, "cuda_driver", lambda: LazyDriver(gpu.cuda))
+    monkeypatch.setattr(cache_form, "cuda_driver", lambda: LazyDriver(gpu.cuda))
     tensor = torch.arange(8)
     sent = HostCopy(tensor)
     gpu.cuda.capturing = LazyStream(gpu.cuda, "graph")

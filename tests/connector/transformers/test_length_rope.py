@@ -11,11 +11,11 @@ from transformers import AutoModelForCausalLM, Phi3Config
 
 from kvtier.connector.models import cache_option, returned_cache
 from kvtier.connector.models.hf_model import identity_of
-from kvtier.connector.models.length_rope import rope_limit
+from kvtier.connector.models.hf_versions import rope_limit
 from kvtier.connector.transformers.cache_form import CacheForm
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.llm import Engine
-from kvtier.engine.sequence import SamplingParams
+from kvtier.engine.requests import SamplingParams
 from kvtier.tiers.errors import ConfigError
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}

@@ -10,7 +10,7 @@ from tiny_models import SIZES, config_of, prompt
 
 from kvtier.connector.transformers.adapter import KVTier
 from kvtier.connector.transformers.cache_form import CacheForm
-from kvtier.connector.transformers.segment_gate import require_blendable
+from kvtier.connector.transformers.segments import require_blendable
 from kvtier.tiers import ConfigError
 from kvtier.tiers.config.config import Config
 

@@ -35,7 +35,7 @@ from kvtier.connector.transformers import tier_blocks
 from kvtier.connector.transformers.adapter import KVTier
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.llm import Engine
-from kvtier.engine.sequence import SamplingParams
+from kvtier.engine.requests import SamplingParams
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.copies.block_copier import BlockCopier
 from kvtier.tiers.errors import MissingPackages
@@ -420,7 +420,7 @@ def test_a_slow_disk_behind_the_daemon_does_not_cost_what_host_memory_has(
     tokens = ids(prompt(1, 90))
     config = Config.load(host={"size": "8MiB"}, cache=cache, service={"socket": str(tmp_path / "s")})
     with KVTier(model_of("llama"), config) as kv:
-        kv._tiers._claims._patience = PATIENCE  # type: ignore[attr-defined]
+        kv._tiers._patience = PATIENCE  # type: ignore[attr-defined]
         # Five blocks are in host memory and in the slab; the last two leave host memory, and the disk hangs.
         kv.generate(tokens, **GREEDY)
         assert kv.drain(PATIENCE)

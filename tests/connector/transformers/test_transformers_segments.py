@@ -344,7 +344,7 @@ def test_clients_of_a_daemon_share_segments(tmp_path: Path, disk_dir: Path) -> N
     model: Any = plain("llama")
     with KVTier(model, config) as one, KVTier(model, config) as other:
         for kv in (one, other):
-            kv._tiers._claims._patience = PATIENCE  # type: ignore[attr-defined]
+            kv._tiers._patience = PATIENCE  # type: ignore[attr-defined]
         first = logits_of(one, ids(PROMPT), segments=SEGMENTS, repair=UNBOUND)
         assert outcomes(one) == {"computed": 3}
         assert one.drain(PATIENCE)

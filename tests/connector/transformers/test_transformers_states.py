@@ -18,7 +18,7 @@ from kvtier.connector.models import cache_option, given_cache, returned_cache
 from kvtier.connector.transformers import state_calls
 from kvtier.connector.transformers.adapter import KVTier
 from kvtier.connector.transformers.cache_form import CacheForm, empty_cache
-from kvtier.connector.transformers.state_gate import GoingOn, how_it_goes_on
+from kvtier.connector.transformers.going_on import GoingOn, how_it_goes_on
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.errors import ConfigError
 from kvtier.tiers.hierarchy.hierarchy import evict_everywhere

@@ -740,7 +740,7 @@ def test_a_model_that_computes_something_else_is_kept_apart_with_one_warning(
             assert answered(open_tier(bare())) == HELD
     finally:
         LlamaMLP.forward.__code__ = theirs
-    warnings = [record.message for record in caplog.records if record.name == "kvtier.connector.opening"]
+    warnings = [record.message for record in caplog.records if record.name == "kvtier.connector.local"]
     assert len(warnings) == 2  # one for each start of the odd one
     assert all("the KV kept under this model's name was computed otherwise" in each for each in warnings)
 
@@ -767,7 +767,7 @@ def test_a_model_that_computes_nan_starts_and_is_kept_apart(
     with torch.no_grad():
         model.model.layers[1].mlp.down_proj.weight[0, 0] = number
     assert [answered(open_tier(model)) for _ in range(2)] == [0, HELD]
-    warnings = [record.message for record in caplog.records if record.name == "kvtier.connector.opening"]
+    warnings = [record.message for record in caplog.records if record.name == "kvtier.connector.local"]
     assert len(warnings) == 2
     assert all("this model computes NaN or infinity of a few plain tokens" in each for each in warnings)
 

@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.connector.vllm.drafts import AheadChain, has_kv, lookahead, require_known_method
-from kvtier.connector.vllm.keys import RequestNames, VllmChain
+from kvtier.connector.vllm.keys import AheadChain, RequestNames, VllmChain, has_kv, lookahead, require_known_method
 from kvtier.tiers.config.sections import CacheConfig
 from kvtier.tiers.errors import ConfigError
 from kvtier.tiers.naming.chain import pack_tokens

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from doubles import BLOCK_SIZE, MemoryTier, chain_of, hierarchy_of
 
-from kvtier.connector.vllm.handover import Handovers
-from kvtier.connector.vllm.requests import TrackedRequest
+from kvtier.connector.vllm.requests import Handovers, TrackedRequest
 from kvtier.tiers.hierarchy import Hierarchy
 
 STORE = b"s" * 32

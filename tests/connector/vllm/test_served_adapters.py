@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvtier.connector.vllm import adapters as adapters_module
-from kvtier.connector.vllm.adapters import ServedAdapters
-from kvtier.connector.vllm.keys import RequestNames
+from kvtier.connector.vllm import keys
+from kvtier.connector.vllm.keys import RequestNames, ServedAdapters
 from kvtier.tiers.config.sections import CacheConfig
 
 
@@ -155,14 +154,14 @@ def test_what_is_loaded_at_every_step_is_looked_at_behind_every_step(path: Path)
 
 
 def test_a_file_written_to_while_it_is_named_names_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    revision_of = adapters_module.revision_of
+    revision_of = keys.revision_of
 
     def written_to(named: Path) -> str:
         revision = revision_of(named)
         write(path, "two")
         return revision
 
-    monkeypatch.setattr(adapters_module, "revision_of", written_to)
+    monkeypatch.setattr(keys, "revision_of", written_to)
     assert ServedAdapters().digest(Lora(str(path))) is None
 
 

@@ -9,9 +9,8 @@ from doubles import BLOCK_SIZE, MemoryTier, chain_of, fill_slots, hierarchy_of, 
 
 from kvtier.connector.plan import WorkerReport
 from kvtier.connector.scheduler import SchedulerSide
-from kvtier.connector.vllm.requests import TrackedRequest
-from kvtier.connector.vllm.state_side import StateSide, exactly
-from kvtier.connector.vllm.states import ClosedRequest, StateRequest, last_border, owner
+from kvtier.connector.vllm.requests import ClosedRequest, StateRequest, TrackedRequest, last_border, owner
+from kvtier.connector.vllm.states import StateSide, exactly
 from kvtier.tiers.checksum import checksum
 from kvtier.tiers.hierarchy import Hierarchy, Pending
 from kvtier.tiers.naming import TokenChain, state_name

@@ -9,8 +9,7 @@ import torch
 
 from kvtier.connector.plan import CopyOp, StepPlan
 from kvtier.connector.vllm.slots import GroupLane, SlotPlan
-from kvtier.connector.vllm.steps import RegionHandle, WorkerStep
-from kvtier.connector.vllm.worker import WorkerHalf
+from kvtier.connector.vllm.worker import RegionHandle, WorkerHalf, WorkerStep
 from kvtier.tiers.host.host import HostRegion
 
 BLOCKS, SLOTS, HEADS, TOKENS, CONTENT = 8, 8, 2, 8, 64

@@ -19,10 +19,8 @@ from numpy.typing import NDArray
 from kvtier.connector import worker as worker_side
 from kvtier.connector.plan import CopyOp, StepPlan
 from kvtier.connector.vllm import worker as worker_half
-from kvtier.connector.vllm.engine_parts import engine_blocks
-from kvtier.connector.vllm.slots import GroupLane, SlotPlan
-from kvtier.connector.vllm.steps import RegionHandle, WorkerStep
-from kvtier.connector.vllm.worker import WorkerHalf
+from kvtier.connector.vllm.slots import GroupLane, SlotPlan, engine_blocks
+from kvtier.connector.vllm.worker import RegionHandle, WorkerHalf, WorkerStep
 from kvtier.connector.worker import WorkerSide
 from kvtier.tiers.copies import copy_ways, cuda_transfer, packer
 from kvtier.tiers.copies.block_copier import BlockPart, EngineBlocks

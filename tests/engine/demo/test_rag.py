@@ -38,7 +38,7 @@ from kvtier.engine.demo.rag_report import (
     draw,
 )
 from kvtier.engine.demo.recall import RECALL_MODEL, in_words, make_documents, questions, read, right_answers
-from kvtier.engine.sequence import SamplingParams
+from kvtier.engine.requests import SamplingParams
 from kvtier.tiers.errors import ConfigError, MissingPackages
 
 pytestmark = pytest.mark.timeout(300)

@@ -23,7 +23,7 @@ from kvtier.service.command_line import Exit
 from kvtier.service.doctor.verify import find_slabs, verify_slab
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.errors import ConfigError
-from kvtier.tiers.file import payload_io
+from kvtier.tiers.file import file_io
 from kvtier.tiers.file.file_io import FileIO
 from kvtier.tiers.file.slab import Superblock
 from kvtier.tiers.file.slab_check import check_slab
@@ -184,7 +184,7 @@ def test_blocks_the_disk_does_not_give_are_named_each(slab: Slab) -> None:
 
 
 def test_progress_is_told_and_ends_at_all(slab: Slab, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(payload_io, "CALL_BYTES", 10 * slab.superblock.stride)
+    monkeypatch.setattr(file_io, "CALL_BYTES", 10 * slab.superblock.stride)
     told: list[tuple[int, int]] = []
     verify_slab(slab.path, progress=lambda done, total: told.append((done, total)))
     total = NUM_KEYS * slab.superblock.stride

@@ -9,8 +9,8 @@ import pytest
 from server_rig import MODEL, WITH_TOOLS, ServerThread, save_checkpoint, serving, wait_for
 
 from kvtier.connector.models import ToolCalls
-from kvtier.engine.ending import answered_of
-from kvtier.engine.sequence import FinishReason
+from kvtier.engine.requests import FinishReason
+from kvtier.engine.scheduler import answered_of
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy
 from kvtier.tiers.reuse import Hint, RequestEnd
 

@@ -8,7 +8,7 @@ import pytest
 from openai import OpenAI
 from server_rig import MODEL, ServerThread, tokenizer
 
-from kvtier.engine.guided import Guide
+from kvtier.engine.requests import Guide
 from kvtier.service.engine.guides import JsonGuides
 from kvtier.service.engine.request_parser import calls_schema
 from kvtier.service.openai.bodies import ChatBody, parse

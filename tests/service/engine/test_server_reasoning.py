@@ -10,7 +10,7 @@ from exact_engines import forget
 from server_rig import BLOCK, MODEL, TEMPLATE, ServerThread, save_checkpoint, serving, tokenizer
 
 from kvtier.connector.local import LocalConnector
-from kvtier.engine.sequence import SampledToken
+from kvtier.engine.requests import SampledToken
 from kvtier.service.openai.prompts import Prompts
 
 WORDS = ("<think>", "</think>")

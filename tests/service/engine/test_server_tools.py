@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from server_rig import MODEL, TEMPLATE, ServerThread, save_checkpoint, serving, tokenizer, wait_for
 
-from kvtier.engine.sequence import SampledToken
+from kvtier.engine.requests import SampledToken
 from kvtier.service.engine.request_parser import form_of
 from kvtier.service.openai.prompts import Prompts
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy

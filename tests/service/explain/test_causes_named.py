@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 from doubles import SLOT_BYTES, MemoryTier, hierarchy_of, store
 
-from kvtier.connector.daemon.handshake import Hello, pack_handshake
-from kvtier.connector.daemon.wire import MAX_HELLO
-from kvtier.connector.opening import open_tiers
+from kvtier.connector.daemon.wire import MAX_HELLO, Hello, pack_handshake
+from kvtier.connector.local import open_tiers
 from kvtier.service.explain.lines import explained, finding
 from kvtier.service.node.namespaces import BlockDimensions, Namespace
 from kvtier.service.node.operators import BlockSelection, NotFound, explain, explain_request
@@ -294,7 +293,7 @@ def test_an_engine_that_keeps_kv_with_loss() -> None:
 
 def test_an_engine_says_what_its_fingerprint_is_made_from(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[Hello] = []
-    monkeypatch.setattr("kvtier.connector.opening.RemoteTiers", lambda path, hello, *_, **__: said.append(hello))
+    monkeypatch.setattr("kvtier.connector.local.RemoteTiers", lambda path, hello, *_, **__: said.append(hello))
     identity = ModelIdentity(
         model="tiny", revision="ab" * 20, config_digest="0" * 64, dtype="bfloat16", kv_dtype="bfloat16",
         compute_dtype="bfloat16", num_kv_heads=2, head_dim=8, block_size=BLOCK, layers=(0,),

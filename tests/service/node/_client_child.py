@@ -22,8 +22,11 @@ from doubles import chain_of  # noqa: E402
 from service_rig import ask, attach, drops, fill, load, records, store, wanted  # noqa: E402
 
 from kvtier.connector.daemon.link import join  # noqa: E402
-from kvtier.connector.daemon.messages import Reserve, Seal  # noqa: E402
-from kvtier.connector.daemon.wire import pack_request  # noqa: E402
+from kvtier.connector.daemon.wire import (  # noqa: E402
+    Reserve,
+    Seal,
+    pack_request,
+)
 from kvtier.tiers.config.config import Config  # noqa: E402
 from kvtier.tiers.tier import Outcome  # noqa: E402
 
@@ -71,11 +74,12 @@ def send(socket: Path, *, whole: bool) -> None:
         fill(tiers, reservation)
         numbers.append(reservation.number)  # type: ignore[attr-defined]
         tokens.append(chain.block_tokens(0))
-    seal, reserve = Seal(0, numbers, [1] * 64, tokens), Reserve(1000, [wanted(each) for each in chains[64:]])
+    seal, reserve = Seal(0, numbers, [1] * 64, tokens), Reserve.of(1000, [wanted(each) for each in chains[64:]])
     frame = pack_request(7, [seal, reserve])
     link = tiers._attachment.link
     assert link is not None
-    link.connection.send(frame if whole else frame[: len(frame) // 2])
+    link.output += frame if whole else frame[: len(frame) // 2]
+    link.flush()
     _kept.append((tiers, reservations))
 
 

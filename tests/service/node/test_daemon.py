@@ -47,14 +47,13 @@ from service_rig import (
 from service_rig import attach as attach_client
 
 from kvtier.connector.daemon.client import RemoteTiers
-from kvtier.connector.daemon.messages import Ask, Holds
-from kvtier.connector.daemon.wire import pack_frame, pack_request
+from kvtier.connector.daemon.wire import Ask, Holds, pack_frame, pack_request
 from kvtier.service.node.daemon import _TICK, Daemon
 from kvtier.service.node.listener import Listener
 from kvtier.service.node.loop import Loop
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.errors import ConfigError, KVMismatch
-from kvtier.tiers.hierarchy.cache_tiers import Attribution
+from kvtier.tiers.hierarchy.cache_tiers import Attribution, Ends
 from kvtier.tiers.naming.kv_probe import KVProbe
 from kvtier.tiers.tier import Outcome
 
@@ -447,7 +446,7 @@ def test_a_client_that_never_reads_is_cut_off(home: Path, serve: Serve, attach: 
 
     def ask_for_ever() -> None:
         for number in range(1, 10_000):
-            rude.sendall(pack_request(number, [Holds(chain.hashes * 8192)]))  # the answer takes 32 KiB
+            rude.sendall(pack_request(number, [Holds(b"".join(chain.hashes * 8192))]))  # the answer takes 32 KiB
 
     with pytest.raises(OSError, match=r"pipe|reset"):
         ask_for_ever()
@@ -461,7 +460,7 @@ def test_a_name_given_twice_a_version_of_the_future_and_silence(home: Path, serv
     tiers, chain = attach(), chain_of(4)
     for frame, why in [
         (pack_frame(["kvtier", 99, "Hello"]), "protocol version 99, this side speaks 6 to 7"),
-        (pack_frame(["kvtier", 7, "Hello", b"short", 4, 4096, 1, False, [], None, None]), "not 32 bytes"),
+        (pack_frame(["kvtier", 7, "Hello", b"short", 4, 4096, 1, False, [], None, None]), "length >= 32"),
         (pack_frame(["kvtier", 7, "Join", b"x" * 16]), "no such client"),
         (b"\xff\xff\xff\x7f", "frame of 2147483647 bytes: this side takes 1 to 8192"),
         (b"GET / HTTP/1.1\r\n\r\n", "this side takes 1 to 8192"),
@@ -471,7 +470,7 @@ def test_a_name_given_twice_a_version_of_the_future_and_silence(home: Path, serv
             assert why.encode() in connection.recv(4096)
             assert connection.recv(10) == b""
     with greeted(home / "s") as connection:
-        connection.sendall(pack_request(0, [Ask(1, chain.root, 0, 4, [chain.hashes[0]] * 2)]))
+        connection.sendall(pack_request(0, [Ask(1, chain.root, 0, 4, chain.hashes[0] * 2, Ends.FRONT)]))
         assert connection.recv(10) == b""
     wait_until(lambda: served.daemon.counts["malformed"] == 5)
     store(tiers, chain)
@@ -590,7 +589,7 @@ def test_serve_needs_a_place() -> None:
 
 
 def test_an_engine_finds_the_daemon_by_its_configuration(home: Path, serve: Serve) -> None:
-    from kvtier.connector.opening import open_tiers
+    from kvtier.connector.local import open_tiers
     from kvtier.service.node.namespaces import BlockDimensions
 
     serve()

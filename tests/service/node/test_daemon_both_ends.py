@@ -7,10 +7,10 @@ import numpy as np
 from doubles import BLOCK_SIZE, chain_of, wait_until
 from service_rig import Attach, DaemonThread, Serve, store, verify
 
-from kvtier.connector.back import Back
-from kvtier.connector.both_ends import BothEndsSide
 from kvtier.connector.daemon.client import RemoteTiers
-from kvtier.connector.daemon.messages import Ask
+from kvtier.connector.daemon.wire import Ask
+from kvtier.connector.overlapped import Back
+from kvtier.connector.scheduler import SchedulerSide
 from kvtier.tiers.hierarchy.cache_tiers import PENDING, Claim, Ends
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy
 from kvtier.tiers.hierarchy.lower_tier import Rates
@@ -66,7 +66,7 @@ def test_the_daemon_decides_and_the_client_asks_for_the_back(home: Path, serve: 
     assert NUM_BLOCKS // 4 < claim.meeting.block < NUM_BLOCKS
     # Its back, group by group, is promised and loaded; the question was one lookup.
     back = Back(tiers, chain.hashes, chain.parent(0), claim, lambda: 0.0)
-    side, link = BothEndsSide(tiers), tiers._attachment.link
+    side, link = SchedulerSide(tiers), tiers._attachment.link
     assert link is not None
     assert any(type(each) is Ask for each in link.unsent)
     side.backs["a"] = back

@@ -22,10 +22,18 @@ from service_rig import (
 )
 
 from kvtier.connector.daemon.client import RemoteTiers
-from kvtier.connector.daemon.messages import Ask, News, Reserve, Seal
-from kvtier.connector.daemon.wire import MAX_FRAME, FrameReader, pack_request, unpack_reply
+from kvtier.connector.daemon.wire import (
+    MAX_FRAME,
+    Ask,
+    FrameReader,
+    News,
+    Reserve,
+    Seal,
+    pack_request,
+    unpack_reply,
+)
 from kvtier.connector.scheduler import SchedulerSide
-from kvtier.tiers.hierarchy.cache_tiers import PENDING, Claim, Wanted
+from kvtier.tiers.hierarchy.cache_tiers import PENDING, Claim, Ends, Wanted
 from kvtier.tiers.naming.chain import TokenChain, root_hash
 from kvtier.tiers.tier import BlockRecord, ChildBlock
 
@@ -111,13 +119,13 @@ def test_a_tail_that_is_none_is_refused(home: Path, serve: Serve, attach: Attach
     store(tiers, stored, last=2)
     with greeted(home / "s") as rude:
         wanted = Wanted(stored.hashes[2:], stored.hashes[1], stored.tenant, is_tail=True)
-        rude.sendall(pack_request(1, [Reserve(1, [wanted])]))
+        rude.sendall(pack_request(1, [Reserve.of(1, [wanted])]))
         assert rude.recv(4096)
         rude.sendall(pack_request(0, [Seal(0, [1], [1], [np.arange(num_tokens, dtype="<u4").tobytes()])]))
         assert rude.recv(10) == b""
     with greeted(home / "s") as rude:
         wanted = Wanted(stored.hashes[1:], stored.hashes[0], stored.tenant, is_tail=True)
-        rude.sendall(pack_request(1, [Reserve(1, [wanted])]))
+        rude.sendall(pack_request(1, [Reserve.of(1, [wanted])]))
         assert rude.recv(10) == b""
     wait_until(lambda: served.daemon.counts["malformed_holding"] + served.daemon.counts["malformed"] == 2)
     assert answered(tiers, prompt(70, 71, 72, 9)).children == ()
@@ -175,7 +183,7 @@ def test_a_client_that_seals_too_many_tokens_harms_nobody(home: Path, serve: Ser
     tiers, stored = attach(), prompt(70, 71, 72, 1)
     store(tiers, stored, last=2)
     with greeted(home / "s") as rude:
-        rude.sendall(pack_request(1, [Reserve(1, [Wanted(stored.hashes[2:], stored.hashes[1], stored.tenant)])]))
+        rude.sendall(pack_request(1, [Reserve.of(1, [Wanted(stored.hashes[2:], stored.hashes[1], stored.tenant)])]))
         assert rude.recv(4096)
         rude.sendall(pack_request(0, [Seal(0, [1], [1], [np.arange(BLOCK_SIZE + 1, dtype="<u4").tobytes()])]))
         assert rude.recv(10) == b""
@@ -197,7 +205,9 @@ def test_who_leaves_much_unread_is_told_no_children(home: Path, serve: Serve, at
         num_asked = 8000
         for first in range(1, num_asked, 100):
             rude.sendall(
-                pack_request(0, [Ask(n, ROOT, 0, BLOCK_SIZE, mine.hashes[2:]) for n in range(first, first + 100)])
+                pack_request(
+                    0, [Ask(n, ROOT, 0, BLOCK_SIZE, mine.hashes[2], Ends.FRONT) for n in range(first, first + 100)]
+                )
             )
         # He reads at last: every claim has its answer.
         reader, news = FrameReader(MAX_FRAME), list[News]()

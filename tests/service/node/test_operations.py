@@ -1,19 +1,17 @@
-"""The daemon serves every operation there is, each in one place."""
+"""The daemon serves every operation there is."""
 
-import pytest
+from contextlib import closing
+from pathlib import Path
 
-from kvtier.connector.daemon.wire import OPERATIONS, OperationRow, handlers_of
-from kvtier.service.node.session import Holdings, Session
+from service_rig import DaemonThread, attach
 
-
-@pytest.mark.parametrize("row", OPERATIONS, ids=lambda row: row.message.__name__)
-def test_an_operation_has_one_handler(row: OperationRow) -> None:
-    serving = [owner.__name__ for owner in (Session, Holdings) if row.message in handlers_of(owner)]
-    assert len(serving) == 1, f"{row.message.__name__}: {serving or 'nobody'} has _on_{row.message.__name__.lower()}"
+from kvtier.connector.daemon.wire import OPERATIONS
 
 
-def test_no_code_is_given_twice_and_no_handler_serves_nothing() -> None:
-    assert [row.code for row in OPERATIONS] == list(range(len(OPERATIONS)))
-    named = {f"_on_{row.message.__name__.lower()}" for row in OPERATIONS}
-    for owner in (Session, Holdings):
-        assert {name for name in vars(owner) if name.startswith("_on_")} <= named
+def test_every_operation_is_served_and_no_code_is_given_twice(home: Path) -> None:
+    assert [kind.__struct_config__.tag for kind in OPERATIONS] == list(range(len(OPERATIONS)))
+    daemon = DaemonThread(home / "s", host={"size": 1 << 20})
+    with closing(attach(home / "s")):
+        [session] = daemon.daemon.call(lambda: list(daemon.daemon._sessions.values()))
+        assert set(session._verbs) == set(OPERATIONS)
+    daemon.close()

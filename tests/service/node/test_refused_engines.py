@@ -7,11 +7,12 @@ from pathlib import Path
 from command_rig import kvtier
 from doubles import BLOCK_SIZE, SLOT_BYTES, wait_until
 from http_rig import MODEL, ServedDaemon
+from msgspec.structs import astuple
 from service_rig import FINGERPRINT, attach
 
-from kvtier.connector.daemon import versions
-from kvtier.connector.daemon.handshake import Hello, Peer
-from kvtier.connector.daemon.wire import pack_frame
+from kvtier.connector.daemon import wire
+from kvtier.connector.daemon.link import Peer
+from kvtier.connector.daemon.wire import Hello, pack_frame
 from kvtier.service.doctor.doctor import check_refused
 from kvtier.service.node.health import Refusals
 from kvtier.tiers.config.config import Config
@@ -37,7 +38,7 @@ def test_an_engine_that_was_refused_is_seen_everywhere_until_one_of_its_model_ge
         assert [each.found for each in check_refused(config)] == ["none in the last hour"]
         # An engine of an older kvtier, twice, and one whose blocks are too large for this daemon's memory.
         hello = Hello(FINGERPRINT, BLOCK_SIZE, SLOT_BYTES, 1 << 20, reset=False)
-        old = pack_frame(["kvtier", versions.OLDEST - 1, "Hello", *hello])
+        old = pack_frame(["kvtier", wire.OLDEST - 1, "Hello", *astuple(hello)])
         for _ in range(2):
             assert b"protocol version" in say(path, old)
         without = attach(path, slot_bytes=1 << 20)
@@ -49,7 +50,7 @@ def test_an_engine_that_was_refused_is_seen_everywhere_until_one_of_its_model_ge
         assert (large["count"], large["model"], large["pid"], large["uid"]) == (1, MODEL, os.getpid(), os.geteuid())
         assert large["why"].startswith("[host] size: the daemon has 256KiB of 1MiB for this model")
         assert (older["count"], older["model"]) == (2, None)
-        both = f"protocol version {versions.OLDEST - 1}, this side speaks {versions.OLDEST} to {versions.VERSION} "
+        both = f"protocol version {wire.OLDEST - 1}, this side speaks {wire.OLDEST} to {wire.VERSION} "
         assert older["why"].startswith(both)
         assert 0 <= large["seconds_ago"] <= older["seconds_ago"] < 600
         lines = kvtier("status", "--http", served.http).stdout.splitlines()

@@ -15,8 +15,8 @@ from event_rig import until
 from node_rig import free_port
 from pydantic import ValidationError
 
+from kvtier.service.ray.child import EngineChild, held_ports
 from kvtier.service.ray.options import RayOptions
-from kvtier.service.ray.replica import EngineChild, held_ports
 from kvtier.tiers.errors import ConfigError, KVTierError
 
 PORTS = {"node": "10.0.0.7", "http": "8001", "events": "8002", "replay": "8003"}
@@ -33,7 +33,7 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
 OWNER = """
 import sys, time
-from kvtier.service.ray.replica import EngineChild
+from kvtier.service.ray.child import EngineChild
 engine = EngineChild([sys.executable, "-c", sys.argv[2], sys.argv[1]], {}, int(sys.argv[1]))
 engine.wait_ready(60)
 print(engine._process.pid, flush=True)

@@ -10,7 +10,7 @@ from doubles import SLOT_BYTES
 from service_rig import PATIENCE, DaemonProcess
 
 from kvtier.connector.daemon.client import RemoteTiers
-from kvtier.connector.daemon.handshake import Hello
+from kvtier.connector.daemon.wire import Hello
 from kvtier.service.simulation.simulated_tiers import Capacity
 
 SLOTS = 88  # a quarter of them may wait for the slab: more than any request here stores

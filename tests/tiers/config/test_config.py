@@ -7,7 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from kvtier.tiers.config.config import Config, options
-from kvtier.tiers.config.values import format_size, format_time, parse_size, parse_time
+from kvtier.tiers.config.quantities import format_size, format_time, parse_size, parse_time
 from kvtier.tiers.errors import ConfigError
 
 

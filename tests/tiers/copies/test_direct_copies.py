@@ -10,7 +10,7 @@ import pytest
 from extent import brief
 
 from kvtier.tiers.copies.block_copier import CopyDirection
-from kvtier.tiers.copies.packer import DirectCopies, Run, pieces_of
+from kvtier.tiers.copies.packer import Run, pieces_of
 from kvtier.tiers.host.host import HostRegion
 from kvtier.tiers.host.pinning import CudaDriver, PinnedPieces
 
@@ -64,7 +64,7 @@ def test_any_geometry(seed: int, direction: CopyDirection, library: ctypes.CDLL)
             mine = row[start : start + layer_bytes]
             (mine if direction == "load" else kept)[:] = kept if direction == "load" else mine
     pieces = pieces_of(direction, runs[asked], blocks, slots, region)
-    DirectCopies(driver, region).copy(direction, pieces, 7, is_chained=bool(seed % 2))
+    driver.copy(*pieces, 7, at_any_time=direction == "load" and not seed % 2)
     assert np.array_equal(l1, expected_l1)
     assert np.array_equal(region.array, expected_l2)
     region.close()

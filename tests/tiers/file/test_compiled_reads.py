@@ -17,7 +17,7 @@ from kvtier.tiers import BlockRecord, checksum
 from kvtier.tiers.file import file_io, slab
 from kvtier.tiers.file.extents import ExtentMap
 from kvtier.tiers.file.file_io import ReadQueue, SlabLayout
-from kvtier.tiers.file.slab_codec import Codec, verified
+from kvtier.tiers.file.slab import Codec, verified
 
 BLOCK_SIZE, SLOT = 4, 4096
 PLAN = slab.plan(b"twins".ljust(32, b"."), SLOT, BLOCK_SIZE, 4 << 20)
@@ -77,7 +77,7 @@ class Blocks:
         self.rows = codec.make_rows(self.slots, records, [b""] * self.NUM_SLOTS)
         self.rows["seq"] = np.arange(self.NUM_SLOTS) + 1
         codec.seal_rows(self.rows)
-        self.payload_offset = slab.round_up(self.rows.nbytes, 4096)
+        self.payload_offset = file_io.round_up(self.rows.nbytes, 4096)
         self.layout = SlabLayout(
             ([0], [self.payload_offset], self.NUM_SLOTS, PLAN.entry_bytes, SLOT, 3), PLAN.layout.rule
         )

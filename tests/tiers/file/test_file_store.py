@@ -20,9 +20,8 @@ from slab_rig import hash_of, payload_of, record_of, verify
 
 from kvtier.tiers.checksum import checksum
 from kvtier.tiers.errors import ConfigError, FingerprintMismatch, StoreLocked, TierUnavailable
-from kvtier.tiers.file import slab
-from kvtier.tiers.file.file_io import FileIO
-from kvtier.tiers.file.payload_io import Mode
+from kvtier.tiers.file import file_io, slab
+from kvtier.tiers.file.file_io import FileIO, Mode
 from kvtier.tiers.file.store import FileStore
 from kvtier.tiers.tier import BlockRecord, Outcome
 
@@ -33,7 +32,7 @@ KEYS: list[bytes | None] = [None, bytes(range(32))]
 
 def slots(count: int, num_bytes: int, shift: int = 0) -> list[memoryview]:
     """Host slots as L2 has them: padded to pages and aligned, or `shift` bytes off."""
-    stride = slab.round_up(num_bytes, 4096)
+    stride = file_io.round_up(num_bytes, 4096)
     region = memoryview(mmap.mmap(-1, (count + 1) * stride))
     return [region[i * stride + shift : i * stride + shift + num_bytes] for i in range(count)]
 
@@ -558,7 +557,7 @@ def test_extents_are_filled_in_chain_order(open_store: OpenStore) -> None:
     for begin in range(0, 400, 20):
         put(store, range(begin, begin + 20))
         put(store, range(10_000 + begin, 10_020 + begin))  # another chain at the same time
-    slots = store._blocks.index.find([hash_of(key) for key in range(400)]).tolist()
+    slots = store._blocks.index.find_each([hash_of(key) for key in range(400)])
     breaks = sum(after != before + 1 for before, after in pairwise(slots))
     assert breaks <= 1
 

@@ -14,9 +14,8 @@ import pytest
 from doubles import FakeClock
 from slab_rig import get, hash_of, put, record_of
 
-from kvtier.tiers.file import file_io, payload_io
-from kvtier.tiers.file.file_io import FileIO, ReadQueue, address, writable_address
-from kvtier.tiers.file.payload_io import PayloadIO
+from kvtier.tiers.file import file_io
+from kvtier.tiers.file.file_io import FileIO, PayloadIO, ReadQueue, address, writable_address
 from kvtier.tiers.file.slab_rows import SlabRows
 from kvtier.tiers.file.store import FileStore
 from kvtier.tiers.tier import BlockRecord, Outcome
@@ -167,7 +166,7 @@ def test_a_bad_sector_costs_its_block_alone(open_store: OpenStore, queue: ReadQu
     keys = every_other(store)
     slot = store._blocks.index.find_one(hash_of(keys[5]))
     bad_place = store.superblock.payload_offset(slot)
-    ordered = sorted(store._blocks.index.find([hash_of(key) for key in keys]).tolist())
+    ordered = sorted(store._blocks.index.find_each([hash_of(key) for key in keys]))
     read_each = PayloadIO.read_each
 
     def refuses(self: PayloadIO, offset: int, into: list[memoryview]) -> list[bool]:
@@ -194,7 +193,7 @@ def test_a_kernel_that_loses_the_queue_costs_no_block(
 def test_a_kernel_that_refuses_a_queue_is_asked_again_later(
     open_store: OpenStore, queue: ReadQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(payload_io, "time", SimpleNamespace(monotonic=(clock := FakeClock())))
+    monkeypatch.setattr(file_io, "time", SimpleNamespace(monotonic=(clock := FakeClock())))
     store = open_store()
     keys = every_other(store)
     with monkeypatch.context() as patch:

@@ -175,7 +175,7 @@ def test_switched_off_it_knows_none_and_takes_no_memory(open_store: OpenStore) -
     store = open_store(partial_blocks=False)
     keep(store, child(1))
     assert told(store) == {}
-    assert store._children.index is None
+    assert store._rows.child_index is None
     # The slab is the same: opened with it, the block is there.
     store.close()
     assert told(open_store()) == as_told(child(1))

@@ -13,8 +13,7 @@ from kvtier.tiers.errors import ConfigError, FingerprintMismatch, FormatError
 from kvtier.tiers.file import slab
 from kvtier.tiers.file.extents import ExtentMap
 from kvtier.tiers.file.file_io import PAGE
-from kvtier.tiers.file.slab import Superblock
-from kvtier.tiers.file.slab_codec import NO_CHECKSUM, codec_of
+from kvtier.tiers.file.slab import NO_CHECKSUM, Superblock, codec_of
 from kvtier.tiers.tier import BlockRecord
 
 FINGERPRINT = bytes(range(32))
@@ -332,7 +331,7 @@ def test_the_oldest_extent_goes_whole_but_for_what_was_hit() -> None:
     extents = ExtentMap(num_extents=2, slots_per_extent=8)
     fill(extents, *"abcdefghijklmnop")
     for name in "be":
-        extents.touch(extents.index.find_one(named(name)))
+        extents.hits[extents.index.find_one(named(name))] = 1
     fill(extents, "q", after="p")  # needs an extent: a…h go, b and e are stored again
     assert held(extents) == "beijklmnopq"
     assert extents.num_evicted == 6
@@ -344,7 +343,7 @@ def test_an_extent_mostly_hit_is_passed_over_once() -> None:
     extents = ExtentMap(num_extents=2, slots_per_extent=4)
     fill(extents, *"abcdefgh")
     for name in "abc":
-        extents.touch(extents.index.find_one(named(name)))
+        extents.hits[extents.index.find_one(named(name))] = 1
     fill(extents, "i")  # e…h go instead
     assert held(extents) == "abcdi"
     fill(extents, *"jklm", after="i")  # not hit since: a…d go now

@@ -34,7 +34,7 @@ def crowded(key: int) -> bytes:
 def found(index: SlabIndex, names: list[bytes], at_once: int) -> list[int]:
     pieces = [names[i : i + at_once] for i in range(0, len(names), at_once)]
     slots = [slot for piece in pieces for slot in index.find_each(piece)]
-    assert slots == [slot for piece in pieces for slot in index.find(piece).tolist()]
+    assert slots == [slot for piece in pieces for slot in index.find_each(piece)]
     return slots
 
 
@@ -120,13 +120,13 @@ def test_names_of_another_length_are_refused() -> None:
     index = SlabIndex(8)
     for names in ([b"short"], [bytes(32)] * 20 + [b"short"]):
         with pytest.raises(ValueError, match="must be 32"):
-            index.find(names)
+            index.find_each(names)
 
 
 @pytest.mark.parametrize("count", [1, 9])
 def test_a_name_of_wrong_length_is_told(count: int) -> None:
     index = SlabIndex(40)
     with pytest.raises(ValueError, match="must be 32"):
-        index.find([name_of(key) for key in range(count - 1)] + [b"short"])
-    assert index.find(()).tolist() == []
-    assert index.find((name_of(1),)).tolist() == [-1]  # any sequence will do
+        index.find_each([name_of(key) for key in range(count - 1)] + [b"short"])
+    assert index.find_each([]) == []
+    assert index.find_each([name_of(1)]) == [-1]

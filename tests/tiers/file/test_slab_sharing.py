@@ -20,11 +20,11 @@ from fault_rig import FaultyIO
 from slab_rig import BLOCK_SIZE, SLOT, get, hash_of, put, verify
 
 from kvtier.tiers.errors import StoreLocked, TierUnavailable
-from kvtier.tiers.file import slab, slab_tail
+from kvtier.tiers.file import slab
+from kvtier.tiers.file import store as file_store
 from kvtier.tiers.file.file_io import FileIO
 from kvtier.tiers.file.slab_check import check_slab
-from kvtier.tiers.file.slab_tail import Calls
-from kvtier.tiers.file.store import FileStore
+from kvtier.tiers.file.store import Calls, FileStore
 from kvtier.tiers.tier import Outcome
 
 SIZE = 1 << 20
@@ -221,7 +221,7 @@ def test_a_store_closed_while_it_waits_for_a_hung_read_closes_at_once_and_loses_
 def test_a_disk_that_refuses_the_cut_costs_the_tail_and_nothing_else(
     open_store: OpenStore, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slab_tail, "_RETRY_SECONDS", 0.05)
+    monkeypatch.setattr(file_store, "_RETRY_SECONDS", 0.05)
     for name in ("pwritev", "sync", "truncate"):
         io = FaultyIO(errno.EIO)
         first = open_store(0, io=io)

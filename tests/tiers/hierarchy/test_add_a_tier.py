@@ -16,7 +16,9 @@ from service_rig import attach, load, where
 from service_rig import store as store_remote
 
 from kvtier.connector.daemon.wire import pack_found, unpack_found
-from kvtier.engine.sequence import SamplingParams, Sequence
+from kvtier.connector.request import ConnectedRequest
+from kvtier.engine.requests import SamplingParams
+from kvtier.engine.sequence import Sequence
 from kvtier.service.doctor.doctor import examine
 from kvtier.service.events.prefix_index import PrefixIndex, prompt_hashes
 from kvtier.service.events.publisher import AnnouncedBlocks
@@ -92,11 +94,12 @@ def test_blocks_are_stored_in_it_and_come_back_after_a_restart() -> None:
 def test_what_was_found_in_it_is_said_to_clients_engines_and_routers() -> None:
     # The daemon tells its clients, in one number more.
     found = Attribution(9, l1=1, l2=2, shelf=3, miss=3)
-    assert pack_found(found) == [9, 1, 2, 0, 0, 0, 0, 3, 3]
+    assert pack_found(found) == (9, 1, 2, 0, 0, 0, 0, 3, 3)
     assert unpack_found(pack_found(found)) == found
     # The engine tells in an answer's usage where the prompt's tokens came from.
     request = Sequence("r", [0] * 40, SamplingParams(), chain_of(8), 0)
-    request.found, request.num_l1_tokens, request.num_external_tokens = found, BLOCK_SIZE, 5 * BLOCK_SIZE
+    request.lookup = ConnectedRequest(request, epoch=0, found=found)
+    request.num_l1_tokens, request.num_external_tokens = BLOCK_SIZE, 5 * BLOCK_SIZE
     assert request.cached_tokens == {"L1": 4, "L2": 8, "file": 0, "peers": 0, "redis": 0, "objects": 0, "shelf": 12}
     # The router adds that up.
     ledger = Ledger()

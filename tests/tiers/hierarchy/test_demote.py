@@ -168,10 +168,10 @@ def test_with_the_breaker_open_blocks_are_dropped_without_being_hashed(
     hashes = story.put(chain_of(3))
     story.port.failed("write")
 
-    def unexpected(payload: memoryview) -> int:
+    def unexpected(region: object, slots: object) -> list[int]:
         raise AssertionError("hashed for nothing")
 
-    monkeypatch.setattr("kvtier.tiers.hierarchy.demote.checksum", unexpected)
+    monkeypatch.setattr("kvtier.tiers.host.host.HostRegion.checksums", unexpected)
     assert demoter.offer(hashes, story.note) == 3
     story.settle()
     assert {outcome for _, outcome in story.ended} == {Outcome.BREAKER_OPEN}

@@ -12,7 +12,7 @@ from kvtier.tiers.hierarchy.cache_tiers import Wanted
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy
 from kvtier.tiers.hierarchy.io_queue import Job
 from kvtier.tiers.hierarchy.lower_tier import HierarchySettings
-from kvtier.tiers.host import host, memory
+from kvtier.tiers.host.host import HostRegion
 from kvtier.tiers.tier import ChainHash, Outcome
 
 
@@ -21,15 +21,13 @@ class Hashing:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.begun, self.may_go_on = Event(), Event()
-        self._checksum = checksum
         patch.setattr(stores, "_SEALED_NOW", -1)  # else who stores a few bytes hashes them
-        patch.setattr(memory, "compiled_checksums", lambda: None)  # the twin asks nobody
-        patch.setattr(host, "checksum_of", lambda num_bytes: self._wait)
+        patch.setattr(HostRegion, "checksums", lambda region, slots: [*map(self._wait, map(region.slot, slots))])
 
     def _wait(self, payload: memoryview) -> int:
         self.begun.set()
         assert self.may_go_on.wait(60)
-        return self._checksum(payload)
+        return checksum(payload)
 
 
 @pytest.fixture

@@ -110,13 +110,12 @@ def hashing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Event]:
     """Stored blocks are hashed only while it is set; a question waits for that for a minute."""
     go = Event()
 
-    def when_let(memory: memoryview) -> int:
+    def when_let(region: HostRegion, slots: Sequence[int]) -> list[int]:
         assert go.wait(60)
-        return checksum(memory)
+        return [checksum(region.slot(slot)) for slot in slots]
 
     monkeypatch.setattr("kvtier.tiers.hierarchy.stores._SEALED_NOW", -1)  # else who stores a few bytes hashes them
-    monkeypatch.setattr("kvtier.tiers.host.memory.compiled_checksums", lambda: None)  # the twin asks nobody
-    monkeypatch.setattr("kvtier.tiers.host.host.checksum_of", lambda num_bytes: when_let)
+    monkeypatch.setattr(HostRegion, "checksums", when_let)
     monkeypatch.setattr("kvtier.tiers.hierarchy.hierarchy._SEALING", 60.0)
     go.set()
     yield go

@@ -1,21 +1,24 @@
-"""Recurrent states of an engine's requests: where prompts may go on, and at which borders a state is kept. No torch."""
+"""Recurrent states of an engine's requests: borders where a state is kept, and the scheduler that goes on from them."""
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, abc
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from kvtier.connector import ClosedChain, StatePieces
+from kvtier.engine.admission import WINDOW, Admissible, Admission
 from kvtier.engine.config import EngineConfig
-from kvtier.engine.held_blocks import HeldBlocks
 from kvtier.engine.offload import NoOffload
-from kvtier.engine.sequence import Sequence as Request
-from kvtier.tiers import BlockRecord, ChainHash
-from kvtier.tiers.hierarchy import Pending
+from kvtier.engine.requests import FinishReason
+from kvtier.engine.scheduler import HeldBlocks, Scheduler
+from kvtier.engine.sequence import Chunk, Sequence, SequenceState
+from kvtier.tiers import L2, TIERS, BlockRecord, ChainHash
+from kvtier.tiers.hierarchy import Attribution, Pending
 
 if TYPE_CHECKING:
-    from kvtier.connector import BothEndsSide
-    from kvtier.tiers.copies import BlockPool  # it needs torch, this module does not
+    from kvtier.connector import SchedulerSide
+    from kvtier.tiers.copies import BlockPool
+
 
 _NEAR: Final = 32  # borders that are looked at, from the last one backwards; before them only powers of two
 _ATTEMPTS: Final = 4  # borders that turned out to be lost, before a request asks the tiers no more
@@ -43,13 +46,13 @@ class StateKeeper(Protocol):
     def traits(self) -> StateTraits:
         """What its model is like."""
 
-    def go_on(self, sequence: Request, num_tokens: int, pieces: Sequence[int]) -> None:
+    def go_on(self, sequence: Sequence, num_tokens: int, pieces: abc.Sequence[int]) -> None:
         """Give a sequence its cache of so many tokens: rows from its blocks, states from L1's blocks `pieces`."""
 
-    def take(self, sequence: Request) -> TakenState:
+    def take(self, sequence: Sequence) -> TakenState:
         """A copy of the states behind what the sequence has."""
 
-    def put(self, state: TakenState, pieces: Sequence[int]) -> None:
+    def put(self, state: TakenState, pieces: abc.Sequence[int]) -> None:
         """Write what was taken to L1's blocks `pieces`."""
 
 
@@ -75,7 +78,7 @@ class RequestStates:
     num_lost: int = 0  # borders that were promised and not there
     limit: int | None = None  # the last border that may still be asked for
     is_short: bool = False  # less was loaded than it needs
-    due: Sequence[int] = ()  # borders at which it keeps its state
+    due: abc.Sequence[int] = ()  # borders at which it keeps its state
     latest: tuple[int, TakenState] | None = None  # the last border of its answer so far, and the state there
 
 
@@ -89,7 +92,7 @@ class StateBorders:
         self,
         config: EngineConfig,
         pool: "BlockPool",
-        connector: "BothEndsSide | NoOffload",
+        connector: "SchedulerSide | NoOffload",
         keeper: StateKeeper,
         held: HeldBlocks,
         stats: Counter[str],
@@ -102,15 +105,16 @@ class StateBorders:
         self._pool = pool
         self._connector = connector
         self._keeper = keeper
+        self.of: dict[str, RequestStates] = {}  # by request, while it lives
 
     # Looking.
 
-    def find(self, sequence: Request, usable: list[ChainHash]) -> tuple[int, int] | Pending:
+    def find(self, sequence: Sequence, usable: list[ChainHash]) -> tuple[int, int] | Pending:
         """Blocks in L1, and tokens beyond them that can be loaded: up to a state. PENDING: ask again."""
         num_l1 = self._pool.lookup(usable) if self.traits.keeps_blocks else len(usable)
         least = self._least(sequence.num_tokens)
         here = self._last(num_l1, least, lambda border: self._is_in_l1(sequence, border))
-        states, connector = sequence.states, self._connector
+        states, connector = self.of[sequence.request_id], self._connector
         if isinstance(connector, NoOffload):
             return here, 0
         if states.num_lost >= _ATTEMPTS or not self._fits(sequence):
@@ -134,28 +138,30 @@ class StateBorders:
             states.num_lost = _ATTEMPTS
         return self.find(sequence, usable)
 
-    def allocated(self, sequence: Request, num_l1: int, table: Sequence[int], pieces: Sequence[int]) -> bool:
+    def allocated(self, sequence: Sequence, num_l1: int, table: abc.Sequence[int], pieces: abc.Sequence[int]) -> bool:
         """The request got its blocks, and some for its states: load what was promised. False: it is gone."""
-        closed, connector = sequence.states.closed, self._connector
+        states, connector = self.of[sequence.request_id], self._connector
+        closed = states.closed
         assert closed is not None
         assert not isinstance(connector, NoOffload)
         wanted = self._in_all(closed, num_l1)
         targets = [*table[: closed.chain.border], *pieces]
         loading = connector.allocated(sequence.request_id, targets, wanted)
         connector.know_as(sequence)
-        sequence.states.closed = None
-        sequence.states.is_short = loading != wanted
+        states.closed = None
+        states.is_short = loading != wanted
         if not loading:
             self.lost(sequence, closed.chain.border)
         return bool(loading)
 
-    def lost(self, sequence: Request, border: int) -> None:
+    def lost(self, sequence: Sequence, border: int) -> None:
         """What a border needs is not there: ask for earlier ones, a few times."""
-        sequence.states.closed = None
-        sequence.states.num_lost += 1
-        sequence.states.limit = border - 1
+        states = self.of[sequence.request_id]
+        states.closed = None
+        states.num_lost += 1
+        states.limit = border - 1
 
-    def restore(self, sequence: Request, border: int) -> bool:
+    def restore(self, sequence: Sequence, border: int) -> bool:
         """Have a sequence go on from a border in L1. False: a piece is gone by now, or no room on the device."""
         pieces = self._pieces(sequence, border)
         blocks: list[int] = self._pool.match(pieces.hashes)
@@ -171,7 +177,7 @@ class StateBorders:
             self._pool.free(blocks)
         return is_whole
 
-    def resume(self, sequence: Request, num_tokens: int) -> bool:
+    def resume(self, sequence: Sequence, num_tokens: int) -> bool:
         """Have a sequence go on from what was loaded: a state's pieces end its table. False: no room on the device."""
         try:
             self._keeper.go_on(sequence, num_tokens, sequence.block_table[-self.traits.num_pieces :])
@@ -179,7 +185,7 @@ class StateBorders:
             return False
         return True
 
-    def loaded(self, sequence: Request) -> None:
+    def loaded(self, sequence: Sequence) -> None:
         """The sequence runs, and the pieces that it went on from are ordinary blocks of L1."""
         split = len(sequence.block_table) - self.traits.num_pieces
         sequence.block_table, blocks = sequence.block_table[:split], sequence.block_table[split:]
@@ -188,34 +194,34 @@ class StateBorders:
 
     # Keeping.
 
-    def settle(self, sequence: Request, usable: list[ChainHash], border: int) -> None:
-        """Decide at which borders behind the one it goes on from a request that was admitted keeps its states.
+    def choose_borders(self, sequence: Sequence, usable: list[ChainHash], border: int) -> None:
+        """Choose at which borders behind the one it goes on from a request that was admitted keeps its states.
 
         As `KVTier` does: at the last one before its last token, where known blocks end, and at powers of two.
         """
         last = (sequence.num_tokens - 1) // self._size
         if not self._config.enable_prefix_caching or border >= last:
-            sequence.states.due = ()
+            self.of[sequence.request_id].due = ()
             return
         if not self.traits.in_pieces:
-            sequence.states.due = (last,) if self._least(sequence.num_tokens) <= last else ()
+            self.of[sequence.request_id].due = (last,) if self._least(sequence.num_tokens) <= last else ()
             return
         wanted, power = {last, self._parted(usable)}, 1
         while power < last:
             if power * self._size >= _SHORTEST:
                 wanted.add(power)
             power *= 2
-        sequence.states.due = sorted(
+        self.of[sequence.request_id].due = sorted(
             each for each in wanted if border < each <= last and not self._is_in_l1(sequence, each)
         )
 
-    def stop(self, sequence: Request, budget: int) -> int:
+    def stop(self, sequence: Sequence, budget: int) -> int:
         """Up to which token a request may compute in this step, of `budget` tokens at most.
 
         A model that takes only one token behind a state computes its prompt at once, whatever the budget.
         """
         start, end = sequence.num_computed, sequence.num_tokens
-        borders = (border * self._size for border in sequence.states.due)
+        borders = (border * self._size for border in self.of[sequence.request_id].due)
         due = next((at for at in borders if at > start), end)
         if not start and not self.traits.in_pieces:
             return due
@@ -223,12 +229,12 @@ class StateBorders:
             end = min(end, sequence.num_prompt_tokens)  # what it answered is computed as it was computed first
         return min(due, end, start + budget)
 
-    def reached(self, sequence: Request) -> None:
+    def reached(self, sequence: Sequence) -> None:
         """A request has computed as far as it says: take its state if that is where one is kept."""
         border, rest = divmod(sequence.num_computed, self._size)
         if rest or not border or sequence.cache is None or sequence.num_computed > sequence.num_shareable:
             return
-        is_due = border in sequence.states.due
+        is_due = border in self.of[sequence.request_id].due
         if not is_due and sequence.num_computed < sequence.num_prompt_tokens:
             return
         try:
@@ -239,9 +245,9 @@ class StateBorders:
         if is_due:
             self.keep(sequence, border, state)
         else:
-            sequence.states.latest = border, state
+            self.of[sequence.request_id].latest = border, state
 
-    def keep(self, sequence: Request, border: int, state: TakenState) -> None:
+    def keep(self, sequence: Sequence, border: int, state: TakenState) -> None:
         """Name a state in L1 and store it, if there is room."""
         if self._is_in_l1(sequence, border):
             return
@@ -259,21 +265,21 @@ class StateBorders:
             self._store(sequence, pieces, blocks)
         self._pool.free(blocks)
 
-    def _pieces(self, sequence: Request, border: int) -> StatePieces:
+    def _pieces(self, sequence: Sequence, border: int) -> StatePieces:
         return StatePieces(sequence.chain, border, self.traits.num_pieces)
 
-    def _is_in_l1(self, sequence: Request, border: int) -> bool:
+    def _is_in_l1(self, sequence: Sequence, border: int) -> bool:
         pieces = self._pieces(sequence, border)
         return self._pool.lookup(pieces.hashes) == self.traits.num_pieces
 
-    def _name(self, pieces: StatePieces, blocks: Sequence[int]) -> None:
+    def _name(self, pieces: StatePieces, blocks: abc.Sequence[int]) -> None:
         records = []
         if self._pool.wants_records:
             told = [(name, pieces.parent(i), pieces.block_tokens(i)) for i, name in enumerate(pieces.hashes)]
             records = [BlockRecord(name, parent, tokens, 0) for name, parent, tokens in told]
         self._pool.publish(blocks, pieces.hashes, pieces.root, records)
 
-    def _store(self, sequence: Request, pieces: StatePieces, blocks: Sequence[int]) -> None:
+    def _store(self, sequence: Sequence, pieces: StatePieces, blocks: abc.Sequence[int]) -> None:
         """Copy a state to the tiers below; its blocks stay until that has ended."""
         if isinstance(self._connector, NoOffload):
             return
@@ -281,9 +287,9 @@ class StateBorders:
         self._held.leave(blocks)
         self._connector.store_chain(sequence.request_id, pieces, blocks)
 
-    def _asked(self, sequence: Request, usable: list[ChainHash], num_l1: int, first: int) -> BorderRequest | None:
+    def _asked(self, sequence: Sequence, usable: list[ChainHash], num_l1: int, first: int) -> BorderRequest | None:
         """The last border from `first` on that tiers of this node have; once, if there is none, a prompt's last one."""
-        connector, states = self._connector, sequence.states
+        connector, states = self._connector, self.of[sequence.request_id]
         assert not isinstance(connector, NoOffload)
         connector.know_as(sequence)
         tiers = connector.tiers
@@ -325,7 +331,7 @@ class StateBorders:
             return 1
         return max(1, -(-(num_tokens - num_tokens // self.traits.step_cost) // self._size))
 
-    def _fits(self, sequence: Request) -> bool:
+    def _fits(self, sequence: Sequence) -> bool:
         """Whether L1 could hold a request's blocks and the states that are loaded for it."""
         num_blocks = -(-sequence.num_tokens // self._size) if self.traits.keeps_blocks else 0
         return num_blocks + self.traits.num_pieces <= self._pool.num_blocks
@@ -343,3 +349,154 @@ def _likely(last: int, first: int) -> Iterator[int]:
         border -= 1
         if last - border >= _NEAR and border > 0:
             border = 1 << border.bit_length() - 1
+
+
+class StateAdmission(Admission):
+    """As `Admission`; a cached prefix ends where a state is held. Loads are waited for."""
+
+    def __init__(
+        self, config: EngineConfig, pool: "BlockPool", connector: "SchedulerSide | NoOffload", states: StateBorders
+    ) -> None:
+        super().__init__(config, pool, connector)
+        self._states = states
+
+    def rank(self, num_seats: int) -> list[Admissible]:
+        ranked = []
+        for sequence in self.waiting[:WINDOW]:
+            usable = list(sequence.hashes[: (sequence.num_tokens - 1) // self._config.block_size])
+            if self._is_computed_now(usable):
+                continue
+            found = self._states.find(sequence, usable)
+            if isinstance(found, Pending):
+                continue
+            num_l1, num_external = found
+            cached = num_l1 * self._config.block_size + num_external
+            ranked.append((self._place(sequence, cached), Admissible(sequence, usable, num_l1, num_external, None)))
+        return [candidate for _, candidate in sorted(ranked, key=lambda each: each[0])]
+
+    def seat(self, candidate: Admissible, room_to_grow: int) -> bool | None:
+        sequence, usable, num_l1, num_external, _ = candidate
+        traits = self._states.traits
+        if self._is_computed_now(usable):
+            return False
+        matched: list[int] = self._pool.match(usable[:num_l1]) if num_l1 and traits.keeps_blocks else []
+        if traits.keeps_blocks and len(matched) != num_l1:  # an admission before this one took some of them
+            self._pool.free(matched)
+            return False
+        num_fresh = -(-sequence.num_tokens // self._config.block_size) - num_l1 if traits.keeps_blocks else 0
+        num_pieces = traits.num_pieces if num_external else 0
+        fresh = self._pool.allocate(num_fresh + num_pieces, leaving=room_to_grow if traits.keeps_blocks else 0)
+        if fresh is None:
+            self._pool.free(matched)
+            return None
+        table, pieces = [*matched, *fresh[:num_fresh]], fresh[num_fresh:]
+        sequence.block_table = table
+        is_there = False
+        try:
+            if num_external:
+                is_there = self._states.allocated(sequence, num_l1, table, pieces)
+            else:
+                is_there = not num_l1 or self._states.restore(sequence, num_l1)
+        finally:  # also where the device has no room: then it waits, and the caller of the step decides
+            if not is_there:
+                sequence.block_table = []
+                self._pool.free([*table, *pieces])
+        if not is_there:
+            return False
+        self._states.choose_borders(sequence, usable, num_l1 + num_external // self._config.block_size)
+        sequence.block_table = [*table, *pieces]
+        if not traits.by_steps:
+            sequence.num_exact = sequence.num_prompt_tokens
+        self._enter(sequence, num_l1, num_l1 * self._config.block_size, num_external)
+        return True
+
+    def _is_computed_now(self, usable: list[ChainHash]) -> bool:
+        """Whether another request computes this very prompt: soon its state is in L1."""
+        return bool(usable) and usable[-1] in self.computing
+
+
+class StateScheduler(Scheduler):
+    """As `Scheduler`, for one model with recurrent states."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        pool: "BlockPool",
+        connector: "SchedulerSide | NoOffload | None",
+        eos_token_ids: frozenset[int],
+        keeper: StateKeeper,
+    ) -> None:
+        super().__init__(config, pool, connector, eos_token_ids)
+        self._states = StateBorders(config, pool, self._connector, keeper, self._held, self.stats)
+        self._admission = StateAdmission(config, pool, self._connector, self._states)
+        self.waiting = self._admission.waiting
+
+    def add(self, sequence: Sequence, *, is_segment: bool = False) -> None:
+        self._states.of[sequence.request_id] = RequestStates()
+        super().add(sequence, is_segment=is_segment)
+
+    def _compute(self, sequence: Sequence, budget: int, chunks: list[Chunk]) -> int:
+        start, end = sequence.num_computed, self._states.stop(sequence, budget)
+        chunks.append(Chunk(sequence, start, end, samples=end == sequence.num_tokens))
+        return min(budget, end - start)
+
+    def _grow(self, sequence: Sequence, chunks: list[Chunk]) -> bool:
+        return not self._states.traits.keeps_blocks or super()._grow(sequence, chunks)
+
+    def _begin(self, sequence: Sequence, budget: int, chunks: list[Chunk]) -> int:
+        num_tokens = super()._begin(sequence, budget, chunks)
+        known = sequence.lookup if sequence.num_loading and not sequence.num_preempted else None
+        if not self._states.traits.keeps_blocks and known is not None and known.found is not None:
+            # Of the pieces, which stand for all tokens. L2, if they came there since they were first asked for.
+            farthest = max(known.found.by_tier, key=list(TIERS).index, default=L2)
+            num_blocks = sequence.num_loading // self._config.block_size
+            known.causes, known.found = known.missed, Attribution(num_blocks, **{farthest: num_blocks})
+        return num_tokens
+
+    def _loaded(self, request_id: str, first_failed: int | None) -> None:
+        sequence = self.loading.get(request_id)
+        if sequence is None or request_id in self.orphans:
+            super()._loaded(request_id, first_failed)
+            return
+        end = sequence.num_computed + sequence.num_loading
+        if first_failed is None and not self._states.of[request_id].is_short and self._states.resume(sequence, end):
+            super()._loaded(request_id, None)
+            self._states.loaded(sequence)
+            return
+        del self.loading[request_id]  # blocks without the state behind them are of no use
+        self.stats["failed_loads"] += 1
+        self._release(sequence)
+        self._states.lost(sequence, end // self._config.block_size)
+        sequence.state = SequenceState.WAITING
+        self._admission.put_back(sequence)
+
+    def _name(self, sequence: Sequence) -> None:
+        if self._states.traits.keeps_blocks:
+            super()._name(sequence)
+        else:
+            start = sequence.num_named
+            end = min(sequence.num_computed, sequence.num_shareable) // self._config.block_size
+            sequence.num_named = max(start, end)
+            self._forget(sequence, sequence.hashes[start:end])
+        self._states.reached(sequence)
+
+    def _store(self, sequence: Sequence, end: int) -> None:
+        if self._states.traits.keeps_blocks:
+            super()._store(sequence, end)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        latest = self._states.of[sequence.request_id].latest
+        super()._preempt(sequence)
+        if latest is not None:  # it goes on from there, if blocks and state are still held then
+            self._states.keep(sequence, *latest)
+
+    def _end(self, sequence: Sequence, reason: FinishReason) -> None:
+        if (latest := self._states.of[sequence.request_id].latest) is not None:
+            self._states.keep(sequence, *latest)
+        super()._end(sequence, reason)
+        del self._states.of[sequence.request_id]
+
+    def _release(self, sequence: Sequence) -> None:
+        super()._release(sequence)
+        states = self._states.of
+        states[sequence.request_id] = RequestStates(num_lost=states[sequence.request_id].num_lost)

@@ -1,4 +1,4 @@
-"""The back of one request: groups of its blocks that are loaded while the engine computes what comes before them."""
+"""Overlapped loads: a request's last blocks are loaded, in groups, while the engine computes those before."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,14 +1,20 @@
-"""Segment reuse as the engine sees it: brings missing segments to L1, has requests blended, counts what came of it."""
+"""Segment reuse in the engine: missing segments come to L1, requests hold and blend them, outcomes are counted.
+
+No torch: the scheduler calls this.
+"""
 
 from collections import Counter, abc
-from typing import Final
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
 
 from kvtier.connector.segments import (
     COUNTED,
     DEVIATION_BOUNDS,
     Blender,
+    BlendRequest,
     BlendResult,
     Repair,
+    ReusedPart,
     Segment,
     WantedReuse,
     checked_repair,
@@ -16,27 +22,163 @@ from kvtier.connector.segments import (
     deviation_bound,
     require_rotatable,
 )
-from kvtier.engine.batch import Batch
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.model import Model
-from kvtier.engine.reuse import HeldSegment, SegmentReuse
+from kvtier.engine.requests import FinishReason, NamedPrompt, Output, SamplingParams
 from kvtier.engine.scheduler import Scheduler
-from kvtier.engine.sequence import (
-    FinishReason,
-    NamedPrompt,
-    Output,
-    SamplingParams,
-    Sequence,
-    SequenceState,
-)
-from kvtier.tiers import ConfigError, RequestError
+from kvtier.engine.sequence import Batch, Sequence, SequenceState
+from kvtier.tiers import ChainHash, ConfigError, RequestError
 from kvtier.tiers.copies import BlockPool
 from kvtier.tiers.naming import TokenChain
+
+if TYPE_CHECKING:
+    from kvtier.connector.segments import Blend
+
+
+@dataclass(slots=True)
+class HeldSegment:
+    """A segment that is worth reusing."""
+
+    segment: Segment
+    hashes: tuple[ChainHash, ...]  # names of its full blocks, in its own chain
+    child: Sequence | None  # that brings it to L1
+    blocks: list[int] | None = None  # referenced; None: not there yet, or let go
+
+    @property
+    def is_coming(self) -> bool:
+        return self.child is not None and self.child.state is not SequenceState.FINISHED
+
+
+@dataclass(slots=True)
+class SegmentReuse:
+    """What one request reuses. The blocks of segments that it holds are let go when the request releases its own.
+
+    Its children bring missing segments → it is admitted and holds blocks of segments (`allocate`, `resolve`) → it is
+    blended, step by step (`claim`) → `release`. With a check pass it may be admitted while children still load, once: a
+    check needs no segment. It holds the others as they come (`take`).
+    """
+
+    repair: Repair
+    wanted: tuple[HeldSegment, ...]
+    block_size: int
+    stats: Counter[str]  # counts segments that were not in L1 when their request was to hold them
+    blender: Blender
+    pool: BlockPool
+    blend: "Blend | None" = None  # under way
+    num_reused: int = 0  # tokens of the prompt, for the first one of the answer
+    num_repaired: int = 0  # of these: computed anew
+    _parts: list[ReusedPart] = field(default_factory=list)  # to be copied when the request is blended; then empty
+    _awaits: bool = False  # it was admitted before its segments were there
+    _may_be_early: bool = True
+    _reach: tuple[int, int] = (0, 0)  # tokens that were cached when it was admitted, and all but the last
+
+    @property
+    def children(self) -> list[Sequence]:
+        """Those that are not done yet."""
+        return [wanted.child for wanted in self.wanted if wanted.child is not None and wanted.is_coming]
+
+    @property
+    def is_waiting(self) -> bool:
+        return any(wanted.is_coming for wanted in self.wanted)
+
+    @property
+    def is_due(self) -> bool:
+        return bool(self._parts) or self._awaits
+
+    @property
+    def is_early(self) -> bool:
+        return self._awaits and self.is_waiting
+
+    def may_start(self, num_seats: int) -> bool:
+        if not self.is_waiting:
+            return True
+        is_checked = self.repair.rule == "deviation" and 0 < self.repair.share < 1
+        num_queued = sum(child.state is SequenceState.WAITING for child in self.children)
+        return self._may_be_early and is_checked and num_queued < num_seats
+
+    def allocate(self, num_blocks: int, leaving: int) -> list[int] | None:
+        """The request's own blocks, as `BlockPool.allocate`, while those of its segments are held.
+
+        Where both do not fit, the request's own go first, and what that leaves of the segments is reused. A request
+        whose segments are still to come leaves room for them.
+        """
+        self._hold()
+        coming = [child for child in self.children if child.state is SequenceState.WAITING]
+        leaving += sum(-(-child.num_tokens // self.block_size) for child in coming)
+        fresh = self.pool.allocate(num_blocks, leaving=leaving)
+        if fresh is None and not self.is_waiting and any(wanted.blocks for wanted in self.wanted):
+            self.release()
+            if (fresh := self.pool.allocate(num_blocks, leaving=leaving)) is not None:
+                self._hold()
+        if fresh is None:
+            self.release()
+        return fresh
+
+    def resolve(self, num_cached: int, num_tokens: int) -> int | None:
+        """Decide what is reused behind `num_cached` tokens; returns where that begins at the earliest.
+
+        None: nothing is. The last token is never reused: it brings the next one.
+        """
+        self._reach = (num_cached, num_tokens - 1)
+        self._parts = []
+        for wanted in self.wanted:
+            if wanted.blocks is not None:
+                self._reuse(wanted, len(wanted.blocks))
+        coming = [self._part(wanted, len(wanted.hashes)) for wanted in self.wanted if wanted.is_coming]
+        expected = [part for part in coming if part is not None]
+        self._awaits = bool(expected)
+        self._may_be_early = self._may_be_early and not expected
+        return min((part.start for part in self._parts + expected), default=None)
+
+    def take(self) -> bool:
+        """Hold the segments that came since the request was admitted. False: none of all is left to be reused."""
+        for wanted in self.wanted if self._awaits else ():
+            if wanted.blocks is None and not wanted.is_coming:
+                wanted.blocks = self.pool.match(wanted.hashes)
+                self._reuse(wanted, len(wanted.blocks))
+        self._awaits = self._awaits and self.is_waiting
+        return self.is_due
+
+    def claim(self, sequence: Sequence, budget: int) -> int:
+        if self.blend is None:
+            tokens, table = sequence.token_ids, sequence.block_table
+            request = BlendRequest(tokens, table, sequence.num_computed, None, self.repair)
+            self.blend = self.blender.begin(request)
+        self.blend.bring(self._parts, whole=not self._awaits)
+        return min(budget, self.blend.num_tokens_left)
+
+    def release_sources(self) -> None:
+        """Give the segments' blocks back: they were copied, or are not going to be."""
+        for wanted in self.wanted:
+            held, wanted.blocks = wanted.blocks, None
+            if held:
+                self.pool.free(held)
+
+    def release(self) -> None:
+        self.release_sources()
+        self.blend, self._parts, self._awaits = None, [], False
+
+    def _hold(self) -> None:
+        """What is there; that of segments that are still to come waits for all of them."""
+        for wanted in self.wanted:
+            wanted.blocks = None if wanted.is_coming else self.pool.match(wanted.hashes)
+
+    def _reuse(self, wanted: HeldSegment, num_blocks: int) -> None:
+        self.stats["segments_lost"] += num_blocks < len(wanted.hashes)
+        if (part := self._part(wanted, num_blocks)) is not None:
+            self._parts.append(part)
+
+    def _part(self, wanted: HeldSegment, num_blocks: int) -> ReusedPart | None:
+        """What is reused of a segment of which so many blocks are there, if anything is."""
+        origin, (num_cached, most) = wanted.segment.start, self._reach
+        start, end = max(origin, num_cached), min(origin + num_blocks * self.block_size, most)
+        return ReusedPart(start, end, origin, tuple(wanted.blocks or ())) if start < end else None
+
 
 _ONE_TOKEN: Final = SamplingParams(max_tokens=1, ignore_eos=True)
 
 
-_BLENDED: Final = ("llama", "mistral", "qwen2", "qwen3")  # model kinds whose decoder layers `blend.py` runs one by one
+_BLENDED: Final = ("llama", "mistral", "qwen2", "qwen3")  # model kinds whose decoder layers `Blender` runs one by one
 
 
 class SegmentRequests:
@@ -92,7 +234,7 @@ class SegmentRequests:
                 child = self._child(f"{request_id} segment {len(kept) + 1}", prompt, segment, next(order))
             kept.append(HeldSegment(segment, tuple(chain.hashes), child))
         size = self._config.block_size
-        return SegmentReuse(wanted.repair, tuple(kept), size, self.stats, self._blender) if kept else None
+        return SegmentReuse(wanted.repair, tuple(kept), size, self.stats, self._blender, self._pool) if kept else None
 
     def advance(self) -> None:
         """End the children that have all their blocks: the token that follows is nobody's.
@@ -104,8 +246,8 @@ class SegmentRequests:
                 self._count_child(child)
                 self._scheduler.abort(child.request_id)
         for sequence in [*self._scheduler.running, *self._scheduler.loading.values()]:
-            if isinstance(reuse := sequence.reuse, SegmentReuse) and reuse.is_due and not reuse.take(self._pool):
-                reuse.let_go(self._pool)
+            if isinstance(reuse := sequence.reuse, SegmentReuse) and reuse.is_due and not reuse.take():
+                reuse.release()
                 self._scheduler.compute_exactly(sequence)
 
     def blend(self, batch: Batch) -> None:
@@ -122,12 +264,12 @@ class SegmentRequests:
         for (chunk, reuse, blend), over in zip(blends, left, strict=True):
             assert blend is not None
             if blend.has_copied:
-                reuse.let_go_of_sources(self._pool)
+                reuse.release_sources()
             if blend.result is None:
                 unfinished.append(chunk)
                 continue
-            self._count(chunk.sequence, blend.result)
-            reuse.let_go(self._pool)
+            self._count(chunk.sequence, reuse, blend.result)
+            reuse.release()
             if not over:  # for the last token
                 chunk.sequence.num_computed = chunk.start
                 unfinished.append(chunk)
@@ -161,12 +303,11 @@ class SegmentRequests:
         assert prompt.chain is not None
         chain = TokenChain(prompt.chain.root, size, self._config.hash_scheme)
         chain.extend(tokens)
-        while self._scheduler.knows(name):
+        while name in self._scheduler.live or name in self._scheduler.orphans:
             name += "'"
         child = Sequence(name, tokens, _ONE_TOKEN, chain, order)
-        child.is_segment = True
         self._children[name] = child
-        self._scheduler.add(child)
+        self._scheduler.add(child, is_segment=True)
         return child
 
     def _chain_of(self, prompt: NamedPrompt, segment: Segment) -> TokenChain:
@@ -181,11 +322,11 @@ class SegmentRequests:
         outcome = next((way for way, number in had.items() if number >= num_tokens), "computed")
         self.stats[f"segments_{outcome}"] += 1
 
-    def _count(self, sequence: Sequence, result: BlendResult) -> None:
+    def _count(self, sequence: Sequence, reuse: SegmentReuse, result: BlendResult) -> None:
         if not sequence.num_generated:  # what its first token saw; a blend that had to be made again counts once
-            self.stats["segment_tokens"] += result.num_reused - sequence.num_segment_tokens
-            self.stats["repaired_tokens"] += result.num_repaired - sequence.num_repaired_tokens
-            sequence.num_segment_tokens, sequence.num_repaired_tokens = result.num_reused, result.num_repaired
+            self.stats["segment_tokens"] += result.num_reused - reuse.num_reused
+            self.stats["repaired_tokens"] += result.num_repaired - reuse.num_repaired
+            reuse.num_reused, reuse.num_repaired = result.num_reused, result.num_repaired
         self.stats["blends"] += 1
         self.stats["blends_in_full"] += result.fell_back
         self._scheduler.stats["computed_tokens"] += result.num_computed

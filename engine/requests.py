@@ -1,0 +1,253 @@
+"""What a request brings and gets: a prompt, how to continue it, what the answer may be, what each step brought."""
+
+import math
+import secrets
+import sys
+from collections import Counter, abc
+from contextlib import suppress
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from kvtier.engine.config import EngineConfig
+from kvtier.tiers import RequestError
+from kvtier.tiers.naming import HashCache, TokenChain, root_hash, token_array
+from kvtier.tiers.reuse import Hint, hint_of
+
+if TYPE_CHECKING:
+    from kvtier.engine.model import Model
+
+
+class GuidedAnswer(Protocol):
+    """One answer on its way."""
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether it cannot be followed to its end: `allowed` ends it here, unfinished."""
+
+    def allowed(self) -> NDArray[np.uint32]:
+        """Which tokens may come next: a bit for each, the lowest first, of at least one."""
+
+
+class Guide(Protocol):
+    """What answers may be. Never changes; one may guide any number of requests."""
+
+    def start(self, token_ids: abc.Sequence[int], num_prompt_tokens: int) -> GuidedAnswer:
+        """Follow an answer: what stands in `token_ids`, which grows, behind the prompt. It may stand there already."""
+
+
+_SEED_RANGE: Final = 2**64
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to continue a prompt. Temperature 0 is greedy. Raises RequestError for values out of range.
+
+    With a `seed` the answer depends on prompt, parameters and logits alone, whatever else is in the batch.
+    """
+
+    max_tokens: int = 64
+    temperature: float = 0.0
+    top_p: float = 1.0  # keep the likeliest tokens that together reach this probability
+    top_k: int = 0  # keep the k likeliest tokens; 0: all
+    min_p: float = 0.0  # keep tokens that are at least so likely as this times the likeliest; 0: all
+    presence_penalty: float = 0.0  # of tokens that the answer has: see `sampler.py`, also for the next three
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: abc.Mapping[int, float] = field(default_factory=dict, hash=False)  # by token id
+    seed: int | None = None  # None: another one for each request
+    stop_token_ids: abc.Collection[int] = ()
+    ignore_eos: bool = False
+    keep_logits: bool = False  # every Output carries its row of logits
+    logprobs: int | None = None  # every Output carries its token's, and those of so many likeliest tokens
+    prompt_logprobs: int | None = None  # the same of the prompt's tokens: then all of it is computed, nothing looked up
+    guide: Guide | None = field(default=None, hash=False)  # what the answer may be
+    is_call: bool = False  # the answer calls a tool, whatever its text: a guide has it so
+    hint: Hint | None = None  # whether the conversation goes on: by this its blocks are kept, or go
+    has_penalties: bool = field(init=False, default=False)
+    adjusts: bool = field(init=False, default=False)  # whether its logits are changed before a token is chosen
+
+    def __post_init__(self) -> None:
+        for name, least, most in _INTEGERS:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+                raise RequestError(f"{name} {value!r}: use a whole number from {least} to {most}")
+        for name, lowest, highest, wanted in _NUMBERS:
+            number = getattr(self, name)
+            if isinstance(number, bool) or not isinstance(number, int | float) or not lowest <= number <= highest:
+                raise RequestError(f"{name} {number!r}: use {wanted}")
+        if self.seed is not None and (type(self.seed) is not int or not 0 <= self.seed < _SEED_RANGE):
+            raise RequestError(f"seed {self.seed!r}: use a whole number from 0 to 2**64 - 1, or None")
+        biases: abc.Mapping[Any, Any] = self.logit_bias
+        for token_id, bias in biases.items():
+            is_number = isinstance(bias, int | float) and not isinstance(bias, bool)
+            if type(token_id) is not int or token_id < 0 or not is_number or not -100 <= bias <= 100:
+                raise RequestError(f"logit_bias {token_id!r}: {bias!r}: use token ids, and numbers from -100 to 100")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 0):
+                raise RequestError(f"{name} {value!r}: use a whole number of at least 0, or None")
+        penalises = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0
+        object.__setattr__(self, "has_penalties", bool(penalises))
+        object.__setattr__(self, "adjusts", bool(penalises or self.logit_bias or self.guide is not None))
+        object.__setattr__(self, "stop_token_ids", frozenset(self.stop_token_ids))
+        if self.hint is not None:
+            object.__setattr__(self, "hint", hint_of(self.hint))
+
+
+_INTEGERS: Final = (("max_tokens", 1, 2**31), ("top_k", 0, 2**31))
+_NUMBERS: Final = (
+    ("temperature", 0.0, sys.float_info.max, "0 (greedy) or a positive number"),
+    ("top_p", math.ulp(0.0), 1.0, "a number above 0 and up to 1"),
+    ("min_p", 0.0, 1.0, "a number from 0 to 1"),
+    ("presence_penalty", -2.0, 2.0, "a number from -2 to 2"),
+    ("frequency_penalty", -2.0, 2.0, "a number from -2 to 2"),
+    ("repetition_penalty", 0.01, 100.0, "a number from 0.01 to 100"),  # beyond these no logits of fp32 are left
+)
+
+
+@dataclass(frozen=True, slots=True)
+class NamedPrompt:
+    """A prompt that an engine has looked at, and the names of its blocks: for any number of requests. Read only."""
+
+    token_ids: list[int]
+    chain: TokenChain | None  # None where nothing is cached
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"  # an end-of-sequence or stop token
+    LENGTH = "length"  # max_tokens
+    ABORT = "abort"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """One token's, and those of the likeliest tokens in its place, likeliest first."""
+
+    token_id: int
+    logprob: float
+    likeliest: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """A sampled token, and the row of logits it was drawn from where the request keeps it ([vocab], fp32)."""
+
+    token_id: int
+    logits: NDArray[np.float32] | None = field(default=None, compare=False, repr=False)
+    logprobs: TokenLogprobs | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What one step brought one request: a token, its end, or both."""
+
+    request_id: str
+    token_id: int | None  # None only for an abort
+    finish_reason: FinishReason | None = None
+    logits: NDArray[np.float32] | None = field(default=None, compare=False, repr=False)  # [vocab], if asked for
+    logprobs: TokenLogprobs | None = None  # the same
+
+
+def checked_tokens(prompt: ArrayLike, vocab_size: int) -> list[int]:
+    """The prompt as a list of token ids; RequestError says what is wrong with it."""
+    if isinstance(prompt, list) and prompt and type(prompt[0]) is int:  # a third of what numpy takes for a long one
+        with suppress(TypeError, ValueError):
+            ids = token_array(prompt)
+            if np.frombuffer(ids, np.uintc).max() < vocab_size:
+                return ids.tolist()
+    try:
+        tokens: NDArray[Any] = np.asarray(prompt)
+    except ValueError as error:
+        raise RequestError("the prompt is not one list; give a list of token ids") from error
+    if tokens.size == 0:
+        raise RequestError("the prompt is empty; give at least one token id")
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        raise RequestError(f"the prompt is a {tokens.ndim}-dimensional {tokens.dtype}; give a list of token ids")
+    if (bad := np.flatnonzero((tokens < 0) | (tokens >= vocab_size))).size:
+        token, position = int(tokens[bad[0]]), int(bad[0])
+        raise RequestError(f"token id {token} at position {position}: this model's are 0 to {vocab_size - 1}")
+    listed: list[int] = tokens.tolist()
+    return listed
+
+
+def is_text(value: object) -> bool:
+    """A string that can be encoded, which one with lone surrogates cannot."""
+    return isinstance(value, str) and value.encode(errors="replace").decode() == value
+
+
+def require_room(num_tokens: int, max_tokens: int, context: int, fit_l1: int) -> None:
+    """RequestError if prompt and answer together are more than the model's context, or than fits L1."""
+    room = min(context, fit_l1)
+    if num_tokens + max_tokens > room:
+        limit = f"the model's context of {room}" if room == context else f"the {room} that fit L1"
+        asked = f"{num_tokens} prompt tokens and max_tokens {max_tokens}"
+        raise RequestError(f"{asked}: together more than {limit}; shorten one of them")
+
+
+def require_possible(params: SamplingParams, model: "Model", config: EngineConfig) -> None:
+    """RequestError if this model or its engine cannot answer as the parameters ask."""
+    if params.logit_bias and (largest := max(params.logit_bias)) >= model.vocab_size:
+        raise RequestError(f"logit_bias {largest}: this model's token ids are 0 to {model.vocab_size - 1}")
+    if params.prompt_logprobs is not None and (config.exact or model.has_own_cache):
+        what = "an exact engine" if config.exact else f"model kind {model.kind!r}"
+        raise RequestError(f"prompt_logprobs {params.prompt_logprobs}: {what} computes none; leave it out")
+
+
+class PromptNames:
+    """Names the blocks of one engine's prompts. What it named lately it does not hash again. Thread-safe."""
+
+    def __init__(self, fingerprint: bytes, config: EngineConfig) -> None:
+        self._fingerprint = fingerprint
+        self._config = config
+        self._kept = HashCache()
+
+    def named(self, token_ids: list[int], cache_salt: str | None) -> NamedPrompt:
+        """The prompt with the names of its blocks, which no other salt has. RequestError: the salt is no text."""
+        config = self._config
+        cache_salt = config.cache_salt if cache_salt is None else cache_salt
+        if cache_salt is not None and not is_text(cache_salt):
+            raise RequestError(f"cache_salt {cache_salt!r}: use a string of Unicode characters")
+        if not config.enable_prefix_caching:
+            return NamedPrompt(token_ids, None)
+        root = root_hash(self._fingerprint, cache_salt=cache_salt)
+        chain = TokenChain(root, config.block_size, config.hash_scheme, kept=self._kept)
+        chain.extend(token_ids)
+        return NamedPrompt(token_ids, chain)
+
+
+class UsedTokens:
+    """Which tokens a request has, for its penalties. Kept from its tokens alone: a step made again leaves no trace."""
+
+    def __init__(self, token_ids: list[int], num_prompt_tokens: int, *, repeats: bool) -> None:
+        """`token_ids`: the request's own list, which grows. `repeats`: its prompt counts, too."""
+        self._token_ids = token_ids
+        self._counts: Counter[int] = Counter()  # of the answer
+        self._num_seen = num_prompt_tokens
+        self._prompt = np.unique(token_ids[:num_prompt_tokens]) if repeats else np.empty(0, np.int64)
+
+    def answer(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The answer's tokens so far, each once, and how often it has them."""
+        self._counts.update(self._token_ids[self._num_seen :])
+        self._num_seen = len(self._token_ids)
+        return np.fromiter(self._counts.keys(), np.int64), np.fromiter(self._counts.values(), np.int64)
+
+    def all(self, answer: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The tokens of prompt and answer, each once."""
+        return np.union1d(self._prompt, answer)
+
+
+class Sampling:
+    """What the sampler keeps of one request."""
+
+    __slots__ = ("guided", "scores", "seed", "used")
+
+    def __init__(self, params: SamplingParams) -> None:
+        self.seed = secrets.randbelow(_SEED_RANGE) if params.seed is None else params.seed
+        self.used: UsedTokens | None = None  # with penalties, from the first token on
+        self.guided: GuidedAnswer | None = None  # with a guide, likewise
+        # With `prompt_logprobs`: of the prompt's tokens, what was computed so far, by position. The first has none.
+        self.scores: dict[int, TokenLogprobs] | None = None if params.prompt_logprobs is None else {}
