@@ -32,6 +32,22 @@ def begun(*seqs: int) -> Sequencer:
     return sequencer
 
 
+def test_a_summary_counts_as_a_whole() -> None:
+    sequencer = begun(0)
+    assert sequencer.live(batch(8)) == sequencer.live(batch(9)) == []
+    sequencer.asked(1)
+    steps = sequencer.replayed(batch(7, "summary"))
+    assert sequencer.live(batch(10)) == []
+    steps += sequencer.replayed(batch(8, "summary")) + sequencer.replayed(batch(9, "summary")) + sequencer.ended()
+    assert steps == [ForgetAll(), *(batch(seq, "summary") for seq in (7, 8, 9)), batch(10)]
+    # half of one is nothing: the rest would never be told again
+    assert sequencer.live(batch(20)) == []
+    sequencer.asked(11)
+    assert numbers(sequencer.replayed(batch(19, "summary"))) == ["reset", 19]
+    assert sequencer.failed() == []
+    assert (sequencer.next, wants(sequencer)) == (None, 0)
+
+
 def test_a_smaller_number_is_a_publisher_that_began_anew() -> None:
     sequencer = begun(0, 1, 2)
     assert sequencer.live(batch(0, "anew")) == []
