@@ -48,7 +48,7 @@ def test_the_three_ways_differ_as_they_should(ways: dict[str, block_way.Way]) ->
 
 
 @pytest.mark.parametrize(
-    ("name", "num_calls", "num_files"), [("cold store", 106, 25), ("L2 hit", 25, 10), ("L3 hit", 83, 20)]
+    ("name", "num_calls", "num_files"), [("cold store", 99, 25), ("L2 hit", 25, 10), ("L3 hit", 83, 20)]
 )
 def test_a_way_takes_so_many_calls_and_files(
     ways: dict[str, block_way.Way], name: str, num_calls: int, num_files: int

@@ -257,9 +257,15 @@ def require_buffers(count: int, buffers: Sequence[memoryview], slot_bytes: int) 
         raise ValueError(f"one buffer of {slot_bytes} bytes per block")
 
 
-def require_records(records: Sequence[BlockRecord], block_size: int) -> None:
-    """ValueError for a record that is none of blocks of `block_size` tokens."""
-    for record in records:
+def require_records(
+    records: Sequence[BlockRecord], payloads: Sequence[memoryview], slot_bytes: int, block_size: int
+) -> None:
+    """ValueError for a record that is none of blocks of `block_size` tokens, or without `slot_bytes` of payload."""
+    if len(payloads) != len(records):
+        raise ValueError(f"one buffer of {slot_bytes} bytes per block")
+    for record, payload in zip(records, payloads, strict=True):
+        if payload.nbytes != slot_bytes:
+            raise ValueError(f"one buffer of {slot_bytes} bytes per block")
         if len(record.chain_hash) != 32 or len(record.parent) != 32:
             raise ValueError("chain_hash and parent must be 32 bytes")
         if len(record.tokens) > 4 * block_size or len(record.tokens) % 4:

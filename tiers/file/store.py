@@ -456,8 +456,7 @@ class FileStore(Tier):
         After a failure the rest of the chain is PARENT_FAILED or FULL, unwritten: nobody could reach it.
         """
         superblock = self._file.superblock
-        require_buffers(len(records), payloads, superblock.slot_bytes)
-        require_records(records, superblock.block_size)
+        require_records(records, payloads, superblock.slot_bytes, superblock.block_size)
         if (visit := self._calls.begin()) is None:
             return [Outcome.CLOSED] * len(records)
         try:

@@ -200,7 +200,8 @@ class Demoter:
             self._keep_in_line(good, again)
         if again:
             self._look_again(self._pause)
-        self.sweep_soon()
+        if self._line.is_used or self._again.is_used:
+            self.sweep_soon()
 
     # what stands in line
 
@@ -209,8 +210,6 @@ class Demoter:
 
         What failed waits a while before it is tried again, unless `at_once`.
         """
-        if not (self._line.is_used or self._again.is_used):
-            return
         if at_once:
             self._again_at = -math.inf
         if self.is_awaiting:

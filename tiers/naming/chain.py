@@ -37,6 +37,7 @@ BlockExtraKeys = Mapping[int, Sequence[tuple[str, bytes]]]
 
 _MAX_TOKEN: Final = 2**32 - 1
 _ROOT_TAG: Final = b"kvtier-root-v1"
+_IS_LITTLE: Final = sys.byteorder == "little"
 _STATE_TAG: Final = b"kvtier-state-v1"
 _POOL_TAG: Final = b"kvtier-pool-v1"
 _ONE: Final = array("I", (0,))
@@ -286,7 +287,8 @@ class TokenChain:
         """The tokens of a full block, u32 little-endian, as they were hashed."""
         if not 0 <= block < len(self.hashes):
             raise self._no_block(block)
-        return _little_endian(self._tokens[block * self.block_size : (block + 1) * self.block_size])
+        words = self._tokens[block * self.block_size : (block + 1) * self.block_size]
+        return words.tobytes() if _IS_LITTLE else _little_endian(words)
 
     def records(self, start: int, end: int) -> list[BlockRecord]:
         """What the full blocks `start … end` are, without the checksums of what they hold."""
@@ -380,7 +382,7 @@ def _encode_extra(keys: Sequence[tuple[str, bytes]]) -> bytes:
 
 
 def _little_endian(words: "array[int]") -> bytes:
-    if sys.byteorder == "big":
+    if not _IS_LITTLE:
         words = words[:]
         words.byteswap()
     return words.tobytes()

@@ -210,8 +210,7 @@ class ObjectStore(Tier):
 
         After a failure the rest of the chain is PARENT_FAILED.
         """
-        require_buffers(len(records), payloads, self.space.slot_bytes)
-        require_records(records, self.space.block_size)
+        require_records(records, payloads, self.space.slot_bytes, self.space.block_size)
         deadline = self._deadline(len(records))
         epoch = self._current(deadline)
         done, failure = 0, epoch if isinstance(epoch, BucketError) else None

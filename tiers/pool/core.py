@@ -1323,7 +1323,9 @@ class SlotCore:
         short: cython.longlong = count - self.num_free
         if short > self.num_ready - self.num_leased:
             return False
-        now: cython.longlong = 0 if self.departures is None else self.departures.now()
+        now: cython.longlong = 0
+        if self.departures is not None:  # as `Departures.now`
+            now = min(int(self.departures.clock()) - self.departures.start + 1, (1 << 24) - 1)
         self.order.tick()
         if short > 0:
             if not self._evict(short, spare_parents, now):

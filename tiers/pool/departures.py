@@ -59,13 +59,13 @@ class Departures:
         self.entries = np.zeros(max(_LEAST_ENTRIES, num_entries), np.uint64)
         self.came_at = np.zeros(num_places, np.uint32)  # second of each place's block, 0: not known
         self.ages = np.zeros(NUM_AGES + 1, np.int64)
-        self._clock = clock
-        self._start = int(clock())  # whole seconds, so that tiers with one clock agree which of them came last
+        self.clock = clock
+        self.start = int(clock())  # whole seconds, so that tiers with one clock agree which of them came last
         self.entry, self._came = memoryview(self.entries), memoryview(self.came_at)  # for one at a time
 
     def now(self) -> int:
         """The second, from 1 on."""
-        return min(int(self._clock()) - self._start + 1, _MOST_SECONDS)
+        return min(int(self.clock()) - self.start + 1, _MOST_SECONDS)
 
     def evicted(self, places: Slots, words: Words) -> None:
         """Blocks of these names make room; `places` are theirs."""

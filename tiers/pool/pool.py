@@ -134,10 +134,7 @@ class SlotPool:
         filling and quarantined slots leave too little room: the caller drops the store, nobody waits. Reserved slots
         stay invisible until `seal`. ValueError if a hash is given twice.
         """
-        with self._lock:
-            if self._dropped:
-                self._settle_dropped()
-            return self._reserved(hashes, parent)
+        return self.reserve_each([(hashes, parent)])[0]
 
     def reserve_each(self, chains: Chains) -> list[Reservation | None]:
         """`reserve` for several (hashes, parent), each all or nothing: each sees what the one before it took.
@@ -148,14 +145,24 @@ class SlotPool:
             if self._dropped:
                 self._settle_dropped()
             guarded = self._core.guard([parent for _, parent in chains]) if len(chains) > 1 else []
-            try:
-                made = [self._reserved(*chain) for chain in chains]
-            finally:
-                self._core.unguard(guarded)
-            if guarded and None in made:
-                made = [
-                    self._reserved(*chain) if each is None else each for each, chain in zip(made, chains, strict=True)
-                ]
+            made: list[Reservation | None] = [None] * len(chains)
+            for _ in range(2 if guarded else 1):
+                try:
+                    for number, (hashes, parent) in enumerate(chains):
+                        names = hashes if type(hashes) is list else list(hashes)
+                        if made[number] is None and (taken := self._core.reserve(names, parent)) is not None:
+                            at, slots, times = taken
+                            parents: list[ChainHash | None] = [parent, *names[:-1]]
+                            if len(at) < len(names):
+                                names, parents = picked(names, at), picked(parents, at)
+                            made[number] = Reservation(
+                                names, at, slots, times, parents, self._epoch, len(at), self._on_end
+                            )
+                finally:
+                    self._core.unguard(guarded)
+                    guarded = []
+                if None not in made:
+                    break
         return made
 
     def seal(self, reservation: Reservation, positions: Sequence[int] | None = None) -> Lease:
@@ -164,25 +171,37 @@ class SlotPool:
         Nothing evicts them before the lease is released. ValueError if a position given is not filling any more.
         After a `reset` they get their lease but no name. A tail beyond an eighth of all slots pushes the oldest out.
         """
-        with self._lock:
-            if self._dropped:
-                self._settle_dropped()
-            return self._lease(*self._seal(reservation, positions), self._on_release)
+        return self.seal_each([reservation], positions)
 
-    def seal_each(self, reservations: Sequence[Reservation]) -> Lease:
-        """`seal` of all that still fills of several reservations, under one lease: a step's stores."""
+    def seal_each(self, reservations: Sequence[Reservation], positions: Sequence[int] | None = None) -> Lease:
+        """`seal` of all that still fills of several reservations, under one lease: a step's stores.
+
+        `positions` are of one reservation.
+        """
         with self._lock:
             if self._dropped:
                 self._settle_dropped()
-            names: list[ChainHash] = []
-            slots: list[int] = []
+            sealed: list[ChainHash] = []
+            places: list[int] = []
             generations: list[int] = []
             for reservation in reservations:
-                sealed, at, times = self._seal(reservation, None)
-                names += sealed
-                slots += at
+                names, slots, times = reservation.hashes, reservation.slots, reservation.generations
+                is_whole = reservation.num_open == len(names)
+                if not is_whole or (positions is not None and [*positions] != [*range(len(names))]):
+                    at = self._filling(reservation, positions)
+                    if positions is not None and len(at) != len(positions):
+                        gone = sorted(set(positions) - set(at))
+                        raise ValueError(f"seal: positions {gone} are not filling any more, or one is given twice")
+                    names, slots, times = picked(names, at), picked(slots, at), picked(times, at)
+                reservation.num_open -= len(slots)
+                if reservation.epoch == self._epoch:
+                    self._core.publish(slots, reservation.is_tail)
+                else:
+                    self._core.lend(slots)
+                sealed += names
+                places += slots
                 generations += times
-        return self._lease(names, slots, generations, self._on_release)
+        return self._lease(sealed, places, generations, self._on_release)
 
     def abandon(self, reservation: Reservation, positions: Sequence[int] | None = None) -> None:
         """Filling → free. Positions that are not filling (any more) are passed over."""
@@ -378,35 +397,6 @@ class SlotPool:
 
     def _ready(self, hashes: Sequence[ChainHash]) -> list[int]:
         return [slot for slot in self._core.find(hashes if type(hashes) is list else list(hashes)) if slot >= 0]
-
-    def _reserved(self, hashes: Sequence[ChainHash], parent: ChainHash | None) -> Reservation | None:
-        names = hashes if type(hashes) is list else list(hashes)
-        if (taken := self._core.reserve(names, parent)) is None:
-            return None
-        at, slots, times = taken
-        parents: list[ChainHash | None] = [parent, *names[:-1]]
-        if len(at) < len(names):
-            names, parents = picked(names, at), picked(parents, at)
-        return Reservation(names, at, slots, times, parents, self._epoch, len(at), self._on_end)
-
-    def _seal(
-        self, reservation: Reservation, positions: Sequence[int] | None
-    ) -> tuple[list[ChainHash], list[int], list[int]]:
-        """Names, slots and generations of what was published, with one reference each."""
-        names, slots, times = reservation.hashes, reservation.slots, reservation.generations
-        is_whole = reservation.num_open == len(names)
-        if not is_whole or (positions is not None and [*positions] != [*range(len(names))]):
-            at = self._filling(reservation, positions)
-            if positions is not None and len(at) != len(positions):
-                gone = sorted(set(positions) - set(at))
-                raise ValueError(f"seal: positions {gone} are not filling any more, or one is given twice")
-            names, slots, times = picked(names, at), picked(slots, at), picked(times, at)
-        reservation.num_open -= len(slots)
-        if reservation.epoch == self._epoch:
-            self._core.publish(slots, reservation.is_tail)
-        else:
-            self._core.lend(slots)
-        return names, slots, times
 
     def _close(self, reservation: Reservation, positions: Sequence[int] | None) -> list[int]:
         """Take filling slots out of the chain and the index; the caller decides what becomes of them."""

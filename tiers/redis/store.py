@@ -250,8 +250,7 @@ class RedisStore(Tier):
 
         After a failure the rest of the chain is PARENT_FAILED or FULL, though some of it may have been written.
         """
-        require_buffers(len(records), payloads, self.space.slot_bytes)
-        require_records(records, self.space.block_size)
+        require_records(records, payloads, self.space.slot_bytes, self.space.block_size)
         hashes = [record.chain_hash for record in records]
         answers: Sequence[BlockResult | None] = [Outcome.UNSUPPORTED] * len(records)
         deadline = self._deadline(len(records))
