@@ -320,11 +320,11 @@ def daemon(make: Callable[[Config], WayClient], counter: Counter, directory: Pat
 
 
 def configuration(directory: Path, socket: Path | None = None) -> Config:
-    """Small tiers that are always worth loading from, with patience."""
+    """Small tiers that are always worth loading from, with patience. What `auto` measures would choose either mode."""
     return Config.load(
         cache={"block_size": BLOCK_SIZE, "load_or_recompute": "load", "prefetch_deadline": "10s"},
         host={"size": "1MiB", "huge_pages": False},
-        file={"path": str(directory), "size": "16MiB", "deadline": "10s"},
+        file={"path": str(directory), "size": "16MiB", "mode": "direct", "deadline": "10s"},
         service={} if socket is None else {"socket": str(socket), "deadline": "10s"},
     )
 
