@@ -7,6 +7,7 @@ import resource
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -109,7 +110,7 @@ def test_cut_short_while_open_is_a_miss_and_no_sigbus(slab_path: Path, mode: Mod
 # Faults 6, 7, 8 and 39: damage on the disk.
 
 
-def test_ten_thousand_bit_flips_are_detected_or_harmless(slab_path: Path) -> None:
+def test_ten_thousand_bit_flips_are_detected_or_harmless(slab_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Five thousand of a slab in the clear, five thousand others of an encrypted one; a tenth of them in brief."""
     rng = random.Random(6 if key is None else 7)
     store = open_store(slab_path.parent)
@@ -124,6 +125,7 @@ def test_ten_thousand_bit_flips_are_detected_or_harmless(slab_path: Path) -> Non
         (byte,) = os.pread(fd, 1, position)
         os.pwrite(fd, bytes([byte ^ 1 << bit]), position)
 
+    began = time.monotonic()
     # Four fifths in payloads, of an open store: only the flipped block is a miss, and forgotten; put back, it is whole.
     for _ in range(brief(400, 4000)):
         position, bit = rng.randrange(payload_start, used), rng.randrange(8)
@@ -137,6 +139,8 @@ def test_ten_thousand_bit_flips_are_detected_or_harmless(slab_path: Path) -> Non
         store._blocks.index.add([hash_of(number)], [number])
         store._blocks._live[number // store.superblock.slots_per_extent] += 1
     assert get(store, KEYS) == [Outcome.OK] * len(KEYS)  # or later flips would have shown nothing
+    num_told = sum("corrupt" in record.message for record in caplog.records)
+    assert 1 <= num_told <= time.monotonic() - began + 1  # the log grows with time, not with damage
     store.close()
     os.close(fd)
     # One fifth in superblock, table and unused space, each before an opening.

@@ -56,7 +56,10 @@ def open_existing(io: FileIO, path: Path, wanted: Superblock | None = None, *, r
         header = read_header(io, fd)
         if not io.lock(fd):
             owner = int.from_bytes(header[slab.OWNER_OFFSET : slab.OWNER_OFFSET + 8], "little")
-            raise StoreLocked(f"{path}: in use by process {owner or 'unknown'}; stop it or choose another [file] path")
+            fix = "stop it or choose another [file] path"
+            if owner == os.getpid():  # mostly a call from before a detach that has not come back
+                fix = "it is this one: close that store, or wait until its last call has left"
+            raise StoreLocked(f"{path}: in use by process {owner or 'unknown'}; {fix}")
         superblock = slab.decode(read_header(io, fd), str(path))  # read again: its owner may just have resized it
         if wanted is not None:
             slab.require_identity(superblock, wanted, str(path))

@@ -238,6 +238,7 @@ class FileStore(Tier):
         self._codec = codec
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
+        self._warn_at = 0.0  # of corrupt blocks, again
         self._look_at, self._gone = 0.0, False  # whether the path is another file's; written on I/O threads
         self._calls = Calls(self._release)
         self._inside = self._calls.enter
@@ -441,7 +442,8 @@ class FileStore(Tier):
             if num_whole < len(found):
                 self._counts.update(f"read_{result}" for result in found if isinstance(result, Outcome))
         answers = answers or num_whole > 0
-        if bad:
+        if bad and (now := time.monotonic()) >= self._warn_at:  # reads are clients': the log grows no faster than time
+            self._warn_at = now + 1.0
             _log.warning("[file] %s: dropped %d corrupt blocks, first %s", self.path, len(bad), bad[0].hex())
         if bad or (lost and answers):
             self._writer.discard(bad, Outcome.CHECKSUM)
