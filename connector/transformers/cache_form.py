@@ -82,7 +82,7 @@ class WatchedCache(DynamicCache):
 @cache
 def watched(kind: type[DynamicCache]) -> type[DynamicCache]:
     """A model's own class of caches, with a watch."""
-    return type(f"WatchedModel{kind.__name__}", (WatchedCache, kind), {"__module__": __name__})
+    return type(f"Watched{kind.__name__}", (WatchedCache, kind), {"__module__": __name__})
 
 
 def is_torn(cache: Any) -> bool:
