@@ -328,6 +328,11 @@ def handed_out(output: Any, group_sizes: Sequence[int]) -> set[int]:
 
 _KEY: Final = "kvtier"
 _LOOK: Final = 0.02  # seconds between two looks: over a daemon each is a round trip
+_LATE: Final = (
+    "a prompt is computed here: its KV from a prefill node did not come within [cache] prefetch_deadline, %g s"
+)
+_AWAY: Final = "a prompt is computed here: no daemon and no tier that this node shares with its prefill node answers"
+_OTHER_NAMES: Final = "the prefill node's blocks have other names than this node's, so the %s differs: %s"
 _FIXES: Final = {
     "model": "give both nodes one checkpoint, dtype, --block-size, drafter, parallel sizes, keys and [cache] epoch",
     "prompt": "have the proxy send both nodes the same prompt, cache_salt and adapter",
@@ -346,7 +351,7 @@ class Handovers:
         self._keeps_blocks = bool(plan.attention)  # or states alone
         self._store = store.hex()
         self._patience = patience
-        self._warned = False
+        self._quiet_until = 0.0
 
     def offer(self, row: TrackedRequest) -> dict[str, Any] | None:
         """The `kv_transfer_params` of the answer to a request that has ended; None if nobody asked for them.
@@ -375,9 +380,9 @@ class Handovers:
         if not isinstance(num_blocks, int) or not 0 < num_blocks <= len(hashes):
             return
         if said.get("store") != self._store:
-            return self._warn("model")
+            return self._warn(_OTHER_NAMES, "model", _FIXES["model"])
         if said.get("last") != hashes[num_blocks - 1].hex():
-            return self._warn("prompt")
+            return self._warn(_OTHER_NAMES, "prompt", _FIXES["prompt"])
         states = [state_name(hashes[num_blocks - 1], group) for group in self._groups]
         until = time.monotonic() + self._patience
         blocks = hashes[:num_blocks] if self._keeps_blocks else ()
@@ -389,9 +394,14 @@ class Handovers:
         if awaited is None or now < awaited.look_at:
             return awaited is not None
         awaited.look_at = now + _LOOK
-        has_time = now < awaited.until and row.asked < awaited.num_tokens and self._may_come()
-        if not has_time or self._is_there(awaited.names):
+        if row.asked >= awaited.num_tokens or self._is_there(awaited.names):
             row.awaited = None
+        elif now >= awaited.until:
+            row.awaited = None
+            self._warn(_LATE, self._patience)
+        elif not self._may_come():
+            row.awaited = None
+            self._warn(_AWAY)
         return row.awaited is not None
 
     def _is_there(self, names: Sequence[ChainHash]) -> bool:
@@ -405,10 +415,8 @@ class Handovers:
             return self._tiers.member is not None
         return not isinstance(self._tiers, Hierarchy) or any(port.locates for port in self._tiers.ports)
 
-    def _warn(self, differs: str) -> None:
-        if not self._warned:
-            self._warned = True
-            _log.warning(
-                "the prefill node's blocks have other names than this node's, so the %s differs: %s",
-                *(differs, _FIXES[differs]),
-            )
+    def _warn(self, message: str, *values: object) -> None:
+        """At most once a minute."""
+        if (now := time.monotonic()) >= self._quiet_until:
+            self._quiet_until = now + 60.0
+            _log.warning(message, *values)

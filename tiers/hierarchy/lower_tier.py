@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
-from threading import Lock
+from threading import Event, Lock, Thread
 from typing import Final, Literal, NamedTuple
 
 from kvtier.tiers import (
@@ -43,6 +43,7 @@ _FAILURES: Final = frozenset({Outcome.IO_ERROR, Outcome.TIMEOUT})  # what a brea
 _CORRUPTION: Final = frozenset({Outcome.CHECKSUM, Outcome.KEY_MISMATCH})
 _MAX_QUEUED: Final = 4096  # jobs per tier
 _OPENING: Final = 5  # deadlines that it may take: all names of a slab are read
+_LEAST_WAIT: Final = 0.02  # seconds between two looks whether a probe is due
 _LEAST: Final = 2.0  # seconds for it, however short these are
 _SENT: Final = 1 << 17  # blocks stored in a tier that tells nobody what it drops: so many are remembered
 WritePolicy = Literal["write_through", "write_back"]
@@ -291,8 +292,12 @@ class TierPort:
             direction: Breaker(settings.failures, settings.retry_after, clock) for direction in _DIRECTIONS
         }
         self.tier: Tier | None = None
+        self._closing = Event()
+        self._is_probing = True  # not before there is a queue for it
         self._attach_in_time(max(_LEAST, _OPENING * settings.deadline))
         self.queue = IoQueue(name, settings.num_threads, _MAX_QUEUED, clock, settings.joined)
+        self._is_probing = False
+        self._show_breakers()
 
     def lookup(self, hashes: Sequence[ChainHash]) -> int:
         """Leading blocks held, and readable now."""
@@ -341,6 +346,11 @@ class TierPort:
         answer = tier.locate(hashes)
         self._judge("read", [answer if isinstance(answer, Outcome) else Outcome.OK], began)
         return answer
+
+    @property
+    def is_off(self) -> bool:
+        """Whether reads or writes are left alone for now."""
+        return not all(breaker.closed for breaker in self.breakers.values())
 
     @property
     def wanting(self) -> str | None:
@@ -457,6 +467,7 @@ class TierPort:
 
     def close(self, timeout: float) -> None:
         """Drop what waits, wait up to `timeout` seconds for what runs, close the tier. Idempotent."""
+        self._closing.set()
         if not self.queue.close(timeout):
             _log.warning("%s: an operation still hangs at close", self.name)
         with self._lock:
@@ -483,7 +494,7 @@ class TierPort:
     def probed(self, direction: Direction, answered: bool) -> None:
         """What became of the probe `tick` sent."""
         self.breakers[direction].probed(answered)
-        if all(breaker.closed for breaker in self.breakers.values()):
+        if not self.is_off:
             self.why = None
         self._show_breakers()
         if answered:
@@ -575,6 +586,19 @@ class TierPort:
     def _show_breakers(self) -> None:
         for direction, breaker in self.breakers.items():
             self._metrics.breaker(self.name, direction, not breaker.closed)
+        with self._lock:
+            begins, self._is_probing = self.is_off and not self._is_probing, self._is_probing or self.is_off
+        if begins:
+            Thread(target=self._keep_probing, name=f"kvtier-{self.name}-probes", daemon=True).start()
+
+    def _keep_probing(self) -> None:
+        """Send probes until both breakers are closed: an idle engine makes no calls that would."""
+        while not self._closing.wait(max(self.settings.retry_after, _LEAST_WAIT)):
+            self.tick()
+            with self._lock:
+                if not self.is_off:
+                    self._is_probing = False
+                    return
 
 
 @dataclass(eq=False, slots=True)

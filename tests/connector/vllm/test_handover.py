@@ -89,7 +89,7 @@ def test_it_waits_until_all_is_there_and_looks_now_and_then(tier: MemoryTier) ->
     node.close()
 
 
-def test_it_does_not_wait_for_ever_nor_for_what_l1_has(tier: MemoryTier) -> None:
+def test_it_does_not_wait_for_ever_nor_for_what_l1_has(tier: MemoryTier, caplog: pytest.LogCaptureFixture) -> None:
     said = prefilled(tier)
     node = Node(tier)
     late, known = node.row(said), node.row(said)
@@ -99,15 +99,18 @@ def test_it_does_not_wait_for_ever_nor_for_what_l1_has(tier: MemoryTier) -> None
     assert not node.handovers.is_coming(known, time.monotonic())
     assert node.handovers.is_coming(late, time.monotonic())
     assert not node.handovers.is_coming(late, time.monotonic() + 61)
+    assert "prefetch_deadline" in caplog.text
     node.close()
 
 
-def test_with_no_tier_that_nodes_share_nothing_can_come(tier: MemoryTier) -> None:
+def test_with_no_tier_that_nodes_share_nothing_can_come(tier: MemoryTier, caplog: pytest.LogCaptureFixture) -> None:
     said = prefilled(tier)
     node = Node(MemoryTier())
-    row = node.row(said)
-    node.handovers.admit(row)
-    assert not node.handovers.is_coming(row, time.monotonic())
+    for _ in range(2):
+        row = node.row(said)
+        node.handovers.admit(row)
+        assert not node.handovers.is_coming(row, time.monotonic())
+    assert caplog.text.count("answers") == 1
     node.close()
 
 

@@ -162,6 +162,26 @@ def test_a_tier_that_is_absent_at_start_attaches_later(story: Story, caplog: pyt
     assert port.lookup(HASHES) == 2
 
 
+def test_an_idle_engine_finds_a_tier_that_came_back() -> None:
+    """It makes no call that would send a probe, and its first request must not pay for that with a miss."""
+    attempts: list[int] = []
+
+    def open_tier() -> Tier:
+        attempts.append(1)
+        if len(attempts) < 3:
+            raise TierUnavailable("down at start")
+        return full_tier()
+
+    settings = PortSettings(failures=2, retry_after=0.05)
+    port = TierPort("file", open_tier, settings, Metrics(), Rates("auto"))
+    wait_until(lambda: port.lookup(HASHES) == 4)
+    port.failed("read")
+    port.failed("read")
+    assert port.lookup(HASHES) == 0
+    wait_until(lambda: port.lookup(HASHES) == 4)
+    port.close(10)
+
+
 @pytest.mark.parametrize("refusal", [None, ConfigError("[file] size: too small")])
 def test_a_tier_that_hangs_as_it_opens_attaches_once_it_answers(
     story: Story, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, refusal: ConfigError | None
