@@ -110,15 +110,8 @@ class Demoter:
 
     @property
     def due_in(self) -> float:
-        """Seconds until somebody has to look at what stands in line; inf: nothing does, or ends of writes will."""
-        if self.is_awaiting:
-            return self.port.settings.retry_after
-        return self._again_at - self.clock() if len(self._again) else math.inf
-
-    @property
-    def is_awaiting(self) -> bool:
-        """Whether something stands in line, and the tier is away: only a probe brings it on."""
-        return self.num_in_line > 0 and not self.port.writable
+        """Seconds until failed blocks are due again; inf: there are none, or a probe comes first."""
+        return self._again_at - self.clock() if len(self._again) and self.port.writable else math.inf
 
     def pass_down(self, hashes: Sequence[ChainHash]) -> Sequence[ChainHash]:
         """Have consecutive blocks written that were just sealed; returns those for which L2 is to hold on.
@@ -212,8 +205,7 @@ class Demoter:
         """
         if at_once:
             self._again_at = -math.inf
-        if self.is_awaiting:
-            self._look_again(self.due_in)
+        if not self.port.writable:  # `recovered` follows
             return
         if not (len(self._line) or (len(self._again) and self.clock() >= self._again_at)):
             return

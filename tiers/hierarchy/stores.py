@@ -246,9 +246,6 @@ class StoreQueue:
                 self._timer.start()
 
     def _look(self) -> None:
-        for demoter in self._demoters:
-            if demoter.is_awaiting:
-                demoter.port.tick()
         self.tick()
         self._timer = None
         due = min(demoter.due_in for demoter in self._demoters)
