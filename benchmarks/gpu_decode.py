@@ -17,7 +17,8 @@ from typing import Final
 import _gpu
 import numpy as np
 import torch
-from _gpu import BenchRow, Geometry8B
+from _gpu import Geometry8B, mid
+from _loads import Row
 from _report import Target, progress, report
 
 from kvtier.connector import CopyOp, StepPlan, WorkerSide
@@ -173,7 +174,7 @@ def steps(decode: DecodeStep, beside: Beside, kind: str, count: int) -> tuple[li
     return took, [each * 1e3 for each in cpu]
 
 
-def measure(decode: DecodeStep, load: DecodeLoad, layout: str, way: str) -> Iterator[BenchRow]:
+def measure(decode: DecodeStep, load: DecodeLoad, layout: str, way: str) -> Iterator[Row]:
     """One row for each kind of copies beside the steps."""
     l1 = _gpu.engine_tensor(layout, load.num_blocks, load.geometry, load.device)
     region = _gpu.pinned_region(load.num_blocks, load.geometry.block_bytes, load.device)
@@ -195,25 +196,17 @@ def measure(decode: DecodeStep, load: DecodeLoad, layout: str, way: str) -> Iter
     region.close()
     alone = [float(np.median(each)) for each in took["alone"]]
     for kind in BESIDE:
-        every = np.concatenate([np.array(each) for each in took[kind]])
+        every = np.concatenate(took[kind])
         slowdown = [float(np.median(each)) / base for each, base in zip(took[kind], alone, strict=True)]
-        yield {
-            "layout": layout,
-            "way": way,
-            "beside": kind,
-            "CUDA graph": decode.is_graph,
-            "p50 ms": round(float(np.median(every)), 3),
-            "p99 ms": round(float(np.quantile(every, 0.99)), 3),
-            "slowdown": round(float(np.median(slowdown)), 4),
-            "worker's CPU ms": round(float(np.median(cpu[kind])), 3),
-            "GB/s": round(float(np.median(rates[kind])), 2),
-        }
+        row: Row = {"layout": layout, "way": way, "beside": kind, "CUDA graph": decode.is_graph}
+        row |= {"p50 ms": mid(every), "p99 ms": _gpu.tail(every), "slowdown": mid(slowdown, 4)}
+        yield row | {"worker's CPU ms": mid(cpu[kind]), "GB/s": mid(rates[kind], 2)}
 
 
-def goals(rows: Sequence[BenchRow]) -> list[Target]:
+def goals(rows: Sequence[Row]) -> list[Target]:
     """The slowest place for blocks, by the way that kvtier chooses."""
     chosen = [row for row in rows if row["way"] == "chosen"]
-    worst = {kind: max(float(str(row["slowdown"])) for row in chosen if row["beside"] == kind) for kind in BESIDE[1:]}
+    worst = {kind: max(row["slowdown"] for row in chosen if row["beside"] == kind) for kind in BESIDE[1:]}
     return [Target(f"a decode step beside {kind}: ÷ alone", SLOWDOWN, value) for kind, value in worst.items()]
 
 
@@ -223,7 +216,7 @@ def main() -> int:
     load = DecodeLoad.of(options.device, options.quick)
     progress(f"{load.device}: a decode step's weights and graph")
     decode = DecodeStep(load)
-    rows: list[BenchRow] = []
+    rows: list[Row] = []
     others = [("own", way) for way in _gpu.ways(load.device)[1:]]
     for layout, way in [*((layout, "chosen") for layout in _gpu.LAYOUTS), *others]:
         progress(f"blocks: {layout}, way: {way}")
