@@ -69,7 +69,7 @@ def random_model(prompts: AskedPrompts) -> Model:
     return model
 
 
-def opened(model: Model, prompts: AskedPrompts, loading: Loading, home: str) -> Engine:
+def opened(model: Model, prompts: AskedPrompts, loading: Loading, home: str) -> Any:
     """An engine whose L2 is there, and pinned on a GPU, before anything is asked."""
     # All of a prompt reaches the slab, and not only what its disk takes while the prompt is computed.
     config = over_slab(home, prompts.tier_size, prompts.tier_size, store_queue=prompts.tier_size)
@@ -80,8 +80,8 @@ def opened(model: Model, prompts: AskedPrompts, loading: Loading, home: str) -> 
         max_num_seqs=1,
         loading=loading,
     )
-    connector = LocalConnector.connect(config)
-    engine, region = Engine(model, settings, connector), connector.hierarchy.host.region
+    engine: Any = Engine(model, settings, LocalConnector.connect(config))
+    region = engine.connector.hierarchy.host.region
     region.wait_prefaulted()
     if prompts.device.type == "cuda" and (region.pinning is None or not region.pinning.wait(600) or not region.pinned):
         engine.close()
