@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
+from _loads import random_tokens
 from numpy.typing import NDArray
 
 from kvtier.service.traces import read_trace
@@ -83,27 +84,25 @@ def chats(num_requests: int) -> list[Exchange]:
 
 
 def _conversation(draw: np.random.Generator, said: list[int], phrases: list[list[int]]) -> Iterator[Exchange]:
+    def answered(question: list[int]) -> tuple[list[int], Exchange]:
+        answer = _text(draw, 4 + int(draw.lognormal(4.8, 0.7)))
+        held = len(said) + len(question) + len(answer) - 1  # the KV of an answer's last token is never computed
+        return answer, Exchange(said + question + answer, 1, len(said) + len(question), held, held + 1)
+
     for _ in range(int(draw.geometric(0.2))):
         opening = phrases[int(draw.integers(len(phrases)))] if draw.random() < 1 / 3 else []
         question = opening + _text(draw, 8 + int(draw.lognormal(3.5, 0.8)))
-        answer = _text(draw, 4 + int(draw.lognormal(4.8, 0.7)))
-        yield _exchange(said + question, answer)
+        answer, exchange = answered(question)
+        yield exchange
         if draw.random() < 1 / 5:
-            answer = _text(draw, 4 + int(draw.lognormal(4.8, 0.7)))
-            yield _exchange(said + question, answer)
+            answer, exchange = answered(question)
+            yield exchange
         if draw.random() < 1 / 7:
             question = question[: len(question) // 2] + _text(draw, 12)
-            answer = _text(draw, 4 + int(draw.lognormal(4.8, 0.7)))
-            yield _exchange(said + question, answer)
+            answer, exchange = answered(question)
+            yield exchange
         said = said + question + answer
 
 
-def _exchange(prompt: list[int], answer: list[int]) -> Exchange:
-    # the KV of an answer's last token is never computed
-    held = len(prompt) + len(answer) - 1
-    return Exchange(prompt + answer, 1, len(prompt), held, held + 1)
-
-
 def _text(draw: np.random.Generator, length: int) -> list[int]:
-    tokens: list[int] = draw.integers(0, _VOCABULARY, length).tolist()
-    return tokens
+    return random_tokens(draw, length, 0, _VOCABULARY)

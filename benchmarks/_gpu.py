@@ -270,9 +270,9 @@ def mid(values: Iterable[float], digits: int = 3) -> float:
     return round(float(np.median(list(values))), digits)
 
 
-def tail(values: Sequence[float]) -> float:
+def tail(values: Iterable[float]) -> float:
     """The 99th percentile, rounded."""
-    return round(float(np.quantile(values, 0.99)), 3)
+    return round(float(np.quantile(list(values), 0.99)), 3)
 
 
 def told(rows: Iterable[Row]) -> Iterator[Row]:

@@ -11,36 +11,31 @@ order. The clients ask again as soon as they are answered. "of a round" are medi
 round. The answer's usage says where a prompt's KV came from.
 """
 
-import argparse
 import http.client
 import json
 import queue
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any, Final, NamedTuple
 
-import matplotlib
 import numpy as np
+from _loads import Row, picture, random_tokens, scratch
 from _process import ServerProcess, free_port, kvtier
 from _report import RESULTS, Target, parser, progress, report
 
 from kvtier.tiers import KVTierError
 
-matplotlib.use("Agg")
-from matplotlib import pyplot
-
 OFF: Final = "cache off"
+ARMS: Final = ("L2", "L3", "cluster")
 TIERS: Final = {"L1": "in L1", "L2": "in L2", "file": "in file"}
 BLOCK_SIZE: Final = 16
-VOCABULARY: Final = 8192
 BLOCK_BYTES: Final = 400 << 10  # of that model
 TIMEOUT: Final = 120.0
 
@@ -97,13 +92,13 @@ class ServedArm:
         def work(_: int) -> list[TimedAnswer]:
             answers: list[TimedAnswer] = []
             connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=TIMEOUT)
-            while True:
-                try:
-                    prompt = waiting.get_nowait()
-                except queue.Empty:
-                    connection.close()
-                    return answers
-                answers.append(_ask(connection, prompt, load.answer_tokens))
+            try:
+                while True:
+                    answers.append(_ask(connection, waiting.get_nowait(), load.answer_tokens))
+            except queue.Empty:
+                return answers
+            finally:
+                connection.close()
 
         with ThreadPoolExecutor(load.clients) as pool:
             return [answer for answers in pool.map(work, range(load.clients)) for answer in answers]
@@ -118,20 +113,16 @@ class ServedArm:
         """Median seconds to the first token."""
         return median(answer.first for answer in self.answers[of_round])
 
-    def row(self, off: "ServedArm") -> dict[str, object]:
+    def row(self, off: "ServedArm") -> Row:
         """Its figures over all rounds, ratios within each."""
         answers = [answer for each in self.answers for answer in each]
-        rounds = range(len(self.rates))
-        return {
-            "arm": self.name,
-            "requests/s": median(self.rates),
-            "TTFT p50 ms": float(np.percentile([each.first for each in answers], 50)) * 1e3,
-            "TTFT p99 ms": float(np.percentile([each.first for each in answers], 99)) * 1e3,
-            "between tokens p50 ms": median(each.between for each in answers) * 1e3,
-            **{name: float(np.mean([each.cached.get(key, 0) for each in answers])) for key, name in TIERS.items()},
-            "requests/s of a round": median(ours / theirs for ours, theirs in zip(self.rates, off.rates, strict=True)),
-            "off / TTFT of a round": median(off.firsts(number) / self.firsts(number) for number in rounds),
-        }
+        p50, p99 = (float(np.percentile([each.first for each in answers], q)) * 1e3 for q in (50, 99))
+        row: Row = {"arm": self.name, "requests/s": median(self.rates), "TTFT p50 ms": p50, "TTFT p99 ms": p99}
+        row["between tokens p50 ms"] = median(each.between for each in answers) * 1e3
+        row |= {name: float(np.mean([each.cached.get(key, 0) for each in answers])) for key, name in TIERS.items()}
+        row["requests/s of a round"] = median(ours / theirs for ours, theirs in zip(self.rates, off.rates, strict=True))
+        waits = [off.firsts(number) / self.firsts(number) for number in range(len(self.rates))]
+        return row | {"off / TTFT of a round": median(waits)}
 
 
 def _ask(connection: http.client.HTTPConnection, prompt: list[int], num_tokens: int) -> TimedAnswer:
@@ -213,76 +204,52 @@ def arms(rig: Rig, load: OfferedLoad, chosen: Sequence[str]) -> list[ServedArm]:
 def measure(served: Sequence[ServedArm], load: OfferedLoad) -> None:
     """Every prefix once, if it is to be cached; then the rounds."""
     draw = np.random.default_rng(0)
-
-    def tokens(count: int) -> list[int]:
-        drawn: list[int] = draw.integers(3, VOCABULARY, count).tolist()
-        return drawn
-
-    prefixes = [tokens(load.prefix_tokens) for _ in range(load.prefixes)]
+    prefixes = [random_tokens(draw, load.prefix_tokens) for _ in range(load.prefixes)]
     for arm in served:
         progress(f"warming {arm.name}")
         kept = prefixes[: load.clients] if arm.name == OFF else prefixes
-        arm.serve([prefix + tokens(load.tail_tokens) for prefix in kept], load)
+        arm.serve([prefix + random_tokens(draw, load.tail_tokens) for prefix in kept], load)
     for number in range(load.rounds):
         picks = draw.integers(0, len(prefixes), load.requests)
-        prompts = [prefixes[pick] + tokens(load.tail_tokens) for pick in picks]
+        prompts = [prefixes[pick] + random_tokens(draw, load.tail_tokens) for pick in picks]
         for place in draw.permutation(len(served)):
             progress(f"round {number + 1}/{load.rounds}: {served[place].name}")
             served[place].round(prompts, load)
 
 
-def plot(rows: Sequence[Mapping[str, object]], path: Path) -> None:
-    """Bars: requests a second, and times to the first token."""
-    figure, axes = pyplot.subplots(1, 3, figsize=(9.5, 2.8), layout="constrained")
-    names = [str(row["arm"]) for row in rows]
-    for axis, column in zip(axes, ("requests/s", "TTFT p50 ms", "TTFT p99 ms"), strict=True):
-        bars = axis.bar(names, [float(str(row[column])) for row in rows], color="tab:blue")
-        axis.bar_label(bars, fmt="%.3g", fontsize=8)
-        axis.set_title(column, fontsize=10)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
-
-
-def conclude(served: Sequence[ServedArm], load: OfferedLoad, args: argparse.Namespace) -> int:
-    """Rows, targets, the plot."""
-    off = served[0]
-    rows = [arm.row(off) for arm in served]
-    if any(rows[0][name] for name in TIERS.values()):
-        raise KVTierError("the arm without a cache had cached tokens: its figures are no reference")
-    targets = [
-        Target(f"{row['arm']}: requests/s over cache off", 1.0, float(str(row["requests/s of a round"])), False)
-        for row in rows[1:]
-    ]
-    targets += [
-        Target(f"{row['arm']}: TTFT of cache off over it", 1.0, float(str(row["off / TTFT of a round"])), False)
-        for row in rows[1:]
-    ]
-    if args.save:
-        plot(rows, RESULTS / "serving.png")
-    setup = {name: getattr(load, name) for name in OfferedLoad.__slots__} | {"L1 blocks": load.l1_blocks}
-    return report("serving", rows, targets, args.json, args.save, setup)
-
-
 def main() -> int:
     options = parser(__doc__)
-    options.add_argument("--arms", default="L2,L3,cluster", help="beside cache off, separated by commas (all)")
+    options.add_argument("--arms", default=",".join(ARMS), help="beside cache off, separated by commas (all)")
     args = options.parse_args()
     chosen = args.arms.split(",")
-    if unknown := set(chosen) - {"L2", "L3", "cluster"}:
-        options.error(f"--arms {', '.join(sorted(unknown))}: choose from L2, L3, cluster")
+    if unknown := set(chosen) - {*ARMS}:
+        options.error(f"--arms {', '.join(sorted(unknown))}: choose from {', '.join(ARMS)}")
     load = OfferedLoad(2, 8, 128, 16, 4, 8, 1) if args.quick else OfferedLoad(4, 16, 512, 32, 32, 24, 3)
     try:
         with ExitStack() as stack:
-            home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=".serving-", dir=Path(__file__).parent)))
+            home = Path(stack.enter_context(scratch("serving")))
             model = home / "model"
             subprocess.run([sys.executable, *kvtier("model", str(model))], check=True)
             served = arms(Rig(stack, home, model, load), load, chosen)
             measure(served, load)
-            return conclude(served, load, args)
+        rows = [arm.row(served[0]) for arm in served]
+        if any(rows[0][name] for name in TIERS.values()):
+            raise KVTierError("the arm without a cache had cached tokens: its figures are no reference")
     except KVTierError as error:
         print(f"serving: {error}", file=sys.stderr)
         return 1
+    goals = {"requests/s over cache off": "requests/s of a round", "TTFT of cache off over it": "off / TTFT of a round"}
+    targets = [
+        Target(f"{row['arm']}: {what}", 1.0, row[column], False) for what, column in goals.items() for row in rows[1:]
+    ]
+    if args.save:
+        with picture(RESULTS / "serving.png", 1, 3, figsize=(9.5, 2.8)) as (_, axes):
+            for axis, column in zip(axes, ("requests/s", "TTFT p50 ms", "TTFT p99 ms"), strict=True):
+                bars = axis.bar([row["arm"] for row in rows], [row[column] for row in rows], color="tab:blue")
+                axis.bar_label(bars, fmt="%.3g", fontsize=8)
+                axis.set_title(column, fontsize=10)
+    setup = asdict(load) | {"L1 blocks": load.l1_blocks}
+    return report("serving", rows, targets, args.json, args.save, setup)
 
 
 if __name__ == "__main__":
