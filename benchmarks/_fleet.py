@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from math import ceil
-from typing import Final
+from typing import Any, Final
 
 from _traffic import TracePrompt
 
@@ -36,16 +36,9 @@ class Hardware:
 
     def times(self, number: int) -> "Hardware":
         """One replica that is as much as `number` of these, with all their cache in one place."""
-        return replace(
-            self,
-            l1_blocks=self.l1_blocks * number,
-            l2_blocks=self.l2_blocks * number,
-            tokens_per_second=self.tokens_per_second * number,
-            decode_seconds=self.decode_seconds / number,
-            load_bytes_per_second=self.load_bytes_per_second * number,
-            step_tokens=self.step_tokens * number,
-            max_running=self.max_running * number,
-        )
+        grow = ("l1_blocks", "l2_blocks", "tokens_per_second", "load_bytes_per_second", "step_tokens", "max_running")
+        whole: dict[str, Any] = {name: getattr(self, name) * number for name in grow}
+        return replace(self, **whole, decode_seconds=self.decode_seconds / number)
 
 
 @dataclass(eq=False, slots=True)
@@ -75,9 +68,8 @@ class SimulatedReplica:
         self._hardware = hardware
         self._block_size = block_size
         self._load_seconds = block_size * hardware.token_bytes / hardware.load_bytes_per_second
-        self._records: dict[str, list[BlockRecord | None]] = {
-            tier: [None] * pool.num_slots for tier, pool in self.pools.items()
-        }
+        self._records: dict[str, list[BlockRecord | None]]
+        self._records = {tier: [None] * pool.num_slots for tier, pool in self.pools.items()}
         self._waiting: deque[SimulatedRequest] = deque()
         self._prefilling: list[SimulatedRequest] = []
         self._decoding: list[SimulatedRequest] = []
