@@ -6,17 +6,17 @@ where their blocks are (`benchmarks/routing.py` measured how well). So all but a
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Final, NamedTuple
+from itertools import pairwise, product
+from typing import Any, Final, NamedTuple
 
 GIB: Final = 1 << 30
 GB: Final = 1e9
-MONTH: Final = 30 * 86_400.0  # seconds
-HOUR: Final = 3600.0
+DAY: Final = 86_400.0  # seconds
+MONTH: Final = 30 * DAY
 NODES: Final = (1, 10, 100, 1000)
 MOST: Final = 100_000_000  # nodes; a limit beyond it is none
 
-PaperRow = dict[str, object]
+PaperRow = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,38 +125,33 @@ class PaperFleet:
         return applied + 2 * nodes * self.measured.follower_idle_us / 1e6
 
     def events(self) -> list[PaperRow]:
-        return [
-            {
-                "part": "events",
-                "nodes": nodes,
-                "changes/s": round(self.changes(nodes)),
-                "MB/s on the wire": round(self.changes(nodes) * self.measured.wire_bytes / 1e6, 3),
-                "cores of a publisher": round(self.changes(1) * self.measured.publisher_us / 1e6, 4),
-                "cores of a reader": round(self.event_cores(nodes), 4),
-                "descriptors": round(2 * nodes * self.measured.follower_descriptors),
-                "threads": round(2 * nodes * self.measured.follower_threads),
-            }
-            for nodes in NODES
-        ]
+        """A row for each size, as in the other tables."""
+        costs, rows = self.measured, list[PaperRow]()
+        for nodes in NODES:
+            row: PaperRow = {"part": "events", "nodes": nodes, "changes/s": round(self.changes(nodes))}
+            row["MB/s on the wire"] = round(self.changes(nodes) * costs.wire_bytes / 1e6, 3)
+            row["cores of a publisher"] = round(self.changes(1) * costs.publisher_us / 1e6, 4)
+            row["cores of a reader"] = round(self.event_cores(nodes), 4)
+            row["descriptors"] = round(2 * nodes * costs.follower_descriptors)
+            rows.append(row | {"threads": round(2 * nodes * costs.follower_threads)})
+        return rows
 
     # the index
 
     def index_gib(self, nodes: float, block_tokens: int | None = None) -> float:
-        names = nodes * self.assumed.names_a_node * self.assumed.block_tokens
-        names /= block_tokens or self.assumed.block_tokens
+        """Memory of one router."""
+        smaller = self.assumed.block_tokens / (block_tokens or self.assumed.block_tokens)
+        names = nodes * self.assumed.names_a_node * smaller
         return (names * self.measured.index_bytes + 2 * nodes * self.measured.follower_kib * 1024) / GIB
 
     def index(self) -> list[PaperRow]:
-        return [
-            {
-                "part": "index",
-                "nodes": nodes,
-                "names, M": round(nodes * self.assumed.names_a_node / 1e6, 2),
-                "index GiB": round(self.index_gib(nodes), 2),
-                "$ a month": round(self.index_gib(nodes) * self.assumed.gib_price, 1),
-            }
-            for nodes in NODES
-        ]
+        """By the number of nodes."""
+        rows = []
+        for nodes in NODES:
+            gib, names = self.index_gib(nodes), nodes * self.assumed.names_a_node
+            row: PaperRow = {"part": "index", "nodes": nodes, "names, M": round(names / 1e6, 2)}
+            rows.append(row | {"index GiB": round(gib, 2), "$ a month": round(gib * self.assumed.gib_price, 1)})
+        return rows
 
     # decisions
 
@@ -169,25 +164,21 @@ class PaperFleet:
     def routers(self, nodes: float) -> int | None:
         """Processes that share the requests, while each reads all events. None: events alone fill a core."""
         left = 1 - self.event_cores(nodes)
-        return None if left <= 0 else max(1, -int(-self.request_cores(nodes) / left // 1))
+        return None if left <= 0 else _up(self.request_cores(nodes) / left)
 
     def decisions(self) -> list[PaperRow]:
-        return [
-            {
-                "part": "decisions",
-                "nodes": nodes,
-                "requests/s": round(nodes * self.assumed.rate, 1),
-                "decision us": round(self.measured.decision(nodes)),
-                "cores, decisions": round(nodes * self.assumed.rate * self.measured.decision(nodes) / 1e6, 3),
-                "cores, all of a request": round(self.request_cores(nodes), 3),
-                "routers": (count := self.routers(nodes)),
-                "GiB, all routers": None if count is None else round(count * self.index_gib(nodes), 1),
-                "router $ a month": None
-                if count is None
-                else round(count * (self.assumed.core_price + self.index_gib(nodes) * self.assumed.gib_price)),
-            }
-            for nodes in NODES
-        ]
+        """By the number of nodes."""
+        rows = []
+        for nodes in NODES:
+            rate, us, count, gib = (nodes * self.assumed.rate, self.measured.decision(nodes), self.routers(nodes),
+                                    self.index_gib(nodes))  # fmt: skip
+            row: PaperRow = {"part": "decisions", "nodes": nodes, "requests/s": round(rate, 1)}
+            row |= {"decision us": round(us), "cores, decisions": round(rate * us / 1e6, 3)}
+            row |= {"cores, all of a request": round(self.request_cores(nodes), 3), "routers": count}
+            price = self.assumed.core_price + gib * self.assumed.gib_price
+            row["GiB, all routers"] = None if count is None else round(count * gib, 1)
+            rows.append(row | {"router $ a month": None if count is None else round(count * price)})
+        return rows
 
     # Redis
 
@@ -197,35 +188,28 @@ class PaperFleet:
         return each * moved.redis_stored, each * moved.redis_read
 
     def shards_for_bytes(self, nodes: float, admit_after: int) -> float:
+        """Servers that take and give as much."""
         written, read = self.redis_gb(nodes, admit_after)
         network = self.assumed.shard_gbit / 8
         set_gb, get_gb = (min(network, each) for each in (self.measured.redis_set_gb, self.measured.redis_get_gb))
         return written / set_gb + read / get_gb
 
     def shards_for_room(self, nodes: float) -> float:
+        """Servers that hold as much."""
         return nodes * self.assumed.redis_gib / self.assumed.shard_gib
 
     def redis(self) -> list[PaperRow]:
-        rows: list[PaperRow] = []
-        for admit_after in sorted(self.moved):
-            for nodes in NODES:
-                written, read = self.redis_gb(nodes, admit_after)
-                busy, room = self.shards_for_bytes(nodes, admit_after), self.shards_for_room(nodes)
-                shards = _up(max(busy, room))
-                money = shards * (self.assumed.core_price + self.assumed.shard_gib * self.assumed.gib_price)
-                rows.append(
-                    {
-                        "part": "redis",
-                        "nodes": nodes,
-                        "stored from sighting": admit_after,
-                        "GB/s written": round(written, 3),
-                        "GB/s read": round(read, 3),
-                        "shards, by bytes": round(busy, 2),
-                        "shards, by room": round(room, 2),
-                        "shards": shards,
-                        "$ a month": round(money),
-                    }
-                )
+        """By when a block is stored, and the number of nodes."""
+        rows = []
+        price = self.assumed.core_price + self.assumed.shard_gib * self.assumed.gib_price
+        for admit_after, nodes in product(sorted(self.moved), NODES):
+            written, read = self.redis_gb(nodes, admit_after)
+            busy, room = self.shards_for_bytes(nodes, admit_after), self.shards_for_room(nodes)
+            shards = _up(max(busy, room))
+            row: PaperRow = {"part": "redis", "nodes": nodes, "stored from sighting": admit_after}
+            row |= {"GB/s written": round(written, 3), "GB/s read": round(read, 3)}
+            row |= {"shards, by bytes": round(busy, 2), "shards, by room": round(room, 2)}
+            rows.append(row | {"shards": shards, "$ a month": round(shards * price)})
         return rows
 
     # an object store
@@ -235,79 +219,53 @@ class PaperFleet:
         moved, each = self.moved[admit_after], nodes * self.assumed.rate * self.assumed.token_bytes / object_bytes
         return each * moved.slab_stored, each * moved.cold_read
 
-    def object_money(self, nodes: float, admit_after: int, object_bytes: float) -> tuple[float, float]:
-        """Dollars a month: of requests, of room."""
-        puts, gets = self.object_rates(nodes, admit_after, object_bytes)
-        requests = (puts * self.assumed.put_price + gets * self.assumed.get_price) / 1000 * MONTH
-        kept = puts * object_bytes * self.assumed.kept_days * 86_400 / GB
-        return requests, kept * self.assumed.gb_month
-
     def objects(self, sizes: Mapping[str, float]) -> list[PaperRow]:
-        rows: list[PaperRow] = []
-        for admit_after in sorted(self.moved):
-            for name, size in sizes.items():
-                for nodes in NODES:
-                    puts, gets = self.object_rates(nodes, admit_after, size)
-                    requests, room = self.object_money(nodes, admit_after, size)
-                    rows.append(
-                        {
-                            "part": "objects",
-                            "nodes": nodes,
-                            "object": name,
-                            "stored from sighting": admit_after,
-                            "PUT/s": round(puts, 1),
-                            "GET/s": round(gets, 1),
-                            "requests $ a month": round(requests),
-                            "room $ a month": round(room),
-                        }
-                    )
+        """By when a block is stored, the size of an object, and the number of nodes."""
+        rows = []
+        for admit_after, (name, size), nodes in product(sorted(self.moved), sizes.items(), NODES):
+            puts, gets = self.object_rates(nodes, admit_after, size)
+            requests = (puts * self.assumed.put_price + gets * self.assumed.get_price) / 1000 * MONTH
+            kept = puts * size * self.assumed.kept_days * DAY / GB
+            row: PaperRow = {"part": "objects", "nodes": nodes, "object": name, "stored from sighting": admit_after}
+            row |= {"PUT/s": round(puts, 1), "GET/s": round(gets, 1), "requests $ a month": round(requests)}
+            rows.append(row | {"room $ a month": round(kept * self.assumed.gb_month)})
         return rows
 
     # where it breaks
 
     def limits(self, object_sizes: Mapping[str, float]) -> list["Limit"]:
         """Each limit, as a load that is 1 where it is reached."""
-        assumed, wide = self.assumed, 4 * self.assumed.block_tokens
+        assumed, measured = self.assumed, self.measured
+        wide = 4 * assumed.block_tokens
         block, large = object_sizes.values()
         first, second = min(self.moved), max(self.moved)
+        wider, later = f"the same, blocks of {wide} tokens", f"the same, stored from sighting {second}"
+        blocks, loop, descriptors = assumed.max_blocks, assumed.loop_ms, assumed.max_descriptors
+
+        def names(nodes: float) -> float:
+            return nodes * assumed.names_a_node / blocks
 
         def puts(size: float, admit_after: int) -> Callable[[float], float]:
             return lambda nodes: self.object_rates(nodes, admit_after, size)[0] / assumed.puts_a_second
 
-        return [
-            Limit("index", f"`max_blocks` of {assumed.max_blocks / 1e6:g} M", self._names),
-            Limit("index", f"the same, blocks of {wide} tokens", lambda n: self._names(n) / 4),
-            Limit("index", f"{assumed.router_gib:g} GiB of memory", lambda n: self.index_gib(n) / assumed.router_gib),
-            Limit(
-                "index",
-                f"the same, blocks of {wide} tokens",
-                lambda n: self.index_gib(n, wide) / assumed.router_gib,
-            ),
-            Limit(
-                "decisions", "one router's core, all its work", lambda n: self.event_cores(n) + self.request_cores(n)
-            ),
-            Limit(
-                "decisions",
-                f"{assumed.loop_ms:g} ms for one decision",
-                lambda n: self.measured.decision(n) / 1e3 / assumed.loop_ms,
-            ),
-            Limit("events", "one reader's core, events alone", self.event_cores),
-            Limit("events", f"the same, blocks of {wide} tokens", lambda n: self.event_cores(n, wide)),
-            Limit(
-                "events",
-                f"{assumed.max_descriptors:,} descriptors",
-                lambda n: 2 * n * self.measured.follower_descriptors / assumed.max_descriptors,
-            ),
-            Limit("redis", "one server's bytes", lambda n: self.shards_for_bytes(n, first)),
-            Limit("redis", f"the same, stored from sighting {second}", lambda n: self.shards_for_bytes(n, second)),
-            Limit("redis", f"{assumed.shard_gib:g} GiB of one server", self.shards_for_room),
-            Limit("objects", "PUT/s of one prefix, an object a block", puts(block, first)),
-            Limit("objects", "the same, large objects", puts(large, first)),
-            Limit("objects", f"the same, stored from sighting {second}", puts(large, second)),
+        found: list[tuple[str, str, Callable[[float], float]]] = [
+            ("index", f"`max_blocks` of {blocks / 1e6:g} M", names),
+            ("index", wider, lambda n: names(n) / 4),
+            ("index", f"{assumed.router_gib:g} GiB of memory", lambda n: self.index_gib(n) / assumed.router_gib),
+            ("index", wider, lambda n: self.index_gib(n, wide) / assumed.router_gib),
+            ("decisions", "one router's core, all its work", lambda n: self.event_cores(n) + self.request_cores(n)),
+            ("decisions", f"{loop:g} ms for one decision", lambda n: measured.decision(n) / 1e3 / loop),
+            ("events", "one reader's core, events alone", self.event_cores),
+            ("events", wider, lambda n: self.event_cores(n, wide)),
+            ("events", f"{descriptors:,} descriptors", lambda n: 2 * n * measured.follower_descriptors / descriptors),
+            ("redis", "one server's bytes", lambda n: self.shards_for_bytes(n, first)),
+            ("redis", later, lambda n: self.shards_for_bytes(n, second)),
+            ("redis", f"{assumed.shard_gib:g} GiB of one server", self.shards_for_room),
+            ("objects", "PUT/s of one prefix, an object a block", puts(block, first)),
+            ("objects", "the same, large objects", puts(large, first)),
+            ("objects", later, puts(large, second)),
         ]
-
-    def _names(self, nodes: float) -> float:
-        return nodes * self.assumed.names_a_node / self.assumed.max_blocks
+        return [Limit(*each) for each in found]
 
 
 class Limit(NamedTuple):
@@ -327,10 +285,6 @@ class Limit(NamedTuple):
             middle = (low + high) // 2
             low, high = (middle, high) if self.load(middle) <= 1 else (low, middle)
         return low
-
-
-def breaks(limits: Sequence[Limit]) -> list[PaperRow]:
-    return [{"part": "limits", "of": each.part, "limit": each.what, "holds up to": each.nodes} for each in limits]
 
 
 def _up(number: float) -> int:

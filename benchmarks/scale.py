@@ -17,18 +17,15 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, Final
 
-import matplotlib
 import numpy as np
 from _eviction_traces import PRODUCTION, made_up, production_trace
+from _loads import Row, picture
 from _report import RESULTS, parser, progress, report
-from _scale_model import GIB, Assumptions, Limit, PaperFleet, PieceCosts, RequestMoves, breaks
+from _scale_model import GIB, Assumptions, Limit, PaperFleet, PieceCosts, RequestMoves
 from _scale_parts import BLOCK_SIZE, alone, measure_events, measure_follow, measure_index
 
 from kvtier.service.simulation import Capacity, SimulatedTiers, TraceReplay
 from kvtier.service.traces import RequestTrace
-
-matplotlib.use("Agg")
-from matplotlib import pyplot
 
 SHARE: Final = 4  # nodes that serve the trace together
 REPLICAS: Final = (1, 10, 100, 1000)
@@ -43,32 +40,26 @@ FOR_PEOPLE: Final = {"events": "KV events", "index": "index", "decisions": "deci
 
 def moved(trace: RequestTrace, assumed: Assumptions, admit_after: int) -> RequestMoves:
     """What a request moves: tokens, the mean of all requests. Tiers begin empty."""
-    block_bytes = trace.block_size * assumed.token_bytes
+    replay = TraceReplay(trace, trace.block_size * assumed.token_bytes)
+    everything = trace.num_names * replay.block_bytes
     l1, l2, slab, redis = (
         int(SHARE * gib * GIB) for gib in (assumed.l1_gib, assumed.l2_gib, assumed.slab_gib, assumed.redis_gib)
     )
-    everything = trace.num_names * block_bytes
-    replay = TraceReplay(trace, block_bytes)
     asked, answers = float(trace.num_prompt.mean()), float(np.diff(trace.starts).mean() - trace.num_prompt.mean())
-    progress(f"stored from sighting {admit_after}: L1")
-    in_l1 = _run(replay, Capacity(l1, policy="lru"))
-    progress(f"stored from sighting {admit_after}: L2, slab, and all that ever was")
-    cold = Capacity(l2, slab, everything, FOREVER, admit_after=admit_after)
-    below = _run(replay, cold)
-    progress(f"stored from sighting {admit_after}: L2 and Redis")
-    shared = _run(replay, Capacity(l2, 0, redis, FOREVER, admit_after=admit_after))
-    tokens = float(trace.block_size)
+
+    def run(told: str, *sizes: Any, **options: Any) -> dict[str, float]:
+        progress(f"stored from sighting {admit_after}: {told}")
+        return _run(replay, Capacity(*sizes, **options))
+
+    in_l1 = run("L1", l1, policy="lru")
+    below = run("L2, slab, and all that ever was", l2, slab, everything, FOREVER, admit_after=admit_after)
+    shared = run("L2 and Redis", l2, 0, redis, FOREVER, admit_after=admit_after)
+    blocks = (asked + answers - in_l1["l2"], below["stored"], below["new"], below["slab"], below["cold"])
     return RequestMoves(
         admit_after,
         float(trace.num_tokens.mean()),
         float(trace.num_output.mean()),
-        tokens * (asked + answers - in_l1["l2"]),
-        tokens * below["stored"],
-        tokens * below["new"],
-        tokens * below["slab"],
-        tokens * below["cold"],
-        tokens * shared["new"],
-        tokens * shared["cold"],
+        *(float(trace.block_size) * number for number in (*blocks, shared["new"], shared["cold"])),
     )
 
 
@@ -91,31 +82,19 @@ def measured(chosen: argparse.Namespace, prompt_tokens: float) -> PieceCosts:
     progress("KV events: a publisher and a consumer")
     events = measure_events(4 if quick else CHAINS)
     indexes = []
+    rounds, blocks = (5, 10_000) if quick else (100, INDEXED)
     for replicas in REPLICAS[:2] if quick else REPLICAS:
         progress(f"the index and decisions of {replicas:,} replicas")
-        rounds = 5 if quick else 100
-        blocks = 10_000 if quick else INDEXED
         indexes.append(alone(measure_index, replicas, blocks, int(prompt_tokens), rounds))
     progress("publishers that are followed")
     follow = measure_follow(3 if quick else FOLLOWED, 1.0 if quick else 10.0)
     forward = _saved("router_overhead", "ms", what="request of 1024 token ids, answered as a stream")
     piece = _saved("router_overhead", "us", what="piece of a stream that comes alone")
-    of_server = {"nodes": 1, "block KiB": 2048, "way": "ours", "records": "clear"}
-    return PieceCosts(
-        events.publisher_us,
-        events.consumer_us,
-        events.wire_bytes,
-        max(each.bytes_a_block for each in indexes),
-        {each.replicas: each.decision_us for each in indexes},
-        follow.descriptors,
-        follow.threads,
-        follow.kib,
-        follow.idle_us_a_second,
-        1e3 * forward,
-        piece,
-        _saved("redis_bandwidth", "redis-benchmark GB/s", verb="SET", **of_server),
-        _saved("redis_bandwidth", "redis-benchmark GB/s", verb="GET", **of_server),
-    )
+    server: Row = {"nodes": 1, "block KiB": 2048, "way": "ours", "records": "clear"}
+    set_gb, get_gb = (_saved("redis_bandwidth", "redis-benchmark GB/s", verb=v, **server) for v in ("SET", "GET"))
+    bytes_a_block = max(each.bytes_a_block for each in indexes)
+    decisions = {each.replicas: each.decision_us for each in indexes}
+    return PieceCosts(*events, bytes_a_block, decisions, *follow, 1e3 * forward, piece, set_gb, get_gb)
 
 
 def _saved(name: str, column: str, **where: object) -> float:
@@ -128,46 +107,31 @@ def _saved(name: str, column: str, **where: object) -> float:
     )
 
 
-def rows_of(fleet: PaperFleet, limits: Sequence[Limit], sizes: dict[str, float]) -> list[dict[str, object]]:
+def rows_of(fleet: PaperFleet, limits: Sequence[Limit], sizes: dict[str, float]) -> list[Row]:
     """A table for each part, then what they are made of."""
     pieces = asdict(fleet.measured)
     decisions = pieces.pop("decision_us")
-    rows: list[dict[str, object]] = [
-        *fleet.events(),
-        *fleet.index(),
-        *fleet.decisions(),
-        *fleet.redis(),
-        *fleet.objects(sizes),
-        *breaks(limits),
-    ]
+    pieces |= {f"decision_us of {replicas:,} replicas": value for replicas, value in decisions.items()}
+    rows: list[Row] = [*fleet.events(), *fleet.index(), *fleet.decisions(), *fleet.redis(), *fleet.objects(sizes)]
+    rows += [{"part": "limits", "of": each.part, "limit": each.what, "holds up to": each.nodes} for each in limits]
     rows += [{"part": "a request moves", **asdict(each)} for each in fleet.moved.values()]
-    rows += [{"part": "a piece costs", "piece": name, "measured": value} for name, value in pieces.items()]
-    rows += [
-        {"part": "a piece costs", "piece": f"decision_us of {replicas:,} replicas", "measured": value}
-        for replicas, value in decisions.items()
-    ]
-    return rows
+    return rows + [{"part": "a piece costs", "piece": name, "measured": value} for name, value in pieces.items()]
 
 
 def plot(limits: Sequence[Limit], path: Path) -> None:
     """Up to how many nodes each limit holds."""
     shown = [each for each in limits if each.nodes is not None]
-    figure, axes = pyplot.subplots(figsize=(9.5, 0.5 + 0.32 * len(shown)), layout="constrained")
     colors = {part: f"C{i}" for i, part in enumerate(dict.fromkeys(each.part for each in shown))}
-    labels, wholes = [], []
-    for each in shown:
-        labels.append(f"{FOR_PEOPLE.get(each.part, each.part)}: {each.what}".replace("`", ""))
-        wholes.append(max(0.5, float(each.nodes or 0)))
-    bars = axes.barh(range(len(shown)), wholes, color=[colors[each.part] for each in shown], left=0.1)
-    axes.bar_label(bars, [f"{each.nodes:,}" for each in shown], fontsize=8, padding=3)
-    axes.set_yticks(range(len(shown)), labels, fontsize=8)
-    axes.set(xscale="log", xlabel="nodes", xlim=(0.1, 10 * max(wholes)))
-    axes.invert_yaxis()
-    for nodes in REPLICAS:
-        axes.axvline(nodes, color="grey", linewidth=0.6, linestyle=":")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    labels = [f"{FOR_PEOPLE.get(each.part, each.part)}: {each.what}".replace("`", "") for each in shown]
+    wholes = [max(0.5, float(each.nodes or 0)) for each in shown]
+    with picture(path, figsize=(9.5, 0.5 + 0.32 * len(shown))) as (_, axes):
+        bars = axes.barh(range(len(shown)), wholes, color=[colors[each.part] for each in shown], left=0.1)
+        axes.bar_label(bars, [f"{each.nodes:,}" for each in shown], fontsize=8, padding=3)
+        axes.set_yticks(range(len(shown)), labels, fontsize=8)
+        axes.set(xscale="log", xlabel="nodes", xlim=(0.1, 10 * max(wholes)))
+        axes.invert_yaxis()
+        for nodes in REPLICAS:
+            axes.axvline(nodes, color="grey", linewidth=0.6, linestyle=":")
 
 
 def options() -> argparse.ArgumentParser:
@@ -185,19 +149,16 @@ def options() -> argparse.ArgumentParser:
 def assumptions(chosen: argparse.Namespace, trace: RequestTrace) -> Assumptions:
     """Of the command line. Exits with status 2 if a figure cannot be."""
     named = {field.name: getattr(chosen, field.name) for field in fields(Assumptions)}
-    for name, value in named.items():
-        if value is not None and not value > 0:
-            sys.exit(_bad(f"--{name.replace('_', '-')} {value:g}: give a number above 0"))
+    wrong = [f"--{name.replace('_', '-')} {value:g}: give a number above 0" for name, value in named.items()
+             if value is not None and not value > 0]  # fmt: skip
+    if named["block_tokens"] != BLOCK_SIZE:
+        wrong.append(f"--block-tokens {named['block_tokens']}: give {BLOCK_SIZE}: the pieces are measured at that")
+    if wrong:
+        print(f"scale: {wrong[0]}", file=sys.stderr)
+        sys.exit(2)
     if named["rate"] is None:
         named["rate"] = len(trace) / float(trace.begun[-1] - trace.begun[0]) / SHARE
-    if named["block_tokens"] != BLOCK_SIZE:
-        sys.exit(_bad(f"--block-tokens {named['block_tokens']}: give {BLOCK_SIZE}: the pieces are measured at that"))
     return Assumptions(**named)
-
-
-def _bad(why: str) -> int:
-    print(f"scale: {why}", file=sys.stderr)
-    return 2
 
 
 def main() -> int:
