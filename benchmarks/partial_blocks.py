@@ -276,7 +276,7 @@ def main() -> int:
     held = next(row["blocks named"] * row["block"] for row in rows)  # of the chats, which come first
     tight = bounded(workloads["chat"], held)
     sizes, length, rounds = (BLOCK_SIZES[::4], 512, 1) if args.quick else (BLOCK_SIZES, 2048, 3)
-    timings = [] if args.no_engine else timed(sizes, length=length, rounds=rounds)
+    timings: list[Row] = [] if args.no_engine else timed(sizes, length=length, rounds=rounds)
     if args.save:
         plot(rows, RESULTS / "partial_blocks.png")
     conclusions = {reuse.value: winner(rows, reuse) for reuse in PrefixReuse}
