@@ -83,7 +83,6 @@ class Architecture:
             return auto.from_config(self.make_config(), dtype=torch.float32).eval()
 
     def save(self, path: Path) -> None:
-        """Write a checkpoint directory with these weights."""
         self.make_model().save_pretrained(path)
 
 
@@ -135,7 +134,7 @@ ARCHITECTURES: Final = (
     _of("deepseek-v2", "DeepSeek V2", "DeepseekV2", **_MLA),
     _of("deepseek-v3", "DeepSeek V3, R1, Kimi K2", "DeepseekV3", **_MLA_Q),
     _of("deepseek-v3-moe", "DeepSeek V3 with experts", "DeepseekV3",
-        **_MLA_Q | dict(first_k_dense_replace=1, n_routed_experts=4, n_shared_experts=1, moe_intermediate_size=64)),
+        **_MLA_Q | {"first_k_dense_replace": 1, "n_routed_experts": 4}, n_shared_experts=1, moe_intermediate_size=64),
     _of("deepseek-v3.2", "DeepSeek V3.2", "DeepseekV32", **_MLA_Q, **_INDEX),
     _of("minicpm3", "MiniCPM 3", "MiniCPM3", **_MLA_Q),
     _of("longcat-flash", "LongCat-Flash", "LongcatFlash", **_MLA_Q, head_dim=64, num_layers=2,

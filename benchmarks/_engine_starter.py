@@ -73,8 +73,6 @@ class EngineStarter:
 
 
 class ForkedEngine:
-    """One engine, as the benchmark sees it."""
-
     def __init__(self, link: socket.socket) -> None:
         """Raises EngineEnded if it does not get ready."""
         self._link, self._lines, self._pid = link, link.makefile("r"), 0

@@ -110,7 +110,6 @@ class SimulatedReplica:
                 yield from events_of(tier, pool.changes(self._records[tier], _EVERYTHING))
 
     def holdings(self) -> dict[str, int]:
-        """How many blocks can be found, by tier."""
         counts = {tier: pool.counts().ready for tier, pool in self.pools.items()}
         return {tier: count for tier, count in counts.items() if count}
 

@@ -200,7 +200,6 @@ class ScatteredBatches:
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(7))
 
     def batch(self, direction: str) -> BlockCopies:
-        """`count` distinct blocks and slots, scattered."""
         half = self.num_blocks // 2
         start = 0 if direction == "load" else half
         blocks, slots = (start + self.rng.permutation(half)[: self.count] for _ in range(2))
@@ -266,12 +265,10 @@ def interleaved(
 
 
 def mid(values: Iterable[float], digits: int = 3) -> float:
-    """The median, rounded."""
     return round(float(np.median(list(values))), digits)
 
 
 def tail(values: Iterable[float]) -> float:
-    """The 99th percentile, rounded."""
     return round(float(np.quantile(list(values), 0.99)), 3)
 
 

@@ -31,7 +31,6 @@ def random_tokens(draw: np.random.Generator, count: int, first: int = 3, end: in
 
 
 def llama(size: int, layers: int, *, heads: int, kv_heads: int, **options: Any) -> Any:
-    """The configuration of a Llama of this width and depth."""
     from transformers import LlamaConfig  # takes torch along
 
     sizes: Row = {"hidden_size": size, "num_hidden_layers": layers, "vocab_size": VOCABULARY}
@@ -79,7 +78,6 @@ def interval(ratios: Sequence[float]) -> tuple[float, float, float]:
 
 @contextmanager
 def picture(path: Path, rows: int = 1, columns: int = 1, **options: Any) -> Iterator[tuple[Any, Any]]:
-    """A figure and its axes to draw in, saved at the end."""
     figure, axes = pyplot.subplots(rows, columns, layout="constrained", **options)
     yield figure, axes
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -88,26 +89,11 @@ def judge(expected: PromptTexts, cold: TrialRound, warm: TrialRound, restart: Tr
 
 
 def settings(folder: Path) -> Config:
-    """Small tiers over a slab."""
     file = {"path": str(folder), "size": "64MiB", "deadline": "60s"}
     return Config.load(host={"size": "32MiB"}, file=file, cache={**_CACHE, "block_size": 16})  # prompts are short
 
 
-@contextmanager
-def listening() -> Iterator[list[str]]:
-    """What kvtier's loggers warn of."""
-    said: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("kvtier").addHandler(handler)
-    try:
-        yield said
-    finally:
-        logging.getLogger("kvtier").removeHandler(handler)
-
-
 def plain_texts(architecture: Architecture) -> PromptTexts:
-    """transformers' own greedy answers."""
     with by_itself():
         model = architecture.make_model()
         return [_answer(model, model.generate, tokens) for tokens in prompts()]
@@ -125,18 +111,23 @@ def three_rounds(
     forget: Callable[[Any], object],
 ) -> tuple[Trial, list[str]]:
     """Ask an engine, ask it again once its own cache is empty, and ask the next one; with what kvtier warned of."""
-    with listening() as said:
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("kvtier").addHandler(handler)
+    try:
         with opened() as engine:
             cold = ask(engine)
             forget(engine)
             warm = ask(engine)
         with opened() as engine:
             restart = ask(engine)
+    finally:
+        logging.getLogger("kvtier").removeHandler(handler)
     return judge(expected, cold, warm, restart, said), said
 
 
 def try_transformers(architecture: Architecture, folder: Path) -> Trial:
-    """`KVTier` around `generate()`."""
     model, expected = architecture.make_model(), plain_texts(architecture)
 
     def ask(kv: KVTier) -> TrialRound:
@@ -153,7 +144,6 @@ def try_transformers(architecture: Architecture, folder: Path) -> Trial:
 
 
 def try_kvtier(architecture: Architecture, folder: Path) -> Trial:
-    """kvtier's own engine."""
     path, expected = folder / "model", plain_texts(architecture)
     architecture.save(path)
     params = SamplingParams(max_tokens=NEW, ignore_eos=True)
@@ -166,10 +156,8 @@ def try_kvtier(architecture: Architecture, folder: Path) -> Trial:
             assert engine.connector.hierarchy.drain(60)
         return [answer.token_ids for answer in answers], [answer.num_external_tokens for answer in answers[:2]]
 
-    def opened() -> AbstractContextManager[Any]:
-        return open_engine(path, settings(folder / "slab"))
-
-    return three_rounds(expected, opened, ask, lambda engine: engine.pool.reset())[0]
+    slab = settings(folder / "slab")
+    return three_rounds(expected, lambda: open_engine(path, slab), ask, lambda engine: engine.pool.reset())[0]
 
 
 def try_vllm(architecture: Architecture, folder: Path) -> Trial:
@@ -190,9 +178,8 @@ def try_vllm(architecture: Architecture, folder: Path) -> Trial:
         texts = [list(output.outputs[0].token_ids) for output in outputs]
         return texts, [output.num_cached_tokens or 0 for output in outputs[:2]]
 
-    def opened() -> AbstractContextManager[Any]:
-        return vllm_rig.engine(path, vllm_rig.tiers(folder / "slab", cache=_CACHE), dtype=dtype)
-
+    tiers = vllm_rig.tiers(folder / "slab", cache=_CACHE)
+    opened = partial(vllm_rig.engine, path, tiers, dtype=dtype)
     return three_rounds(expected, opened, ask, lambda engine: engine.forget_l1())[0]
 
 
@@ -271,7 +258,6 @@ def _first_line(error: BaseException) -> str:
 
 
 def main() -> None:
-    """Try every name."""
     engine, folder, *names = sys.argv[1:]
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever an engine prints is no reply

@@ -20,8 +20,6 @@ class PrefixReuse(Enum):
 
 @dataclass(slots=True)
 class Replayed:
-    """Sums over all requests."""
-
     num_requests: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0

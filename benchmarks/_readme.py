@@ -30,7 +30,6 @@ SHOWN: Final = {"absent": "not in transformers", "not run": "–"}
 
 
 def saved() -> dict[str, Any]:
-    """The results that are kept, by benchmark."""
     return {path.stem: json.loads(path.read_text()) for path in sorted((ROOT / "benchmarks/results").glob("*.json"))}
 
 
@@ -87,7 +86,6 @@ class JudgedRow:
 
 
 def anchor(heading: str) -> str:
-    """What a link to a heading says."""
     return re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-")
 
 
@@ -196,7 +194,6 @@ def machine_line(machine: Mapping[str, Any]) -> str:
 
 
 def written(page: Path, table: str) -> str:
-    """The page with `table` between its two marks."""
     text = page.read_text()
     start = text.index(BEGIN) + len(BEGIN)
     return text[:start] + table + text[text.index(END, start) :]

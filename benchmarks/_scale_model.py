@@ -139,13 +139,11 @@ class PaperFleet:
     # the index
 
     def index_gib(self, nodes: float, block_tokens: int | None = None) -> float:
-        """Memory of one router."""
         smaller = self.assumed.block_tokens / (block_tokens or self.assumed.block_tokens)
         names = nodes * self.assumed.names_a_node * smaller
         return (names * self.measured.index_bytes + 2 * nodes * self.measured.follower_kib * 1024) / GIB
 
     def index(self) -> list[PaperRow]:
-        """By the number of nodes."""
         rows = []
         for nodes in NODES:
             gib, names = self.index_gib(nodes), nodes * self.assumed.names_a_node
@@ -167,7 +165,6 @@ class PaperFleet:
         return None if left <= 0 else _up(self.request_cores(nodes) / left)
 
     def decisions(self) -> list[PaperRow]:
-        """By the number of nodes."""
         rows = []
         for nodes in NODES:
             rate, us, count, gib = (nodes * self.assumed.rate, self.measured.decision(nodes), self.routers(nodes),
@@ -183,19 +180,16 @@ class PaperFleet:
     # Redis
 
     def redis_gb(self, nodes: float, admit_after: int) -> tuple[float, float]:
-        """GB a second written and read."""
         moved, each = self.moved[admit_after], nodes * self.assumed.rate * self.assumed.token_bytes / GB
         return each * moved.redis_stored, each * moved.redis_read
 
     def shards_for_bytes(self, nodes: float, admit_after: int) -> float:
-        """Servers that take and give as much."""
         written, read = self.redis_gb(nodes, admit_after)
         network = self.assumed.shard_gbit / 8
         set_gb, get_gb = (min(network, each) for each in (self.measured.redis_set_gb, self.measured.redis_get_gb))
         return written / set_gb + read / get_gb
 
     def shards_for_room(self, nodes: float) -> float:
-        """Servers that hold as much."""
         return nodes * self.assumed.redis_gib / self.assumed.shard_gib
 
     def redis(self) -> list[PaperRow]:

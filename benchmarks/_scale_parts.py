@@ -109,26 +109,24 @@ def measure_events(num_chains: int) -> EventCost:
         counter.connect(address)
         assert ours.poll(DEADLINE), "the consumer does not connect"
         assert ours.recv() == "live"
-        took, num_bytes, num_batches = 0.0, 0, 0
+        took, sizes = 0.0, list[int]()  # of each batch
         for events in changes:
             began = time.process_time()
             for event in events:
                 publisher.announce(FINGERPRINT, [event])
             assert publisher.flush(DEADLINE), "the publisher does not publish"
             took += time.process_time() - began
-            while counter.poll(0 if num_batches else 1000):
-                num_bytes += sum(map(len, counter.recv_multipart()))
-                num_batches += 1
-        while num_batches < publisher.seq and counter.poll(5000):
-            num_bytes += sum(map(len, counter.recv_multipart()))
-            num_batches += 1
-        assert num_batches == publisher.seq, f"{num_batches} batches of {publisher.seq} were counted"
+            while counter.poll(0 if sizes else 1000):
+                sizes.append(sum(map(len, counter.recv_multipart())))
+        while len(sizes) < publisher.seq and counter.poll(5000):
+            sizes.append(sum(map(len, counter.recv_multipart())))
+        assert len(sizes) == publisher.seq, f"{len(sizes)} batches of {publisher.seq} were counted"
         ours.send(publisher.seq - 1)
         assert ours.poll(DEADLINE), "the consumer does not end"
         consumed, num_left, counts = ours.recv()
         assert (num_left, counts) == (0, {}), (num_left, counts)
     num_changes = 2 * CHAIN * num_chains
-    return EventCost(took / num_changes * 1e6, consumed / num_changes * 1e6, num_bytes / num_changes)
+    return EventCost(took / num_changes * 1e6, consumed / num_changes * 1e6, sum(sizes) / num_changes)
 
 
 class IndexCost(NamedTuple):
@@ -136,7 +134,7 @@ class IndexCost(NamedTuple):
 
     replicas: int
     bytes_a_block: float  # of the process, for each name that a publisher has
-    decision_us: float  # the prompt's names, who holds how much of it, each replica's part and its node's, the choice
+    decision_us: float
 
 
 def measure_index(replicas: int, num_blocks: int, prompt_tokens: int, rounds: int) -> IndexCost:
@@ -170,7 +168,7 @@ def measure_index(replicas: int, num_blocks: int, prompt_tokens: int, rounds: in
 def _route(
     index: PrefixIndex, engines: list[str], nodes: list[str], system: list[int], prompt_tokens: int, rounds: int
 ) -> float:
-    """Microseconds of a decision: the sum of its parts' medians."""
+    """Microseconds of a decision, the median: the prompt's names, who holds it, each replica's part, the choice."""
     draw = np.random.default_rng(5)
     tokens = system + draw.integers(0, 100_000, max(0, prompt_tokens - len(system))).tolist()
     num_held = len(tokens) // BLOCK_SIZE * 9 // 10
@@ -178,25 +176,20 @@ def _route(
     for worker, medium in ((engines[-1], GPU), (nodes[-1], CPU)):
         held = tokens[: num_held * BLOCK_SIZE]
         index.apply(worker, BlockStored(names, None, held, BLOCK_SIZE, None, medium, None))
-    times: list[list[float]] = [[], [], [], []]
+    times = []
     for turn in range(rounds):
-        marks = [time.thread_time()]
+        began = time.thread_time()
         sequence = prompt_hashes(tokens, BLOCK_SIZE)
-        marks.append(time.thread_time())
         found, shared = index.matches(sequence), index.shared(sequence, SHARED)
-        marks.append(time.thread_time())
         prefixes = {}
         for engine, node in zip(engines, nodes, strict=True):
             seen = {SHARED: shared} if SHARED in index.holdings(node) else {}
             prefixes[engine] = joined(found.get(engine, {}), found.get(node, {}), seen)
-        marks.append(time.thread_time())
         candidates = [Candidate(engine, prefixes[engine], 100.0, num_requests=4) for engine in engines]
         choice = choose(candidates, len(sequence), turn=turn)
-        marks.append(time.thread_time())
+        times.append((time.thread_time() - began) * 1e6)
         assert choice.name == engines[-1], choice
-        for part, begun, ended in zip(times, marks, marks[1:], strict=False):
-            part.append((ended - begun) * 1e6)
-    return sum(map(statistics.median, times))
+    return statistics.median(times)
 
 
 class FollowCost(NamedTuple):

@@ -8,7 +8,6 @@ process, so a token's time is when a step hands it out.
 import atexit
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from _engine_starter import serve
+from _process import free_port
 
 HERE: Final = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent / "tests" / "interop")]
@@ -67,14 +67,6 @@ def lmcache_server(folder: Path, host_bytes: int, port: int) -> "subprocess.Pope
     server = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2)
     atexit.register(server.kill)  # however this process ends
     return server
-
-
-def free_port() -> int:
-    """A loopback port nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @contextmanager

@@ -95,7 +95,6 @@ class Runs:
             return self.starter.start(setup, log)
 
     def folder(self, arm: str) -> Path:
-        """Where the arm's storage lies."""
         return self.home / arm.replace(" ", "-")
 
     def last_words(self) -> str:
@@ -115,9 +114,8 @@ def lmcache_packages() -> tuple[Path | None, str]:
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache) as fresh:
         command = [str(VLLM), "-m", "pip", "--disable-pip-version-check", "install", "-qq", "--no-deps"]
-        done = subprocess.run(
-            [*command, "--target", f"{fresh}/packages", "-r", str(wanted)], capture_output=True, text=True, check=False
-        )
+        command += ["--target", f"{fresh}/packages", "-r", str(wanted)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             return None, (done.stderr.strip().splitlines() or ["pip failed"])[-1][:200]
         Path(fresh, "packages").rename(folder)
@@ -154,9 +152,7 @@ def measure(runs: Runs, arm: str, phase: str, prompts: TokenLists, answers: Toke
         cpu = engine.ask("close")["cpu"]
     finally:
         engine.close()
-    first = 1e3 * np.array(told["ttft"])
-    gaps = 1e3 * np.concatenate([np.array(one) for one in told["itl"]])
-    times = {"TTFT": first, "inter-token": gaps}
+    times = {"TTFT": 1e3 * np.array(told["ttft"]), "inter-token": 1e3 * np.concatenate(told["itl"])}
     return {
         "hit share": sum(told["cached"]) / sum(map(len, prompts)),
         **{f"{name} p{q} ms": float(np.percentile(ms, q)) for name, ms in times.items() for q in (50, 99)},

@@ -55,7 +55,6 @@ class Scale:
 
     @classmethod
     def of(cls, device: torch.device, quick: bool) -> "Scale":
-        """A GPU's, or this CPU's."""
         if device.type == "cpu":
             return cls(device, QUICK_KIB, 8 * MIB, MIB, 1, 4, 16 * MIB, _gpu.SMALL)
         half_of_memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
@@ -89,7 +88,6 @@ class PiecePools:
         return prepared
 
     def gbps(self, directions: Sequence[str], seconds: Iterable[float]) -> float:
-        """Of DEPTH batches in each direction."""
         return round(DEPTH * len(directions) * self.batch_bytes / float(np.median(list(seconds))) / 1e9, 2)
 
 
@@ -178,7 +176,6 @@ class StepLoop:
         self._rng = np.random.default_rng(3)
 
     def run(self, enough: Callable[[int], bool]) -> list[float]:
-        """Milliseconds of each step, until there were enough."""
         took: list[float] = []
         while not enough(len(took)):
             started = time.perf_counter()
@@ -246,7 +243,6 @@ def goals(rows: Sequence[Row]) -> list[Target]:
 
 
 def main() -> int:
-    """Measure, print, and say which goals were met."""
     options = _gpu.arguments(__doc__)
     scale = Scale.of(options.device, options.quick)
     rows: list[Row] = []

@@ -51,7 +51,6 @@ class AskedPrompts:
 
     @classmethod
     def of(cls, device: torch.device, quick: bool) -> "AskedPrompts":
-        """A GPU's, or this CPU's."""
         sizes = {"max_position_embeddings": 65536}
         if device.type == "cpu":
             small = llama(64, 2, heads=4, kv_heads=2, intermediate_size=128, vocab_size=512, **sizes)
@@ -107,7 +106,6 @@ def ask_each_tier(engine: Engine, prompt: list[int]) -> tuple[dict[str, float], 
 
 
 def measure(model: Model, prompts: AskedPrompts, loading: Loading) -> Iterator[Row]:
-    """One row for each length."""
     rng = np.random.default_rng(1)
     with scratch("gpu-ttft") as home:
         started = time.monotonic()
@@ -146,7 +144,6 @@ def goals(rows: Sequence[Row]) -> list[Target]:
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """The times of every tier, by length and kind of loads."""
     times = {tier: [row[f"{tier} ms"] for row in rows] for tier in TIERS}
     labels = [f"{row['tokens']} tokens\n{row['loading']}" for row in rows]
     grouped_bars(path, times, labels, "time to first token, ms", "kvtier's engine on a GPU, a Llama-8B's geometry")

@@ -99,7 +99,6 @@ def merged(rows: Sequence[TrialRow], told: Mapping[str, str]) -> tuple[list[Tria
 
 
 def targets(rows: Sequence[TrialRow]) -> list[Target]:
-    """What has to hold for the table."""
     return [
         Target("architectures tried", 30, len({row["architecture"] for row in rows}), at_most=False),
         Target("rows with wrong answers, or an error that is no refusal", 0, sum(r["status"] == "wrong" for r in rows)),
@@ -107,7 +106,6 @@ def targets(rows: Sequence[TrialRow]) -> list[Target]:
 
 
 def main() -> int:
-    """Try what was chosen."""
     options = parser(__doc__)
     options.add_argument("--only", metavar="NAME", nargs="+", choices=[one.name for one in ARCHITECTURES])
     options.add_argument("--engine", choices=list(PYTHONS), help="one engine instead of all that are here")

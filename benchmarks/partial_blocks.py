@@ -95,7 +95,6 @@ def _bytes_of(num_blocks: int) -> int:
 
 
 def replayed(workload: str, exchanges: Sequence[Exchange]) -> list[Row]:
-    """A row for each block size and kind of reuse."""
     rows: list[Row] = []
     for block_size in BLOCK_SIZES:
         progress(f"{workload}, blocks of {block_size}")
@@ -128,8 +127,6 @@ def bounded(exchanges: Sequence[Exchange], held_tokens: int) -> list[Row]:
 
 
 class PartialArm:
-    """One engine, with partial blocks or without."""
-
     def __init__(self, model: Model, home: Path, block_size: int, length: int, *, partial: bool) -> None:
         config = over_slab(home, "512MiB", "1GiB", block_size=block_size, partial_blocks=partial)
         sizes: Row = {"block_size": block_size, "num_blocks": 4 * length // block_size}
@@ -254,7 +251,6 @@ def plot(rows: Sequence[Row], path: Path) -> None:
 
 
 def workloads_of(trace: Path | None, *, quick: bool) -> dict[str, list[Exchange]]:
-    """The chats, and the trace if it is there."""
     found = {"chat": chats(60 if quick else 1000)}
     if trace is None and not TRACE.is_file():
         progress(f"no trace at {TRACE.name}: only chats are replayed; name one in Mooncake's form, by --trace")

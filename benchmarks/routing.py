@@ -163,8 +163,6 @@ def replay(
 
 
 class Figures(NamedTuple):
-    """What a policy reached."""
-
     row: dict[str, float]
     ttft: NDArray[np.float64]  # seconds, of each request
 
@@ -181,8 +179,6 @@ def measured(requests: Sequence[SimulatedRequest], fleet: Sequence[SimulatedRepl
 
 
 class RoutingBench:
-    """The runs of one command line."""
-
     def __init__(self, prompts: Sequence[TracePrompt], args: argparse.Namespace) -> None:
         self.prompts, self.args = prompts, args
         self.hardware = Hardware(args.l1_blocks, args.l2_blocks)
@@ -223,7 +219,6 @@ class RoutingBench:
         return report("routing_tuning", rows, [], self.args.json, self.args.save, self.setup(first))
 
     def setup(self, first: int) -> dict[str, object]:
-        """What of the command line decides the figures."""
         args, hardware = self.args, self.hardware
         setup: Row = {"trace": args.trace.name if args.trace else "made up"}
         setup |= {"measured": f"requests {first + 1} to {len(self.prompts)}", "replicas": args.replicas}

@@ -98,7 +98,6 @@ def measured(chosen: argparse.Namespace, prompt_tokens: float) -> PieceCosts:
 
 
 def _saved(name: str, column: str, **where: object) -> float:
-    """A figure that another program saved."""
     rows: list[dict[str, Any]] = json.loads((RESULTS / f"{name}.json").read_text())["results"]
     return next(
         float(row[column])
@@ -119,7 +118,6 @@ def rows_of(fleet: PaperFleet, limits: Sequence[Limit], sizes: dict[str, float])
 
 
 def plot(limits: Sequence[Limit], path: Path) -> None:
-    """Up to how many nodes each limit holds."""
     shown = [each for each in limits if each.nodes is not None]
     colors = {part: f"C{i}" for i, part in enumerate(dict.fromkeys(each.part for each in shown))}
     labels = [f"{FOR_PEOPLE.get(each.part, each.part)}: {each.what}".replace("`", "") for each in shown]
@@ -162,7 +160,6 @@ def assumptions(chosen: argparse.Namespace, trace: RequestTrace) -> Assumptions:
 
 
 def main() -> int:
-    """Measure, reckon, print."""
     chosen = options().parse_args()
     limit = chosen.requests or (QUICK if chosen.quick else None)
     trace = production_trace(limit)

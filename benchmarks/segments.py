@@ -48,7 +48,6 @@ def unbounded(arm: Arm) -> Repair:
 
 
 def recall(arms: list[Arm], num_samples: int) -> dict[Arm, float]:
-    """The share of questions that each arm answers right."""
     spec = importlib.util.spec_from_file_location("recall_task", FIXTURE / "task.py")
     assert spec is not None
     assert spec.loader is not None
@@ -89,7 +88,6 @@ class TimedPrompts:
         self.engine.precompute(self.documents)
 
     def tokens(self, number: int) -> list[int]:
-        """Random ones."""
         return random_tokens(self.rng, number, 5)
 
     def draw(self) -> tuple[list[int], list[Segment]]:
@@ -101,7 +99,6 @@ class TimedPrompts:
         return prompt + self.tokens(32), segments
 
     def seconds(self, arm: Arm | None) -> tuple[float, float]:
-        """CPU seconds and TTFT of a prompt."""
         prompt, segments = self.draw()
         blend = {} if arm is None else {"segments": [segments], "repair": unbounded(arm)}
         begun = time.process_time()

@@ -54,7 +54,6 @@ class OfferedLoad:
 
     @property
     def prefix_blocks(self) -> int:
-        """Full blocks of a prefix."""
         return self.prefix_tokens // BLOCK_SIZE
 
     @property
@@ -63,13 +62,10 @@ class OfferedLoad:
         return self.clients * ((self.prefix_tokens + self.tail_tokens + self.answer_tokens) // BLOCK_SIZE + 2)
 
     def mebibytes(self, num_prefixes: float) -> str:
-        """Memory for so many prefixes."""
         return f"{max(16, int(num_prefixes * self.prefix_blocks * BLOCK_BYTES) >> 20)}MiB"
 
 
 class TimedAnswer(NamedTuple):
-    """One request as its client saw it."""
-
     first: float  # seconds to the first token
     between: float  # seconds between tokens, the answer's mean
     cached: Mapping[str, float]  # share of its prompt by tier
@@ -104,13 +100,11 @@ class ServedArm:
             return [answer for answers in pool.map(work, range(load.clients)) for answer in answers]
 
     def round(self, prompts: Sequence[list[int]], load: OfferedLoad) -> None:
-        """Serve, and keep what it took."""
         begun = time.perf_counter()
         self.answers.append(self.serve(prompts, load))
         self.rates.append(len(prompts) / (time.perf_counter() - begun))
 
     def firsts(self, of_round: int) -> float:
-        """Median seconds to the first token."""
         return median(answer.first for answer in self.answers[of_round])
 
     def row(self, off: "ServedArm") -> Row:
@@ -172,7 +166,6 @@ class Rig:
         return server
 
     def cluster(self, number: int) -> ServedArm:
-        """So many engines, each with a daemon, behind a router."""
         port, route = free_port(), ["route", "--model", str(self._model)]
         for place in range(number):
             socket = str(self.home / f"{place}.sock")
