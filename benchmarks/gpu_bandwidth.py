@@ -58,9 +58,8 @@ class Scale:
         if device.type == "cpu":
             return cls(device, QUICK_KIB, 8 * MIB, MIB, 1, 4, 16 * MIB, _gpu.SMALL)
         half_of_memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-        first_use = min((4 if quick else 64) << 30, half_of_memory)
-        pieces = QUICK_KIB if quick else PIECES_KIB
-        return cls(device, pieces, 4 << 30, 512 * MIB, 3 if quick else 5, 32, first_use, Geometry8B())
+        pieces, rounds, gib = (QUICK_KIB, 3, 4) if quick else (PIECES_KIB, 5, 64)
+        return cls(device, pieces, 4 << 30, 512 * MIB, rounds, 32, min(gib << 30, half_of_memory), Geometry8B())
 
 
 class PiecePools:

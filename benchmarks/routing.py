@@ -26,13 +26,10 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 import numpy as np
-from _fleet import Hardware, SimulatedReplica, SimulatedRequest
+from _fleet import FINGERPRINT, SMALL, Hardware, SimulatedReplica, SimulatedRequest, TracePrompt, made_up, read_prompts
 from _loads import Row, picture
 from _report import RESULTS, Target, parser, progress, report
-from _traffic import FINGERPRINT, SMALL, TracePrompt, made_up, read_prompts
 from numpy.typing import NDArray
-from rich.console import Console
-from rich.progress import Progress
 
 from kvtier.service.events import AnnouncedBlocks, KVEvent, PrefixIndex
 from kvtier.service.router import CROWD, LOAD_WEIGHT, Candidate, Choice, Reason, choose, sticky
@@ -89,42 +86,32 @@ class SimulatedRouter:
     """The router's half: the index, the work given and not finished, the policy."""
 
     def __init__(self, names: Sequence[str], policy: Policy) -> None:
-        self.index = PrefixIndex(SMALL)
-        self._policy = policy
+        self.index, self._policy, self._turn = PrefixIndex(SMALL), policy, 0
         self._given: dict[str, list[tuple[SimulatedRequest, float]]] = {name: [] for name in names}
-        self._turn = 0
 
     def choose(self, request: SimulatedRequest) -> str:
         """The replica of a request, which counts as its work from now on."""
-        prompt = request.prompt
-        prefixes = self.index.matches(prompt.sequence)
-        candidates = [
-            Candidate(name, prefixes.get(name, {}), self._load(name), num_requests=len(self._given[name]))
-            for name in self._given
-        ]
-        choice = self._policy(candidates, prompt, self._turn)
+        prefixes = self.index.matches(request.prompt.sequence)
+        candidates = []
+        for name, given in self._given.items():
+            load = sum(blocks if each.first_token is None else RUNNING for each, blocks in given)
+            candidates.append(Candidate(name, prefixes.get(name, {}), load, num_requests=len(given)))
+        choice = self._policy(candidates, request.prompt, self._turn)
         assert choice.name is not None
         self._turn += 1
         cached = sum(prefixes.get(choice.name, {}).values())
-        self._given[choice.name].append((request, max(len(prompt.blocks) - cached, RUNNING)))
+        self._given[choice.name].append((request, max(len(request.prompt.blocks) - cached, RUNNING)))
         return choice.name
 
     def finished(self, name: str) -> None:
         """Some of a replica's requests may be done."""
         self._given[name] = [(request, blocks) for request, blocks in self._given[name] if not request.done]
 
-    def _load(self, name: str) -> float:
-        return sum(blocks if request.first_token is None else RUNNING for request, blocks in self._given[name])
-
 
 def replay(
-    prompts: Sequence[TracePrompt],
-    policy: Policy,
-    fleet: Sequence[SimulatedReplica],
-    event_delay: float,
-    tick: Callable[[], None],
+    prompts: Sequence[TracePrompt], policy: Policy, fleet: Sequence[SimulatedReplica], event_delay: float
 ) -> list[SimulatedRequest]:
-    """Send all prompts through a router to a fleet; `tick` is called for each. Checks everybody's books at the end."""
+    """Send all prompts through a router to a fleet. Checks everybody's books at the end."""
     replicas = {replica.name: replica for replica in fleet}
     router = SimulatedRouter(list(replicas), policy)
     blocks = {name: AnnouncedBlocks(FINGERPRINT) for name in replicas}
@@ -152,7 +139,6 @@ def replay(
         else:
             request = coming.popleft()
             replicas[router.choose(request)].submit(request, now)
-            tick()
     for replica in fleet:
         replica.check()
         held = {TIERS[tier].medium: count for tier, count in replica.holdings().items()}
@@ -167,62 +153,55 @@ class Figures(NamedTuple):
     ttft: NDArray[np.float64]  # seconds, of each request
 
 
-def measured(requests: Sequence[SimulatedRequest], fleet: Sequence[SimulatedReplica], block_size: int) -> Figures:
-    """The figures of these requests; work is of all that the fleet did."""
-    ttft = np.array([(request.first_token or NEVER) - request.prompt.arrival for request in requests])
-    tokens = sum(request.prompt.num_tokens for request in requests)
-    in_l1, in_l2 = (sum(request.cached[m] for request in requests) * block_size / tokens for m in ("l1", "l2"))
-    work = np.array([replica.num_computed for replica in fleet], float)
-    row = {"cached": in_l1 + in_l2, "in L1": in_l1, "in L2": in_l2}
-    row |= {f"TTFT p{q} s": float(np.percentile(ttft, q)) for q in (50, 90, 99)}
-    return Figures(row | {"TTFT mean s": float(ttft.mean()), "most / mean work": float(work.max() / work.mean())}, ttft)
-
-
 class RoutingBench:
     def __init__(self, prompts: Sequence[TracePrompt], args: argparse.Namespace) -> None:
         self.prompts, self.args = prompts, args
         self.hardware = Hardware(args.l1_blocks, args.l2_blocks)
 
-    def run(self, name: str, policy: Policy, *, whole: bool = False, first: int = 0) -> Figures:
-        """Replay to the replicas, or to the one that is all of them, and measure from request number `first` on."""
+    def run(self, name: str, policy: Policy, *, whole: bool = False) -> Figures:
+        """Replay to the replicas, or to the one that is all of them; figures of all but the first third.
+
+        Work is of all requests.
+        """
+        progress(name)
         args, number = self.args, 1 if whole else self.args.replicas
         hardware = self.hardware.times(args.replicas) if whole else self.hardware
         fleet = [SimulatedReplica(f"replica-{i}", hardware, args.block_size) for i in range(number)]
-        bar = Progress(console=Console(stderr=True), disable=not sys.stderr.isatty())
-        with bar:
-            task = bar.add_task(name, total=len(self.prompts))
-            if not bar.live.is_started:
-                progress(name)
-            done = replay(self.prompts, policy, fleet, args.event_delay, lambda: bar.advance(task))
-        return measured(done[first:], fleet, args.block_size)
+        requests = replay(self.prompts, policy, fleet, args.event_delay)[len(self.prompts) // 3 :]
+        ttft = np.array([(request.first_token or NEVER) - request.prompt.arrival for request in requests])
+        tokens = sum(request.prompt.num_tokens for request in requests)
+        in_l1, in_l2 = (sum(each.cached[m] for each in requests) * args.block_size / tokens for m in ("l1", "l2"))
+        work = np.array([replica.num_computed for replica in fleet], float)
+        row = {"cached": in_l1 + in_l2, "in L1": in_l1, "in L2": in_l2}
+        row |= {f"TTFT p{q} s": float(np.percentile(ttft, q)) for q in (50, 90, 99)}
+        row |= {"TTFT mean s": float(ttft.mean()), "most / mean work": float(work.max() / work.mean())}
+        return Figures(row, ttft)
 
     def compare(self) -> int:
         """All policies and the oracle, measured on what was not tuned on."""
-        first = len(self.prompts) // 3
-        runs = {name: self.run(name, make(), first=first) for name, make in POLICIES.items()}
-        runs[ORACLE] = self.run(ORACLE, prefix_aware, whole=True, first=first)
+        runs = {name: self.run(name, make()) for name, make in POLICIES.items()}
+        runs[ORACLE] = self.run(ORACLE, prefix_aware, whole=True)
         best = runs[ORACLE].row["cached"]
         rows = [{"policy": name, **each.row, "of oracle": each.row["cached"] / best} for name, each in runs.items()]
         if self.args.save:
             plot(runs, RESULTS / "routing.png")
-        return report("routing", rows, targets(runs), self.args.json, self.args.save, self.setup(first))
+        return report("routing", rows, targets(runs), self.args.json, self.args.save, self.setup())
 
     def tune(self) -> int:
         """Our policy by its weight of load and its crowd, on the first third alone."""
         self.prompts = self.prompts[: len(self.prompts) // 3]
-        first = len(self.prompts) // 3
         rows = []
         for weight, crowd in TUNED:
             policy = partial(prefix_aware, weight=weight, crowd=crowd)
-            run = self.run(f"load weight {weight:g}, crowd {crowd:g}", policy, first=first)
+            run = self.run(f"load weight {weight:g}, crowd {crowd:g}", policy)
             rows.append({"load weight": weight, "crowd": f"{crowd:g}", **run.row})
-        return report("routing_tuning", rows, [], self.args.json, self.args.save, self.setup(first))
+        return report("routing_tuning", rows, [], self.args.json, self.args.save, self.setup())
 
-    def setup(self, first: int) -> dict[str, object]:
+    def setup(self) -> dict[str, object]:
         args, hardware = self.args, self.hardware
         setup: Row = {"trace": args.trace.name if args.trace else "made up"}
-        setup |= {"measured": f"requests {first + 1} to {len(self.prompts)}", "replicas": args.replicas}
-        setup |= {"speed": args.speed, "event delay s": args.event_delay}
+        setup["measured"] = f"requests {len(self.prompts) // 3 + 1} to {len(self.prompts)}"
+        setup |= {"replicas": args.replicas, "speed": args.speed, "event delay s": args.event_delay}
         return setup | {"L1 blocks": hardware.l1_blocks, "L2 blocks": hardware.l2_blocks}
 
 

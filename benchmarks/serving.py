@@ -13,13 +13,12 @@ round. The answer's usage says where a prompt's KV came from.
 
 import http.client
 import json
-import queue
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -81,23 +80,8 @@ class ServedArm:
 
     def serve(self, prompts: Sequence[list[int]], load: OfferedLoad) -> list[TimedAnswer]:
         """Ask them all, `clients` at a time."""
-        waiting: queue.SimpleQueue[list[int]] = queue.SimpleQueue()
-        for prompt in prompts:
-            waiting.put(prompt)
-
-        def work(_: int) -> list[TimedAnswer]:
-            answers: list[TimedAnswer] = []
-            connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=TIMEOUT)
-            try:
-                while True:
-                    answers.append(_ask(connection, waiting.get_nowait(), load.answer_tokens))
-            except queue.Empty:
-                return answers
-            finally:
-                connection.close()
-
-        with ThreadPoolExecutor(load.clients) as pool:
-            return [answer for answers in pool.map(work, range(load.clients)) for answer in answers]
+        with ThreadPoolExecutor(load.clients) as clients:
+            return list(clients.map(lambda prompt: _ask(self.port, prompt, load.answer_tokens), prompts))
 
     def round(self, prompts: Sequence[list[int]], load: OfferedLoad) -> None:
         begun = time.perf_counter()
@@ -119,24 +103,26 @@ class ServedArm:
         return row | {"off / TTFT of a round": median(waits)}
 
 
-def _ask(connection: http.client.HTTPConnection, prompt: list[int], num_tokens: int) -> TimedAnswer:
+def _ask(port: int, prompt: list[int], num_tokens: int) -> TimedAnswer:
     body = {"model": "m", "prompt": prompt, "max_tokens": num_tokens, "temperature": 0, "stream": True}
     body |= {"stream_options": {"include_usage": True}}
-    begun = time.perf_counter()
-    connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
-    response = connection.getresponse()
-    if response.status != 200:
-        raise KVTierError(f"an engine answered {response.status}: {response.read()[:300].decode(errors='replace')}")
     times: list[float] = []
     usage: dict[str, Any] = {}
-    while line := response.readline():
-        if line.startswith(b"data: {"):
-            event = json.loads(line[6:])
-            if "error" in event:
-                raise KVTierError(f"an answer broke off: {event['error']}")
-            usage = event.get("usage") or usage
-            if event.get("choices"):
-                times.append(time.perf_counter())
+    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT)) as connection:
+        connection.connect()
+        begun = time.perf_counter()
+        connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
+        response = connection.getresponse()
+        if response.status != 200:
+            raise KVTierError(f"an engine answered {response.status}: {response.read()[:300].decode(errors='replace')}")
+        while line := response.readline():
+            if line.startswith(b"data: {"):
+                event = json.loads(line[6:])
+                if "error" in event:
+                    raise KVTierError(f"an answer broke off: {event['error']}")
+                usage = event.get("usage") or usage
+                if event.get("choices"):
+                    times.append(time.perf_counter())
     if not usage:
         raise KVTierError("an answer ended without its usage")
     num_answered = max(2, usage["completion_tokens"])
@@ -147,51 +133,45 @@ def _ask(connection: http.client.HTTPConnection, prompt: list[int], num_tokens: 
 class Rig:
     """The processes of all arms, in one directory, ended together."""
 
-    def __init__(self, stack: ExitStack, home: Path, model: Path, load: OfferedLoad) -> None:
-        self._stack, self.home, self._model, self._load = stack, home, model, load
+    def __init__(self, stack: ExitStack, home: Path, load: OfferedLoad) -> None:
+        self._stack, self.home, self._load, self.model = stack, home, load, str(home / "model")
+        subprocess.run([sys.executable, *kvtier("model", self.model)], check=True)
 
-    def engine(self, name: str, **options: str) -> ServedArm:
-        """One engine, with `options` such as HOST__SIZE."""
-        port = free_port()
-        command = ["engine", "--model", str(self._model), "--name", "m", "--http", f"127.0.0.1:{port}"]
-        self.start(name, command, L1__NUM_BLOCKS=str(self._load.l1_blocks), **options)
-        return ServedArm(name, port)
-
-    def start(self, name: str, command: Sequence[str], **options: str) -> ServerProcess:
-        """A process of ours, until the rig ends."""
+    def start(self, name: str, *command: str, **options: str) -> ServedArm:
+        """A process of ours that listens, with `options` such as HOST__SIZE, until the rig ends."""
         progress(f"starting {name}")
         chosen = {"CACHE__LOAD_OR_RECOMPUTE": "load", "CACHE__PREFETCH_DEADLINE": "30s"} | options
-        server = ServerProcess(kvtier(*command), self.home / f"{name.replace(' ', '-')}.log", options=chosen)
+        port, log = free_port(), self.home / f"{name.replace(' ', '-')}.log"
+        server = ServerProcess(kvtier(*command, "--http", f"127.0.0.1:{port}"), log, options=chosen)
         self._stack.callback(server.stop)
-        return server
+        return ServedArm(name, port)
 
-    def cluster(self, number: int) -> ServedArm:
-        port, route = free_port(), ["route", "--model", str(self._model)]
-        for place in range(number):
+    def engine(self, name: str, **options: str) -> ServedArm:
+        room = {"L1__NUM_BLOCKS": str(self._load.l1_blocks)}
+        return self.start(name, "engine", "--model", self.model, "--name", "m", **room, **options)
+
+    def cluster(self, host: str) -> ServedArm:
+        """Two engines, each with a daemon, behind a router."""
+        replicas: list[str] = []
+        for place in range(2):
             socket = str(self.home / f"{place}.sock")
-            published = {"EVENTS__PUBLISH": f"tcp://127.0.0.1:{free_port()}"}
-            host = {"HOST__SIZE": self._load.mebibytes(2 * self._load.prefixes)}
-            serve = ["serve", "--socket", socket, "--http", f"127.0.0.1:{free_port()}"]
-            self.start(f"daemon {place}", serve, **host, **published)
-            published = {"EVENTS__PUBLISH": f"tcp://127.0.0.1:{free_port()}"}
-            arm = self.engine(f"replica {place}", SERVICE__SOCKET=socket, **published)
-            route += ["--replica", f"http://127.0.0.1:{arm.port}"]
-        self.start("router", [*route, "--http", f"127.0.0.1:{port}"])
-        return ServedArm("cluster", port)
+            events, others = ({"EVENTS__PUBLISH": f"tcp://127.0.0.1:{free_port()}"} for _ in range(2))
+            self.start(f"daemon {place}", "serve", "--socket", socket, HOST__SIZE=host, **events)
+            arm = self.engine(f"replica {place}", SERVICE__SOCKET=socket, **others)
+            replicas += ["--replica", f"http://127.0.0.1:{arm.port}"]
+        return self.start("cluster", "route", "--model", self.model, *replicas)
 
-
-def arms(rig: Rig, load: OfferedLoad, chosen: Sequence[str]) -> list[ServedArm]:
-    """The arms asked for, started; "cache off" is always one."""
-    large, small = load.mebibytes(2 * load.prefixes), load.mebibytes(4)
-    found = [rig.engine(OFF, L1__ENABLE_PREFIX_CACHING="false", HOST__SIZE="16MiB")]
-    if "L2" in chosen:
-        found.append(rig.engine("L2", HOST__SIZE=large))
-    if "L3" in chosen:
-        slabs = {"FILE__PATH": str(rig.home / "slabs"), "FILE__SIZE": load.mebibytes(6 * load.prefixes)}
-        found.append(rig.engine("L3", HOST__SIZE=small, **slabs))
-    if "cluster" in chosen:
-        found.append(rig.cluster(2))
-    return found
+    def arms(self, chosen: Sequence[str]) -> list[ServedArm]:
+        """Those asked for, started; "cache off" is always one."""
+        large, small = self._load.mebibytes(2 * self._load.prefixes), self._load.mebibytes(4)
+        slabs = {"FILE__PATH": str(self.home / "slabs"), "FILE__SIZE": self._load.mebibytes(6 * self._load.prefixes)}
+        makers: dict[str, Callable[[], ServedArm]] = {
+            "L2": lambda: self.engine("L2", HOST__SIZE=large),
+            "L3": lambda: self.engine("L3", HOST__SIZE=small, **slabs),
+            "cluster": lambda: self.cluster(large),
+        }
+        off = self.engine(OFF, L1__ENABLE_PREFIX_CACHING="false", HOST__SIZE="16MiB")
+        return [off, *(make() for name, make in makers.items() if name in chosen)]
 
 
 def measure(served: Sequence[ServedArm], load: OfferedLoad) -> None:
@@ -220,10 +200,7 @@ def main() -> int:
     load = OfferedLoad(2, 8, 128, 16, 4, 8, 1) if args.quick else OfferedLoad(4, 16, 512, 32, 32, 24, 3)
     try:
         with ExitStack() as stack:
-            home = Path(stack.enter_context(scratch("serving")))
-            model = home / "model"
-            subprocess.run([sys.executable, *kvtier("model", str(model))], check=True)
-            served = arms(Rig(stack, home, model, load), load, chosen)
+            served = Rig(stack, Path(stack.enter_context(scratch("serving"))), load).arms(chosen)
             measure(served, load)
         rows = [arm.row(served[0]) for arm in served]
         if any(rows[0][name] for name in TIERS.values()):
