@@ -8,7 +8,7 @@ import importlib.util
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import _report
@@ -189,21 +189,6 @@ def piece_tensor(layout: str, num_blocks: int, piece_bytes: int, num_layers: int
 def _by_layer(tensors: Sequence[torch.Tensor], layer_bytes: int) -> EngineBlocks:
     parts = [BlockPart(tensor, layer, layer * layer_bytes) for layer, tensor in enumerate(tensors)]
     return EngineBlocks(parts, len(tensors) * layer_bytes)
-
-
-@dataclass
-class ScatteredBatches:
-    """Random blocks and slots for copies both ways at once: loads have the lower halves, stores the upper ones."""
-
-    num_blocks: int
-    count: int
-    rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(7))
-
-    def batch(self, direction: str) -> BlockCopies:
-        half = self.num_blocks // 2
-        start = 0 if direction == "load" else half
-        blocks, slots = (start + self.rng.permutation(half)[: self.count] for _ in range(2))
-        return BlockCopies(blocks.astype(np.int64), slots.astype(np.int64))
 
 
 def enqueue(stream: CopyStream, direction: str, copies: BlockCopies) -> CopyEvent:

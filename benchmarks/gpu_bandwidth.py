@@ -66,22 +66,27 @@ class PiecePools:
     """L1, pinned L2 and the limit for pieces of one size."""
 
     def __init__(self, scale: Scale, layout: str, piece_bytes: int) -> None:
-        self.device = scale.device
-        self.per_block = 1 if layout == "own" else scale.num_layers
-        self.block_bytes = piece_bytes * self.per_block
-        num_blocks = max(4, scale.pool_bytes // self.block_bytes)
-        count = max(1, min(scale.batch_bytes // self.block_bytes, MAX_PIECES // self.per_block, num_blocks // 2))
-        self.batches = _gpu.ScatteredBatches(num_blocks, count)
-        self.batch_bytes = count * self.block_bytes
+        per_block = 1 if layout == "own" else scale.num_layers
+        block_bytes = piece_bytes * per_block
+        num_blocks = max(4, scale.pool_bytes // block_bytes)
+        self.count = max(1, min(scale.batch_bytes // block_bytes, MAX_PIECES // per_block, num_blocks // 2))
+        self.half, self.batch_bytes = num_blocks // 2, self.count * block_bytes
+        self.rng = np.random.default_rng(7)
         self.l1 = _gpu.piece_tensor(layout, num_blocks, piece_bytes, scale.num_layers, scale.device)
-        self.region = _gpu.pinned_region(num_blocks, self.block_bytes, scale.device)
+        self.region = _gpu.pinned_region(num_blocks, block_bytes, scale.device)
         self.limit = _gpu.BigCopies(self.batch_bytes, scale.device)
+
+    def batch(self, direction: str) -> BlockCopies:
+        """Distinct blocks and slots, scattered: loads have the lower halves, stores the upper ones."""
+        start = 0 if direction == "load" else self.half
+        blocks, slots = (start + self.rng.permutation(self.half)[: self.count] for _ in range(2))
+        return BlockCopies(blocks.astype(np.int64), slots.astype(np.int64))
 
     def ours(self, stream: CopyStream, directions: Sequence[str]) -> Callable[[], Callable[[], None]]:
         """DEPTH batches in each direction, by the stream."""
 
         def prepared() -> Callable[[], None]:
-            batches = [(way, self.batches.batch(way)) for _ in range(DEPTH) for way in directions]
+            batches = [(way, self.batch(way)) for _ in range(DEPTH) for way in directions]
             return lambda: _gpu.ended([_gpu.enqueue(stream, way, copies) for way, copies in batches])
 
         return prepared
