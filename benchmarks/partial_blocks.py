@@ -1,7 +1,7 @@
 """What partial blocks are worth at block sizes of 16 to 256 tokens: off, on, and on with the tails of requests kept.
 
 Two workloads are replayed against a cache that evicts nothing: `--trace`, in Mooncake's form with blocks of 512 tokens,
-and made-up chats that part at any token (benchmarks/_chats.py). A prompt finds the whole blocks that are held. With
+and made-up chats that part at any token (benchmarks/_prefix_reuse.py). A prompt finds the whole blocks that are held. With
 partial blocks it also finds the leading tokens of one more: of a full block that was stored behind the last of these,
 one of eight that the index remembers in chats. Tails are the unfinished blocks that requests end with.
 
@@ -29,9 +29,8 @@ import numpy as np
 import recovery
 import torch
 from _bounded_reuse import Tails, computed_in
-from _chats import Exchange, chats, trace_exchanges
 from _loads import Row, leave_only, over_slab, picture, random_tokens, scratch, settle
-from _prefix_reuse import PrefixReuse, replay
+from _prefix_reuse import Exchange, PrefixReuse, chats, replay, trace_exchanges
 from _report import RESULTS, Target, parser, progress, report
 
 from kvtier.connector import LocalConnector
