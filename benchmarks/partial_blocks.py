@@ -1,9 +1,9 @@
 """What partial blocks are worth at block sizes of 16 to 256 tokens: off, on, and on with the tails of requests kept.
 
 Two workloads are replayed against a cache that evicts nothing: `--trace`, in Mooncake's form with blocks of 512 tokens,
-and made-up chats that part at any token (benchmarks/_prefix_reuse.py). A prompt finds the whole blocks that are held. With
-partial blocks it also finds the leading tokens of one more: of a full block that was stored behind the last of these,
-one of eight that the index remembers in chats. Tails are the unfinished blocks that requests end with.
+and made-up chats that part at any token (benchmarks/_prefix_reuse.py). A prompt finds the whole blocks that are held.
+With partial blocks it also finds the leading tokens of one more: of a full block that was stored behind the last of
+these, one of eight that the index remembers in chats. Tails are the unfinished blocks that requests end with.
 
 The replay counts. Nothing there is simulated in time. Names are hashed as an engine does it, every prompt anew. The
 index's bytes are those of L2's pool and of the slab's mirror, a block. Then kvtier's engine answers prompts that part
