@@ -4,8 +4,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
 from enum import Enum
 
-from _chats import Exchange
-from _prefix_reuse import CHILDREN, agree
+from _prefix_reuse import CHILDREN, Exchange, agree
 
 Name = int  # of a prefix: equal ones are equal texts
 

@@ -1,4 +1,4 @@
-"""Engines that start fast: one process imports what they need, and every engine is a fork of it, one at a time.
+"""Engines that start fast: one process imports what they need, and every engine is a fork of it.
 
 The benchmark's end is `EngineStarter`, the engine's end is `serve`. Between the two are sockets: one on which engines
 are asked for, and one for each engine, with a line of JSON for each command and each reply.
@@ -14,19 +14,17 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, Final, TextIO
-
-from _engine_process import EngineEnded
+from typing import IO, Any, Final
 
 ROOT: Final = Path(__file__).resolve().parent.parent
-_IMPORTS: Final = 300.0  # seconds: the first import of an engine on a cold disk
-_START: Final = 300.0  # until an engine says that it is ready
+_START: Final = 300.0  # seconds: the first import of an engine on a cold disk, or until an engine is ready
 _ANSWER: Final = 900.0  # that one command may take
 _END: Final = 60.0  # from the end of the commands to the end of the process
 _MESSAGE: Final = 1 << 16  # bytes of a set-up at most
 
-Serve = Callable[[dict[str, Any], TextIO, TextIO], None]
-"""Serves one engine: its set-up, the commands and the replies."""
+
+class EngineEnded(RuntimeError):
+    """An engine, or the process that starts them, ended without an answer."""
 
 
 class EngineStarter:
@@ -45,32 +43,24 @@ class EngineStarter:
                 stderr=log,
                 pass_fds=[theirs.fileno()],
             )
-        try:
-            self.told(_IMPORTS)
-        except EngineEnded:
-            self.close()
-            raise
-
-    def start(self, setup: Mapping[str, Any], log: IO[bytes]) -> "ForkedEngine":
-        """An engine that is ready; what it says goes to `log`. The one before it must be closed. Raises EngineEnded."""
-        ours, theirs = socket.socketpair()
-        with theirs:
-            fds = [theirs.fileno(), log.fileno()]
-            try:
-                socket.send_fds(self._control, [json.dumps(setup).encode()], fds)
-            except OSError as error:
-                raise EngineEnded(f"no engine can be started any more: {error}") from None
-        return ForkedEngine(self, int(self.told(_END)), ours)
-
-    def told(self, timeout: float) -> bytes:
-        """The starter's next message. Raises EngineEnded if there is none by then."""
-        self._control.settimeout(timeout)
+        self._control.settimeout(_START)
         with contextlib.suppress(OSError):
-            if message := self._control.recv(_MESSAGE):
-                return message
+            if self._control.recv(_MESSAGE):
+                return
+        self.close()
         raise EngineEnded(
             "the process that starts engines ended or hangs; run `make test-vllm`: it shows what is wrong"
         )
+
+    def start(self, setup: Mapping[str, Any], log: IO[bytes]) -> "ForkedEngine":
+        """An engine that is ready; what it says goes to `log`. Raises EngineEnded."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                socket.send_fds(self._control, [json.dumps(setup).encode()], [theirs.fileno(), log.fileno()])
+            except OSError as error:
+                raise EngineEnded(f"no engine can be started any more: {error}") from None
+        return ForkedEngine(ours)
 
     def close(self) -> None:
         """Let it end; it is killed if that takes longer than a minute. Idempotent."""
@@ -83,14 +73,11 @@ class EngineStarter:
 
 
 class ForkedEngine:
-    """One engine, as the benchmark sees it."""
-
-    def __init__(self, starter: EngineStarter, pid: int, link: socket.socket) -> None:
+    def __init__(self, link: socket.socket) -> None:
         """Raises EngineEnded if it does not get ready."""
-        self._starter, self._pid, self._link = starter, pid, link
-        self._lines = link.makefile("r")
-        self._closed = False
+        self._link, self._lines, self._pid = link, link.makefile("r"), 0
         try:
+            self._pid = self._reply(_START)["pid"]
             self._reply(_START)
         except EngineEnded:
             self.close()
@@ -106,18 +93,19 @@ class ForkedEngine:
 
     def close(self) -> None:
         """Let it end, and kill it and all that it started if it takes longer than a minute. Idempotent."""
-        if self._closed:
+        if self._lines.closed:
             return
-        self._closed = True
-        with contextlib.suppress(OSError):
-            self._link.shutdown(socket.SHUT_RDWR)
+        try:
+            self._link.settimeout(_END)
+            self._link.shutdown(socket.SHUT_WR)
+            while self._link.recv(_MESSAGE):
+                pass
+        except TimeoutError:
+            self._kill()
+        except OSError:
+            pass  # it is gone
         self._lines.close()
         self._link.close()
-        try:
-            self._starter.told(_END)
-        except EngineEnded:
-            self._kill()
-            self._starter.told(_END)
 
     def _reply(self, timeout: float) -> dict[str, Any]:
         self._link.settimeout(timeout)
@@ -134,42 +122,50 @@ class ForkedEngine:
         return reply
 
     def _kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._pid, signal.SIGKILL)
+        if self._pid:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._pid, signal.SIGKILL)
 
 
-def serve(arguments: Sequence[str], engine: Serve) -> None:
+def serve(arguments: Sequence[str], make: Callable[[dict[str, Any]], Any]) -> None:
     """Fork an engine for each that is asked for, until the benchmark's end of the socket is closed.
 
-    Everything an engine imports should be imported by now, and no thread may run: a fork has none of them.
+    Of its set-up `make` makes what has a method for each command, and `end`. Everything an engine imports should be
+    imported by now, and no thread may run: a fork has none of them.
     """
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for an engine
     control = socket.socket(fileno=int(arguments[0]))
     control.send(b"ready")
     while True:
         setup, fds, _, _ = socket.recv_fds(control, _MESSAGE, 2)
         if not setup:
             return
-        pid = os.fork()
-        if not pid:
+        if not os.fork():
             control.close()
-            _be_engine(json.loads(setup), fds[0], fds[1], engine)
+            _be_engine(json.loads(setup), fds[0], fds[1], make)
         for fd in fds:
             os.close(fd)
-        control.send(str(pid).encode())
-        _, status = os.waitpid(pid, 0)
-        control.send(str(os.waitstatus_to_exitcode(status)).encode())
 
 
-def _be_engine(setup: dict[str, Any], link: int, log: int, engine: Serve) -> None:
-    """In the fork: serve until the commands end. Never returns."""
-    status = 1
+def _be_engine(setup: dict[str, Any], link: int, log: int, make: Callable[[dict[str, Any]], Any]) -> None:
+    """In the fork: answer commands until they end. Never returns."""
+    status, ours = 1, socket.socket(fileno=link)  # open until the process ends: whoever asked waits for that
     try:
         os.setsid()  # it is killed with all that it started
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for stream in (1, 2):
             os.dup2(log, stream)
         os.close(log)
-        with socket.socket(fileno=link) as ours, ours.makefile("r") as commands, ours.makefile("w") as replies:
-            engine(setup, commands, replies)
+        ours.sendall(json.dumps({"pid": os.getpid()}).encode() + b"\n")
+        served = make(setup)
+        try:
+            ours.sendall(b"{}\n")
+            for line in ours.makefile("r"):
+                command = json.loads(line)
+                reply = getattr(served, command.pop("do"))(**command)
+                ours.sendall(json.dumps(reply).encode() + b"\n")
+        finally:  # also if whoever asked is gone
+            served.end()
         status = 0
     except BaseException:  # top of a process: what it was goes to the log
         traceback.print_exc()

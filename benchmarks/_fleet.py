@@ -1,22 +1,114 @@
-"""Replicas of an engine on a simulated clock: continuous batching over the pools that kvtier itself uses.
+"""Requests, and replicas of an engine on a simulated clock: continuous batching over the pools that kvtier itself uses.
 
-A replica prefills in chunks and decodes, step by step, as an engine does. Its L1 and L2 are `SlotPool`s: two-phase
-stores, leases, LRU, nothing evicted that is in use or has a resident child. Time is what the figures of `Hardware` say.
+Requests come from a trace in Mooncake's form, or are made up if there is none. A replica prefills in chunks and
+decodes, step by step, as an engine does. Its L1 and L2 are `SlotPool`s: two-phase stores, leases, LRU, nothing evicted
+that is in use or has a resident child. Time is what the figures of `Hardware` say.
 """
 
-from collections import deque
-from collections.abc import Iterator
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice, pairwise
 from math import ceil
-from typing import Final
+from pathlib import Path
+from typing import Any, Final
 
-from _traffic import TracePrompt
+import numpy as np
 
-from kvtier.tiers import BlockRecord
+from kvtier.service.events import prompt_hashes
+from kvtier.service.traces import TraceLine, read_trace
+from kvtier.tiers import BlockRecord, FormatError
 from kvtier.tiers.hierarchy import Event, events_of
+from kvtier.tiers.naming import TokenChain, root_hash
 from kvtier.tiers.pool import Lease, Reservation, SlotPool
 
+SMALL: Final = 16  # tokens of the block that stands for one of the trace's
+FINGERPRINT: Final = b"routing".ljust(32, b".")
+_LAST_TICK: Final = 1000  # milliseconds from the last timestamp to the end of the trace
+_SESSION_BLOCKS: Final = 2
 _EVERYTHING: Final = 1 << 30  # blocks told at a time
+
+
+@dataclass(frozen=True, slots=True)
+class TracePrompt:
+    """One request of a trace. Lengths are the trace's; its blocks are small ones, one for each of the trace's."""
+
+    arrival: float  # seconds since the trace began
+    num_tokens: int
+    num_answer: int  # tokens, at least one
+    blocks: Sequence[BlockRecord]  # its full ones
+    sequence: Sequence[int]  # the same by Dynamo's hashes, as a router names them
+    session: bytes
+
+
+def read_prompts(path: Path, block_size: int, limit: int | None) -> list[TracePrompt]:
+    """The first `limit` requests of a trace whose blocks have `block_size` tokens.
+
+    ConfigError if it cannot be read, FormatError with the line and the field that is wrong.
+    """
+    lines = list(islice(read_trace(path), limit))
+    if not lines:
+        raise FormatError(f"{path}: no requests; name a trace in Mooncake's form")
+    for number, line in enumerate(lines, 1):
+        if not line.input_length:
+            raise FormatError(f"{path}:{number}: input_length 0: a prompt has tokens")
+        if not 0 <= len(line.hash_ids) * block_size - line.input_length + block_size < 2 * block_size:
+            raise FormatError(
+                f"{path}:{number}: hash_ids: {len(line.hash_ids)} blocks for an input_length of {line.input_length}: "
+                f"not blocks of {block_size}; say of how many tokens they are, by --block-size"
+            )
+    return prompts_of(lines, block_size)
+
+
+def prompts_of(lines: Sequence[TraceLine], block_size: int) -> list[TracePrompt]:
+    """Prompts of a trace's lines. Those with one timestamp arrive evenly spread over the time up to the next one."""
+    records: dict[bytes, BlockRecord] = {}
+    prompts = []
+    for arrival, line in zip(_arrivals(lines), lines, strict=True):
+        ids = line.hash_ids[: line.input_length // block_size]
+        # A block's content is its number, and its name comes from its parents' too, as in an engine.
+        tokens = np.tile(np.array(ids, "<u8").view("<u4").reshape(-1, 2), SMALL // 2).ravel()
+        chain = TokenChain(root_hash(FINGERPRINT), SMALL)
+        chain.extend(tokens)
+        blocks = [
+            records.setdefault(name, BlockRecord(name, chain.parent(i), chain.block_tokens(i), 0))
+            for i, name in enumerate(chain.hashes)
+        ]
+        session = repr(line.hash_ids[:_SESSION_BLOCKS]).encode()
+        sequence = prompt_hashes(tokens, SMALL)
+        prompts.append(TracePrompt(arrival, line.input_length, max(1, line.output_length), blocks, sequence, session))
+    return prompts
+
+
+def made_up(num_requests: int, block_size: int) -> list[TracePrompt]:
+    """Conversations that begin with one of four system prompts and grow by a question and an answer each turn."""
+    draw = np.random.default_rng(1)
+    lines: list[tuple[float, int, list[int], int]] = []
+    fresh = iter(range(4, 1 << 62))
+    begun = 0.0
+    while len(lines) < num_requests:
+        begun += float(draw.exponential(1000))
+        now, ids = begun, [int(draw.integers(4))]
+        for _ in range(int(draw.geometric(0.25))):
+            ids = ids + list(islice(fresh, 1 + int(draw.lognormal(1.5, 1.0))))
+            length = len(ids) * block_size - int(draw.integers(block_size))
+            lines.append((now, length, ids, 1 + int(draw.exponential(300))))
+            now += float(draw.exponential(60_000))
+    lines = sorted(lines, key=lambda line: line[0])[:num_requests]
+    return prompts_of(
+        [TraceLine(int(when), length, answer, tuple(ids)) for when, length, ids, answer in lines], block_size
+    )
+
+
+def _arrivals(lines: Sequence[TraceLine]) -> Iterator[float]:
+    at_once = Counter(line.timestamp for line in lines)
+    ticks = sorted(at_once)
+    nexts = dict([*pairwise(ticks), (ticks[-1], ticks[-1] + _LAST_TICK)])
+    seen = Counter[int]()
+    for line in lines:
+        now = line.timestamp
+        yield (now + (nexts[now] - now) * seen[now] / at_once[now]) / 1000
+        seen[now] += 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,16 +128,9 @@ class Hardware:
 
     def times(self, number: int) -> "Hardware":
         """One replica that is as much as `number` of these, with all their cache in one place."""
-        return replace(
-            self,
-            l1_blocks=self.l1_blocks * number,
-            l2_blocks=self.l2_blocks * number,
-            tokens_per_second=self.tokens_per_second * number,
-            decode_seconds=self.decode_seconds / number,
-            load_bytes_per_second=self.load_bytes_per_second * number,
-            step_tokens=self.step_tokens * number,
-            max_running=self.max_running * number,
-        )
+        grow = ("l1_blocks", "l2_blocks", "tokens_per_second", "load_bytes_per_second", "step_tokens", "max_running")
+        whole: dict[str, Any] = {name: getattr(self, name) * number for name in grow}
+        return replace(self, **whole, decode_seconds=self.decode_seconds / number)
 
 
 @dataclass(eq=False, slots=True)
@@ -75,9 +160,8 @@ class SimulatedReplica:
         self._hardware = hardware
         self._block_size = block_size
         self._load_seconds = block_size * hardware.token_bytes / hardware.load_bytes_per_second
-        self._records: dict[str, list[BlockRecord | None]] = {
-            tier: [None] * pool.num_slots for tier, pool in self.pools.items()
-        }
+        self._records: dict[str, list[BlockRecord | None]]
+        self._records = {tier: [None] * pool.num_slots for tier, pool in self.pools.items()}
         self._waiting: deque[SimulatedRequest] = deque()
         self._prefilling: list[SimulatedRequest] = []
         self._decoding: list[SimulatedRequest] = []
@@ -118,7 +202,6 @@ class SimulatedReplica:
                 yield from events_of(tier, pool.changes(self._records[tier], _EVERYTHING))
 
     def holdings(self) -> dict[str, int]:
-        """How many blocks can be found, by tier."""
         counts = {tier: pool.counts().ready for tier, pool in self.pools.items()}
         return {tier: count for tier, count in counts.items() if count}
 

@@ -34,7 +34,6 @@ class Fork:
         self.stdin, self.stdout = os.fdopen(asked[1], "wb"), os.fdopen(told[0], "rb")
 
     def poll(self) -> int | None:
-        """Its exit status, None while it runs."""
         if self.returncode is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
@@ -42,7 +41,6 @@ class Fork:
         return self.returncode
 
     def wait(self, timeout: float) -> int:
-        """Its exit status. TimeoutError if it runs for longer."""
         end = time.monotonic() + timeout
         while (status := self.poll()) is None:
             if time.monotonic() > end:

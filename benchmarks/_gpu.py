@@ -8,12 +8,13 @@ import importlib.util
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import _report
 import numpy as np
 import torch
+from _loads import Row
 from numpy.typing import NDArray
 
 from kvtier.tiers.config import Config
@@ -32,7 +33,6 @@ from kvtier.tiers.host import HostRegion, cuda_driver
 KIB: Final = 1 << 10
 MIB: Final = 1 << 20
 DEADLINE: Final = 60.0  # seconds for any copy
-BenchRow = dict[str, object]  # of a report's table
 WAYS: Final = ("chosen", "kernel", "batch", "copies")
 LAYOUTS: Final = ("own", "NHD", "HND", "cross-layer")  # where an engine keeps a block: our L1, and vLLM's three
 
@@ -113,12 +113,8 @@ def cuda_stream(
     if way == "chosen":
         ways = CopyWays.to_measure(Config.load().host)
     else:
-        always, never = 0, None
-        choice = replace(
-            CopyWays().choice,
-            batch_from=always if way == "batch" else never,
-            torch_from=never if way == "kernel" else always,
-        )
+        batch_from, torch_from = 0 if way == "batch" else None, None if way == "kernel" else 0
+        choice = replace(CopyWays().choice, batch_from=batch_from, torch_from=torch_from)
         ways = CopyWays(choice if grid is None else replace(choice, grid=grid))
     stream = CudaCopyStream(l1, region, cupy=cupy, driver=driver, ways=ways)
     try:
@@ -166,44 +162,33 @@ def engine_tensor(layout: str, num_blocks: int, geometry: Geometry8B, device: to
     before heads there, HND heads before tokens; cross-layer has all layers of a block side by side.
     """
     layers, heads, tokens, both = geometry.num_layers, geometry.num_heads, geometry.num_tokens, 2 * geometry.head_dim
-    options: dict[str, Any] = {"dtype": torch.bfloat16, "device": device}
+
+    def zeros(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.bfloat16, device=device)
+
     if layout == "own":
-        return torch.zeros((num_blocks, layers, 2, tokens, heads, both // 2), **options)
+        return zeros(num_blocks, layers, 2, tokens, heads, both // 2)
     if layout == "cross-layer":
-        whole = torch.zeros((num_blocks, layers, tokens, heads, both), **options)
-        tensors = [whole[:, layer].permute(0, 2, 1, 3) for layer in range(layers)]
-    elif layout == "NHD":
-        shape = (num_blocks, tokens, heads, both)
-        tensors = [torch.zeros(shape, **options).permute(0, 2, 1, 3) for _ in range(layers)]
+        whole = zeros(num_blocks, layers, tokens, heads, both)
+        return _by_layer([whole[:, layer].permute(0, 2, 1, 3) for layer in range(layers)], geometry.layer_bytes)
+    if layout == "NHD":
+        tensors = [zeros(num_blocks, tokens, heads, both).permute(0, 2, 1, 3) for _ in range(layers)]
     else:
-        tensors = [torch.zeros((num_blocks, heads, tokens, both), **options) for _ in range(layers)]
-    parts = [BlockPart(tensor, layer, layer * geometry.layer_bytes) for layer, tensor in enumerate(tensors)]
-    return EngineBlocks(parts, geometry.block_bytes)
+        tensors = [zeros(num_blocks, heads, tokens, both) for _ in range(layers)]
+    return _by_layer(tensors, geometry.layer_bytes)
 
 
 def piece_tensor(layout: str, num_blocks: int, piece_bytes: int, num_layers: int, device: torch.device) -> Any:
     """L1 whose blocks are one piece each ("own"), or `num_layers` pieces in as many tensors ("layers")."""
     if layout == "own":
         return torch.zeros((num_blocks, 4, piece_bytes // 4), dtype=torch.uint8, device=device)
-    tensors = [torch.zeros((num_blocks, piece_bytes), dtype=torch.uint8, device=device) for _ in range(num_layers)]
-    parts = [BlockPart(tensor, layer, layer * piece_bytes) for layer, tensor in enumerate(tensors)]
-    return EngineBlocks(parts, num_layers * piece_bytes)
+    shape = (num_blocks, piece_bytes)
+    return _by_layer([torch.zeros(shape, dtype=torch.uint8, device=device) for _ in range(num_layers)], piece_bytes)
 
 
-@dataclass
-class ScatteredBatches:
-    """Random blocks and slots for copies both ways at once: loads have the lower halves, stores the upper ones."""
-
-    num_blocks: int
-    count: int
-    rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(7))
-
-    def batch(self, direction: str) -> BlockCopies:
-        """`count` distinct blocks and slots, scattered."""
-        half = self.num_blocks // 2
-        start = 0 if direction == "load" else half
-        blocks, slots = (start + self.rng.permutation(half)[: self.count] for _ in range(2))
-        return BlockCopies(blocks.astype(np.int64), slots.astype(np.int64))
+def _by_layer(tensors: Sequence[torch.Tensor], layer_bytes: int) -> EngineBlocks:
+    parts = [BlockPart(tensor, layer, layer * layer_bytes) for layer, tensor in enumerate(tensors)]
+    return EngineBlocks(parts, len(tensors) * layer_bytes)
 
 
 def enqueue(stream: CopyStream, direction: str, copies: BlockCopies) -> CopyEvent:
@@ -222,7 +207,6 @@ class BigCopies:
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         pinned = device.type == "cuda"
-        self.num_bytes = num_bytes
         self._pairs: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self._streams = {way: torch.cuda.Stream(device) if pinned else None for way in ("load", "store")}
         for direction in ("load", "store"):
@@ -251,24 +235,29 @@ def synchronize(device: torch.device) -> None:
 
 def interleaved(
     variants: Mapping[str, Callable[[], Callable[[], None]]], rounds: int
-) -> dict[str, tuple[NDArray[np.float64], NDArray[np.float64]]]:
-    """Seconds of each variant in each round, of the wall and of this thread's CPU; a round before them warms up.
+) -> dict[str, NDArray[np.float64]]:
+    """Seconds of each variant in each round; a round before them warms up.
 
     A variant is prepared, and what that returns is timed.
     """
     wall: dict[str, list[float]] = {name: [] for name in variants}
-    cpu: dict[str, list[float]] = {name: [] for name in variants}
     for _ in range(rounds + 1):
         for name, prepare in variants.items():
-            act = prepare()
-            started, spent = time.perf_counter(), time.thread_time()
+            act, started = prepare(), time.perf_counter()
             act()
-            cpu[name].append(time.thread_time() - spent)
             wall[name].append(time.perf_counter() - started)
-    return {name: (np.array(wall[name][1:]), np.array(cpu[name][1:])) for name in variants}
+    return {name: np.array(seconds[1:]) for name, seconds in wall.items()}
 
 
-def told(rows: Iterable[BenchRow]) -> Iterator[BenchRow]:
+def mid(values: Iterable[float], digits: int = 3) -> float:
+    return round(float(np.median(list(values))), digits)
+
+
+def tail(values: Iterable[float]) -> float:
+    return round(float(np.quantile(list(values), 0.99)), 3)
+
+
+def told(rows: Iterable[Row]) -> Iterator[Row]:
     """The same rows, each told on the way: a run that is cut short has not measured in vain."""
     for row in rows:
         _report.progress("  ".join(f"{name} {value}" for name, value in row.items()))

@@ -10,8 +10,9 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,13 +31,7 @@ from kvtier.tiers import ConfigError  # noqa: E402
 
 LENGTH: Final = 150  # tokens of a prompt: more than any window
 NEW: Final = 16  # tokens of an answer
-_GREEDY: Final[dict[str, Any]] = {
-    "max_new_tokens": NEW,
-    "min_new_tokens": NEW,
-    "do_sample": False,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
+_GREEDY: Final[dict[str, Any]] = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
 _CACHE: Final[dict[str, Any]] = {"load_or_recompute": "load", "prefetch_deadline": "60s"}
 
 PromptTexts = list[list[int]]
@@ -94,62 +89,61 @@ def judge(expected: PromptTexts, cold: TrialRound, warm: TrialRound, restart: Tr
 
 
 def settings(folder: Path) -> Config:
-    """Small tiers over a slab."""
     file = {"path": str(folder), "size": "64MiB", "deadline": "60s"}
     return Config.load(host={"size": "32MiB"}, file=file, cache={**_CACHE, "block_size": 16})  # prompts are short
 
 
-@contextmanager
-def listening() -> Iterator[list[str]]:
-    """What kvtier's loggers warn of."""
-    said: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("kvtier").addHandler(handler)
-    try:
-        yield said
-    finally:
-        logging.getLogger("kvtier").removeHandler(handler)
-
-
 def plain_texts(architecture: Architecture) -> PromptTexts:
-    """transformers' own greedy answers."""
     with by_itself():
         model = architecture.make_model()
         return [_answer(model, model.generate, tokens) for tokens in prompts()]
 
 
 def _answer(model: Any, generate: Callable[..., Any], tokens: list[int]) -> list[int]:
-    sequence: list[int] = generate(torch.tensor([tokens]), **_GREEDY)[0].tolist()
+    sequence: list[int] = generate(torch.tensor([tokens]), **_GREEDY, eos_token_id=None)[0].tolist()
     return sequence if model.config.is_encoder_decoder else sequence[len(tokens) :]
 
 
+def three_rounds(
+    expected: PromptTexts,
+    opened: Callable[[], AbstractContextManager[Any]],
+    ask: Callable[[Any], TrialRound],
+    forget: Callable[[Any], object],
+) -> tuple[Trial, list[str]]:
+    """Ask an engine, ask it again once its own cache is empty, and ask the next one; with what kvtier warned of."""
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("kvtier").addHandler(handler)
+    try:
+        with opened() as engine:
+            cold = ask(engine)
+            forget(engine)
+            warm = ask(engine)
+        with opened() as engine:
+            restart = ask(engine)
+    finally:
+        logging.getLogger("kvtier").removeHandler(handler)
+    return judge(expected, cold, warm, restart, said), said
+
+
 def try_transformers(architecture: Architecture, folder: Path) -> Trial:
-    """`KVTier` around `generate()`."""
     model, expected = architecture.make_model(), plain_texts(architecture)
 
     def ask(kv: KVTier) -> TrialRound:
         texts, found = [], []
-        for tokens in prompts()[:2]:
+        for tokens in prompts():
             texts.append(_answer(model, kv.generate, tokens))
             found.append(kv.num_cached_tokens)
-        texts.append(_answer(model, kv.generate, prompts()[2]))
-        return texts, found
+        assert kv.drain()
+        return texts, found[:2]
 
-    with listening() as said:
-        with KVTier(model, settings(folder)) as kv:
-            cold = ask(kv)
-            warm = ask(kv)
-            assert kv.drain()
-        with KVTier(model, settings(folder)) as kv:
-            restart = ask(kv)
+    trial, said = three_rounds(expected, lambda: KVTier(model, settings(folder)), ask, lambda kv: None)
     refused = [text.removeprefix("nothing is kept of this model: ") for text in said if "this model" in text]
-    trial = judge(expected, cold, warm, restart, said)
     return Trial("refused", refused[0]) if refused and trial.status == "no hits" else trial
 
 
 def try_kvtier(architecture: Architecture, folder: Path) -> Trial:
-    """kvtier's own engine."""
     path, expected = folder / "model", plain_texts(architecture)
     architecture.save(path)
     params = SamplingParams(max_tokens=NEW, ignore_eos=True)
@@ -162,14 +156,8 @@ def try_kvtier(architecture: Architecture, folder: Path) -> Trial:
             assert engine.connector.hierarchy.drain(60)
         return [answer.token_ids for answer in answers], [answer.num_external_tokens for answer in answers[:2]]
 
-    with listening() as said:
-        with open_engine(path, settings(folder / "slab")) as engine:
-            cold = ask(engine)
-            engine.pool.reset()  # what is found now is in the tiers below
-            warm = ask(engine)
-        with open_engine(path, settings(folder / "slab")) as engine:
-            restart = ask(engine)
-    return judge(expected, cold, warm, restart, said)
+    slab = settings(folder / "slab")
+    return three_rounds(expected, lambda: open_engine(path, slab), ask, lambda engine: engine.pool.reset())[0]
 
 
 def try_vllm(architecture: Architecture, folder: Path) -> Trial:
@@ -190,15 +178,9 @@ def try_vllm(architecture: Architecture, folder: Path) -> Trial:
         texts = [list(output.outputs[0].token_ids) for output in outputs]
         return texts, [output.num_cached_tokens or 0 for output in outputs[:2]]
 
-    kvtier = vllm_rig.tiers(folder / "slab", cache=_CACHE)
-    with listening() as said:
-        with vllm_rig.engine(path, kvtier, dtype=dtype) as opened:
-            cold = ask(opened)
-            opened.forget_l1()
-            warm = ask(opened)
-        with vllm_rig.engine(path, kvtier, dtype=dtype) as again:
-            restart = ask(again)
-    return judge(expected, cold, warm, restart, said)
+    tiers = vllm_rig.tiers(folder / "slab", cache=_CACHE)
+    opened = partial(vllm_rig.engine, path, tiers, dtype=dtype)
+    return three_rounds(expected, opened, ask, lambda engine: engine.forget_l1())[0]
 
 
 def try_sglang(architecture: Architecture, folder: Path) -> Trial:
@@ -252,12 +234,7 @@ def try_sglang(architecture: Architecture, folder: Path) -> Trial:
     return trial
 
 
-ENGINES: Final[dict[str, Callable[[Architecture, Path], Trial]]] = {
-    "kvtier": try_kvtier,
-    "sglang": try_sglang,
-    "transformers": try_transformers,
-    "vllm": try_vllm,
-}
+ENGINES: Final = {"kvtier": try_kvtier, "sglang": try_sglang, "transformers": try_transformers, "vllm": try_vllm}
 
 
 def attempt(engine: str, architecture: Architecture, folder: Path) -> Trial:
@@ -281,7 +258,6 @@ def _first_line(error: BaseException) -> str:
 
 
 def main() -> None:
-    """Try every name."""
     engine, folder, *names = sys.argv[1:]
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever an engine prints is no reply

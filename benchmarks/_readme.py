@@ -1,4 +1,4 @@
-"""Writes what programs measured into the README, docs/performance.md and docs/models.md; `make lint` compares.
+"""Writes what programs measured into the README, docs/performance.md, storage.md and models.md; `make lint` compares.
 
 `python benchmarks/_readme.py`; it then says what the page still lacks: a goal, a row, a cause.
 """
@@ -12,22 +12,24 @@ from typing import Any, Final
 
 from _claims import CLAIMS, SIX, PageRow
 from _goals import Target, held, is_end, left_out, without_mean
-from _models_page import MODELS, models_table
-from _scale_page import PAGES, filled
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 PROGRAMS: Final = ROOT / "benchmarks"
-PERFORMANCE: Final = ROOT / "docs" / "performance.md"
+PERFORMANCE, STORAGE, MODELS = (ROOT / "docs" / f"{name}.md" for name in ("performance", "storage", "models"))
 README: Final = ROOT / "README.md"
 BEGIN: Final = "<!-- figures: written by benchmarks/_readme.py from benchmarks/results/ -->\n"
 END: Final = "<!-- end of figures -->\n"
 OPTIONS: Final = {"pool_throughput": " --vllm .venv-vllm/bin/python"}  # without which a row stays without figures
 NO_LIMIT: Final = 1.1  # a limit that is beaten by more is none
 MISSED: Final = "## What was missed, and why\n"
+MARK: Final = re.compile(r"(<!-- figures: (\w+), written by [\w/.]+ -->\n).*?(<!-- end of figures -->\n)", re.DOTALL)
+NO_LIMIT_FOUND: Final = "no limit found"
+LEFT_OUT: Final = ("largest error", "pack, Python GB/s", "unpack, Python GB/s")  # of a narrow table
+ENGINES: Final = {"kvtier": "kvtier's engine", "transformers": "`KVTier`", "vllm": "vLLM, CPU", "sglang": "SGLang"}
+SHOWN: Final = {"absent": "not in transformers", "not run": "–"}
 
 
 def saved() -> dict[str, Any]:
-    """The results that are kept, by benchmark."""
     return {path.stem: json.loads(path.read_text()) for path in sorted((ROOT / "benchmarks/results").glob("*.json"))}
 
 
@@ -84,7 +86,6 @@ class JudgedRow:
 
 
 def anchor(heading: str) -> str:
-    """What a link to a heading says."""
     return re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-")
 
 
@@ -98,21 +99,21 @@ def figures() -> str:
     """The table of all claims, what nobody measured yet, and machine and commit of each benchmark."""
     results = saved()
     found = judged(results)
-    measured = [each.claim.benchmark for each in found if each.targets]
-    parts = [_table(found, ""), *_origins(results, measured)]
+    parts = [_claimed(found, ""), *_origins(results, [each.claim.benchmark for each in found if each.targets])]
     missing: dict[str, list[str]] = {}  # benchmark → its rows
+    on_gpu: dict[str, None] = {}
     for each in found:
-        if not each.targets and (each.claim.benchmark in results or not each.claim.benchmark.startswith("gpu_")):
-            missing.setdefault(each.claim.benchmark, []).append(each.claim.label)
+        name = each.claim.benchmark
+        if name.startswith("gpu_") and name not in results:
+            on_gpu[f"`{name}`"] = None
+        elif not each.targets:
+            missing.setdefault(name, []).append(each.claim.label)
     if missing:
-        told = [f"- {'; '.join(labels)}: run `{_command(name)}`." for name, labels in missing.items()]
+        commands = {name: f"python benchmarks/{name}.py{OPTIONS.get(name, '')} --save" for name in missing}
+        told = [f"- {'; '.join(labels)}: run `{commands[name]}`." for name, labels in missing.items()]
         parts.append("\n".join(["Not measured yet:", "", *told]))
-    on_gpu = sorted(
-        {each.claim.benchmark for each in found if each.claim.benchmark.startswith("gpu_")} - results.keys()
-    )
     if on_gpu:
-        names = ", ".join(f"`{name}`" for name in on_gpu)
-        parts.append(f"Not run on a GPU yet: {names}. [gpu.md](gpu.md) says how to run them.")
+        parts.append(f"Not run on a GPU yet: {', '.join(sorted(on_gpu))}. [gpu.md](gpu.md) says how to run them.")
     return "\n\n".join(parts) + "\n"
 
 
@@ -125,7 +126,7 @@ def six() -> str:
     known = [each for each in every if each.targets]
     met = sum(not each.num_missed for each in known)
     told = f"{met} of all {len(known)} figures reach their target, {len(every) - len(known)} are not measured yet"
-    parts = [_table(judged(results, shown), "docs/performance.md"), *_origins(results, [c.benchmark for c in shown])]
+    parts = [_claimed(judged(results, shown), "docs/performance.md"), *_origins(results, [c.benchmark for c in shown])]
     return "\n\n".join([*parts, f"{told}; [docs/performance.md](docs/performance.md) has every one."]) + "\n"
 
 
@@ -139,34 +140,24 @@ def lacking(results: Mapping[str, Any], page: str, claims: Sequence[PageRow] = C
         for target in targets:
             if is_end(target):  # its mean, the harder goal, has a row
                 continue
-            rows = [
-                claim.label for claim in claims if claim.benchmark == name and re.search(claim.pattern, target.name)
-            ]
-            if len(rows) != 1:
-                lines.append(f"{name}: {target.name}: {len(rows)} rows of _claims.py are about it; make it one")
+            rows = sum(claim.benchmark == name and bool(re.search(claim.pattern, target.name)) for claim in claims)
+            if rows != 1:
+                lines.append(f"{name}: {target.name}: {rows} rows of _claims.py are about it; make it one")
     found, headings = judged(results, claims), causes(page)
     for each in found:
         if len({(target.limit, target.at_most) for target in each.targets}) > 1:
             lines.append(f"{each.claim.label}: several limits in one row; make it several rows")
         if each.needs_cause and each.claim.cause not in headings:
             missed = ", ".join(f"{target.measured:.3g}" for target in each.targets if not target.met)
-            lines.append(
-                f"{each.claim.label}: {missed or 'above its limit'}: name its cause in _claims.py and the page"
-            )
+            told = missed or "above its limit"
+            lines.append(f"{each.claim.label}: {told}: name its cause in _claims.py and the page")
         elif each.claim.cause and not each.needs_cause:
             lines.append(f"{each.claim.label}: met, or not measured: take the cause {each.claim.cause!r} out")
-    used = {each.claim.cause for each in found}
-    lines += [
-        f"{heading!r}: no row names this cause; take it out of the page" for heading in headings if heading not in used
-    ]
-    return lines
+    unused = [heading for heading in headings if heading not in {each.claim.cause for each in found}]
+    return lines + [f"{heading!r}: no row names this cause; take it out of the page" for heading in unused]
 
 
-def _command(name: str) -> str:
-    return f"python benchmarks/{name}.py{OPTIONS.get(name, '')} --save"
-
-
-def _table(found: Sequence[JudgedRow], page: str) -> str:
+def _claimed(found: Sequence[JudgedRow], page: str) -> str:
     lines = ["| what | target | measured | met |", "|---|--:|--:|---|"]
     return "\n".join([*lines, *(each.line(page) for each in found if each.targets)])
 
@@ -189,9 +180,8 @@ def _figure(value: float, limit: float | None = None) -> str:
     """Three digits, or four where three cannot tell it from its limit."""
     if abs(value) >= 1000:
         return f"{value:,.0f}"
-    return (
-        f"{value:.4g}" if limit is not None and value != limit and f"{value:.3g}" == f"{limit:.3g}" else f"{value:.3g}"
-    )
+    is_close = limit is not None and value != limit and f"{value:.3g}" == f"{limit:.3g}"
+    return f"{value:.4g}" if is_close else f"{value:.3g}"
 
 
 def machine_line(machine: Mapping[str, Any]) -> str:
@@ -204,18 +194,117 @@ def machine_line(machine: Mapping[str, Any]) -> str:
 
 
 def written(page: Path, table: str) -> str:
-    """The page with `table` between its two marks."""
     text = page.read_text()
     start = text.index(BEGIN) + len(BEGIN)
     return text[:start] + table + text[text.index(END, start) :]
 
 
+# tables of scale in docs/performance.md, and of compression in docs/storage.md
+
+
+def tables() -> dict[str, str]:
+    """Each table of the pages by the word in its mark."""
+    results = saved()
+    scale, compressed = results["scale"], results["compression"]
+    parts: dict[str, list[dict[str, Any]]] = {}
+    for row in scale["results"]:
+        parts.setdefault(row["part"], []).append({name: row[name] for name in row if name != "part"})
+    made = {}
+    for part in ("redis", "objects"):  # figures that grow with the number of nodes: of the largest fleet
+        most = max(row["nodes"] for row in parts[part])
+        made[part] = table([row for row in parts[part] if row["nodes"] == most])
+    limits = [(row["of"], row["limit"], row["holds up to"]) for row in parts["limits"]]
+    told = [{"of": of, "limit": what, "up to, nodes": NO_LIMIT_FOUND if up is None else up} for of, what, up in limits]
+    made["limits"] = table(told)
+    made["machine"] = _machine(scale)
+    kinds, tiers, kept, packed, answers = (
+        [row for row in compressed["results"] if column in row]
+        for column in ("ratio, plain", "SET GB/s", "KiB in a bucket", "with zstd", "right")
+    )
+    made["compression"] = "\n".join([*(table(rows) for rows in (kinds, tiers, kept) if rows), _machine(compressed)])
+    packed = [{name: row[name] for name in row if name not in LEFT_OUT} for row in packed]
+    made["lossy"] = f"{table(packed)}\n{table(answers)}\n{_machine(compressed)}" if packed else ""
+    return made
+
+
+def filled(text: str) -> str:
+    """A page with what was saved between its marks. KeyError if a mark names no table."""
+    made = tables()
+    return MARK.sub(lambda found: found[1] + made[found[2]] + found[3], text)
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    aligned = ["--:" if all(not isinstance(row[name], str) for row in rows) else "---" for name in columns]
+    lines = [f"| {' | '.join(columns)} |", f"|{'|'.join(aligned)}|"]
+    lines += [f"| {' | '.join(_cell(row.get(name)) for name in columns)} |" for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return "none is enough"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _machine(document: Mapping[str, Any]) -> str:
+    machine = document["machine"]
+    return f"{machine['cpu']}, {machine['cores']} cores, commit `{document['commit']}`.\n"
+
+
+# docs/models.md
+
+
+def general(message: str) -> str:
+    """A message without the name of the model and of the layer: rows that fail alike share it."""
+    return re.sub(r"layer \S+ ", "layer … ", re.sub(r"model kind '[^']+'", "model kind …", message))
+
+
+def models_table() -> str:
+    """Architectures by what came of them, messages by number, and what it was measured with."""
+    from _architectures import ARCHITECTURES  # takes torch along, which no other page needs
+
+    document = saved()["models"]
+    rows = {(row["architecture"], row["engine"]): row for row in document["results"]}
+    notes: dict[tuple[str, str], int] = {}  # engine and message → number
+    alike: dict[str, list[str]] = {}  # what came of them → labels
+    everywhere: list[str] = []
+    for one in ARCHITECTURES:
+        found = {engine: rows.get((one.name, engine)) for engine in ENGINES}
+        if all(row is not None and row["status"] == "hits" for row in found.values()):
+            everywhere.append(one.label)
+            continue
+        cells = []
+        for engine, row in found.items():
+            shown = "not tried" if row is None else SHOWN.get(row["status"], row["status"])
+            if row is not None and row["message"] and row["status"] != "not run":  # that one is the engine's own
+                number = notes.setdefault((engine, general(row["message"])), len(notes) + 1)
+                shown = f"{shown} ({number})"
+            cells.append(f"{ENGINES[engine]} {shown}")
+        alike.setdefault(" · ".join(cells), []).append(one.label)
+    hits = {engine: [row["status"] == "hits" for (_, its), row in rows.items() if its == engine] for engine in ENGINES}
+    counts = [f"{ENGINES[engine]} {sum(each)}" for engine, each in hits.items() if each]
+    messages = [f"{i}. {ENGINES[engine]}: `{told.replace('`', chr(39))}`" for (engine, told), i in notes.items()]
+    setup = [f"- {ENGINES[engine]}: {document['setup'][engine]}" for engine in ENGINES if engine in document["setup"]]
+    parts = [
+        f"Works and hits, of {len(ARCHITECTURES)}: {', '.join(counts)}.",
+        f"Hits in all of them: {'; '.join(everywhere)}. The others:",
+        "\n".join(f"- {outcome}: {'; '.join(labels)}" for outcome, labels in alike.items()),
+        "Messages:",
+        "\n".join(messages),
+        f"Versions, at commit `{document['commit']}`:",
+        "\n".join(setup),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
 def main() -> None:
     """Replace what stands between the two marks of each page, and print what is lacking."""
-    PERFORMANCE.write_text(written(PERFORMANCE, figures()))
-    README.write_text(written(README, six()))
-    MODELS.write_text(written(MODELS, models_table()))
-    for page in PAGES:
+    for page, made in ((PERFORMANCE, figures), (README, six), (MODELS, models_table)):
+        page.write_text(written(page, made()))
+    for page in (PERFORMANCE, STORAGE):
         page.write_text(filled(page.read_text()))
     print("\n".join(chain(lacking(saved(), PERFORMANCE.read_text()), ["the pages are written"])))
 

@@ -13,11 +13,10 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Final, ParamSpec, TypeVar
+from typing import Final, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 import zmq
@@ -53,8 +52,7 @@ def alone(action: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
         return process.submit(action, *arguments, **options).result(timeout=DEADLINE)
 
 
-@dataclass(frozen=True, slots=True)
-class EventCost:
+class EventCost(NamedTuple):
     """Of one change: one block that came to a tier, or left it."""
 
     publisher_us: float
@@ -111,43 +109,32 @@ def measure_events(num_chains: int) -> EventCost:
         counter.connect(address)
         assert ours.poll(DEADLINE), "the consumer does not connect"
         assert ours.recv() == "live"
-        took, num_bytes, num_batches = 0.0, 0, 0
+        took, sizes = 0.0, list[int]()  # of each batch
         for events in changes:
             began = time.process_time()
             for event in events:
                 publisher.announce(FINGERPRINT, [event])
             assert publisher.flush(DEADLINE), "the publisher does not publish"
             took += time.process_time() - began
-            while counter.poll(0 if num_batches else 1000):
-                num_bytes += sum(map(len, counter.recv_multipart()))
-                num_batches += 1
-        while num_batches < publisher.seq and counter.poll(5000):
-            num_bytes += sum(map(len, counter.recv_multipart()))
-            num_batches += 1
-        assert num_batches == publisher.seq, f"{num_batches} batches of {publisher.seq} were counted"
+            while counter.poll(0 if sizes else 1000):
+                sizes.append(sum(map(len, counter.recv_multipart())))
+        while len(sizes) < publisher.seq and counter.poll(5000):
+            sizes.append(sum(map(len, counter.recv_multipart())))
+        assert len(sizes) == publisher.seq, f"{len(sizes)} batches of {publisher.seq} were counted"
         ours.send(publisher.seq - 1)
         assert ours.poll(DEADLINE), "the consumer does not end"
         consumed, num_left, counts = ours.recv()
         assert (num_left, counts) == (0, {}), (num_left, counts)
     num_changes = 2 * CHAIN * num_chains
-    return EventCost(took / num_changes * 1e6, consumed / num_changes * 1e6, num_bytes / num_changes)
+    return EventCost(took / num_changes * 1e6, consumed / num_changes * 1e6, sum(sizes) / num_changes)
 
 
-@dataclass(frozen=True, slots=True)
-class IndexCost:
+class IndexCost(NamedTuple):
     """Of a router that knows so many replicas, each with an engine's publisher and a daemon's."""
 
     replicas: int
     bytes_a_block: float  # of the process, for each name that a publisher has
-    change_us: float  # a store or a removal, applied
-    names_us: float  # of a decision: hashing the prompt
-    index_us: float  # who holds how much of it
-    join_us: float  # each replica's part and its node's
-    choice_us: float
-
-    @property
-    def decision_us(self) -> float:
-        return self.names_us + self.index_us + self.join_us + self.choice_us
+    decision_us: float
 
 
 def measure_index(replicas: int, num_blocks: int, prompt_tokens: int, rounds: int) -> IndexCost:
@@ -162,32 +149,26 @@ def measure_index(replicas: int, num_blocks: int, prompt_tokens: int, rounds: in
     for worker, medium in [(engine, GPU) for engine in engines] + [(node, CPU) for node in nodes]:
         index.apply(worker, BlockStored(names_of_system, None, system, BLOCK_SIZE, None, medium, None))
     gc.collect()
-    before, took, changes = _resident(), 0.0, 0
-    for number in range(-(-num_blocks // CHAIN)):
+    before, num_chains = _resident(), -(-num_blocks // CHAIN)
+    for number in range(num_chains):
         tokens = draw.integers(0, 100_000, CHAIN * BLOCK_SIZE).tolist()
         names = draw.integers(0, 1 << 62, CHAIN).tolist()
         stored = BlockStored(names, None, tokens, BLOCK_SIZE, None, CPU, None)
-        began = time.thread_time()
         index.apply(nodes[number % replicas], stored)
-        took += time.thread_time() - began
-        changes += CHAIN
         if number % 8 == 0:  # and one that leaves again
-            began = time.thread_time()
             index.apply(nodes[number % replicas], BlockRemoved(names, CPU))
             index.apply(nodes[number % replicas], stored)
-            took += time.thread_time() - began
-            changes += 2 * CHAIN
     gc.collect()
-    each = (_resident() - before) / (CHAIN * -(-num_blocks // CHAIN))
-    parts = _route(index, engines, nodes, [*system], prompt_tokens, rounds)
+    bytes_a_block = (_resident() - before) / (CHAIN * num_chains)
+    decision_us = _route(index, engines, nodes, system, prompt_tokens, rounds)
     index.check()
-    return IndexCost(replicas, each, took / changes * 1e6, *parts)
+    return IndexCost(replicas, bytes_a_block, decision_us)
 
 
 def _route(
     index: PrefixIndex, engines: list[str], nodes: list[str], system: list[int], prompt_tokens: int, rounds: int
-) -> list[float]:
-    """Microseconds of each part of a decision: medians."""
+) -> float:
+    """Microseconds of a decision, the median: the prompt's names, who holds it, each replica's part, the choice."""
     draw = np.random.default_rng(5)
     tokens = system + draw.integers(0, 100_000, max(0, prompt_tokens - len(system))).tolist()
     num_held = len(tokens) // BLOCK_SIZE * 9 // 10
@@ -195,33 +176,27 @@ def _route(
     for worker, medium in ((engines[-1], GPU), (nodes[-1], CPU)):
         held = tokens[: num_held * BLOCK_SIZE]
         index.apply(worker, BlockStored(names, None, held, BLOCK_SIZE, None, medium, None))
-    times: list[list[float]] = [[], [], [], []]
+    times = []
     for turn in range(rounds):
-        marks = [time.thread_time()]
+        began = time.thread_time()
         sequence = prompt_hashes(tokens, BLOCK_SIZE)
-        marks.append(time.thread_time())
         found, shared = index.matches(sequence), index.shared(sequence, SHARED)
-        marks.append(time.thread_time())
         prefixes = {}
         for engine, node in zip(engines, nodes, strict=True):
             seen = {SHARED: shared} if SHARED in index.holdings(node) else {}
             prefixes[engine] = joined(found.get(engine, {}), found.get(node, {}), seen)
-        marks.append(time.thread_time())
         candidates = [Candidate(engine, prefixes[engine], 100.0, num_requests=4) for engine in engines]
         choice = choose(candidates, len(sequence), turn=turn)
-        marks.append(time.thread_time())
+        times.append((time.thread_time() - began) * 1e6)
         assert choice.name == engines[-1], choice
-        for part, begun, ended in zip(times, marks, marks[1:], strict=False):
-            part.append((ended - begun) * 1e6)
-    return [statistics.median(part) for part in times]
+    return statistics.median(times)
 
 
-@dataclass(frozen=True, slots=True)
-class FollowCost:
+class FollowCost(NamedTuple):
     """Of one publisher that a router follows and that says nothing."""
 
-    threads: float
     descriptors: float
+    threads: float
     kib: float
     idle_us_a_second: float  # CPU
 
@@ -232,21 +207,20 @@ def follow(address: str, number: int, seconds: float) -> FollowCost:
     index = PrefixIndex(BLOCK_SIZE)
     warm = EventConsumer("warm", index, address, f"{address}-replay")
     _wait(lambda: warm.is_live)
-    before = _threads(), _descriptors(), _resident()
+    before = _in_use()
     consumers = [EventConsumer(f"node-{i}", index, address, f"{address}-replay") for i in range(number)]
     for each in consumers:
         _wait(lambda each=each: each.is_live)
     time.sleep(1.0)  # the replays end
-    after = _threads(), _descriptors(), _resident()
+    after = _in_use()
     began = time.process_time()
     time.sleep(seconds)
     idle = (time.process_time() - began) / seconds / (number + 1)
-    for consumer in (warm, *consumers):
-        consumer.stop()
-    for consumer in (warm, *consumers):
-        consumer.close()
-    threads, descriptors, memory = ((now - then) / number for now, then in zip(after, before, strict=True))
-    return FollowCost(threads, descriptors, memory / 1024, idle * 1e6)
+    for end in (EventConsumer.stop, EventConsumer.close):
+        for consumer in (warm, *consumers):
+            end(consumer)
+    descriptors, threads, memory = ((now - then) / number for now, then in zip(after, before, strict=True))
+    return FollowCost(descriptors, threads, memory / 1024, idle * 1e6)
 
 
 def measure_follow(number: int, seconds: float) -> FollowCost:
@@ -270,9 +244,6 @@ def _resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def _threads() -> int:
-    return len(os.listdir("/proc/self/task"))
-
-
-def _descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
+def _in_use() -> tuple[int, int, int]:
+    """Descriptors, threads, and bytes of memory of this process."""
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), _resident()

@@ -42,12 +42,9 @@ def typed(
 
     AssertionError where it ends badly; nothing it started in the foreground is left when the time is up.
     """
-    for name, target in (
-        (".venv", virtual_environment),
-        ("docs", ROOT / "docs"),
-        ("CONTRIBUTING.md", ROOT / "CONTRIBUTING.md"),
-    ):
-        (home / name).symlink_to(target)
+    (home / ".venv").symlink_to(virtual_environment)
+    for name in ("docs", "CONTRIBUTING.md"):
+        (home / name).symlink_to(ROOT / name)
     shell = subprocess.Popen(
         ["bash", "-eu", "-c", lines],
         cwd=home,

@@ -11,8 +11,9 @@ from typing import Any, Final
 
 import numpy as np
 import torch
+from _loads import llama
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from kvtier.engine.demo import NAMES, RECALL_VOCABULARY, make_documents, questions, read, right_answers
 
@@ -23,20 +24,10 @@ WARM_UP: Final = 100  # steps
 NO_LABEL: Final = -100
 
 
-def recall_config() -> LlamaConfig:
+def recall_config() -> Any:
     """A Llama of 0.2 M parameters, four layers deep: a link that leads to a link takes a layer each."""
-    return LlamaConfig(
-        vocab_size=RECALL_VOCABULARY,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=4,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=512,
-        rms_norm_eps=1e-6,
-        tie_word_embeddings=False,
-    )
+    sizes = {"head_dim": 32, "intermediate_size": 128, "vocab_size": RECALL_VOCABULARY, "max_position_embeddings": 512}
+    return llama(64, 4, heads=2, kv_heads=2, rms_norm_eps=1e-6, tie_word_embeddings=False, **sizes)
 
 
 def lesson(rng: np.random.Generator, num_texts: int, num_documents: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -21,37 +21,27 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
-import matplotlib
 import numpy as np
-from _engine_process import EngineEnded
-from _engine_starter import EngineStarter, ForkedEngine
+from _engine_starter import EngineEnded, EngineStarter, ForkedEngine
+from _loads import ROOT, VLLM, Row, interval, picture, random_tokens, scratch
 from _report import RESULTS, Target, parser, progress, report
-from engine_ttft import interval, make_model
+from engine_ttft import make_model
 
-matplotlib.use("Agg")
-from matplotlib import pyplot
-
-ROOT: Final = Path(__file__).resolve().parent.parent
 ARMS: Final = ("none", "native", "native files", "lmcache", "kvtier", "kvtier below native")
 OURS: Final = {"kvtier": ("none", "native", "native files", "lmcache"), "kvtier below native": ("native files",)}
 PHASES: Final = ("first run", "restart")
-COLUMNS: Final = {  # unit of a figure → whether more is better
-    "hit share": True,
-    "TTFT p50 ms": False,
-    "TTFT p99 ms": False,
-    "inter-token p50 ms": False,
-    "inter-token p99 ms": False,
-    "tokens/s": True,
-    "CPU s": False,
-}
+COLUMNS: Final = (
+    "hit share", "TTFT p50 ms", "TTFT p99 ms", "inter-token p50 ms", "inter-token p99 ms", "tokens/s", "CPU s"
+)  # fmt: skip
+MORE_IS_BETTER: Final = ("hit share", "tokens/s")
 CLIENTS: Final = 4
 BLOCK: Final = 32  # tokens
-HOST_BYTES: Final = 1 << 30
-VOCABULARY: Final = 8192
+ENGINE: Final = {"host_bytes": 1 << 30, "max_len": 2048, "step_tokens": 512}  # see _vllm_arm.py
 MODEL: Final = {"size": 512, "layers": 8}  # 35 M parameters in fp32, KV blocks of 256 KiB
 TRIES: Final = 2  # of a way: so often its engine may end before it is left out
 
@@ -83,26 +73,24 @@ QUICK: Final = Sizes(8, 2, 256, 64, 8)
 class Runs:
     """Starts engines of one program run, each with an empty folder of its own or with one that has been used."""
 
-    def __init__(self, home: Path, python: Path, lmcache: Path | None) -> None:
+    def __init__(self, home: Path, lmcache: Path | None) -> None:
         """Raises EngineEnded if the engine cannot be imported."""
         self.home = home
-        self.lmcache = lmcache
+        self.packages = [] if lmcache is None else [str(lmcache)]
         self.log = home / "engine.log"
         with self.log.open("wb") as log:
-            self.starter = EngineStarter(python, "_conversation_arm.py", log)
+            self.starter = EngineStarter(VLLM, "_vllm_arm.py", log)
 
     def start(self, arm: str, num_blocks: int) -> ForkedEngine:
         """An engine over the arm's folder. Raises EngineEnded."""
-        folder = self.home / arm.replace(" ", "-")
-        folder.mkdir(exist_ok=True)
-        packages = [str(self.lmcache)] if arm == "lmcache" and self.lmcache is not None else []
-        setup = {"model": str(self.home / "model"), "arm": arm, "folder": str(folder), "packages": packages}
+        self.folder(arm).mkdir(exist_ok=True)
+        setup: Row = {"model": str(self.home / "model"), "arm": arm, "folder": str(self.folder(arm)), **ENGINE}
+        setup |= {"num_blocks": num_blocks, "packages": self.packages if arm == "lmcache" else []}
         with self.log.open("wb") as log:
-            return self.starter.start(setup | {"num_blocks": num_blocks, "host_bytes": HOST_BYTES}, log)
+            return self.starter.start(setup, log)
 
-    def forget(self, arm: str) -> None:
-        """Empty the arm's folder."""
-        shutil.rmtree(self.home / arm.replace(" ", "-"), ignore_errors=True)
+    def folder(self, arm: str) -> Path:
+        return self.home / arm.replace(" ", "-")
 
     def last_words(self) -> str:
         """The last line an engine wrote."""
@@ -110,7 +98,7 @@ class Runs:
         return lines[-1].strip()[:200] if lines else "it said nothing"
 
 
-def lmcache_packages(python: Path) -> tuple[Path | None, str]:
+def lmcache_packages() -> tuple[Path | None, str]:
     """LMCache's folder, installed at the first call; or None, and why it could not be had."""
     wanted = ROOT / "benchmarks" / "requirements-lmcache.txt"
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvtier"
@@ -120,19 +108,13 @@ def lmcache_packages(python: Path) -> tuple[Path | None, str]:
     progress("installing LMCache into a folder of its own")
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache) as fresh:
-        command = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "-qq", "--no-deps"]
-        done = subprocess.run(
-            [*command, "--target", f"{fresh}/packages", "-r", str(wanted)], capture_output=True, text=True, check=False
-        )
+        command = [str(VLLM), "-m", "pip", "--disable-pip-version-check", "install", "-qq", "--no-deps"]
+        command += ["--target", f"{fresh}/packages", "-r", str(wanted)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             return None, (done.stderr.strip().splitlines() or ["pip failed"])[-1][:200]
         Path(fresh, "packages").rename(folder)
     return folder, ""
-
-
-def fresh(rng: np.random.Generator, length: int) -> list[int]:
-    tokens: list[int] = rng.integers(3, VOCABULARY, length).tolist()
-    return tokens
 
 
 def write_conversations(runs: Runs, sizes: Sizes) -> tuple[TokenLists, TokenLists]:
@@ -145,7 +127,7 @@ def write_conversations(runs: Runs, sizes: Sizes) -> tuple[TokenLists, TokenList
     engine = runs.start("none", sizes.num_blocks * sizes.conversations)
     for turn in range(sizes.turns):
         order = rng.permutation(sizes.conversations).tolist()
-        asked = [said[one] + fresh(rng, sizes.question if turn else sizes.opening) for one in order]
+        asked = [said[one] + random_tokens(rng, sizes.question if turn else sizes.opening) for one in order]
         told = engine.ask("converse", prompts=asked, num_tokens=sizes.answer, clients=CLIENTS)["texts"]
         for one, prompt, answer in zip(order, asked, told, strict=True):
             said[one] = prompt + answer
@@ -160,19 +142,15 @@ def measure(runs: Runs, arm: str, phase: str, prompts: TokenLists, answers: Toke
     engine = runs.start(arm, sizes.num_blocks)
     try:
         strangers = np.random.default_rng(100 + PHASES.index(phase))
-        engine.ask("warm", prompts=[fresh(strangers, 200) for _ in range(2)])
+        engine.ask("warm", prompts=[random_tokens(strangers, 200) for _ in range(2)])
         told = engine.ask("converse", prompts=prompts, num_tokens=sizes.answer, clients=CLIENTS)
         cpu = engine.ask("close")["cpu"]
     finally:
         engine.close()
-    first = 1e3 * np.array(told["ttft"])
-    gaps = 1e3 * np.concatenate([np.array(one) for one in told["itl"]])
+    times = {"TTFT": 1e3 * np.array(told["ttft"]), "inter-token": 1e3 * np.concatenate(told["itl"])}
     return {
         "hit share": sum(told["cached"]) / sum(map(len, prompts)),
-        "TTFT p50 ms": float(np.quantile(first, 0.5)),
-        "TTFT p99 ms": float(np.quantile(first, 0.99)),
-        "inter-token p50 ms": float(np.quantile(gaps, 0.5)),
-        "inter-token p99 ms": float(np.quantile(gaps, 0.99)),
+        **{f"{name} p{q} ms": float(np.percentile(ms, q)) for name, ms in times.items() for q in (50, 99)},
         "tokens/s": len(prompts) * sizes.answer / told["seconds"],
         "CPU s": cpu,
         "other texts": sum(ours != theirs for ours, theirs in zip(told["texts"], answers, strict=True)),
@@ -181,7 +159,7 @@ def measure(runs: Runs, arm: str, phase: str, prompts: TokenLists, answers: Toke
 
 def ratio(column: str, ours: RunFigures, theirs: RunFigures) -> float:
     """Ours over theirs, turned so that below 1 is better."""
-    over, under = (theirs, ours) if COLUMNS[column] else (ours, theirs)
+    over, under = (theirs, ours) if column in MORE_IS_BETTER else (ours, theirs)
     return max(over[column], 1e-9) / max(under[column], 1e-9)
 
 
@@ -189,30 +167,29 @@ Measured = dict[int, RunFigures]  # by repetition
 Found = dict[str, dict[str, Measured]]
 
 
-def rows_of(found: Found, missing: dict[str, list[str]]) -> list[dict[str, object]]:
+def rows_of(found: Found, missing: dict[str, list[str]]) -> list[Row]:
     """Each way's medians; kvtier over the others; what could not be run, and why."""
-    rows: list[dict[str, object]] = []
-    for phase in PHASES:
-        for arm, measured in found[phase].items():
-            columns = (*COLUMNS, "other texts")
-            medians = {name: float(np.median([one[name] for one in measured.values()])) for name in columns}
-            rows.append({"phase": phase, "way": arm, **medians})
+    rows: list[Row] = [
+        {"phase": phase, "way": arm}
+        | {name: float(np.median([one[name] for one in measured.values()])) for name in (*COLUMNS, "other texts")}
+        for phase in PHASES
+        for arm, measured in found[phase].items()
+    ]
+    for phase, arm, rivals in _races(found):
+        for other in rivals:
+            spans = {column: _interval(found[phase], arm, other, column) for column in COLUMNS}
+            told = {column: f"{mean:.2f} ({low:.2f} to {high:.2f})" for column, (mean, low, high) in spans.items()}
+            rows.append({"phase": phase, "way": arm, "over": other, **told})
+    return rows + [{"way": arm, "not run": reason} for arm, reasons in missing.items() for reason in reasons]
+
+
+def _races(found: Found) -> Iterator[tuple[str, str, list[str]]]:
+    """Of each phase our ways, and those of the others that answered in a repetition in which ours did."""
     for phase in PHASES:
         for arm, others in OURS.items():
-            for other in _rivals(found[phase], arm, others):
-                row: dict[str, object] = {"phase": phase, "way": arm, "over": other}
-                for column in COLUMNS:
-                    mean, low, high = _interval(found[phase], arm, other, column)
-                    row[column] = f"{mean:.2f} ({low:.2f} to {high:.2f})"
-                rows.append(row)
-    rows += [{"way": arm, "not run": reason} for arm, reasons in missing.items() for reason in reasons]
-    return rows
-
-
-def _rivals(measured: dict[str, Measured], arm: str, others: tuple[str, ...]) -> list[str]:
-    """Those of the others that answered in a repetition in which this way did."""
-    ours = measured.get(arm, {}).keys()
-    return [other for other in others if not ours.isdisjoint(measured.get(other, {}))]
+            ours = found[phase].get(arm, {}).keys()
+            if rivals := [other for other in others if not ours.isdisjoint(found[phase].get(other, {}))]:
+                yield phase, arm, rivals
 
 
 def _interval(measured: dict[str, Measured], ours: str, theirs: str, column: str) -> tuple[float, float, float]:
@@ -224,37 +201,31 @@ def _interval(measured: dict[str, Measured], ours: str, theirs: str, column: str
 def targets_of(found: Found) -> list[Target]:
     """In every column kvtier is level with the best of the others, or ahead; so is its file tier with vLLM's."""
     targets = []
-    for phase in PHASES:
-        for arm, others in OURS.items():
-            rivals = _rivals(found[phase], arm, others)
-            if not rivals:
-                continue
-            for column in COLUMNS:
-                intervals = {other: _interval(found[phase], arm, other, column) for other in rivals}
-                best = max(rivals, key=lambda other: intervals[other][0])
-                mean, low, _ = intervals[best]
-                name = f"{phase}, {column}: {arm} over {best}"
-                targets += [Target(f"{name}, lower end of 95 %", 1, low), Target(f"{name}, mean", 1, mean)]
+    for phase, arm, rivals in _races(found):
+        for column in COLUMNS:
+            intervals = {other: _interval(found[phase], arm, other, column) for other in rivals}
+            best = max(rivals, key=lambda other: intervals[other][0])
+            mean, low, _ = intervals[best]
+            name = f"{phase}, {column}: {arm} over {best}"
+            targets += [Target(f"{name}, lower end of 95 %", 1, low), Target(f"{name}, mean", 1, mean)]
     return targets
 
 
 def plot(found: Found, path: Path) -> None:
     """A panel for each column and phase: medians, with the range over repetitions."""
-    figure, panels = pyplot.subplots(len(PHASES), len(COLUMNS), figsize=(16, 4.6), layout="constrained", sharey=True)
-    for phase, line in zip(PHASES, panels, strict=True):
-        for column, axes in zip(COLUMNS, line, strict=True):
-            arms = list(found[phase])
-            values = [np.array([one[column] for one in found[phase][arm].values()]) for arm in arms]
-            middles = np.array([np.median(each) for each in values])
-            reach = [middles - [each.min() for each in values], [each.max() for each in values] - middles]
-            colours = ["tab:orange" if arm in OURS else "tab:blue" for arm in arms]
-            axes.barh(arms, middles, xerr=reach, color=colours, error_kw={"linewidth": 0.8})
-            axes.set_title(f"{phase}: {column}", fontsize=8)
-            axes.tick_params(labelsize=8)
-    panels[0][0].invert_yaxis()
-    figure.suptitle("vLLM on a CPU: conversations that its own cache cannot hold", fontsize=10)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    with picture(path, len(PHASES), len(COLUMNS), figsize=(16, 4.6), sharey=True) as (figure, panels):
+        for phase, line in zip(PHASES, panels, strict=True):
+            for column, axes in zip(COLUMNS, line, strict=True):
+                arms = list(found[phase])
+                values = [np.array([one[column] for one in found[phase][arm].values()]) for arm in arms]
+                middles = np.array([np.median(each) for each in values])
+                reach = [middles - [each.min() for each in values], [each.max() for each in values] - middles]
+                colours = ["tab:orange" if arm in OURS else "tab:blue" for arm in arms]
+                axes.barh(arms, middles, xerr=reach, color=colours, error_kw={"linewidth": 0.8})
+                axes.set_title(f"{phase}: {column}", fontsize=8)
+                axes.tick_params(labelsize=8)
+        panels[0][0].invert_yaxis()
+        figure.suptitle("vLLM on a CPU: conversations that its own cache cannot hold", fontsize=10)
 
 
 def options() -> argparse.Namespace:
@@ -285,7 +256,6 @@ def run(args: argparse.Namespace, runs: Runs, missing: dict[str, list[str]]) -> 
     began = time.monotonic()
     for repetition in range(args.repetitions):
         for arm in rng.permutation([arm for arm in args.ways if tries[arm]]).tolist():
-            runs.forget(arm)
             for phase in PHASES:
                 minutes = (time.monotonic() - began) / 60
                 progress(f"{minutes:.1f} min: repetition {repetition + 1}/{args.repetitions}, {arm}, {phase}")
@@ -297,21 +267,20 @@ def run(args: argparse.Namespace, runs: Runs, missing: dict[str, list[str]]) -> 
                     progress(f"{arm}: {reason}")
                     missing.setdefault(arm, []).append(reason)
                     break
-            runs.forget(arm)
+            shutil.rmtree(runs.folder(arm), ignore_errors=True)
     return {phase: {arm: found[phase][arm] for arm in args.ways if arm in found[phase]} for phase in PHASES}
 
 
 def main() -> int:
     args = options()
     subprocess.run([str(ROOT / ".ci" / "beside-engine"), "vllm"], check=True)
-    python = ROOT / ".venv-vllm" / "bin" / "python"
     missing: dict[str, list[str]] = {}
-    lmcache, reason = lmcache_packages(python) if "lmcache" in args.ways else (None, "")
+    lmcache, reason = lmcache_packages() if "lmcache" in args.ways else (None, "")
     if reason:
         missing["lmcache"] = [f"it could not be installed: {reason}"]
-    with tempfile.TemporaryDirectory(prefix=".conversations-", dir=ROOT / "benchmarks") as home:
+    with scratch("conversations") as home:
         progress("importing vLLM")
-        runs = Runs(Path(home), python, lmcache)
+        runs = Runs(Path(home), lmcache)
         try:
             found = run(args, runs, missing)
         finally:

@@ -13,23 +13,18 @@ all threads, with ÷ without. `--save` writes a plot too.
 import statistics
 import subprocess
 import sys
-import tempfile
 from collections import defaultdict
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-import matplotlib
 import numpy as np
 import torch
 import transformers
-from _engine_process import EngineArmProcess
+from _engine_starter import EngineStarter, ForkedEngine
+from _loads import ROOT, VLLM, Row, grouped_bars, interval, llama, random_tokens, scratch
 from _report import RESULTS, Target, parser, progress, report
 
-matplotlib.use("Agg")
-from matplotlib import pyplot
-
-ROOT: Final = Path(__file__).resolve().parent.parent
-ARMS: Final = ("none", "kvtier", "native", "example")
 NAMES: Final = {
     "none": "(a) no offload",
     "kvtier": "kvtier",
@@ -39,51 +34,41 @@ NAMES: Final = {
 LENGTHS: Final = (1024, 2048, 4096)
 COLD_ROUNDS, WARM_ROUNDS, PAIRS, CYCLES = 2, 12, 12, 24
 
-
-def started(python: Path, model: Path, name: str, folder: Path, max_len: int) -> EngineArmProcess:
-    """A vLLM in a process of its own."""
-    return EngineArmProcess(
-        python, "_engine_arm.py", [str(model), name, str(folder), str(max_len // 32 + 64), str(max_len)]
-    )
+Arms = dict[str, ForkedEngine]
+Times = dict[int, dict[str, list[float]]]
 
 
 def make_model(path: Path, *, small: bool, size: int = 768, layers: int = 12) -> None:
     """A random Llama: of that width and depth, or (`small`) as few parameters as a run that proves nothing needs."""
     size, layers = (128, 2) if small else (size, layers)
-    config = transformers.LlamaConfig(
-        vocab_size=8192,
-        hidden_size=size,
-        intermediate_size=size * 8 // 3,
-        num_hidden_layers=layers,
-        num_attention_heads=size // 64,
-        num_key_value_heads=size // 64 // 3 or 1,
-        head_dim=64,
-        max_position_embeddings=8192,
-    )
     torch.manual_seed(0)
+    config = llama(size, layers, heads=size // 64, kv_heads=size // 64 // 3 or 1, head_dim=64)
     transformers.LlamaForCausalLM(config).save_pretrained(path)
 
 
-def interval(ratios: list[float]) -> tuple[float, float, float]:
-    """Geometric mean and its 95 % interval."""
-    logs = np.log(np.array(ratios))
-    draws = np.random.default_rng(0).choice(logs, (10_000, len(logs))).mean(axis=1)
-    low, high = np.quantile(draws, [0.025, 0.975])
-    return float(np.exp(logs.mean())), float(np.exp(low)), float(np.exp(high))
+def started(stack: ExitStack, home: Path, max_len: int) -> Arms:
+    """A vLLM of each arm, forked of one process, until the stack ends."""
+    progress("importing vLLM")
+    log = stack.enter_context((home / "engine.log").open("wb"))
+    starter = EngineStarter(VLLM, "_vllm_arm.py", log)
+    stack.callback(starter.close)
+    arms: Arms = {}
+    for name in NAMES:
+        progress(f"starting {NAMES[name]}")
+        (home / name).mkdir()
+        setup: Row = {"model": str(home / "model"), "arm": name, "folder": str(home / name), "packages": []}
+        setup |= {"num_blocks": max_len // 32 + 64, "max_len": max_len, "step_tokens": max_len, "host_bytes": 2 << 30}
+        arms[name] = starter.start(setup, log)
+        stack.callback(arms[name].close)
+    return arms
 
 
 def fresh(rng: np.random.Generator, length: int) -> list[int]:
     """A prompt of `length` tokens that can be cached and a few that cannot (two are the least, for (c))."""
-    prompt: list[int] = rng.integers(3, 8192, length + 16).tolist()
-    return prompt
+    return random_tokens(rng, length + 16)
 
 
-Times = dict[int, dict[str, list[float]]]
-
-
-def ttft(
-    arms: dict[str, EngineArmProcess], rng: np.random.Generator, rounds: tuple[int, int], lengths: tuple[int, ...]
-) -> Times:
+def ttft(arms: Arms, rng: np.random.Generator, rounds: tuple[int, int], lengths: tuple[int, ...]) -> Times:
     """Seconds by length and arm: of every prompt's first time ("cold"), then again. Hits are checked to be hits."""
     times: Times = {length: defaultdict(list) for length in lengths}
     num_cold, num_warm = rounds
@@ -104,7 +89,7 @@ def ttft(
     return times
 
 
-def never_hit(arms: dict[str, EngineArmProcess], rng: np.random.Generator, num_pairs: int) -> list[float]:
+def never_hit(arms: Arms, rng: np.random.Generator, num_pairs: int) -> list[float]:
     """CPU time with kvtier, which stores and never hits, over CPU time without."""
     ratios = []
     for number in range(num_pairs):
@@ -116,7 +101,7 @@ def never_hit(arms: dict[str, EngineArmProcess], rng: np.random.Generator, num_p
     return ratios
 
 
-def throughput(arms: dict[str, EngineArmProcess], rng: np.random.Generator, length: int) -> dict[str, float]:
+def throughput(arms: Arms, rng: np.random.Generator, length: int) -> dict[str, float]:
     """Tokens a second, of answers to eight prompts with one long prefix known from before, 32 tokens each."""
     prefix = fresh(rng, length)
     for arm in arms.values():
@@ -129,37 +114,17 @@ def throughput(arms: dict[str, EngineArmProcess], rng: np.random.Generator, leng
     return {name: statistics.median(values) for name, values in rates.items()}
 
 
-def plot(times: Times, path: Path) -> None:
-    """Bars of median TTFT on a log scale, one group a length."""
-    figure, axes = pyplot.subplots(figsize=(7, 3.6), layout="constrained")
-    for place, name in enumerate(ARMS):
-        heights = [statistics.median(times[length][name]) for length in times]
-        bars = axes.bar(np.arange(len(times)) + 0.2 * (place - 1.5), heights, 0.19, label=NAMES[name])
-        axes.bar_label(bars, [f"{height:.2g}" for height in heights], fontsize=7)
-    axes.set_yscale("log")
-    axes.set_xticks(range(len(times)), [f"{length} tokens" for length in times])
-    axes.set_ylabel("time to first token, s")
-    axes.set_title("vLLM on a CPU: a prompt seen before, no longer in vLLM's own cache", fontsize=10)
-    axes.legend(fontsize=8)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-
-
 def main() -> int:
     args = parser(__doc__).parse_args()
     lengths, rounds, pairs = ((512,), (1, 2), 2) if args.quick else (LENGTHS, (COLD_ROUNDS, WARM_ROUNDS), PAIRS)
     subprocess.run([str(ROOT / ".ci" / "beside-engine"), "vllm"], check=True)
-    python = ROOT / ".venv-vllm" / "bin" / "python"
     rng = np.random.default_rng(1)
-    with tempfile.TemporaryDirectory(prefix=".engine-", dir=ROOT / "benchmarks") as home:
-        make_model(Path(home) / "model", small=args.quick)
-        arms = {}
-        for name in ARMS:
-            progress(f"starting {NAMES[name]}")
-            folder = Path(home) / name
-            folder.mkdir()
-            arms[name] = started(python, Path(home) / "model", name, folder, max(lengths) + 256)
-            arms[name].ask("ttft", prompt=fresh(rng, 256))  # warm up
+    with ExitStack() as stack:
+        home = Path(stack.enter_context(scratch("engine")))
+        make_model(home / "model", small=args.quick)
+        arms = started(stack, home, max(lengths) + 256)
+        for arm in arms.values():
+            arm.ask("ttft", prompt=fresh(rng, 256))  # warm up
         times = ttft(arms, rng, rounds, lengths)
         rates = throughput(arms, rng, lengths[-1] // 2)
         overhead = never_hit(arms, rng, pairs)
@@ -167,27 +132,32 @@ def main() -> int:
         for prompt in hits:
             arms["kvtier"].ask("ttft", prompt=prompt)
         steps = arms["kvtier"].ask("decode", stems=stems, hits=hits, num_cycles=CYCLES)
-        for arm in arms.values():
-            arm.close()
-    return conclude(args, times, rates, overhead, steps)
+    rows, targets = concluded(times, rates, overhead, steps)
+    if args.save:
+        grouped_bars(
+            RESULTS / "engine_ttft.png",
+            {told: [statistics.median(arms[name]) for arms in times.values()] for name, told in NAMES.items()},
+            [f"{length} tokens" for length in times],
+            "time to first token, s",
+            "vLLM on a CPU: a prompt seen before, no longer in vLLM's own cache",
+        )
+    return report("engine_ttft", rows, targets, args.json, args.save)
 
 
-def conclude(
-    args: Any, times: Times, rates: dict[str, float], overhead: list[float], steps: dict[str, list[float]]
-) -> int:
-    """Rows, targets, the plot."""
-    rows: list[dict[str, object]] = []
+def concluded(
+    times: Times, rates: dict[str, float], overhead: list[float], steps: dict[str, list[float]]
+) -> tuple[list[Row], list[Target]]:
+    rows: list[Row] = []
     targets = []
     for length, arms in times.items():
         medians = {name: statistics.median(values) for name, values in arms.items()}
-        for name in ARMS:
-            row: dict[str, object] = {"prompt tokens": length, "engine": NAMES[name], "TTFT s": medians[name]}
+        for name, told in NAMES.items():
+            row: Row = {"prompt tokens": length, "engine": told, "TTFT s": medians[name]}
             if name != "none":
                 row |= {"first time s": medians[f"{name} cold"], "(a) / this": medians["none"] / medians[name]}
             if name in ("native", "example"):
-                mean, low, high = interval(
-                    [ours / theirs for ours, theirs in zip(arms["kvtier"], arms[name], strict=True)]
-                )
+                ratios = [ours / theirs for ours, theirs in zip(arms["kvtier"], arms[name], strict=True)]
+                mean, low, high = interval(ratios)
                 row |= {"kvtier / this": mean, "95 %": f"{low:.3f} to {high:.3f}"}
                 targets.append(Target(f"TTFT {length} tokens: kvtier over {name}, lower end of 95 %", 1, low))
             rows.append(row)
@@ -196,15 +166,12 @@ def conclude(
     rows += [{"engine": NAMES[name], "tokens/s": rate} for name, rate in rates.items()]
     slowdown = statistics.median(steps["loading"]) / statistics.median(steps["quiet"])
     mean, low, high = interval(overhead)
-    rows.append(
-        {"engine": "kvtier, never hitting: CPU / (a)", "kvtier / this": mean, "95 %": f"{low:.4f} to {high:.4f}"}
-    )
+    span = f"{low:.4f} to {high:.4f}"
+    rows.append({"engine": "kvtier, never hitting: CPU / (a)", "kvtier / this": mean, "95 %": span})
     rows.append({"engine": "kvtier, unrelated decoding: beside loads / quiet", "kvtier / this": slowdown})
     targets.append(Target("never-hit: CPU with over without, lower end of 95 %", 1.02, low))
     targets.append(Target("unrelated decoding beside loads over without", 1.03, slowdown))
-    if args.save:
-        plot(times, RESULTS / "engine_ttft.png")
-    return report("engine_ttft", rows, targets, args.json, args.save)
+    return rows, targets
 
 
 if __name__ == "__main__":

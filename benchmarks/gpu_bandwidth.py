@@ -13,14 +13,16 @@ import itertools
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
 import _gpu
 import numpy as np
 import torch
-from _gpu import KIB, MIB, BenchRow, Geometry8B
+from _gpu import KIB, MIB, Geometry8B, mid
+from _loads import Row
 from _report import Target, progress, report
 
 from kvtier.connector import CopyOp, StepPlan, WorkerSide
@@ -53,101 +55,89 @@ class Scale:
 
     @classmethod
     def of(cls, device: torch.device, quick: bool) -> "Scale":
-        """A GPU's, or this CPU's."""
         if device.type == "cpu":
             return cls(device, QUICK_KIB, 8 * MIB, MIB, 1, 4, 16 * MIB, _gpu.SMALL)
         half_of_memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-        first_use = min((4 if quick else 64) << 30, half_of_memory)
-        pieces = QUICK_KIB if quick else PIECES_KIB
-        return cls(device, pieces, 4 << 30, 512 * MIB, 3 if quick else 5, 32, first_use, Geometry8B())
+        pieces, rounds, gib = (QUICK_KIB, 3, 4) if quick else (PIECES_KIB, 5, 64)
+        return cls(device, pieces, 4 << 30, 512 * MIB, rounds, 32, min(gib << 30, half_of_memory), Geometry8B())
 
 
 class PiecePools:
     """L1, pinned L2 and the limit for pieces of one size."""
 
     def __init__(self, scale: Scale, layout: str, piece_bytes: int) -> None:
-        self.device = scale.device
-        self.per_block = 1 if layout == "own" else scale.num_layers
-        self.block_bytes = piece_bytes * self.per_block
-        num_blocks = max(4, scale.pool_bytes // self.block_bytes)
-        count = max(1, min(scale.batch_bytes // self.block_bytes, MAX_PIECES // self.per_block, num_blocks // 2))
-        self.batches = _gpu.ScatteredBatches(num_blocks, count)
-        self.batch_bytes = count * self.block_bytes
+        per_block = 1 if layout == "own" else scale.num_layers
+        block_bytes = piece_bytes * per_block
+        num_blocks = max(4, scale.pool_bytes // block_bytes)
+        self.count = max(1, min(scale.batch_bytes // block_bytes, MAX_PIECES // per_block, num_blocks // 2))
+        self.half, self.batch_bytes = num_blocks // 2, self.count * block_bytes
+        self.rng = np.random.default_rng(7)
         self.l1 = _gpu.piece_tensor(layout, num_blocks, piece_bytes, scale.num_layers, scale.device)
-        self.region = _gpu.pinned_region(num_blocks, self.block_bytes, scale.device)
+        self.region = _gpu.pinned_region(num_blocks, block_bytes, scale.device)
         self.limit = _gpu.BigCopies(self.batch_bytes, scale.device)
+
+    def batch(self, direction: str) -> BlockCopies:
+        """Distinct blocks and slots, scattered: loads have the lower halves, stores the upper ones."""
+        start = 0 if direction == "load" else self.half
+        blocks, slots = (start + self.rng.permutation(self.half)[: self.count] for _ in range(2))
+        return BlockCopies(blocks.astype(np.int64), slots.astype(np.int64))
 
     def ours(self, stream: CopyStream, directions: Sequence[str]) -> Callable[[], Callable[[], None]]:
         """DEPTH batches in each direction, by the stream."""
 
         def prepared() -> Callable[[], None]:
-            batches = [(way, self.batches.batch(way)) for _ in range(DEPTH) for way in directions]
+            batches = [(way, self.batch(way)) for _ in range(DEPTH) for way in directions]
             return lambda: _gpu.ended([_gpu.enqueue(stream, way, copies) for way, copies in batches])
 
         return prepared
 
-    def big(self, directions: Sequence[str]) -> Callable[[], Callable[[], None]]:
-        """As many bytes in big copies."""
-        return lambda: lambda: self.limit.copy(directions, DEPTH)
-
-    def close(self) -> None:
-        """Unpin L2 and give it back."""
-        self.region.close()
+    def gbps(self, directions: Sequence[str], seconds: Iterable[float]) -> float:
+        return round(DEPTH * len(directions) * self.batch_bytes / float(np.median(list(seconds))) / 1e9, 2)
 
 
-def gbps(pools: PiecePools, directions: Sequence[str], seconds: float) -> float:
-    return round(DEPTH * len(directions) * pools.batch_bytes / seconds / 1e9, 2)
-
-
-def measure_pieces(scale: Scale, layout: str, kib: int) -> Iterator[BenchRow]:
-    """One row for each way and direction."""
+@contextmanager
+def piece_pools(scale: Scale, layout: str, kib: int) -> Iterator[PiecePools]:
+    """Pools whose L2 is unpinned and given back in the end."""
     pools = PiecePools(scale, layout, kib * KIB)
     try:
-        for way in _gpu.ways(scale.device):
-            if way == "copies" and kib < COPIES_FROM_KIB:
-                continue
+        yield pools
+    finally:
+        pools.region.close()
+
+
+def measure_pieces(scale: Scale, layout: str, kib: int) -> Iterator[Row]:
+    """One row for each way and direction."""
+    ways = [way for way in _gpu.ways(scale.device) if way != "copies" or kib >= COPIES_FROM_KIB]
+    with piece_pools(scale, layout, kib) as pools:
+        for way in ways:
             with _gpu.copying(pools.l1, pools.region, scale.device, way) as stream:
                 for directions in DIRECTIONS:
-                    variants = {"ours": pools.ours(stream, directions), "one copy": pools.big(directions)}
-                    took = _gpu.interleaved(variants, scale.rounds if way == "chosen" else min(2, scale.rounds))
-                    (wall, _), (limit, _) = took["ours"], took["one copy"]
-                    yield {
-                        "pieces": layout,
-                        "KiB": kib,
-                        "way": way,
-                        "direction": " + ".join(directions),
-                        "GB/s": gbps(pools, directions, float(np.median(wall))),
-                        "one copy GB/s": gbps(pools, directions, float(np.median(limit))),
-                        "of one copy": round(float(np.median(limit / wall)), 3),
+                    variants = {
+                        "ours": pools.ours(stream, directions),
+                        "one copy": lambda directions=directions: lambda: pools.limit.copy(directions, DEPTH),
                     }
-    finally:
-        pools.close()
+                    took = _gpu.interleaved(variants, scale.rounds if way == "chosen" else min(2, scale.rounds))
+                    row: Row = {"pieces": layout, "KiB": kib, "way": way, "direction": " + ".join(directions)}
+                    row |= {"GB/s": pools.gbps(directions, took["ours"])}
+                    row |= {"one copy GB/s": pools.gbps(directions, took["one copy"])}
+                    yield row | {"of one copy": mid(took["one copy"] / took["ours"])}
 
 
-def sweep_grid(scale: Scale) -> Iterator[BenchRow]:
+def sweep_grid(scale: Scale) -> Iterator[Row]:
     """The kernel's bandwidth by its number of blocks of threads, for small pieces. Only a GPU launches any."""
     if scale.device.type == "cuda" and "kernel" not in _gpu.ways(scale.device):
         return
-    pools = PiecePools(scale, "own", 16 * KIB)
-    try:
+    with piece_pools(scale, "own", 16) as pools:
         for grid, direction in itertools.product(GRIDS, ("load", "store")):
             with _gpu.copying(pools.l1, pools.region, scale.device, "kernel", grid) as stream:
-                [(wall, _)] = _gpu.interleaved({"ours": pools.ours(stream, [direction])}, 3).values()
-            rate = gbps(pools, [direction], float(np.median(wall)))
-            yield {"pieces": "own", "KiB": 16, "way": "kernel", "grid": grid, "direction": direction, "GB/s": rate}
+                took = _gpu.interleaved({"ours": pools.ours(stream, [direction])}, 3)["ours"]
+            row: Row = {"pieces": "own", "KiB": 16, "way": "kernel", "grid": grid, "direction": direction}
+            yield row | {"GB/s": pools.gbps([direction], took)}
             if scale.device.type == "cpu":  # whose copies have no grid
                 return
-    finally:
-        pools.close()
 
 
-def store_plan(first: int, num_ops: int) -> StepPlan:
-    """A decode step in which so many requests fill a block: one store each."""
-    ops = [CopyOp(first + i, f"r{i}", (i,), (i,), (0,)) for i in range(num_ops)]
-    return StepPlan(0, 0, (), tuple(ops))
-
-
-def measure_steps(scale: Scale) -> Iterator[BenchRow]:
+def measure_steps(scale: Scale) -> Iterator[Row]:
     """What a worker's thread spends on a step's stores, for each place where engines keep blocks."""
     num_blocks = 128
     for layout in _gpu.LAYOUTS:
@@ -157,8 +147,7 @@ def measure_steps(scale: Scale) -> Iterator[BenchRow]:
             worker = WorkerSide(stream, scale.geometry.num_layers, scale.geometry.layer_bytes, _gpu.DEADLINE)
             for num_stores in (1, 16, 64):
                 cpu, wall = stores(worker, num_stores, 4 + 4 * scale.rounds)
-                row: BenchRow = {"layout": layout, "stores of a step": num_stores}
-                yield row | {"CPU ms": round(float(np.median(cpu)), 3), "ms": round(float(np.median(wall)), 3)}
+                yield {"layout": layout, "stores of a step": num_stores, "CPU ms": mid(cpu), "ms": mid(wall)}
         region.close()
 
 
@@ -166,7 +155,8 @@ def stores(worker: WorkerSide, num_stores: int, num_steps: int) -> tuple[list[fl
     """Milliseconds of this thread's CPU to enqueue a step's stores, and of the wall until they have ended."""
     cpu, wall = [], []
     for step in range(num_steps):
-        plan = store_plan(step * num_stores, num_stores)
+        ops = [CopyOp(step * num_stores + i, f"r{i}", (i,), (i,), (0,)) for i in range(num_stores)]
+        plan = StepPlan(0, 0, (), tuple(ops))  # so many requests fill a block
         started, spent = time.perf_counter(), time.thread_time()
         worker.start_store(plan)
         cpu.append((time.thread_time() - spent) * 1e3)
@@ -190,7 +180,6 @@ class StepLoop:
         self._rng = np.random.default_rng(3)
 
     def run(self, enough: Callable[[int], bool]) -> list[float]:
-        """Milliseconds of each step, until there were enough."""
         took: list[float] = []
         while not enough(len(took)):
             started = time.perf_counter()
@@ -204,7 +193,7 @@ class StepLoop:
         return took
 
 
-def first_use(scale: Scale) -> Iterator[BenchRow]:
+def first_use(scale: Scale) -> Iterator[Row]:
     """Steps before L2 is there, while it is pre-faulted and pinned, and behind that."""
     block_bytes = scale.geometry.block_bytes
     num_slots = scale.first_use_bytes // block_bytes
@@ -229,44 +218,38 @@ def first_use(scale: Scale) -> Iterator[BenchRow]:
     if error is not None:
         raise SystemExit(f"L2 could not be pinned: {error}; raise `ulimit -l`")
     for phase, ms in phases.items():
-        row: BenchRow = {"L2 MiB": scale.first_use_bytes // MIB, "phase": phase, "steps": len(ms)}
-        row |= {"p50 ms": round(float(np.median(ms)), 3), "p99 ms": round(float(np.quantile(ms, 0.99)), 3)}
-        yield row | {"longest ms": round(max(ms), 3)} | ({"seconds": round(seconds, 2)} if phase == "first use" else {})
+        row: Row = {"L2 MiB": scale.first_use_bytes // MIB, "phase": phase, "steps": len(ms)}
+        row |= {"p50 ms": mid(ms), "p99 ms": _gpu.tail(ms), "longest ms": round(max(ms), 3)}
+        yield row | ({"seconds": round(seconds, 2)} if phase == "first use" else {})
 
 
-def goals(rows: Sequence[BenchRow]) -> list[Target]:
+def goals(rows: Sequence[Row]) -> list[Target]:
     """The worst value of each goal, by the way that kvtier chooses."""
     chosen = [row for row in rows if row.get("way") == "chosen"]
-    large = [row for row in chosen if number(row, "KiB") >= LARGE_KIB]
-    one_way, both = ([row for row in large if ("+" in str(row["direction"])) == both] for both in (False, True))
-    small = [row for row in chosen if number(row, "KiB") <= SMALL_KIB and "+" not in str(row["direction"])]
-    step = max(number(row, "CPU ms") for row in rows if row.get("stores of a step") == 64)
+    large = [row for row in chosen if row["KiB"] >= LARGE_KIB]
+    one_way, both = ([row for row in large if ("+" in row["direction"]) == both] for both in (False, True))
+    small = [row for row in chosen if row["KiB"] <= SMALL_KIB and "+" not in row["direction"]]
+    step = max(row["CPU ms"] for row in rows if row.get("stores of a step") == 64)
     [first] = [row for row in rows if row.get("phase") == "first use"]
-    gib = number(first, "L2 MiB") / 1024
+    gib = first["L2 MiB"] / 1024
+    least: list[tuple[str, float, list[Row], str]] = [
+        ("one way, 512 KiB and more: of one big copy", 0.95, one_way, "of one copy"),
+        ("one way, 512 KiB and more: GB/s", 50, one_way, "GB/s"),
+        ("both ways, 512 KiB and more: of big copies both ways", 0.85, both, "of one copy"),
+        ("both ways, 512 KiB and more: GB/s", 80, both, "GB/s"),
+        ("pieces of 4 to 24 KiB: GB/s", 40, small, "GB/s"),
+    ]
     return [
-        Target("one way, 512 KiB and more: of one big copy", 0.95, least(one_way, "of one copy"), at_most=False),
-        Target("one way, 512 KiB and more: GB/s", 50, least(one_way, "GB/s"), at_most=False),
-        Target("both ways, 512 KiB and more: of big copies both ways", 0.85, least(both, "of one copy"), at_most=False),
-        Target("both ways, 512 KiB and more: GB/s", 80, least(both, "GB/s"), at_most=False),
-        Target("pieces of 4 to 24 KiB: GB/s", 40, least(small, "GB/s"), at_most=False),
+        *(Target(name, goal, min(row[column] for row in of), at_most=False) for name, goal, of, column in least),
         Target("a step of 64 stores: CPU ms to enqueue", 1, step),
-        Target(f"first use of {gib:.3g} GiB of L2: longest step beside it, ms", 50, number(first, "longest ms")),
+        Target(f"first use of {gib:.3g} GiB of L2: longest step beside it, ms", 50, first["longest ms"]),
     ]
 
 
-def least(rows: Sequence[BenchRow], name: str) -> float:
-    return min(number(row, name) for row in rows)
-
-
-def number(row: BenchRow, name: str) -> float:
-    return float(str(row[name]))
-
-
 def main() -> int:
-    """Measure, print, and say which goals were met."""
     options = _gpu.arguments(__doc__)
     scale = Scale.of(options.device, options.quick)
-    rows: list[BenchRow] = []
+    rows: list[Row] = []
     for layout, kib in itertools.product(("own", "layers"), scale.pieces_kib):
         if layout == "own" or kib <= LAYERED_TO_KIB:
             progress(f"{scale.device}: {layout}, pieces of {kib} KiB")

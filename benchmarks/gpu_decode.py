@@ -17,7 +17,8 @@ from typing import Final
 import _gpu
 import numpy as np
 import torch
-from _gpu import BenchRow, Geometry8B
+from _gpu import Geometry8B, mid
+from _loads import Row
 from _report import Target, progress, report
 
 from kvtier.connector import CopyOp, StepPlan, WorkerSide
@@ -27,10 +28,13 @@ SLOWDOWN: Final = 1.02
 NUM_STORED: Final = 4  # blocks a step
 WARM_UP: Final = 3
 
+Plans = list[tuple[StepPlan | None, StepPlan | None]]
+"""Of each step: loads and stores."""
+
 
 @dataclass(frozen=True, slots=True)
 class DecodeLoad:
-    """How much is decoded beside how much."""
+    """How much is decoded beside how much: on a GPU, or on this CPU."""
 
     device: torch.device
     geometry: Geometry8B
@@ -45,11 +49,9 @@ class DecodeLoad:
 
     @classmethod
     def of(cls, device: torch.device, quick: bool) -> "DecodeLoad":
-        """A GPU's, or this CPU's."""
         if device.type == "cpu":
             return cls(device, _gpu.SMALL, 64, 128, 4, 1 << 16, 32, 8, 2, 4)
-        rounds, steps = (3, 20) if quick else (5, 30)
-        return cls(device, Geometry8B(), 4096, 14336, 64, 4 << 30, 1024, 64, rounds, steps)
+        return cls(device, Geometry8B(), 4096, 14336, 64, 4 << 30, 1024, 64, *((3, 20) if quick else (5, 30)))
 
 
 class DecodeStep:
@@ -109,9 +111,9 @@ class Beside:
     loads_under_way: int = 0
     _to_load: StepPlan | None = None
 
-    def plans(self, kind: str, count: int) -> list[tuple[StepPlan | None, StepPlan | None]]:
-        """So many steps' loads and stores, made before they are timed: planning is the scheduler's."""
-        plans: list[tuple[StepPlan | None, StepPlan | None]] = []
+    def plans(self, kind: str, count: int) -> Plans:
+        """So many steps', made before they are timed: planning is the scheduler's."""
+        plans: Plans = []
         for _ in range(count):
             loads = StepPlan(0, 0, (self._op(self.load.num_loaded, upper=True),)) if "loads" in kind else None
             stored = tuple(self._op(1, upper=False) for _ in range(NUM_STORED if "stores" in kind else 0))
@@ -140,7 +142,6 @@ class Beside:
         self.loads_under_way -= sum(op % 2 for op in report.finished)
 
     def settle(self) -> None:
-        """Wait until all has ended."""
         deadline = time.monotonic() + _gpu.DEADLINE
         while not self.worker.idle and time.monotonic() < deadline:
             self.worker.wait(1)
@@ -154,38 +155,39 @@ class Beside:
         return CopyOp(2 * self.num_ops + upper, "r", tuple(blocks.tolist()), tuple(slots.tolist()), (0,) * count)
 
 
-def steps(decode: DecodeStep, beside: Beside, kind: str, count: int) -> tuple[list[float], list[float]]:
+def steps(decode: DecodeStep, beside: Beside, plans: Plans) -> tuple[list[float], list[float]]:
     """Milliseconds of each step, and of this thread's CPU for the worker's part of it."""
     took, cpu = [], []
-    for loads, stores in beside.plans(kind, count):
+    for loads, stores in plans:
         started, spent = time.perf_counter(), time.thread_time()
         beside.before(loads)
-        cpu.append(time.thread_time() - spent)
-        decode.run()
-        spent = time.thread_time()
+        spent += _cpu_of(decode.run)
         beside.behind(stores)
-        cpu[-1] += time.thread_time() - spent
-        _gpu.synchronize(decode.device)
-        spent = time.thread_time()
+        spent += _cpu_of(lambda: _gpu.synchronize(decode.device))
         beside.collect()
-        cpu[-1] += time.thread_time() - spent
+        cpu.append((time.thread_time() - spent) * 1e3)
         took.append((time.perf_counter() - started) * 1e3)
-    return took, [each * 1e3 for each in cpu]
+    return took, cpu
 
 
-def measure(decode: DecodeStep, load: DecodeLoad, layout: str, way: str) -> Iterator[BenchRow]:
-    """One row for each kind of copies beside the steps."""
+def _cpu_of(act: Callable[[], object]) -> float:
+    began = time.thread_time()
+    act()
+    return time.thread_time() - began
+
+
+def measure(decode: DecodeStep, load: DecodeLoad, layout: str, way: str) -> Iterator[Row]:
     l1 = _gpu.engine_tensor(layout, load.num_blocks, load.geometry, load.device)
     region = _gpu.pinned_region(load.num_blocks, load.geometry.block_bytes, load.device)
     took: dict[str, list[list[float]]] = {kind: [] for kind in BESIDE}
-    cpu: dict[str, list[float]] = {kind: [] for kind in BESIDE}
-    rates: dict[str, list[float]] = {kind: [] for kind in BESIDE}
+    cpu, rates = ({kind: list[float]() for kind in BESIDE} for _ in range(2))
     with _gpu.copying(l1, region, load.device, way) as stream:
         side = WorkerSide(stream, load.geometry.num_layers, load.geometry.layer_bytes, _gpu.DEADLINE, by_layers=False)
         beside = Beside(side, load)
         for round_, kind in itertools.product(range(load.rounds + 1), BESIDE):
+            plans = beside.plans(kind, load.steps if round_ else WARM_UP)
             before, started = beside.num_blocks, time.perf_counter()
-            step_ms, cpu_ms = steps(decode, beside, kind, load.steps if round_ else WARM_UP)
+            step_ms, cpu_ms = steps(decode, beside, plans)
             beside.settle()
             if round_:
                 took[kind].append(step_ms)
@@ -195,35 +197,26 @@ def measure(decode: DecodeStep, load: DecodeLoad, layout: str, way: str) -> Iter
     region.close()
     alone = [float(np.median(each)) for each in took["alone"]]
     for kind in BESIDE:
-        every = np.concatenate([np.array(each) for each in took[kind]])
+        every = np.concatenate(took[kind])
         slowdown = [float(np.median(each)) / base for each, base in zip(took[kind], alone, strict=True)]
-        yield {
-            "layout": layout,
-            "way": way,
-            "beside": kind,
-            "CUDA graph": decode.is_graph,
-            "p50 ms": round(float(np.median(every)), 3),
-            "p99 ms": round(float(np.quantile(every, 0.99)), 3),
-            "slowdown": round(float(np.median(slowdown)), 4),
-            "worker's CPU ms": round(float(np.median(cpu[kind])), 3),
-            "GB/s": round(float(np.median(rates[kind])), 2),
-        }
+        row: Row = {"layout": layout, "way": way, "beside": kind, "CUDA graph": decode.is_graph}
+        row |= {"p50 ms": mid(every), "p99 ms": _gpu.tail(every), "slowdown": mid(slowdown, 4)}
+        yield row | {"worker's CPU ms": mid(cpu[kind]), "GB/s": mid(rates[kind], 2)}
 
 
-def goals(rows: Sequence[BenchRow]) -> list[Target]:
+def goals(rows: Sequence[Row]) -> list[Target]:
     """The slowest place for blocks, by the way that kvtier chooses."""
     chosen = [row for row in rows if row["way"] == "chosen"]
-    worst = {kind: max(float(str(row["slowdown"])) for row in chosen if row["beside"] == kind) for kind in BESIDE[1:]}
+    worst = {kind: max(row["slowdown"] for row in chosen if row["beside"] == kind) for kind in BESIDE[1:]}
     return [Target(f"a decode step beside {kind}: ÷ alone", SLOWDOWN, value) for kind, value in worst.items()]
 
 
 def main() -> int:
-    """Measure, print, and say whether the goals were met."""
     options = _gpu.arguments(__doc__)
     load = DecodeLoad.of(options.device, options.quick)
     progress(f"{load.device}: a decode step's weights and graph")
     decode = DecodeStep(load)
-    rows: list[BenchRow] = []
+    rows: list[Row] = []
     others = [("own", way) for way in _gpu.ways(load.device)[1:]]
     for layout, way in [*((layout, "chosen") for layout in _gpu.LAYOUTS), *others]:
         progress(f"blocks: {layout}, way: {way}")

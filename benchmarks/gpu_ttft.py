@@ -7,35 +7,31 @@ its token against the cold one. With asynchronous loads (a request waits for its
 `--save` writes a plot too. `--dry` runs the same code on this CPU.
 """
 
-import os
-import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any, Final, Literal
 
 import _gpu
-import matplotlib
 import numpy as np
 import torch
-from _gpu import BenchRow
+from _loads import Row, grouped_bars, leave_only, llama, over_slab, random_tokens, scratch, settle
 from _report import RESULTS, Target, progress, report
-from transformers import LlamaConfig
 
 from kvtier.connector import LocalConnector
 from kvtier.engine import Engine, EngineConfig, Model, SamplingParams
-from kvtier.tiers.config import Config
-
-matplotlib.use("Agg")
-from matplotlib import pyplot
 
 BLOCK_SIZE: Final = 16
-TIERS: Final = ("cold", "L1", "L2", "slab")
+TIERS: Final = {
+    "cold": "l1",
+    "L1": "l1",
+    "L2": "l2",
+    "slab": "file",
+}  # what answers → the tier above which all is empty
 ONE: Final = SamplingParams(max_tokens=1, ignore_eos=True)
-SETTLE: Final = 120.0  # seconds for everything stored to reach the slab
 GOALS: Final = (("L2", 20), ("slab", 5))
 
 Loading = Literal["async", "layerwise"]
@@ -47,7 +43,7 @@ class AskedPrompts:
     """Which model is asked how long prompts."""
 
     device: torch.device
-    model: dict[str, int]
+    model: Any
     dtype: str
     lengths: tuple[int, ...]
     rounds: int
@@ -55,49 +51,27 @@ class AskedPrompts:
 
     @classmethod
     def of(cls, device: torch.device, quick: bool) -> "AskedPrompts":
-        """A GPU's, or this CPU's."""
+        sizes = {"max_position_embeddings": 65536}
         if device.type == "cpu":
-            return cls(device, sizes(64, 128, 2, 4, 2, 512), "float32", (128, 256), 1, "64MiB")
-        llama = sizes(4096, 14336, 32, 32, 8, 32000)
-        return cls(device, llama, "bfloat16", (8192,) if quick else (8192, 32768), 1 if quick else 2, "12GiB")
-
-    @property
-    def vocabulary(self) -> int:
-        """Tokens are numbers below it."""
-        return self.model["vocab_size"]
-
-
-def sizes(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, vocabulary: int) -> dict[str, int]:
-    """What a Llama's configuration calls its geometry."""
-    return {
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "vocab_size": vocabulary,
-        "max_position_embeddings": 65536,
-    }
+            small = llama(64, 2, heads=4, kv_heads=2, intermediate_size=128, vocab_size=512, **sizes)
+            return cls(device, small, "float32", (128, 256), 1, "64MiB")
+        large = llama(4096, 32, heads=32, kv_heads=8, intermediate_size=14336, vocab_size=32000, **sizes)
+        return cls(device, large, "bfloat16", (8192,) if quick else (8192, 32768), 1 if quick else 2, "12GiB")
 
 
 def random_model(prompts: AskedPrompts) -> Model:
     """Made where it runs: a CPU would take minutes for as many random numbers."""
     with torch.device(prompts.device):
-        config = LlamaConfig(**prompts.model)  # type: ignore[arg-type]
-        model = Model.from_config(config, dtype=prompts.dtype, device=str(prompts.device))
+        model = Model.from_config(prompts.model, dtype=prompts.dtype, device=str(prompts.device))
     identity = model.identity(EngineConfig(block_size=BLOCK_SIZE))
     model.identity = lambda config: identity  # type: ignore[method-assign]  # reading all weights takes 16 s an engine
     return model
 
 
-def opened(model: Model, prompts: AskedPrompts, loading: Loading, home: str) -> Engine:
+def opened(model: Model, prompts: AskedPrompts, loading: Loading, home: str) -> Any:
     """An engine whose L2 is there, and pinned on a GPU, before anything is asked."""
-    config = Config.load(
-        host={"size": prompts.tier_size},
-        file={"path": home, "size": prompts.tier_size, "deadline": "60s"},
-        # All of a prompt reaches the slab, and not only what its disk takes while the prompt is computed.
-        cache={"load_or_recompute": "load", "prefetch_deadline": "60s", "store_queue": prompts.tier_size},
-    )
+    # All of a prompt reaches the slab, and not only what its disk takes while the prompt is computed.
+    config = over_slab(home, prompts.tier_size, prompts.tier_size, store_queue=prompts.tier_size)
     settings = EngineConfig(
         block_size=BLOCK_SIZE,
         num_blocks=max(prompts.lengths) // BLOCK_SIZE + 64,
@@ -105,8 +79,8 @@ def opened(model: Model, prompts: AskedPrompts, loading: Loading, home: str) -> 
         max_num_seqs=1,
         loading=loading,
     )
-    engine = Engine(model, settings, LocalConnector.connect(config))
-    region = hierarchy_of(engine).host.region
+    engine: Any = Engine(model, settings, LocalConnector.connect(config))
+    region = engine.connector.hierarchy.host.region
     region.wait_prefaulted()
     if prompts.device.type == "cuda" and (region.pinning is None or not region.pinning.wait(600) or not region.pinned):
         engine.close()
@@ -114,29 +88,13 @@ def opened(model: Model, prompts: AskedPrompts, loading: Loading, home: str) -> 
     return engine
 
 
-def hierarchy_of(engine: Engine) -> Any:
-    assert isinstance(engine.connector, LocalConnector)
-    return engine.connector.hierarchy
-
-
-def settle(engine: Engine) -> None:
-    if not engine.drain(SETTLE) or not hierarchy_of(engine).drain(SETTLE):
-        raise SystemExit(f"what was stored has not reached the slab in {SETTLE:.0f} s: the disk is too slow for this")
-
-
 def ask_each_tier(engine: Engine, prompt: list[int]) -> tuple[dict[str, float], bool]:
     """Milliseconds to the first token from each tier, and whether all of them gave the same one."""
     length = len(prompt) - 1
     ms: dict[str, float] = {}
     tokens = set()
-    for tier in TIERS:
-        if tier in ("L2", "slab"):
-            engine.pool.reset()
-        if tier == "slab":
-            hierarchy_of(engine).host.pool.reset()
-            os.sync()
-            if os.access("/proc/sys/vm/drop_caches", os.W_OK):
-                Path("/proc/sys/vm/drop_caches").write_text("1")
+    for tier, lowest in TIERS.items():
+        leave_only(engine, lowest)
         [answer] = engine.generate([prompt], ONE)
         wanted = {"cold": (0, 0), "L1": (length, 0)}.get(tier, (0, length))
         if (answer.num_l1_tokens, answer.num_external_tokens) != wanted or answer.ttft is None:
@@ -147,62 +105,51 @@ def ask_each_tier(engine: Engine, prompt: list[int]) -> tuple[dict[str, float], 
     return ms, len(tokens) == 1
 
 
-def measure(model: Model, prompts: AskedPrompts, loading: Loading) -> Iterator[BenchRow]:
-    """One row for each length."""
+def measure(model: Model, prompts: AskedPrompts, loading: Loading) -> Iterator[Row]:
     rng = np.random.default_rng(1)
-    with tempfile.TemporaryDirectory(prefix=".gpu-ttft-", dir=Path(__file__).parent) as home:
+    with scratch("gpu-ttft") as home:
         started = time.monotonic()
         engine = opened(model, prompts, loading, home)
         progress(f"{loading}: engine and tiers are there after {time.monotonic() - started:.1f} s")
+
+        def asked(length: int) -> tuple[dict[str, float], bool]:
+            return ask_each_tier(engine, random_tokens(rng, length + 1, 0, prompts.model.vocab_size))
+
         try:
             for length in prompts.lengths:
-                ask_each_tier(engine, rng.integers(0, prompts.vocabulary, 4 * BLOCK_SIZE + 1).tolist())  # warms up
+                asked(4 * BLOCK_SIZE)  # warms up
                 rounds = []
-                for round_ in range(prompts.rounds):
-                    progress(f"{loading}, {length} tokens: round {round_ + 1} of {prompts.rounds}")
-                    rounds.append(ask_each_tier(engine, rng.integers(0, prompts.vocabulary, length + 1).tolist()))
+                for number in range(prompts.rounds):
+                    progress(f"{loading}, {length} tokens: round {number + 1} of {prompts.rounds}")
+                    rounds.append(asked(length))
                 times = [ms for ms, _ in rounds]
-                row: BenchRow = {"loading": loading, "tokens": length}
-                row |= {f"{tier} ms": round(statistics.median(ms[tier] for ms in times), 2) for tier in TIERS}
-                for tier in TIERS[1:]:
-                    row[f"cold ÷ {tier}"] = round(statistics.median(ms["cold"] / ms[tier] for ms in times), 2)
+                row: Row = {"loading": loading, "tokens": length}
+                row |= {f"{tier} ms": round(median(ms[tier] for ms in times), 2) for tier in TIERS}
+                row |= {f"cold ÷ {t}": round(median(ms["cold"] / ms[t] for ms in times), 2) for t in [*TIERS][1:]}
                 moved = length // BLOCK_SIZE * engine.pool.shape.block_bytes
-                row["L2 GB/s"] = round(moved / float(str(row["L2 ms"])) / 1e6, 2)
+                row["L2 GB/s"] = round(moved / row["L2 ms"] / 1e6, 2)
                 yield row | {"same token": all(same for _, same in rounds)}
         finally:
             engine.close()
 
 
-def goals(rows: Sequence[BenchRow]) -> list[Target]:
+def goals(rows: Sequence[Row]) -> list[Target]:
     """Of the longest prompt, with each kind of loads."""
-    longest = max(int(str(row["tokens"])) for row in rows)
+    longest = [row for row in rows if row["tokens"] == max(row["tokens"] for row in rows)]
     return [
-        Target(f"{longest:,} tokens, {row['loading']}: cold ÷ {tier}", goal, float(str(row[f"cold ÷ {tier}"])), False)
+        Target(f"{row['tokens']:,} tokens, {row['loading']}: cold ÷ {tier}", goal, row[f"cold ÷ {tier}"], False)
         for tier, goal in GOALS
-        for row in rows
-        if row["tokens"] == longest
+        for row in longest
     ]
 
 
-def draw(rows: Sequence[BenchRow], path: Path) -> None:
-    """The times of every tier, by length and kind of loads."""
-    figure, axes = pyplot.subplots(figsize=(7, 3.6), layout="constrained")
-    for place, tier in enumerate(TIERS):
-        heights = [float(str(row[f"{tier} ms"])) for row in rows]
-        bars = axes.bar(np.arange(len(rows)) + 0.2 * (place - 1.5), heights, 0.19, label=tier)
-        axes.bar_label(bars, [f"{height:.3g}" for height in heights], fontsize=7)
-    axes.set_yscale("log")
-    axes.set_xticks(range(len(rows)), [f"{row['tokens']} tokens\n{row['loading']}" for row in rows], fontsize=8)
-    axes.set_ylabel("time to first token, ms")
-    axes.set_title("kvtier's engine on a GPU, a Llama-8B's geometry", fontsize=10)
-    axes.legend(fontsize=8)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+def draw(rows: Sequence[Row], path: Path) -> None:
+    times = {tier: [row[f"{tier} ms"] for row in rows] for tier in TIERS}
+    labels = [f"{row['tokens']} tokens\n{row['loading']}" for row in rows]
+    grouped_bars(path, times, labels, "time to first token, ms", "kvtier's engine on a GPU, a Llama-8B's geometry")
 
 
 def main() -> int:
-    """Measure, print, and say whether the goals were met."""
     options = _gpu.arguments(__doc__)
     prompts = AskedPrompts.of(options.device, options.quick)
     progress(f"{prompts.device}: a model of random weights")

@@ -52,9 +52,8 @@ def _child(engine: str, folder: str, names: Sequence[str]) -> Iterator[TrialRow]
     command = [str(PYTHONS[engine]), str(ROOT / "benchmarks" / "_model_trial.py"), engine, folder, *names]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     count = 0
-    with subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    ) as process:
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(command, env=environment, text=True, **pipes) as process:
         while line := _line(process):
             count += 1
             yield json.loads(line)
@@ -100,7 +99,6 @@ def merged(rows: Sequence[TrialRow], told: Mapping[str, str]) -> tuple[list[Tria
 
 
 def targets(rows: Sequence[TrialRow]) -> list[Target]:
-    """What has to hold for the table."""
     return [
         Target("architectures tried", 30, len({row["architecture"] for row in rows}), at_most=False),
         Target("rows with wrong answers, or an error that is no refusal", 0, sum(r["status"] == "wrong" for r in rows)),
@@ -108,7 +106,6 @@ def targets(rows: Sequence[TrialRow]) -> list[Target]:
 
 
 def main() -> int:
-    """Try what was chosen."""
     options = parser(__doc__)
     options.add_argument("--only", metavar="NAME", nargs="+", choices=[one.name for one in ARCHITECTURES])
     options.add_argument("--engine", choices=list(PYTHONS), help="one engine instead of all that are here")

@@ -1,9 +1,9 @@
 """What partial blocks are worth at block sizes of 16 to 256 tokens: off, on, and on with the tails of requests kept.
 
 Two workloads are replayed against a cache that evicts nothing: `--trace`, in Mooncake's form with blocks of 512 tokens,
-and made-up chats that part at any token (benchmarks/_chats.py). A prompt finds the whole blocks that are held. With
-partial blocks it also finds the leading tokens of one more: of a full block that was stored behind the last of these,
-one of eight that the index remembers in chats. Tails are the unfinished blocks that requests end with.
+and made-up chats that part at any token (benchmarks/_prefix_reuse.py). A prompt finds the whole blocks that are held.
+With partial blocks it also finds the leading tokens of one more: of a full block that was stored behind the last of
+these, one of eight that the index remembers in chats. Tails are the unfinished blocks that requests end with.
 
 The replay counts. Nothing there is simulated in time. Names are hashed as an engine does it, every prompt anew. The
 index's bytes are those of L2's pool and of the slab's mirror, a block. Then kvtier's engine answers prompts that part
@@ -15,42 +15,40 @@ before any whole block, or age as blocks do, an eighth of L2 at most: that is wh
 The block size that wins is the largest one that computes and copies next to nothing more than the best.
 """
 
-import argparse
 import sys
-import tempfile
 import time
 import tracemalloc
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from statistics import median
 from typing import Any, Final
 
-import matplotlib
+import numpy as np
 import recovery
 import torch
 from _bounded_reuse import Tails, computed_in
-from _chats import Exchange, chats, trace_exchanges
-from _partial_engine import timed
-from _prefix_reuse import PrefixReuse, Replayed, replay
+from _loads import Row, leave_only, over_slab, picture, random_tokens, scratch, settle
+from _prefix_reuse import Exchange, PrefixReuse, chats, replay, trace_exchanges
 from _report import RESULTS, Target, parser, progress, report
 
+from kvtier.connector import LocalConnector
+from kvtier.engine import Engine, EngineConfig, Model, SamplingParams
+from kvtier.engine.demo import demo_model
 from kvtier.tiers import KVTierError
 from kvtier.tiers.file import FileStore, slab
 from kvtier.tiers.naming import TokenChain, root_hash
 from kvtier.tiers.pool import SlotPool
 
-matplotlib.use("Agg")
-from matplotlib import pyplot
-
 BLOCK_SIZES: Final = (16, 32, 64, 128, 256)
 TRACE: Final = Path(__file__).resolve().parents[2] / "shared" / "traces" / "conversation_trace.jsonl.gz"
 ROOT: Final = root_hash(b"partial blocks".ljust(32, b"."))
-COMPUTED: Final = 1.02  # times the fewest tokens a request: next to nothing more
-COPIED: Final = 1.10  # times the fewest tokens copied a request
+DEAREST: Final = {"computed a request": 1.02, "tokens copied a request": 1.10}  # times the best: next to nothing more
 ROOM: Final = (4, 6, 8, 12, 25, 50)  # % of all that the chats come to, in L2
-_SAMPLE: Final = 1 << 14  # blocks that the index's bytes are measured on
-
-Row = dict[str, Any]
+SAMPLE: Final = 1 << 14  # blocks that the index's bytes are measured on
+QUESTION: Final = 24  # tokens of an engine's prompt behind what it shares
+LOADED: Final = 'kvtier_bytes_total{tier="l2",direction="load"}'
 
 
 def hashing(exchanges: Sequence[Exchange], block_size: int) -> tuple[int, float]:
@@ -76,22 +74,17 @@ def index_bytes(block_size: int) -> float:
 @cache
 def _index_growth() -> float:
     """Bytes a block of 16 tokens, by two indices of which one has twice the blocks."""
-    return (_bytes_of(2 * _SAMPLE) - _bytes_of(_SAMPLE)) / _SAMPLE
+    return (_bytes_of(2 * SAMPLE) - _bytes_of(SAMPLE)) / SAMPLE
 
 
 def _bytes_of(num_blocks: int) -> int:
-    with tempfile.TemporaryDirectory(prefix=".partial-", dir=Path(__file__).parent) as home:
-        recovery.build(Path(home), num_blocks)
+    shape = {"slot_bytes": recovery.SLOT_BYTES, "block_size": recovery.BLOCK_SIZE}
+    with scratch("partial") as name:
+        recovery.build(home := Path(name), num_blocks)
         tracemalloc.start()
         try:
             pool = SlotPool(num_blocks)
-            store = FileStore.open(
-                Path(home),
-                recovery.FINGERPRINT,
-                slot_bytes=recovery.SLOT_BYTES,
-                block_size=recovery.BLOCK_SIZE,
-                size=recovery.size_of(num_blocks),
-            )
+            store = FileStore.open(home, recovery.FINGERPRINT, **shape, size=recovery.size_of(num_blocks))
             measured = tracemalloc.get_traced_memory()[0]
         finally:
             tracemalloc.stop()
@@ -101,74 +94,113 @@ def _bytes_of(num_blocks: int) -> int:
 
 
 def replayed(workload: str, exchanges: Sequence[Exchange]) -> list[Row]:
-    """A row for each block size and kind of reuse."""
-    rows = []
+    rows: list[Row] = []
     for block_size in BLOCK_SIZES:
         progress(f"{workload}, blocks of {block_size}")
         names, cpu = hashing(exchanges, block_size)
         for reuse in PrefixReuse:
             done = replay(exchanges, block_size, reuse)
-            rows.append(row_of(workload, block_size, reuse, done) | {"names hashed": names, "hashing CPU s": cpu})
+            copies = (done.loads + done.stores) / done.num_requests
+            row: Row = {"workload": workload, "block": block_size, "partial": reuse.value}
+            row["cached %"] = 100 * done.cached_tokens / done.prompt_tokens
+            row["all children known %"] = 100 * done.ideal_tokens / done.prompt_tokens
+            row["computed a request"] = (done.prompt_tokens - done.cached_tokens) / done.num_requests
+            row |= {"blocks named": done.held_blocks, "copies a request": copies}
+            row |= {"tokens copied a request": copies * block_size}
+            row |= {"index MB": done.held_blocks * index_bytes(block_size) / 1e6}
+            rows.append(row | {"names hashed": names, "hashing CPU s": cpu})
     return rows
 
 
 def bounded(exchanges: Sequence[Exchange], held_tokens: int) -> list[Row]:
     """Chats over an L2 with room for a part of all that they come to, with tails and without."""
-    rows = []
+    rows: list[Row] = []
     for percent in ROOM:
         progress(f"chat, room for {percent} %")
         for block_size in BLOCK_SIZES:
             for tails in Tails:
+                row: Row = {"workload": "bounded chat", "room %": percent, "block": block_size, "tails": tails.value}
                 computed = computed_in(exchanges, held_tokens * percent // 100, block_size, tails)
-                rows.append({"workload": "bounded chat", "room %": percent, "block": block_size, "tails": tails.value,
-                             "computed a request": computed})  # fmt: skip
+                rows.append(row | {"computed a request": computed})
     return rows
 
 
-def row_of(workload: str, block_size: int, reuse: PrefixReuse, done: Replayed) -> Row:
-    per = done.num_requests
-    copies = (done.loads + done.stores) / per
-    return {
-        "workload": workload,
-        "block": block_size,
-        "partial": reuse.value,
-        "cached %": 100 * done.cached_tokens / done.prompt_tokens,
-        "all children known %": 100 * done.ideal_tokens / done.prompt_tokens,
-        "computed a request": (done.prompt_tokens - done.cached_tokens) / per,
-        "blocks named": done.held_blocks,
-        "copies a request": copies,
-        "tokens copied a request": copies * block_size,
-        "index MB": done.held_blocks * index_bytes(block_size) / 1e6,
-    }
+class PartialArm:
+    def __init__(self, model: Model, home: Path, block_size: int, length: int, *, partial: bool) -> None:
+        config = over_slab(home, "512MiB", "1GiB", block_size=block_size, partial_blocks=partial)
+        sizes: Row = {"block_size": block_size, "num_blocks": 4 * length // block_size}
+        options = EngineConfig(**sizes, max_num_batched_tokens=1024, partial_blocks=partial)
+        self.engine: Any = Engine(model, options, LocalConnector.connect(config))
+
+    def ask(self, prompt: Sequence[int], tier: str) -> tuple[float, float, int, int]:
+        """Ask while only `tier` and those below hold anything.
+
+        Returns milliseconds to the first token, CPU milliseconds of all threads until then, tokens that were cached,
+        and blocks copied into L1.
+        """
+        hierarchy = self.engine.connector.hierarchy
+        settle(self.engine)
+        leave_only(self.engine, tier, page_cache=True)
+        before = hierarchy.stats().get(LOADED, 0.0)
+        begun = time.process_time()
+        [answer] = self.engine.generate([prompt], SamplingParams(max_tokens=1, ignore_eos=True))
+        cpu = time.process_time() - begun
+        settle(self.engine)
+        loaded = int(hierarchy.stats().get(LOADED, 0.0) - before) // self.engine.shape.block_bytes
+        copied = loaded + (answer.num_l1_tokens % self.engine.config.block_size > 0)  # in L1 a part is one copy
+        return answer.ttft * 1e3, cpu * 1e3, answer.num_l1_tokens + answer.num_external_tokens, copied
+
+
+def timed(block_sizes: Sequence[int], *, length: int, rounds: int) -> list[Row]:
+    """A row for each block size, tier and arm: medians over prompts that share from half of a held one's tokens on.
+
+    Both arms answer a fresh prompt and then, from a tier, one that parts from it. Their order is drawn.
+    """
+    model = Model.from_config(demo_model(), seed=0)
+    rows: list[Row] = []
+    for block_size in block_sizes:
+        draw = np.random.default_rng(1)
+        seen: dict[tuple[str, bool], list[tuple[float, float, int, int]]] = defaultdict(list)
+        with scratch("partial") as home:
+            arms = {on: PartialArm(model, Path(home, str(on)), block_size, length, partial=on) for on in (False, True)}
+            for arm in arms.values():
+                arm.ask(random_tokens(draw, 256, 0, 8000), "l1")  # warm up
+            for number in range(rounds):
+                progress(f"engine, blocks of {block_size}, round {number + 1}/{rounds}")
+                for tier in ("l1", "l2", "file"):
+                    held = random_tokens(draw, length, 0, 8000)
+                    prompt = held[: int(draw.integers(length // 2, length - 1))]
+                    prompt += [(held[len(prompt)] + 1) % 8000, *random_tokens(draw, QUESTION, 0, 8000)]
+                    for partial in draw.permutation([False, True]).tolist():
+                        arms[partial].ask(held, "l1")
+                        seen[tier, partial].append(arms[partial].ask(prompt, tier))
+            for arm in arms.values():
+                arm.engine.close()
+        for (tier, partial), found in seen.items():
+            row: Row = {"workload": "engine", "block": block_size, "partial": "on" if partial else "off", "tier": tier}
+            columns = ("TTFT ms", "CPU ms", "tokens cached", "copies a request")
+            rows.append(row | dict(zip(columns, map(median, zip(*found, strict=True)), strict=True)))
+    return rows
 
 
 def winner(rows: Sequence[Row], reuse: PrefixReuse) -> tuple[int, str]:
     """The largest block size that is next to the best in every workload, and why it is that one."""
-    chosen = [row for row in rows if row["partial"] == reuse.value]
-    workloads = sorted({row["workload"] for row in chosen})
-    best = {
-        (workload, column): min(row[column] for row in chosen if row["workload"] == workload)
-        for workload in workloads
-        for column in ("computed a request", "tokens copied a request")
-    }
-    able: list[int] = []
-    for block_size in BLOCK_SIZES:
-        ratios = [
-            (row["computed a request"] / best[row["workload"], "computed a request"],
-             row["tokens copied a request"] / best[row["workload"], "tokens copied a request"])
-            for row in chosen
-            if row["block"] == block_size
-        ]  # fmt: skip
-        if all(computed <= COMPUTED and copied <= COPIED for computed, copied in ratios):
-            able.append(block_size)
-    size = max(able, default=BLOCK_SIZES[0])
-    told = [_reason(chosen, workload, size) for workload in workloads]
+    at = {(row["workload"], row["block"]): row for row in rows if row["partial"] == reuse.value}
+    workloads = sorted({workload for workload, _ in at})
+
+    def is_able(size: int) -> bool:
+        return all(
+            at[workload, size][column] <= most * min(at[workload, each][column] for each in BLOCK_SIZES)
+            for workload in workloads
+            for column, most in DEAREST.items()
+        )
+
+    size = max(filter(is_able, BLOCK_SIZES), default=BLOCK_SIZES[0])
+    told = [_reason(workload, at[workload, size], at[workload, BLOCK_SIZES[0]]) for workload in workloads]
     return size, f"partial blocks {reuse.value}: blocks of {size} win. {' '.join(told)}"
 
 
-def _reason(rows: Sequence[Row], workload: str, size: int) -> str:
-    at = {row["block"]: row for row in rows if row["workload"] == workload}
-    ours, first = at[size], at[BLOCK_SIZES[0]]
+def _reason(workload: str, ours: Row, first: Row) -> str:
     return (
         f"{workload}: {ours['computed a request']:.1f} tokens computed a request ({first['computed a request']:.1f} at "
         f"{BLOCK_SIZES[0]}), {ours['tokens copied a request']:.0f} copied ({first['tokens copied a request']:.0f}) in "
@@ -180,13 +212,13 @@ def _reason(rows: Sequence[Row], workload: str, size: int) -> str:
 
 def targets(rows: Sequence[Row], timings: Sequence[Row]) -> list[Target]:
     """Large blocks lose no hits with partial blocks, and no engine is slower with them."""
-    at = {(row["workload"], row["block"], row["partial"]): row for row in rows}
+    share = {(row["workload"], row["block"], row["partial"]): row["cached %"] for row in rows}
+    ttft = {(row["block"], row["tier"], row["partial"]): row["TTFT ms"] for row in timings}
     found = []
     for workload in dict.fromkeys(row["workload"] for row in rows):
-        best = at[workload, BLOCK_SIZES[0], PrefixReuse.WHOLE.value]["cached %"]
-        kept = at[workload, BLOCK_SIZES[-1], PrefixReuse.TAILS.value]["cached %"]
+        best = share[workload, BLOCK_SIZES[0], PrefixReuse.WHOLE.value]
+        kept = share[workload, BLOCK_SIZES[-1], PrefixReuse.TAILS.value]
         found.append(Target(f"{workload}: cached at 256 with partial blocks over 16 without", 1.0, kept / best, False))
-    ttft = {(row["block"], row["tier"], row["partial"]): row["TTFT ms"] for row in timings}
     for block_size, tier in dict.fromkeys((row["block"], row["tier"]) for row in timings):
         ratio = ttft[block_size, tier, "on"] / ttft[block_size, tier, "off"]
         found.append(Target(f"TTFT, blocks of {block_size} from {tier}: partial on over off", 1.05, ratio))
@@ -195,39 +227,34 @@ def targets(rows: Sequence[Row], timings: Sequence[Row]) -> list[Target]:
 
 def plot(rows: Sequence[Row], path: Path) -> None:
     """Cached share and copies over the block size, a column for each workload."""
-    workloads = list(dict.fromkeys(str(row["workload"]) for row in rows))
-    figure, axes = pyplot.subplots(
-        2, len(workloads), figsize=(4.4 * len(workloads), 5), layout="constrained", squeeze=False
-    )
+    workloads = list(dict.fromkeys(row["workload"] for row in rows))
+    size: Row = {"figsize": (4.4 * len(workloads), 5), "squeeze": False}
     styles = {PrefixReuse.WHOLE: "o:", PrefixReuse.PARTIAL: "s--", PrefixReuse.TAILS: "D-"}
-    for place, workload in enumerate(workloads):
-        for line, (column, label) in enumerate((("cached %", "prompt tokens cached, %"), ("copies a request",) * 2)):
-            axis = axes[line][place]
-            for reuse, style in styles.items():
-                chosen = [row for row in rows if (row["workload"], row["partial"]) == (workload, reuse.value)]
-                axis.plot([row["block"] for row in chosen], [row[column] for row in chosen], style,
-                          label=f"partial blocks {reuse.value}", markersize=4)  # fmt: skip
-            axis.set(xscale="log", ylabel=label, xlabel="block size, tokens" if line else "")
-            axis.set_xticks(BLOCK_SIZES, [str(size) for size in BLOCK_SIZES])
-            axis.minorticks_off()
-            if line:
-                axis.set_yscale("log")
-            else:
-                axis.set_title(workload, fontsize=10)
-        axes[0][place].legend(fontsize=7)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    labels = {"cached %": "prompt tokens cached, %", "copies a request": "copies a request"}
+    with picture(path, 2, len(workloads), **size) as (_, axes):
+        for place, workload in enumerate(workloads):
+            for line, (column, label) in enumerate(labels.items()):
+                axis = axes[line][place]
+                for reuse, style in styles.items():
+                    chosen = [row for row in rows if (row["workload"], row["partial"]) == (workload, reuse.value)]
+                    points = [row["block"] for row in chosen], [row[column] for row in chosen]
+                    axis.plot(*points, style, label=f"partial blocks {reuse.value}", markersize=4)
+                axis.set(xscale="log", ylabel=label, xlabel="block size, tokens" if line else "")
+                axis.set_xticks(BLOCK_SIZES, [str(size) for size in BLOCK_SIZES])
+                axis.minorticks_off()
+                if line:
+                    axis.set_yscale("log")
+                else:
+                    axis.set_title(workload, fontsize=10)
+            axes[0][place].legend(fontsize=7)
 
 
-def workloads_of(args: argparse.Namespace) -> dict[str, list[Exchange]]:
-    """The chats, and the trace if it is there."""
-    found = {"chat": chats(60 if args.quick else 1000)}
-    if args.trace is None and not TRACE.is_file():
+def workloads_of(trace: Path | None, *, quick: bool) -> dict[str, list[Exchange]]:
+    found = {"chat": chats(60 if quick else 1000)}
+    if trace is None and not TRACE.is_file():
         progress(f"no trace at {TRACE.name}: only chats are replayed; name one in Mooncake's form, by --trace")
         return found
-    path = args.trace or TRACE
-    return found | {"trace": trace_exchanges(path, 200 if args.quick else None)}
+    return found | {"trace": trace_exchanges(trace or TRACE, 200 if quick else None)}
 
 
 def main() -> int:
@@ -236,15 +263,14 @@ def main() -> int:
     options.add_argument("--no-engine", action="store_true", help="replay only")
     args = options.parse_args()
     try:
-        workloads = workloads_of(args)
+        workloads = workloads_of(args.trace, quick=args.quick)
     except KVTierError as error:
         print(f"partial_blocks: {error}", file=sys.stderr)
         return 2
     rows = [row for workload, exchanges in workloads.items() for row in replayed(workload, exchanges)]
     held = next(row["blocks named"] * row["block"] for row in rows)  # of the chats, which come first
     tight = bounded(workloads["chat"], held)
-    sizes = BLOCK_SIZES[::4] if args.quick else BLOCK_SIZES
-    length, rounds = (512, 1) if args.quick else (2048, 3)
+    sizes, length, rounds = (BLOCK_SIZES[::4], 512, 1) if args.quick else (BLOCK_SIZES, 2048, 3)
     timings: list[Row] = [] if args.no_engine else timed(sizes, length=length, rounds=rounds)
     if args.save:
         plot(rows, RESULTS / "partial_blocks.png")

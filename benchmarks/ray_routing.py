@@ -13,15 +13,16 @@ Runs in `.venv-ray` (`.ci/beside-engine ray`).
 
 import os
 import random
-import statistics
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import median, quantiles
 from typing import Any, Final
 
 ROOT: Final = Path(__file__).resolve().parent.parent
@@ -60,7 +61,6 @@ class Load:
         return _text(talk % self.documents, self.words) + f" Question {talk}: {_text(1000 + talk, self.words // 4)}"
 
     def question(self, talk: int, turn: int) -> str:
-        """What a later turn adds."""
         return f"Turn {turn} of {talk}: {_text(5000 + 100 * talk + turn, self.words // 4)}"
 
 
@@ -71,8 +71,6 @@ def _text(seed: int, words: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class AnsweredTurn:
-    """What one turn of a conversation got."""
-
     num_prompt: int  # tokens
     num_cached: int
     seconds: float  # of the whole answer
@@ -98,30 +96,23 @@ def held(app: Any, load: Load) -> Iterator[AnsweredTurn]:
             yield from clients.map(ask, order)
 
 
-def row_of(name: str, turns: Sequence[AnsweredTurn], load: Load, seconds: float) -> dict[str, object]:
-    later = turns[load.talks :]
-    by_replica = [sum(turn.replica == each for turn in turns) for each in {turn.replica for turn in turns}]
-    return {
-        "router": name,
-        "cached %": 100 * sum(turn.num_cached for turn in turns) / sum(turn.num_prompt for turn in turns),
-        "cached % of later turns": 100 * sum(t.num_cached for t in later) / sum(t.num_prompt for t in later),
-        "computed tokens": sum(turn.num_prompt - turn.num_cached for turn in turns),
-        "median s a turn": statistics.median(turn.seconds for turn in turns),
-        "p90 s a turn": statistics.quantiles([turn.seconds for turn in turns], n=10)[-1],
-        "turns/s": len(turns) / seconds,
-        "most of a replica %": 100 * max(by_replica) / len(turns),
-    }
+def row_of(name: str, turns: Sequence[AnsweredTurn], load: Load, seconds: float) -> dict[str, Any]:
+    def cached(of: Sequence[AnsweredTurn]) -> float:
+        return 100 * sum(turn.num_cached for turn in of) / sum(turn.num_prompt for turn in of)
+
+    took = [turn.seconds for turn in turns]
+    most = max(Counter(turn.replica for turn in turns).values())
+    row: dict[str, Any] = {"router": name, "cached %": cached(turns)}
+    row["cached % of later turns"] = cached(turns[load.talks :])
+    row["computed tokens"] = sum(turn.num_prompt - turn.num_cached for turn in turns)
+    row |= {"median s a turn": median(took), "p90 s a turn": quantiles(took, n=10)[-1], "turns/s": len(turns) / seconds}
+    return row | {"most of a replica %": 100 * most / len(turns)}
 
 
-def targets_of(rows: Sequence[Mapping[str, object]]) -> list[Target]:
-    ours = next(float(str(row["cached %"])) for row in rows if row["router"] == OURS)
-    return [
-        Target(
-            f"prompt tokens found cached: {row['router']} ÷ kvtier", 1.0, float(str(row["cached %"])) / max(ours, 1e-9)
-        )
-        for row in rows
-        if row["router"] != OURS
-    ]
+def targets_of(rows: Sequence[Mapping[str, Any]]) -> list[Target]:
+    found = {row["router"]: row["cached %"] for row in rows}
+    ours = max(found.pop(OURS), 1e-9)
+    return [Target(f"prompt tokens found cached: {name} ÷ kvtier", 1.0, each / ours) for name, each in found.items()]
 
 
 def model_folder(home: Path, *, quick: bool) -> Path:
@@ -129,10 +120,9 @@ def model_folder(home: Path, *, quick: bool) -> Path:
     from server_rig import save_checkpoint
     from transformers import LlamaConfig
 
-    layers = 2 if quick else 4
     config = LlamaConfig(
-        hidden_size=256, intermediate_size=512, num_hidden_layers=layers, num_attention_heads=8, num_key_value_heads=8,
-        head_dim=256, max_position_embeddings=8192,
+        hidden_size=256, intermediate_size=512, num_hidden_layers=2 if quick else 4, num_attention_heads=8,
+        num_key_value_heads=8, head_dim=256, max_position_embeddings=8192,
     )  # fmt: skip
     return save_checkpoint(home, config=config)
 
@@ -146,9 +136,7 @@ def main() -> int:
         return 0
     from ray_rig import application, ray_cluster
 
-    load = Load(talks=6, turns=2, documents=2, clients=3, words=60)
-    if not chosen.quick:
-        load = Load(talks=12, turns=4, documents=3, clients=4, words=90)
+    load = Load(6, 2, 2, 3, 60) if chosen.quick else Load(12, 4, 3, 4, 90)
     names = [OURS, POWER_OF_TWO] if chosen.quick else list(ROUTERS)
     replicas, rows = 2 if chosen.quick else chosen.replicas, []
     env = {"KVTIER_HOST__SIZE": "128MiB", "KVTIER_CACHE__BLOCK_SIZE": "16", "PYTHONPATH": str(ROOT / "benchmarks")}

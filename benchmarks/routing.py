@@ -20,56 +20,37 @@ import argparse
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple
 
-import matplotlib
 import numpy as np
-from _fleet import Hardware, SimulatedReplica, SimulatedRequest
+from _fleet import FINGERPRINT, SMALL, Hardware, SimulatedReplica, SimulatedRequest, TracePrompt, made_up, read_prompts
+from _loads import Row, picture
 from _report import RESULTS, Target, parser, progress, report
-from _traffic import FINGERPRINT, SMALL, TracePrompt, made_up, read_prompts
 from numpy.typing import NDArray
-from rich.console import Console
-from rich.progress import Progress
 
 from kvtier.service.events import AnnouncedBlocks, KVEvent, PrefixIndex
 from kvtier.service.router import CROWD, LOAD_WEIGHT, Candidate, Choice, Reason, choose, sticky
 from kvtier.tiers import TIERS, FormatError, KVTierError
-
-matplotlib.use("Agg")
-from matplotlib import pyplot
 
 OURS: Final = "prefix-aware"
 ORACLE: Final = "oracle: one replica"
 RUNNING: Final = 1.0  # blocks of work in an answer that has begun, as the router counts
 NEVER: Final = float("inf")
 # What `--tune` tries: weight of load, and how many requests more than elsewhere are borne.
-TUNED: Final = (
-    (0.02, 16.0),
-    (0.05, 16.0),
-    (0.1, 8.0),
-    (0.1, 16.0),
-    (0.1, 32.0),
-    (0.1, NEVER),
-    (0.2, 16.0),
-    (1.0, 16.0),
-    (1.0, NEVER),
-)
+TUNED: Final = ((0.02, 16.0), (0.05, 16.0), *((0.1, crowd) for crowd in (8.0, 16.0, 32.0, NEVER)), (0.2, 16.0),
+                (1.0, 16.0), (1.0, NEVER))  # fmt: skip
 QUICK: Final = 300  # requests
 
 Policy = Callable[[Sequence[Candidate], TracePrompt, int], Choice]
 
 
 def prefix_aware(
-    candidates: Sequence[Candidate],
-    prompt: TracePrompt,
-    turn: int,
-    load_weight: float = LOAD_WEIGHT,
-    crowd: float = CROWD,
+    candidates: Sequence[Candidate], prompt: TracePrompt, turn: int, weight: float = LOAD_WEIGHT, crowd: float = CROWD
 ) -> Choice:
-    return choose(candidates, len(prompt.blocks), load_weight=load_weight, crowd=crowd, turn=turn)
+    return choose(candidates, len(prompt.blocks), load_weight=weight, crowd=crowd, turn=turn)
 
 
 def round_robin(candidates: Sequence[Candidate], prompt: TracePrompt, turn: int) -> Choice:
@@ -105,50 +86,32 @@ class SimulatedRouter:
     """The router's half: the index, the work given and not finished, the policy."""
 
     def __init__(self, names: Sequence[str], policy: Policy) -> None:
-        self.index = PrefixIndex(SMALL)
-        self._policy = policy
+        self.index, self._policy, self._turn = PrefixIndex(SMALL), policy, 0
         self._given: dict[str, list[tuple[SimulatedRequest, float]]] = {name: [] for name in names}
-        self._turn = 0
 
     def choose(self, request: SimulatedRequest) -> str:
         """The replica of a request, which counts as its work from now on."""
-        prompt = request.prompt
-        prefixes = self.index.matches(prompt.sequence)
-        candidates = [
-            Candidate(name, prefixes.get(name, {}), self._load(name), num_requests=len(self._given[name]))
-            for name in self._given
-        ]
-        choice = self._policy(candidates, prompt, self._turn)
+        prefixes = self.index.matches(request.prompt.sequence)
+        candidates = []
+        for name, given in self._given.items():
+            load = sum(blocks if each.first_token is None else RUNNING for each, blocks in given)
+            candidates.append(Candidate(name, prefixes.get(name, {}), load, num_requests=len(given)))
+        choice = self._policy(candidates, request.prompt, self._turn)
         assert choice.name is not None
         self._turn += 1
         cached = sum(prefixes.get(choice.name, {}).values())
-        self._given[choice.name].append((request, max(len(prompt.blocks) - cached, RUNNING)))
+        self._given[choice.name].append((request, max(len(request.prompt.blocks) - cached, RUNNING)))
         return choice.name
 
     def finished(self, name: str) -> None:
         """Some of a replica's requests may be done."""
         self._given[name] = [(request, blocks) for request, blocks in self._given[name] if not request.done]
 
-    def _load(self, name: str) -> float:
-        return sum(blocks if request.first_token is None else RUNNING for request, blocks in self._given[name])
-
-
-@dataclass(frozen=True, slots=True)
-class PolicyRun:
-    """What came of one policy."""
-
-    requests: Sequence[SimulatedRequest]
-    computed: Mapping[str, int]  # tokens of prefill, by replica
-
 
 def replay(
-    prompts: Sequence[TracePrompt],
-    policy: Policy,
-    fleet: Sequence[SimulatedReplica],
-    event_delay: float,
-    tick: Callable[[], None],
-) -> PolicyRun:
-    """Send all prompts through a router to a fleet; `tick` is called for each. Checks everybody's books at the end."""
+    prompts: Sequence[TracePrompt], policy: Policy, fleet: Sequence[SimulatedReplica], event_delay: float
+) -> list[SimulatedRequest]:
+    """Send all prompts through a router to a fleet. Checks everybody's books at the end."""
     replicas = {replica.name: replica for replica in fleet}
     router = SimulatedRouter(list(replicas), policy)
     blocks = {name: AnnouncedBlocks(FINGERPRINT) for name in replicas}
@@ -176,161 +139,127 @@ def replay(
         else:
             request = coming.popleft()
             replicas[router.choose(request)].submit(request, now)
-            tick()
     for replica in fleet:
         replica.check()
         held = {TIERS[tier].medium: count for tier, count in replica.holdings().items()}
         assert router.index.holdings(replica.name) == held, "the index is not what the replica holds"
     router.index.check()
     assert not router.index.counts, router.index.counts
-    return PolicyRun(requests, {replica.name: replica.num_computed for replica in fleet})
+    return requests
 
 
 class Figures(NamedTuple):
-    """What a policy reached."""
-
     row: dict[str, float]
     ttft: NDArray[np.float64]  # seconds, of each request
 
 
-def measured(done: PolicyRun, block_size: int, first: int) -> Figures:
-    """The figures of all requests from number `first` on; work is of all of them."""
-    requests = done.requests[first:]
-    ttft = np.array([(request.first_token or NEVER) - request.prompt.arrival for request in requests])
-    tokens = sum(request.prompt.num_tokens for request in requests)
-    in_l1, in_l2 = (sum(request.cached[m] for request in requests) * block_size / tokens for m in ("l1", "l2"))
-    row = {"cached": in_l1 + in_l2, "in L1": in_l1, "in L2": in_l2}
-    row |= {f"TTFT p{q} s": float(np.percentile(ttft, q)) for q in (50, 90, 99)}
-    work = np.array(list(done.computed.values()), float)
-    return Figures(
-        {**row, "TTFT mean s": float(ttft.mean()), "most / mean work": float(work.max() / work.mean())}, ttft
-    )
-
-
 class RoutingBench:
-    """The runs of one command line."""
-
     def __init__(self, prompts: Sequence[TracePrompt], args: argparse.Namespace) -> None:
         self.prompts, self.args = prompts, args
         self.hardware = Hardware(args.l1_blocks, args.l2_blocks)
 
-    def run(self, name: str, policy: Policy, *, whole: bool = False, first: int = 0) -> Figures:
-        """Replay to the replicas, or to the one that is all of them, and measure from request number `first` on."""
-        hardware, number = (
-            (self.hardware.times(self.args.replicas), 1) if whole else (self.hardware, self.args.replicas)
-        )
-        fleet = [SimulatedReplica(f"replica-{i}", hardware, self.args.block_size) for i in range(number)]
-        bar = Progress(console=Console(stderr=True), disable=not sys.stderr.isatty())
-        with bar:
-            task = bar.add_task(name, total=len(self.prompts))
-            if not bar.live.is_started:
-                progress(name)
-            done = replay(self.prompts, policy, fleet, self.args.event_delay, lambda: bar.advance(task))
-        return measured(done, self.args.block_size, first)
+    def run(self, name: str, policy: Policy, *, whole: bool = False) -> Figures:
+        """Replay to the replicas, or to the one that is all of them; figures of all but the first third.
+
+        Work is of all requests.
+        """
+        progress(name)
+        args, number = self.args, 1 if whole else self.args.replicas
+        hardware = self.hardware.times(args.replicas) if whole else self.hardware
+        fleet = [SimulatedReplica(f"replica-{i}", hardware, args.block_size) for i in range(number)]
+        requests = replay(self.prompts, policy, fleet, args.event_delay)[len(self.prompts) // 3 :]
+        ttft = np.array([(request.first_token or NEVER) - request.prompt.arrival for request in requests])
+        tokens = sum(request.prompt.num_tokens for request in requests)
+        in_l1, in_l2 = (sum(each.cached[m] for each in requests) * args.block_size / tokens for m in ("l1", "l2"))
+        work = np.array([replica.num_computed for replica in fleet], float)
+        row = {"cached": in_l1 + in_l2, "in L1": in_l1, "in L2": in_l2}
+        row |= {f"TTFT p{q} s": float(np.percentile(ttft, q)) for q in (50, 90, 99)}
+        row |= {"TTFT mean s": float(ttft.mean()), "most / mean work": float(work.max() / work.mean())}
+        return Figures(row, ttft)
 
     def compare(self) -> int:
         """All policies and the oracle, measured on what was not tuned on."""
-        first = len(self.prompts) // 3
-        runs = {name: self.run(name, make(), first=first) for name, make in POLICIES.items()}
-        runs[ORACLE] = self.run(ORACLE, prefix_aware, whole=True, first=first)
+        runs = {name: self.run(name, make()) for name, make in POLICIES.items()}
+        runs[ORACLE] = self.run(ORACLE, prefix_aware, whole=True)
         best = runs[ORACLE].row["cached"]
         rows = [{"policy": name, **each.row, "of oracle": each.row["cached"] / best} for name, each in runs.items()]
         if self.args.save:
             plot(runs, RESULTS / "routing.png")
-        return report("routing", rows, targets(runs), self.args.json, self.args.save, self.setup(first))
+        return report("routing", rows, targets(runs), self.args.json, self.args.save, self.setup())
 
     def tune(self) -> int:
         """Our policy by its weight of load and its crowd, on the first third alone."""
         self.prompts = self.prompts[: len(self.prompts) // 3]
-        first = len(self.prompts) // 3
         rows = []
         for weight, crowd in TUNED:
-            policy = partial(prefix_aware, load_weight=weight, crowd=crowd)
-            run = self.run(f"load weight {weight:g}, crowd {crowd:g}", policy, first=first)
+            policy = partial(prefix_aware, weight=weight, crowd=crowd)
+            run = self.run(f"load weight {weight:g}, crowd {crowd:g}", policy)
             rows.append({"load weight": weight, "crowd": f"{crowd:g}", **run.row})
-        return report("routing_tuning", rows, [], self.args.json, self.args.save, self.setup(first))
+        return report("routing_tuning", rows, [], self.args.json, self.args.save, self.setup())
 
-    def setup(self, first: int) -> dict[str, object]:
-        """What of the command line decides the figures."""
+    def setup(self) -> dict[str, object]:
         args, hardware = self.args, self.hardware
-        trace = args.trace.name if args.trace else "made up"
-        measured_on = f"requests {first + 1} to {len(self.prompts)}"
-        return {"trace": trace, "measured": measured_on, "replicas": args.replicas, "speed": args.speed} | {
-            "event delay s": args.event_delay,
-            "L1 blocks": hardware.l1_blocks,
-            "L2 blocks": hardware.l2_blocks,
-        }
+        setup: Row = {"trace": args.trace.name if args.trace else "made up"}
+        setup["measured"] = f"requests {len(self.prompts) // 3 + 1} to {len(self.prompts)}"
+        setup |= {"replicas": args.replicas, "speed": args.speed, "event delay s": args.event_delay}
+        return setup | {"L1 blocks": hardware.l1_blocks, "L2 blocks": hardware.l2_blocks}
 
 
 def targets(runs: Mapping[str, Figures]) -> list[Target]:
     """That prefix-aware routing is best, and by how much, over the best other policy in each figure."""
     ours, others = runs[OURS].row, [each.row for name, each in runs.items() if name not in (OURS, ORACLE)]
     robin, oracle = runs["round robin"].row, runs[ORACLE].row
+    best = max(other["cached"] for other in others)
     found = [
-        Target(
-            "cached share: prefix-aware over the best other",
-            1.0,
-            ours["cached"] / max(o["cached"] for o in others),
-            False,
-        ),
-        Target("cached share: prefix-aware over round robin", 1.0, ours["cached"] / robin["cached"], False),
-        Target("cached share: prefix-aware, of the oracle's", 0.95, ours["cached"] / oracle["cached"], False),
+        ("cached share: prefix-aware over the best other", 1.0, ours["cached"] / best),
+        ("cached share: prefix-aware over round robin", 1.0, ours["cached"] / robin["cached"]),
+        ("cached share: prefix-aware, of the oracle's", 0.95, ours["cached"] / oracle["cached"]),
     ]
     for figure in ("TTFT p50 s", "TTFT p99 s"):
-        found.append(
-            Target(
-                f"{figure[:-2]}: the best other over prefix-aware",
-                1.0,
-                min(o[figure] for o in others) / ours[figure],
-                False,
-            )
-        )
-        found.append(Target(f"{figure[:-2]}: round robin over prefix-aware", 1.0, robin[figure] / ours[figure], False))
-    return found
+        quickest = min(other[figure] for other in others)
+        found.append((f"{figure[:-2]}: the best other over prefix-aware", 1.0, quickest / ours[figure]))
+        found.append((f"{figure[:-2]}: round robin over prefix-aware", 1.0, robin[figure] / ours[figure]))
+    return [Target(*each, at_most=False) for each in found]
 
 
 def plot(runs: Mapping[str, Figures], path: Path) -> None:
     """The share of requests by time to the first token, and the cached shares."""
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(9.5, 3.6), layout="constrained")
-    for name, each in runs.items():
-        times = np.sort(each.ttft)
-        style = {"color": "grey", "linestyle": ":"} if name == ORACLE else {"linewidth": 2.5 if name == OURS else 1.2}
-        left.plot(times, np.arange(1, len(times) + 1) / len(times), label=name, **style)
-    left.set(xscale="log", xlabel="time to first token, s (simulated)", ylabel="share of requests")
-    left.legend(fontsize=7)
-    bars = right.barh(list(runs), [100 * each.row["cached"] for each in runs.values()], color="tab:blue")
-    right.bar_label(bars, fmt="%.1f", fontsize=8)
-    right.invert_yaxis()
-    right.margins(x=0.12)  # room for the labels
-    right.set_xlabel("prompt tokens that were cached, %")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    with picture(path, 1, 2, figsize=(9.5, 3.6)) as (_, (left, right)):
+        for name, each in runs.items():
+            times = np.sort(each.ttft)
+            style = {"color": "grey", "linestyle": ":"} if name == ORACLE else {"linewidth": 1.2 + 1.3 * (name == OURS)}
+            left.plot(times, np.arange(1, len(times) + 1) / len(times), label=name, **style)
+        left.set(xscale="log", xlabel="time to first token, s (simulated)", ylabel="share of requests")
+        left.legend(fontsize=7)
+        bars = right.barh(list(runs), [100 * each.row["cached"] for each in runs.values()], color="tab:blue")
+        right.bar_label(bars, fmt="%.1f", fontsize=8)
+        right.invert_yaxis()
+        right.margins(x=0.12)  # room for the labels
+        right.set_xlabel("prompt tokens that were cached, %")
 
 
 def options() -> argparse.ArgumentParser:
     given = parser(__doc__)
     given.add_argument("--trace", type=Path, help="JSON lines in Mooncake's form, .gz or not; without: made up")
     given.add_argument("--requests", type=_whole, help="only the first so many")
-    given.add_argument("--block-size", type=_whole, default=512, help="tokens of the trace's blocks (512)")
-    given.add_argument("--replicas", type=_whole, default=4)
-    given.add_argument("--speed", type=_number, default=1.0, help="times as fast as the trace's clock (1)")
-    given.add_argument(
-        "--event-delay", type=_number, default=0.1, help="seconds until the index knows of a block (0.1)"
-    )
-    given.add_argument("--l1-blocks", type=_whole, default=Hardware().l1_blocks, help="of each replica's device memory")
-    given.add_argument("--l2-blocks", type=_whole, default=Hardware().l2_blocks, help="of each replica's host memory")
     given.add_argument("--tune", action="store_true", help="our policy by its two figures, on the first third")
+    for name, kind, default, told in (
+        ("--block-size", _whole, 512, "tokens of the trace's blocks"),
+        ("--replicas", _whole, 4, "of the engine"),
+        ("--speed", _number, 1.0, "times as fast as the trace's clock"),
+        ("--event-delay", _number, 0.1, "seconds until the index knows of a block"),
+        ("--l1-blocks", _whole, Hardware().l1_blocks, "of each replica's device memory"),
+        ("--l2-blocks", _whole, Hardware().l2_blocks, "of each replica's host memory"),
+    ):
+        given.add_argument(name, type=kind, default=default, help=f"{told} ({default:g})")
     return given
 
 
 def main() -> int:
     args = options().parse_args()
-    limit = min(args.requests or QUICK, QUICK) if args.quick else args.requests
+    limit, size = min(args.requests or QUICK, QUICK) if args.quick else args.requests, args.block_size
     try:
-        prompts = (
-            read_prompts(args.trace, args.block_size, limit) if args.trace else made_up(limit or 4000, args.block_size)
-        )
+        prompts = read_prompts(args.trace, size, limit) if args.trace else made_up(limit or 4000, size)
         require_room(prompts, args)
     except KVTierError as error:
         print(f"routing: {error}", file=sys.stderr)

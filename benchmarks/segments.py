@@ -9,28 +9,27 @@ first token with the check under the load, from a slab throttled so that loading
 """
 
 import importlib.util
-import statistics
 import sys
-import tempfile
 import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any, Final
 
-import matplotlib
 import numpy as np
 import torch
-from _blend_pieces import check_under_load, longest_step, slab_of
+from _loads import Row, leave_only, llama, over_slab, picture, random_tokens, settle
 from _report import RESULTS, Target, parser, progress, report
-from transformers import LlamaConfig
+from both_ends import SlowTier
 
 from kvtier import Engine, EngineConfig, Repair, SamplingParams, Segment
 from kvtier.connector import LocalConnector
 
-matplotlib.use("Agg")
-from matplotlib import pyplot
-
 FIXTURE: Final = Path(__file__).resolve().parents[2] / "shared" / "fixture"
 ONE: Final = SamplingParams(max_tokens=1, ignore_eos=True)
+MANY: Final = SamplingParams(max_tokens=1000, ignore_eos=True)
 RULES: Final = ("deviation", "question", "first", "borders", "random")
 SHARES: Final = (0.05, 0.1, 0.15, 0.2, 0.3)
 DEFAULT: Final = ("deviation", 0.15)
@@ -49,7 +48,6 @@ def unbounded(arm: Arm) -> Repair:
 
 
 def recall(arms: list[Arm], num_samples: int) -> dict[Arm, float]:
-    """The share of questions that each arm answers right."""
     spec = importlib.util.spec_from_file_location("recall_task", FIXTURE / "task.py")
     assert spec is not None
     assert spec.loader is not None
@@ -77,32 +75,20 @@ def recall(arms: list[Arm], num_samples: int) -> dict[Arm, float]:
 class TimedPrompts:
     """Prompts of documents in front of a question, for a model that knows nothing."""
 
-    def __init__(self, *, small: bool, step: int = 1024, home: Path | None = None) -> None:
+    def __init__(self, *, small: bool, step: int = 1024, home: str | None = None) -> None:
         """`step`: tokens of one; `home`: where a slab lies below the engine, if there is one."""
         self.rng = np.random.default_rng(1)
         self.length = 128 if small else 512
         size = 256 if small else 768
-        config = LlamaConfig(
-            vocab_size=8192,
-            hidden_size=size,
-            intermediate_size=size * 8 // 3,
-            num_hidden_layers=8,
-            num_attention_heads=size // 64,
-            num_key_value_heads=size // 192 or 1,
-            head_dim=64,
-            max_position_embeddings=8192,
-        )
+        config = llama(size, 8, heads=size // 64, kv_heads=size // 192 or 1, head_dim=64)
         settings = EngineConfig(num_blocks=800, max_num_batched_tokens=step, segments="on")
-        self.engine = Engine.from_config(
-            config, settings, None if home is None else LocalConnector.connect(slab_of(home))
-        )
+        below = None if home is None else LocalConnector.connect(over_slab(home, "256MiB", "512MiB"))
+        self.engine: Any = Engine.from_config(config, settings, below)
         self.documents = [self.tokens(self.length) for _ in range(TIMED_DOCUMENTS)]
         self.engine.precompute(self.documents)
 
     def tokens(self, number: int) -> list[int]:
-        """Random ones."""
-        drawn: list[int] = self.rng.integers(5, 8192, number).tolist()
-        return drawn
+        return random_tokens(self.rng, number, 5)
 
     def draw(self) -> tuple[list[int], list[Segment]]:
         """Documents in a new order behind a system prompt of its own, and a question."""
@@ -113,96 +99,152 @@ class TimedPrompts:
         return prompt + self.tokens(32), segments
 
     def seconds(self, arm: Arm | None) -> tuple[float, float]:
-        """CPU seconds and TTFT of a prompt."""
         prompt, segments = self.draw()
+        blend = {} if arm is None else {"segments": [segments], "repair": unbounded(arm)}
         begun = time.process_time()
-        [found] = self.engine.generate(
-            [prompt],
-            ONE,
-            segments=[segments] if arm is not None else None,
-            repair=None if arm is None else unbounded(arm),
-        )
+        [found] = self.engine.generate([prompt], ONE, **blend)
         assert found.num_segment_tokens == (0 if arm is None else TIMED_DOCUMENTS * self.length)
-        assert found.ttft is not None
         return time.process_time() - begun, found.ttft
 
 
-def cost(arms: list[Arm], num_rounds: int, *, small: bool) -> dict[Arm, list[tuple[float, float, float]]]:
-    """Of each arm and round: CPU seconds, that over a full prefill's of the round, and TTFT over its."""
-    prompts = TimedPrompts(small=small)
-    measured: dict[Arm, list[tuple[float, float, float]]] = {arm: [] for arm in arms}
-    prompts.seconds(DEFAULT)  # warm up
-    for number in range(num_rounds):
-        full_cpu, full_ttft = prompts.seconds(None)
-        for place in prompts.rng.permutation(len(arms)):
-            arm = arms[place]
-            progress(f"cost: round {number + 1}/{num_rounds}, {arm[0]} {arm[1]:.0%}")
-            cpu, ttft = prompts.seconds(arm)
-            measured[arm].append((cpu, cpu / full_cpu, ttft / full_ttft))
+@contextmanager
+def timed_prompts(**options: Any) -> Iterator[TimedPrompts]:
+    prompts = TimedPrompts(**options)
+    yield prompts
     prompts.engine.close()
-    return measured
 
 
-def pieces(num_rounds: int, *, small: bool) -> list[Target]:
-    """What it is worth that a blend goes in pieces."""
-    step = 128 if small else 256
-    beside = TimedPrompts(small=small, step=step)
-    longest = longest_step(beside, unbounded(DEFAULT), num_rounds)
-    beside.engine.close()
-    with tempfile.TemporaryDirectory() as home:
-        loading = TimedPrompts(small=small, step=step, home=Path(home))
-        ratio = check_under_load(loading, unbounded(DEFAULT), num_rounds)
-        loading.engine.close()
-    return [
-        Target("longest step beside a blend over one beside a prefill: CPU", 2.0, longest),
-        Target("TTFT with the check under the load over without", 0.95, ratio),
-    ]
+def cost(arms: list[Arm], num_rounds: int, *, small: bool) -> dict[Arm, tuple[float, float, float]]:
+    """Of each arm: CPU seconds, that over a full prefill's of the round, and TTFT over its; medians."""
+    measured: dict[Arm, list[tuple[float, float, float]]] = {arm: [] for arm in arms}
+    with timed_prompts(small=small) as prompts:
+        prompts.seconds(DEFAULT)  # warm up
+        for number in range(num_rounds):
+            full_cpu, full_ttft = prompts.seconds(None)
+            for place in prompts.rng.permutation(len(arms)):
+                arm = arms[place]
+                progress(f"cost: round {number + 1}/{num_rounds}, {arm[0]} {arm[1]:.0%}")
+                cpu, ttft = prompts.seconds(arm)
+                measured[arm].append((cpu, cpu / full_cpu, ttft / full_ttft))
+    return {
+        arm: (median(c for c, _, _ in found), median(r for _, r, _ in found), median(t for _, _, t in found))
+        for arm, found in measured.items()
+    }
 
 
-def plot(right: dict[Arm, float], cpu: dict[Arm, float], ttft: dict[Arm, float], path: Path) -> None:
+def longest_step(prompts: TimedPrompts, repair: Repair, num_rounds: int) -> float:
+    """CPU time of the longest step of somebody who decodes beside a blend, over that beside a prefill of as much."""
+
+    def longest(segments: list[Segment], prompt: list[int]) -> float:
+        engine, steps = prompts.engine, []
+        decoding = engine.add_request(prompts.tokens(20), MANY)
+        for _ in range(2):
+            engine.step()
+        name = engine.add_request(prompt, ONE, segments=segments, repair=repair)
+        told: set[str] = set()
+        while name not in told:
+            begun = time.process_time()
+            told = {output.request_id for output in engine.step()}
+            steps.append(time.process_time() - begun)
+            assert decoding in told, "it waits for the other one"
+        engine.abort(decoding)
+        engine.step()
+        return max(steps)
+
+    ratios = []
+    for number in range(num_rounds):
+        progress(f"beside a blend: round {number + 1}/{num_rounds}")
+        prompt, segments = prompts.draw()
+        blended = longest(segments, prompt)
+        ratios.append(blended / longest([], [5, *prompt]))
+    return median(ratios)
+
+
+def check_under_load(prompts: TimedPrompts, repair: Repair, num_rounds: int) -> float:
+    """TTFT with the check under the load over that without, where loading takes about as long as the check."""
+    engine = prompts.engine
+    tiers = engine.connector.hierarchy
+    slab = SlowTier(tiers.ports[0].tier)
+    waits = False
+    opened = engine.segments.open
+
+    def opening(*arguments: Any) -> Any:
+        reuse = opened(*arguments)
+        reuse._may_be_early = not waits
+        return reuse
+
+    def seconds(*, from_slab: bool) -> float:
+        settle(engine)
+        if from_slab:
+            leave_only(engine, "file", page_cache=True)
+        prompt, segments = prompts.draw()
+        [found] = engine.generate([prompt], ONE, segments=[segments], repair=repair)
+        assert found.num_segment_tokens
+        return float(found.ttft)
+
+    engine.segments.open = opening
+    ratios = []
+    for number in range(num_rounds):
+        progress(f"check under the load: round {number + 1}/{num_rounds}")
+        slab.bytes_per_second = float("inf")
+        _, segments = prompts.draw()
+        num_tokens = sum(segment.end - segment.start for segment in segments)
+        num_bytes = num_tokens // engine.config.block_size * engine.shape.block_bytes
+        slab.bytes_per_second = num_bytes / (seconds(from_slab=False) * 0.4)
+        waits = True
+        without = seconds(from_slab=True)
+        waits = False
+        ratios.append(seconds(from_slab=True) / without)
+    return median(ratios)
+
+
+def plot(right: Mapping[Arm, float], costs: Mapping[Arm, Sequence[float]], path: Path) -> None:
     """Over the share that is computed anew, one line a rule: right answers, CPU time and TTFT of a full prefill's."""
-    figure, panels = pyplot.subplots(1, 3, figsize=(12, 3.6), layout="constrained")
+    cpu, ttft = ({arm: each[column] for arm, each in costs.items()} for column in (1, 2))
     labels = ("right answers", "CPU time ÷ full prefill", "TTFT ÷ full prefill")
-    for axes, values, label in zip(panels, (right, cpu, ttft), labels, strict=True):
-        for rule in RULES:
-            arms = [arm for arm in values if arm[0] == rule and arm not in (NOTHING, EVERYTHING)]
-            if arms:  # not every rule is timed
-                drawn = sorted([(0.0, values[NOTHING]), *((arm[1], values[arm]) for arm in arms)])
-                axes.plot(*zip(*drawn, strict=True), marker="o", markersize=3, label=rule)
-        axes.axhline(values.get(EVERYTHING, 1.0), color="grey", linewidth=0.8, linestyle="--")
-        axes.set_xlabel("share of reused tokens computed anew")
-        axes.set_ylabel(label)
-        axes.set_title("57 M parameters, 3,165 tokens" if values is not right else "recall model", fontsize=10)
-        if values is not right:
-            axes.set_ylim(bottom=0)
-    panels[0].legend(fontsize=8)
-    figure.suptitle("Documents reused at other places; dashed: full prefill", fontsize=10)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    with picture(path, 1, 3, figsize=(12, 3.6)) as (figure, panels):
+        for axes, values, label in zip(panels, (right, cpu, ttft), labels, strict=True):
+            for rule in RULES:
+                arms = [arm for arm in values if arm[0] == rule and arm not in (NOTHING, EVERYTHING)]
+                if arms:  # not every rule is timed
+                    drawn = sorted([(0.0, values[NOTHING]), *((arm[1], values[arm]) for arm in arms)])
+                    axes.plot(*zip(*drawn, strict=True), marker="o", markersize=3, label=rule)
+            axes.axhline(values.get(EVERYTHING, 1.0), color="grey", linewidth=0.8, linestyle="--")
+            axes.set(xlabel="share of reused tokens computed anew", ylabel=label)
+            axes.set_title("57 M parameters, 3,165 tokens" if values is not right else "recall model", fontsize=10)
+            if values is not right:
+                axes.set_ylim(bottom=0)
+        panels[0].legend(fontsize=8)
+        figure.suptitle("Documents reused at other places; dashed: full prefill", fontsize=10)
 
 
 def main() -> int:
     args = parser(__doc__).parse_args()
     torch.set_num_threads(1)
-    shares = (0.15, 0.3) if args.quick else SHARES
+    shares, rounds = ((0.15, 0.3), 3) if args.quick else (SHARES, 7)
     every = [(rule, share) for rule in RULES for share in shares]
     has_model = (FIXTURE / "recall-llama-bf16").is_dir()
     right = recall([NOTHING, EVERYTHING, *every], 40 if args.quick else 200) if has_model else {}
-    timed = [(rule, share) for rule in ("deviation", "question", "first") for share in shares]
-    measured = cost([NOTHING, *timed], 1 if args.quick else 3, small=args.quick)
-    rows: list[dict[str, object]] = []
+    timed = [(rule, share) for rule in RULES[:3] for share in shares]
+    costs = cost([NOTHING, *timed], 1 if args.quick else 3, small=args.quick)
+    step = 128 if args.quick else 256
+    with timed_prompts(small=args.quick, step=step) as beside:
+        longest = longest_step(beside, unbounded(DEFAULT), rounds)
+    with TemporaryDirectory() as home, timed_prompts(small=args.quick, step=step, home=home) as loading:
+        under_load = check_under_load(loading, unbounded(DEFAULT), rounds)
+    rows: list[Row] = []
     for arm in (EVERYTHING, NOTHING, *every):
-        row: dict[str, object] = {"rule": arm[0] if 0 < arm[1] < 1 else "", "computed anew": f"{arm[1]:.0%}"}
+        row: Row = {"rule": arm[0] if 0 < arm[1] < 1 else "", "computed anew": f"{arm[1]:.0%}"}
         if right:
             row |= {"right answers": right[arm], "right, of full": right[arm] / right[EVERYTHING]}
-        if arm in measured:
-            cpu, of_full, ttft = (statistics.median(values) for values in zip(*measured[arm], strict=True))
-            row |= {"CPU s": cpu, "CPU, of full": of_full, "TTFT, of full": ttft}
+        if arm in costs:
+            row |= zip(("CPU s", "CPU, of full", "TTFT, of full"), costs[arm], strict=True)
         rows.append(row)
-    ratios = {arm: statistics.median(ratio for _, ratio, _ in values) for arm, values in measured.items()}
-    waits = {arm: statistics.median(ratio for _, _, ratio in values) for arm, values in measured.items()}
-    targets = [Target("blend with 15 % repaired by deviation: CPU over a full prefill", 0.5, ratios[DEFAULT])]
-    targets += pieces(3 if args.quick else 7, small=args.quick)
+    targets = [
+        Target("blend with 15 % repaired by deviation: CPU over a full prefill", 0.5, costs[DEFAULT][1]),
+        Target("longest step beside a blend over one beside a prefill: CPU", 2.0, longest),
+        Target("TTFT with the check under the load over without", 0.95, under_load),
+    ]
     if right:
         full = right[EVERYTHING]
         targets += [
@@ -210,7 +252,7 @@ def main() -> int:
             Target("recall without repair over full: the ruler measures", 0.8, right[NOTHING] / full),
         ]
     if args.save:
-        plot(right, ratios, waits, RESULTS / "segments.png")
+        plot(right, costs, RESULTS / "segments.png")
     return report("segments", rows, targets, args.json, args.save)
 
 

@@ -11,36 +11,30 @@ order. The clients ask again as soon as they are answered. "of a round" are medi
 round. The answer's usage says where a prompt's KV came from.
 """
 
-import argparse
 import http.client
 import json
-import queue
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any, Final, NamedTuple
 
-import matplotlib
 import numpy as np
+from _loads import Row, picture, random_tokens, scratch
 from _process import ServerProcess, free_port, kvtier
 from _report import RESULTS, Target, parser, progress, report
 
 from kvtier.tiers import KVTierError
 
-matplotlib.use("Agg")
-from matplotlib import pyplot
-
 OFF: Final = "cache off"
+ARMS: Final = ("L2", "L3", "cluster")
 TIERS: Final = {"L1": "in L1", "L2": "in L2", "file": "in file"}
 BLOCK_SIZE: Final = 16
-VOCABULARY: Final = 8192
 BLOCK_BYTES: Final = 400 << 10  # of that model
 TIMEOUT: Final = 120.0
 
@@ -59,7 +53,6 @@ class OfferedLoad:
 
     @property
     def prefix_blocks(self) -> int:
-        """Full blocks of a prefix."""
         return self.prefix_tokens // BLOCK_SIZE
 
     @property
@@ -68,13 +61,10 @@ class OfferedLoad:
         return self.clients * ((self.prefix_tokens + self.tail_tokens + self.answer_tokens) // BLOCK_SIZE + 2)
 
     def mebibytes(self, num_prefixes: float) -> str:
-        """Memory for so many prefixes."""
         return f"{max(16, int(num_prefixes * self.prefix_blocks * BLOCK_BYTES) >> 20)}MiB"
 
 
 class TimedAnswer(NamedTuple):
-    """One request as its client saw it."""
-
     first: float  # seconds to the first token
     between: float  # seconds between tokens, the answer's mean
     cached: Mapping[str, float]  # share of its prompt by tier
@@ -90,68 +80,49 @@ class ServedArm:
 
     def serve(self, prompts: Sequence[list[int]], load: OfferedLoad) -> list[TimedAnswer]:
         """Ask them all, `clients` at a time."""
-        waiting: queue.SimpleQueue[list[int]] = queue.SimpleQueue()
-        for prompt in prompts:
-            waiting.put(prompt)
-
-        def work(_: int) -> list[TimedAnswer]:
-            answers: list[TimedAnswer] = []
-            connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=TIMEOUT)
-            while True:
-                try:
-                    prompt = waiting.get_nowait()
-                except queue.Empty:
-                    connection.close()
-                    return answers
-                answers.append(_ask(connection, prompt, load.answer_tokens))
-
-        with ThreadPoolExecutor(load.clients) as pool:
-            return [answer for answers in pool.map(work, range(load.clients)) for answer in answers]
+        with ThreadPoolExecutor(load.clients) as clients:
+            return list(clients.map(lambda prompt: _ask(self.port, prompt, load.answer_tokens), prompts))
 
     def round(self, prompts: Sequence[list[int]], load: OfferedLoad) -> None:
-        """Serve, and keep what it took."""
         begun = time.perf_counter()
         self.answers.append(self.serve(prompts, load))
         self.rates.append(len(prompts) / (time.perf_counter() - begun))
 
     def firsts(self, of_round: int) -> float:
-        """Median seconds to the first token."""
         return median(answer.first for answer in self.answers[of_round])
 
-    def row(self, off: "ServedArm") -> dict[str, object]:
+    def row(self, off: "ServedArm") -> Row:
         """Its figures over all rounds, ratios within each."""
         answers = [answer for each in self.answers for answer in each]
-        rounds = range(len(self.rates))
-        return {
-            "arm": self.name,
-            "requests/s": median(self.rates),
-            "TTFT p50 ms": float(np.percentile([each.first for each in answers], 50)) * 1e3,
-            "TTFT p99 ms": float(np.percentile([each.first for each in answers], 99)) * 1e3,
-            "between tokens p50 ms": median(each.between for each in answers) * 1e3,
-            **{name: float(np.mean([each.cached.get(key, 0) for each in answers])) for key, name in TIERS.items()},
-            "requests/s of a round": median(ours / theirs for ours, theirs in zip(self.rates, off.rates, strict=True)),
-            "off / TTFT of a round": median(off.firsts(number) / self.firsts(number) for number in rounds),
-        }
+        p50, p99 = (float(np.percentile([each.first for each in answers], q)) * 1e3 for q in (50, 99))
+        row: Row = {"arm": self.name, "requests/s": median(self.rates), "TTFT p50 ms": p50, "TTFT p99 ms": p99}
+        row["between tokens p50 ms"] = median(each.between for each in answers) * 1e3
+        row |= {name: float(np.mean([each.cached.get(key, 0) for each in answers])) for key, name in TIERS.items()}
+        row["requests/s of a round"] = median(ours / theirs for ours, theirs in zip(self.rates, off.rates, strict=True))
+        waits = [off.firsts(number) / self.firsts(number) for number in range(len(self.rates))]
+        return row | {"off / TTFT of a round": median(waits)}
 
 
-def _ask(connection: http.client.HTTPConnection, prompt: list[int], num_tokens: int) -> TimedAnswer:
+def _ask(port: int, prompt: list[int], num_tokens: int) -> TimedAnswer:
     body = {"model": "m", "prompt": prompt, "max_tokens": num_tokens, "temperature": 0, "stream": True}
     body |= {"stream_options": {"include_usage": True}}
-    begun = time.perf_counter()
-    connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
-    response = connection.getresponse()
-    if response.status != 200:
-        raise KVTierError(f"an engine answered {response.status}: {response.read()[:300].decode(errors='replace')}")
     times: list[float] = []
     usage: dict[str, Any] = {}
-    while line := response.readline():
-        if line.startswith(b"data: {"):
-            event = json.loads(line[6:])
-            if "error" in event:
-                raise KVTierError(f"an answer broke off: {event['error']}")
-            usage = event.get("usage") or usage
-            if event.get("choices"):
-                times.append(time.perf_counter())
+    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT)) as connection:
+        connection.connect()
+        begun = time.perf_counter()
+        connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
+        response = connection.getresponse()
+        if response.status != 200:
+            raise KVTierError(f"an engine answered {response.status}: {response.read()[:300].decode(errors='replace')}")
+        while line := response.readline():
+            if line.startswith(b"data: {"):
+                event = json.loads(line[6:])
+                if "error" in event:
+                    raise KVTierError(f"an answer broke off: {event['error']}")
+                usage = event.get("usage") or usage
+                if event.get("choices"):
+                    times.append(time.perf_counter())
     if not usage:
         raise KVTierError("an answer ended without its usage")
     num_answered = max(2, usage["completion_tokens"])
@@ -162,127 +133,93 @@ def _ask(connection: http.client.HTTPConnection, prompt: list[int], num_tokens: 
 class Rig:
     """The processes of all arms, in one directory, ended together."""
 
-    def __init__(self, stack: ExitStack, home: Path, model: Path, load: OfferedLoad) -> None:
-        self._stack, self.home, self._model, self._load = stack, home, model, load
+    def __init__(self, stack: ExitStack, home: Path, load: OfferedLoad) -> None:
+        self._stack, self.home, self._load, self.model = stack, home, load, str(home / "model")
+        subprocess.run([sys.executable, *kvtier("model", self.model)], check=True)
 
-    def engine(self, name: str, **options: str) -> ServedArm:
-        """One engine, with `options` such as HOST__SIZE."""
-        port = free_port()
-        command = ["engine", "--model", str(self._model), "--name", "m", "--http", f"127.0.0.1:{port}"]
-        self.start(name, command, L1__NUM_BLOCKS=str(self._load.l1_blocks), **options)
-        return ServedArm(name, port)
-
-    def start(self, name: str, command: Sequence[str], **options: str) -> ServerProcess:
-        """A process of ours, until the rig ends."""
+    def start(self, name: str, *command: str, **options: str) -> ServedArm:
+        """A process of ours that listens, with `options` such as HOST__SIZE, until the rig ends."""
         progress(f"starting {name}")
         chosen = {"CACHE__LOAD_OR_RECOMPUTE": "load", "CACHE__PREFETCH_DEADLINE": "30s"} | options
-        server = ServerProcess(kvtier(*command), self.home / f"{name.replace(' ', '-')}.log", options=chosen)
+        port, log = free_port(), self.home / f"{name.replace(' ', '-')}.log"
+        server = ServerProcess(kvtier(*command, "--http", f"127.0.0.1:{port}"), log, options=chosen)
         self._stack.callback(server.stop)
-        return server
+        return ServedArm(name, port)
 
-    def cluster(self, number: int) -> ServedArm:
-        """So many engines, each with a daemon, behind a router."""
-        port, route = free_port(), ["route", "--model", str(self._model)]
-        for place in range(number):
+    def engine(self, name: str, **options: str) -> ServedArm:
+        room = {"L1__NUM_BLOCKS": str(self._load.l1_blocks)}
+        return self.start(name, "engine", "--model", self.model, "--name", "m", **room, **options)
+
+    def cluster(self, host: str) -> ServedArm:
+        """Two engines, each with a daemon, behind a router."""
+        replicas: list[str] = []
+        for place in range(2):
             socket = str(self.home / f"{place}.sock")
-            published = {"EVENTS__PUBLISH": f"tcp://127.0.0.1:{free_port()}"}
-            host = {"HOST__SIZE": self._load.mebibytes(2 * self._load.prefixes)}
-            serve = ["serve", "--socket", socket, "--http", f"127.0.0.1:{free_port()}"]
-            self.start(f"daemon {place}", serve, **host, **published)
-            published = {"EVENTS__PUBLISH": f"tcp://127.0.0.1:{free_port()}"}
-            arm = self.engine(f"replica {place}", SERVICE__SOCKET=socket, **published)
-            route += ["--replica", f"http://127.0.0.1:{arm.port}"]
-        self.start("router", [*route, "--http", f"127.0.0.1:{port}"])
-        return ServedArm("cluster", port)
+            events, others = ({"EVENTS__PUBLISH": f"tcp://127.0.0.1:{free_port()}"} for _ in range(2))
+            self.start(f"daemon {place}", "serve", "--socket", socket, HOST__SIZE=host, **events)
+            arm = self.engine(f"replica {place}", SERVICE__SOCKET=socket, **others)
+            replicas += ["--replica", f"http://127.0.0.1:{arm.port}"]
+        return self.start("cluster", "route", "--model", self.model, *replicas)
 
-
-def arms(rig: Rig, load: OfferedLoad, chosen: Sequence[str]) -> list[ServedArm]:
-    """The arms asked for, started; "cache off" is always one."""
-    large, small = load.mebibytes(2 * load.prefixes), load.mebibytes(4)
-    found = [rig.engine(OFF, L1__ENABLE_PREFIX_CACHING="false", HOST__SIZE="16MiB")]
-    if "L2" in chosen:
-        found.append(rig.engine("L2", HOST__SIZE=large))
-    if "L3" in chosen:
-        slabs = {"FILE__PATH": str(rig.home / "slabs"), "FILE__SIZE": load.mebibytes(6 * load.prefixes)}
-        found.append(rig.engine("L3", HOST__SIZE=small, **slabs))
-    if "cluster" in chosen:
-        found.append(rig.cluster(2))
-    return found
+    def arms(self, chosen: Sequence[str]) -> list[ServedArm]:
+        """Those asked for, started; "cache off" is always one."""
+        large, small = self._load.mebibytes(2 * self._load.prefixes), self._load.mebibytes(4)
+        slabs = {"FILE__PATH": str(self.home / "slabs"), "FILE__SIZE": self._load.mebibytes(6 * self._load.prefixes)}
+        makers: dict[str, Callable[[], ServedArm]] = {
+            "L2": lambda: self.engine("L2", HOST__SIZE=large),
+            "L3": lambda: self.engine("L3", HOST__SIZE=small, **slabs),
+            "cluster": lambda: self.cluster(large),
+        }
+        off = self.engine(OFF, L1__ENABLE_PREFIX_CACHING="false", HOST__SIZE="16MiB")
+        return [off, *(make() for name, make in makers.items() if name in chosen)]
 
 
 def measure(served: Sequence[ServedArm], load: OfferedLoad) -> None:
     """Every prefix once, if it is to be cached; then the rounds."""
     draw = np.random.default_rng(0)
-
-    def tokens(count: int) -> list[int]:
-        drawn: list[int] = draw.integers(3, VOCABULARY, count).tolist()
-        return drawn
-
-    prefixes = [tokens(load.prefix_tokens) for _ in range(load.prefixes)]
+    prefixes = [random_tokens(draw, load.prefix_tokens) for _ in range(load.prefixes)]
     for arm in served:
         progress(f"warming {arm.name}")
         kept = prefixes[: load.clients] if arm.name == OFF else prefixes
-        arm.serve([prefix + tokens(load.tail_tokens) for prefix in kept], load)
+        arm.serve([prefix + random_tokens(draw, load.tail_tokens) for prefix in kept], load)
     for number in range(load.rounds):
         picks = draw.integers(0, len(prefixes), load.requests)
-        prompts = [prefixes[pick] + tokens(load.tail_tokens) for pick in picks]
+        prompts = [prefixes[pick] + random_tokens(draw, load.tail_tokens) for pick in picks]
         for place in draw.permutation(len(served)):
             progress(f"round {number + 1}/{load.rounds}: {served[place].name}")
             served[place].round(prompts, load)
 
 
-def plot(rows: Sequence[Mapping[str, object]], path: Path) -> None:
-    """Bars: requests a second, and times to the first token."""
-    figure, axes = pyplot.subplots(1, 3, figsize=(9.5, 2.8), layout="constrained")
-    names = [str(row["arm"]) for row in rows]
-    for axis, column in zip(axes, ("requests/s", "TTFT p50 ms", "TTFT p99 ms"), strict=True):
-        bars = axis.bar(names, [float(str(row[column])) for row in rows], color="tab:blue")
-        axis.bar_label(bars, fmt="%.3g", fontsize=8)
-        axis.set_title(column, fontsize=10)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
-
-
-def conclude(served: Sequence[ServedArm], load: OfferedLoad, args: argparse.Namespace) -> int:
-    """Rows, targets, the plot."""
-    off = served[0]
-    rows = [arm.row(off) for arm in served]
-    if any(rows[0][name] for name in TIERS.values()):
-        raise KVTierError("the arm without a cache had cached tokens: its figures are no reference")
-    targets = [
-        Target(f"{row['arm']}: requests/s over cache off", 1.0, float(str(row["requests/s of a round"])), False)
-        for row in rows[1:]
-    ]
-    targets += [
-        Target(f"{row['arm']}: TTFT of cache off over it", 1.0, float(str(row["off / TTFT of a round"])), False)
-        for row in rows[1:]
-    ]
-    if args.save:
-        plot(rows, RESULTS / "serving.png")
-    setup = {name: getattr(load, name) for name in OfferedLoad.__slots__} | {"L1 blocks": load.l1_blocks}
-    return report("serving", rows, targets, args.json, args.save, setup)
-
-
 def main() -> int:
     options = parser(__doc__)
-    options.add_argument("--arms", default="L2,L3,cluster", help="beside cache off, separated by commas (all)")
+    options.add_argument("--arms", default=",".join(ARMS), help="beside cache off, separated by commas (all)")
     args = options.parse_args()
     chosen = args.arms.split(",")
-    if unknown := set(chosen) - {"L2", "L3", "cluster"}:
-        options.error(f"--arms {', '.join(sorted(unknown))}: choose from L2, L3, cluster")
+    if unknown := set(chosen) - {*ARMS}:
+        options.error(f"--arms {', '.join(sorted(unknown))}: choose from {', '.join(ARMS)}")
     load = OfferedLoad(2, 8, 128, 16, 4, 8, 1) if args.quick else OfferedLoad(4, 16, 512, 32, 32, 24, 3)
     try:
         with ExitStack() as stack:
-            home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=".serving-", dir=Path(__file__).parent)))
-            model = home / "model"
-            subprocess.run([sys.executable, *kvtier("model", str(model))], check=True)
-            served = arms(Rig(stack, home, model, load), load, chosen)
+            served = Rig(stack, Path(stack.enter_context(scratch("serving"))), load).arms(chosen)
             measure(served, load)
-            return conclude(served, load, args)
+        rows = [arm.row(served[0]) for arm in served]
+        if any(rows[0][name] for name in TIERS.values()):
+            raise KVTierError("the arm without a cache had cached tokens: its figures are no reference")
     except KVTierError as error:
         print(f"serving: {error}", file=sys.stderr)
         return 1
+    goals = {"requests/s over cache off": "requests/s of a round", "TTFT of cache off over it": "off / TTFT of a round"}
+    targets = [
+        Target(f"{row['arm']}: {what}", 1.0, row[column], False) for what, column in goals.items() for row in rows[1:]
+    ]
+    if args.save:
+        with picture(RESULTS / "serving.png", 1, 3, figsize=(9.5, 2.8)) as (_, axes):
+            for axis, column in zip(axes, ("requests/s", "TTFT p50 ms", "TTFT p99 ms"), strict=True):
+                bars = axis.bar([row["arm"] for row in rows], [row[column] for row in rows], color="tab:blue")
+                axis.bar_label(bars, fmt="%.3g", fontsize=8)
+                axis.set_title(column, fontsize=10)
+    setup = asdict(load) | {"L1 blocks": load.l1_blocks}
+    return report("serving", rows, targets, args.json, args.save, setup)
 
 
 if __name__ == "__main__":

@@ -7,28 +7,32 @@ from typing import Final
 
 import _engine_starter
 import pytest
-from _engine_process import EngineEnded
-from _engine_starter import EngineStarter
+from _engine_starter import EngineEnded, EngineStarter
 from doubles import wait_until
 
 ECHO: Final = """
-import json, os, subprocess, sys, time
+import os, subprocess, sys, time
 from _engine_starter import serve
 
-def echo(setup, commands, replies):
-    children = []
-    print(json.dumps({"ready": True}), file=replies, flush=True)
-    for line in commands:
-        command = json.loads(line)
-        if command["do"] == "fail":
-            raise ValueError("no such thing")
-        if command["do"] == "hang":
-            children.append(subprocess.Popen(["sleep", "60"]))
-            print(children[-1].pid, file=sys.stderr, flush=True)
-            time.sleep(60)
-        print(json.dumps({"pid": os.getpid(), **setup, **command}), file=replies, flush=True)
+class Echo:
+    def __init__(self, setup):
+        self.setup = setup
 
-serve(sys.argv[1:], echo)
+    def converse(self):
+        return {"pid": os.getpid(), **self.setup}
+
+    def fail(self):
+        raise ValueError("no such thing")
+
+    def hang(self):
+        child = subprocess.Popen(["sleep", "60"])
+        print(child.pid, file=sys.stderr, flush=True)
+        time.sleep(60)
+
+    def end(self):
+        print("it has ended", file=sys.stderr, flush=True)
+
+serve(sys.argv[1:], Echo)
 """
 
 
@@ -54,10 +58,14 @@ def test_an_engine_that_ends_leaves_its_last_words_and_the_next_one_starts(
         engine.ask("converse")
     engine.close()
     assert "ValueError: no such thing" in (tmp_path / "engine.log").read_text()
+    assert "it has ended" in (tmp_path / "engine.log").read_text()
     with (tmp_path / "engine.log").open("wb") as log:
-        engine = starter.start({}, log)
-    assert engine.ask("converse")["do"] == "converse"
-    engine.close()
+        first, second = (starter.start({"number": number}, log) for number in range(2))
+    told = [engine.ask("converse") for engine in (first, second)]
+    assert [each["number"] for each in told] == [0, 1]
+    assert told[0]["pid"] != told[1]["pid"]
+    for engine in (first, second):
+        engine.close()
 
 
 def test_an_engine_that_hangs_is_killed_with_what_it_started(

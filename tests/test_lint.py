@@ -13,8 +13,7 @@ from types import SimpleNamespace as Stub
 from typing import Any, Final
 
 import _claims
-import _models_page
-import _scale_page
+import _readme
 import pytest
 from lint import deploy_files, fault_table, figures, prose, references
 from lint.__main__ import RULES, main
@@ -25,7 +24,7 @@ from kvtier.cli.program import VERBS
 
 ROW: Final = {"status": "hits", "message": "", "warm": 130, "restart": 130, "architecture": "a"}
 REFUSED: Final = {"engine": "kvtier", "status": "refused", "message": "no; what now", "warm": 0}
-MODELS: Final = [{**ROW, "engine": engine} for engine in _models_page.ENGINES if engine != "kvtier"] + [ROW | REFUSED]
+MODELS: Final = [{**ROW, "engine": engine} for engine in _readme.ENGINES if engine != "kvtier"] + [ROW | REFUSED]
 DISK: Final = """{"benchmark": "disk", "results": [{"ratio": 0.5}],
                    "targets": [{"name": "read", "target": ">= 0.9", "measured": 0.5}]}"""
 ANSWERS: Final = "[12 tokens of prompt\n" * 6
@@ -217,7 +216,7 @@ PLANTED: Final[dict[str, tuple[Mapping[str, str], str]]] = {
 @pytest.fixture(autouse=True)
 def _stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of programs whose tables take torch or matplotlib, and of what is too much for a small tree."""
-    monkeypatch.setattr(_scale_page, "tables", lambda: {"events": "", "redis": ""})
+    monkeypatch.setattr(_readme, "tables", lambda: {"events": "", "redis": ""})
     monkeypatch.setitem(sys.modules, "_architectures", Stub(ARCHITECTURES=[Stub(name="a")]))
     monkeypatch.setitem(sys.modules, "_block_drawing", Stub(_PLACES=[Stub(text="a.py")]))
     shown = [_claims.PageRow(label, name, pattern) for label, name, pattern in _claims.SIX]

@@ -6,7 +6,7 @@ from typing import Final
 import pytest
 from _architectures import ARCHITECTURES
 from _model_trial import attempt
-from _models_page import saved
+from _readme import saved
 from extent import brief
 
 BY_NAME: Final = {one.name: one for one in ARCHITECTURES}
@@ -24,5 +24,5 @@ HIT_AND_REFUSED: Final = [("kvtier", "gpt-oss"), ("transformers", "t5")]
 )
 def test_a_row_run_again_says_the_same(engine: str, name: str, tmp_path: Path) -> None:
     found = attempt(engine, BY_NAME[name], tmp_path).row
-    [row] = [row for row in saved()["results"] if (row["engine"], row["architecture"]) == (engine, name)]
+    [row] = [row for row in saved()["models"]["results"] if (row["engine"], row["architecture"]) == (engine, name)]
     assert found == {key: row[key] for key in found}

@@ -7,8 +7,7 @@ from typing import Any
 import partial_blocks
 import pytest
 from _bounded_reuse import BoundedCache, Tails, computed_in
-from _chats import Exchange, chats, trace_exchanges
-from _prefix_reuse import CHILDREN, PrefixReuse, replay
+from _prefix_reuse import CHILDREN, Exchange, PrefixReuse, chats, replay, trace_exchanges
 from partial_blocks import BLOCK_SIZES, winner
 
 

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 import routing
-from _fleet import Hardware, SimulatedReplica, SimulatedRequest
-from _traffic import TracePrompt, prompts_of
+from _fleet import Hardware, SimulatedReplica, SimulatedRequest, TracePrompt, prompts_of
 from command_rig import program
 
 from kvtier.service.traces import TraceLine

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import scale
-from _scale_model import NODES, Assumptions, Limit, PaperFleet, PieceCosts, RequestMoves
 from command_rig import program
+from scale import NODES, Assumptions, Limit, PaperFleet, PieceCosts, RequestMoves
 
 ASSUMED = Assumptions(rate=2.0, token_bytes=1 << 20, block_tokens=16, l1_gib=1, l2_gib=2, slab_gib=4)
 MEASURED = PieceCosts(

@@ -54,14 +54,14 @@ def _with(tables: str, page: Path) -> str:
 
 
 def _scaled(text: str) -> str:
-    return str(program("_scale_page").filled(text))
+    return str(program("_readme").filled(text))
 
 
 # What a program writes, whole or in part → the command, and what the file would be if it ran now.
 WRITTEN: Final[Mapping[str, tuple[str, Callable[[Path], str]]]] = {
     "docs/performance.md": (PAGES, lambda page: _scaled(_with(program("_readme").figures(), page))),
     "README.md": (PAGES, lambda page: _with(program("_readme").six(), page)),
-    "docs/models.md": (PAGES, lambda page: _with(program("_models_page").models_table(), page)),
+    "docs/models.md": (PAGES, lambda page: _with(program("_readme").models_table(), page)),
     "docs/storage.md": (PAGES, lambda page: _scaled(page.read_text())),
     "docs/faults.md": ("python tests/endurance/figures.py", lambda page: str(program("figures").written(page))),
     "docs/architecture.md": (WAY, _with_way),
@@ -78,8 +78,8 @@ def figures(tree: Tree) -> Iterator[str]:
 
 
 def saved_tables(tree: Tree) -> Iterator[str]:
-    """Each table that benchmarks/_scale_page.py makes stands in one page, once."""
-    tables = program("_scale_page")
+    """Each table that benchmarks/_readme.py makes stands in one page, once."""
+    tables = program("_readme")
     text = "".join(tree.text(page) for page in ("docs/performance.md", "docs/storage.md"))
     shown = Counter(name for _, name, _ in tables.MARK.findall(text))
     for name in tree.each(tables.tables()):
@@ -143,7 +143,7 @@ def six(tree: Tree) -> Iterator[str]:
 
 def models(tree: Tree) -> Iterator[str]:
     """Every engine met every architecture, a hit is one in both rounds, and each refusal ends with what to do."""
-    page, where = program("_models_page"), f"{RESULTS}/models.json"
+    page, where = program("_readme"), f"{RESULTS}/models.json"
     document = json.loads(tree.text(where))
     known = {one.name for one in program("_architectures").ARCHITECTURES}
     rows = {(row["engine"], row["architecture"]): row for row in tree.each(document["results"])}

@@ -1,13 +1,13 @@
-"""The vLLMs of benchmarks/engine_conversations.py, each a fork of this process: `_conversation_arm.py SOCKET`.
+"""The vLLMs of engine_conversations.py and engine_ttft.py, each a fork of this process: `_vllm_arm.py SOCKET`.
 
-What each is comes as a JSON object: model, arm, folder (of its storage), num_blocks, host_bytes, packages (folders of
-LMCache's). Scheduler, worker and connector run in one process, so a token's time is when a step hands it out.
+What each is comes as a JSON object: model, arm, folder (of its storage), num_blocks, host_bytes, max_len (tokens of a
+prompt and its answer), step_tokens, packages (folders of LMCache's). Scheduler, worker and connector run in one
+process, so a token's time is when a step hands it out.
 """
 
 import atexit
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -17,17 +17,17 @@ from contextlib import contextmanager
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Final, TextIO
+from typing import Any, Final
 
 from _engine_starter import serve
+from _process import free_port
 
 HERE: Final = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent / "tests" / "interop")]
 os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": "1", "LMCACHE_LOG_LEVEL": "ERROR"}
 
-MAX_LEN: Final = 2048  # tokens of a prompt and its answer
-STEP_TOKENS: Final = 512  # at most in one step
 CHUNK: Final = 64  # tokens of LMCache's chunks: its default of 256 is more than a turn adds
+LOADED: Final = 'kvtier_bytes_total{tier="l2",direction="load"}'
 SETTLING: Final = 30.0  # seconds the copies and files of an idle engine may take
 RESTING: Final = 10.0  # seconds at most until no thread works any more on what a start leaves to do
 
@@ -40,19 +40,20 @@ def transfer(arm: str, folder: Path, host_bytes: int, port: int) -> dict[str, An
     if arm == "none":
         return None
     extra: dict[str, Any]
+    module = None
     if arm == "kvtier":
         module, name = "kvtier.connector.vllm", "KVTierConnector"
         extra = {"host": {"size": host_bytes}, "file": file}
     elif arm == "lmcache":
         module, name = "lmcache.integration.vllm.lmcache_mp_connector", "LMCacheMPConnector"
         extra = {"lmcache.mp.host": "tcp://localhost", "lmcache.mp.port": port}
+    elif arm == "example":
+        name, extra = "ExampleConnector", {"shared_storage_path": str(folder)}
     else:
-        module, name = None, "OffloadingConnector"
-        extra = {"spec_name": "HostOffloadingSpec", "spec_module_path": "host_offloading"}
-        extra |= {"cpu_bytes_to_use": host_bytes}
-        extra |= {"secondary_tiers": below[arm]} if arm in below else {}
+        name, extra = "OffloadingConnector", {"spec_name": "HostOffloadingSpec", "spec_module_path": "host_offloading"}
+        extra |= {"cpu_bytes_to_use": host_bytes} | ({"secondary_tiers": below[arm]} if arm in below else {})
     whole = {"kv_connector": name, "kv_role": "kv_both", "kv_connector_extra_config": extra}
-    whole |= {"kv_load_failure_policy": "recompute", "engine_id": f"conversations-{os.getpid()}"}
+    whole |= {"kv_load_failure_policy": "recompute", "engine_id": f"benchmark-{os.getpid()}"}
     return whole | ({"kv_connector_module_path": module} if module else {})
 
 
@@ -68,14 +69,6 @@ def lmcache_server(folder: Path, host_bytes: int, port: int) -> "subprocess.Pope
     return server
 
 
-def free_port() -> int:
-    """A loopback port nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 @contextmanager
 def hidden(name: str) -> Iterator[None]:
     """A module is not among the loaded ones: vLLM 0.32's start on a CPU looks at all and fails over llvmlite's ffi."""
@@ -87,23 +80,27 @@ def hidden(name: str) -> Iterator[None]:
         sys.modules[name] = module
 
 
-class ConversationArm:
+class VllmArm:
     """The engine, and what can be asked of it."""
 
     def __init__(self, setup: dict[str, Any]) -> None:
+        sys.path[:0] = setup["packages"]
+        os.environ["PYTHONPATH"] = os.pathsep.join([*setup["packages"], os.environ["PYTHONPATH"]])
         folder, host_bytes, port = Path(setup["folder"]), int(setup["host_bytes"]), free_port()
         self.server = lmcache_server(folder, host_bytes, port) if setup["arm"] == "lmcache" else None
         from vllm_rig import Engine
 
-        options = {"num_gpu_blocks_override": setup["num_blocks"], "max_model_len": MAX_LEN, "max_num_seqs": 16}
-        wanted = transfer(setup["arm"], folder, host_bytes, port)
-        model = Path(setup["model"])
+        options = {"num_gpu_blocks_override": setup["num_blocks"], "max_model_len": setup["max_len"]}
+        options |= {"max_num_seqs": 16, "max_num_batched_tokens": setup["step_tokens"]}
         with hidden("llvmlite.binding.ffi"):
-            self.engine = Engine(model, transfer=wanted, **options, max_num_batched_tokens=STEP_TOKENS)
+            wanted = transfer(setup["arm"], folder, host_bytes, port)
+            self.engine = Engine(Path(setup["model"]), transfer=wanted, **options)
         self.llm: Any = self.engine.llm.llm_engine
         self.core: Any = self.engine.core.engine_core
         self.ids = 0
         self.cpu = 0.0
+
+    # engine_conversations.py
 
     def converse(self, prompts: list[list[int]], num_tokens: int, clients: int) -> dict[str, Any]:
         """Ask the prompts in their order, `clients` of them at a time; each answer has `num_tokens` tokens.
@@ -137,21 +134,74 @@ class ConversationArm:
         return {"seconds": seconds, "ttft": firsts, "itl": gaps, "cached": cached, "texts": texts}
 
     def warm(self, prompts: list[list[int]]) -> dict[str, Any]:
-        """Ask prompts that have nothing to do with the others, twice: the second time from the tiers."""
+        """Ask prompts that have nothing to do with the others, twice: the second time from the tiers.
+
+        Then wait for what goes on behind the start in every way, such as the first touch of host memory.
+        """
         for _ in range(2):
             self.converse(prompts, 4, 2)
-            self._settle()
-            self.llm.reset_prefix_cache()
-        self._rest()
+            self._forget()
+        deadline = time.monotonic() + RESTING
+        while time.monotonic() < deadline:
+            before = self._cpu_seconds()
+            time.sleep(0.3)
+            if self._cpu_seconds() - before < 0.015:
+                break
         return {"warm": True}
 
     def close(self) -> dict[str, Any]:
         """Copies and files end, and the engine with them. CPU seconds since the conversations began, all processes."""
         self._settle()
         self.engine.core.shutdown()
-        took = self._cpu_seconds() - self.cpu
-        self.end()
-        return {"cpu": took}
+        return {"cpu": self._cpu_seconds() - self.cpu}
+
+    # engine_ttft.py
+
+    def ttft(self, prompt: list[int]) -> dict[str, Any]:
+        """Seconds to the first token of a prompt, alone."""
+        self._forget()
+        begun = time.perf_counter()
+        self._add(prompt, 1)
+        cached = None
+        while self.llm.has_unfinished_requests():
+            for output in self.llm.step():
+                cached = output.num_cached_tokens
+        return {"seconds": time.perf_counter() - begun, "cached": cached}
+
+    def work(self, prompts: list[list[int]], num_tokens: int) -> dict[str, Any]:
+        """Serve a batch: seconds of wall and of CPU, its copies included."""
+        self._forget()
+        wall, cpu = time.perf_counter(), time.process_time()
+        for prompt in prompts:
+            self._add(prompt, num_tokens)
+        self._finish()
+        seconds = time.perf_counter() - wall
+        self._forget()
+        return {"seconds": seconds, "cpu": time.process_time() - cpu}
+
+    def decode(self, stems: list[list[int]], hits: list[list[int]], num_cycles: int) -> dict[str, list[float]]:
+        """Times of eight steps of unrelated decoding requests, every other time with a load of a long hit beside them.
+
+        The request that loads is aborted before it computes: what is left of it is its lookup and its copies.
+        """
+        self._forget()
+        before = self.engine.stats()[LOADED]
+        for stem in stems:
+            self._add(stem, 8 * num_cycles + 16)
+        for _ in range(8):
+            self.llm.step()
+        times: dict[str, list[float]] = {"loading": [], "quiet": []}
+        for number in range(num_cycles):
+            begun = time.perf_counter()
+            guest = self._add(hits[number // 2 % len(hits)], 1) if number % 2 else None
+            for step in range(8):
+                self.llm.step()
+                if guest is not None and step == 0:
+                    self.llm.abort_request([guest])
+            times["loading" if guest else "quiet"].append(time.perf_counter() - begun)
+        self._finish()
+        assert self.engine.stats()[LOADED] > before, "the hits are not loaded"
+        return times
 
     def end(self) -> None:
         """LMCache's process ends, if there is one. Idempotent."""
@@ -163,28 +213,28 @@ class ConversationArm:
                 self.server.kill()
 
     def _add(self, tokens: list[int], num_tokens: int) -> str:
-        from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
+        from vllm_rig import greedy
 
         self.ids += 1
-        options = SamplingParams(temperature=0, max_tokens=num_tokens, detokenize=False, ignore_eos=True)
+        options = greedy(num_tokens)
         options.output_kind = RequestOutputKind.DELTA
         self.llm.add_request(str(self.ids), {"prompt_token_ids": tokens}, options)
         return str(self.ids)
+
+    def _finish(self) -> None:
+        while self.llm.has_unfinished_requests():
+            self.llm.step()
 
     def _settle(self) -> None:
         deadline = time.monotonic() + SETTLING
         while self.core.scheduler.has_requests() and time.monotonic() < deadline:
             self.core.step()
 
-    def _rest(self) -> None:
-        """Wait for the end of what goes on behind the start in every way, such as the first touch of host memory."""
-        deadline = time.monotonic() + RESTING
-        while time.monotonic() < deadline:
-            before = self._cpu_seconds()
-            time.sleep(0.3)
-            if self._cpu_seconds() - before < 0.015:
-                return
+    def _forget(self) -> None:
+        """Copies have ended, and vLLM's own cache is as good as too small: it is empty."""
+        self._settle()
+        self.llm.reset_prefix_cache()
 
     def _cpu_seconds(self) -> float:
         """User and system time so far of this process and of LMCache's."""
@@ -195,27 +245,7 @@ class ConversationArm:
         return own + (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def answer(setup: dict[str, Any], commands: TextIO, replies: TextIO) -> None:
-    """One engine: answer commands until there are no more."""
-    sys.path[:0] = setup["packages"]
-    os.environ["PYTHONPATH"] = os.pathsep.join([*setup["packages"], os.environ["PYTHONPATH"]])
-    served = ConversationArm(setup)
-    try:
-        print(json.dumps({"ready": True}), file=replies, flush=True)
-        for line in commands:
-            command = json.loads(line)
-            reply = getattr(served, command.pop("do"))(**command)
-            print(json.dumps(reply), file=replies, flush=True)
-    finally:  # also if whoever asked is gone
-        served.end()
-
-
-def main() -> None:
-    """Import what every engine needs, then fork them."""
-    for name in ("numba", "vllm_rig", "host_offloading", "kvtier.connector.vllm"):
-        import_module(name)
-    serve(sys.argv[1:], answer)
-
-
 if __name__ == "__main__":
-    main()
+    for name in ("numba", "vllm_rig", "host_offloading", "kvtier.connector.vllm"):  # what every engine needs
+        import_module(name)
+    serve(sys.argv[1:], VllmArm)
