@@ -130,28 +130,31 @@ def _every_block_size(rows: Sequence[SavedRow]) -> Iterator[Target]:
             yield Target(f"{workload}: cached at {size} with partial blocks over 16 without", 1, share / least, False)
 
 
-GOALS: Final[Mapping[str, Sequence[Callable[[Sequence[SavedRow]], Iterable[Target]]]]] = {
+Goal = Callable[[Sequence[SavedRow]], Iterable[Target]]
+GOALS: Final[Mapping[str, Sequence[Goal]]] = {
     "copy_bandwidth": (
         ColumnGoal(
             "ratio",
             0.9,
             "{way}: {direction} {block_kib} KiB, scattered {scattered}: of the best plain copy",
-            at_most=False,
-            where="^(?!.*ordinary tensor)",  # which has a limit of its own
+            False,
+            "^(?!.*ordinary tensor)",  # which has a limit of its own
         ),
         ColumnGoal(
             "ratio",
             0.9,
             "{way}: {direction} {block_kib} KiB, L1 an ordinary tensor: of np.copyto, block by block",
-            at_most=False,
-            where="ordinary tensor",
+            False,
+            "ordinary tensor",
         ),
         ColumnGoal("cpu_ratio", 0.9, "{way}: {direction} {block_kib} KiB, scattered {scattered}, {l1}: CPU", False),
     ),
     "dead_redis": (
+        ColumnGoal("added us", 20, "a dead Redis adds to a lookup of 128 blocks, {lookup}, us", where="=CPU"),
         ColumnGoal("added us", 20, "a dead Redis adds to a lookup of 128 blocks, {lookup}, wall us", where="=wall"),
     ),
     "encryption": (
+        ColumnGoal("of the limit", 0.8, "{what} of {block KiB} KiB: of the limit", False),
         ColumnGoal("ratio", 0.8, "read beside a busy thread of {block KiB} KiB: of the clear", False, "busy"),
     ),
     "engine_ttft": (
@@ -160,23 +163,27 @@ GOALS: Final[Mapping[str, Sequence[Callable[[Sequence[SavedRow]], Iterable[Targe
         ColumnGoal("kvtier / this", 1.02, "never-hit: CPU with over without, mean", where="never hitting"),
     ),
     "file_bandwidth": (
-        ColumnGoal(
-            "CPU s/GB besides checksum", 0.2, "{what}, {block KiB} KiB: CPU s/GB besides checksum", where="scattered"
+        ColumnGoal("ratio", 0.9, "{what}, {block KiB} KiB: ratio to fio", False),
+        ColumnGoal("GB/s", 0.8, "{what}, {block KiB} KiB: GB/s", False, "busy"),
+        *(
+            ColumnGoal(
+                "CPU s/GB besides checksum", most, "{what}, {block KiB} KiB: CPU s/GB besides checksum", True, of
+            )
+            for most, of in ((0.2, "scattered"), (0.1, ""))
         ),
-        ColumnGoal("CPU s/GB besides checksum", 0.1, "{what}, {block KiB} KiB: CPU s/GB besides checksum"),
     ),
     "gpu_bandwidth": (
         ColumnGoal(
             "GB/s",
             40,
             "pieces of {KiB} KiB, {pieces}, {direction}: GB/s",
-            at_most=False,
-            where=r"KiB=(32|64|128|256); way=chosen; direction=\w+$",
+            False,
+            r"KiB=(32|64|128|256); way=chosen; direction=\w+$",
         ),
     ),
     "gpu_ttft": (
-        ColumnGoal("cold ÷ L2", 20, "{tokens:,} tokens, {loading}: cold ÷ L2", at_most=False),
-        ColumnGoal("cold ÷ slab", 5, "{tokens:,} tokens, {loading}: cold ÷ slab", at_most=False),
+        ColumnGoal("cold ÷ L2", 20, "{tokens:,} tokens, {loading}: cold ÷ L2", False),
+        ColumnGoal("cold ÷ slab", 5, "{tokens:,} tokens, {loading}: cold ÷ slab", False),
     ),
     "lookup_latency": tuple(
         ColumnGoal(
@@ -188,27 +195,51 @@ GOALS: Final[Mapping[str, Sequence[Callable[[Sequence[SavedRow]], Iterable[Targe
         for column in ("CPU ms", "p90")
         for turn, limit in (("named before", 1), ("from nothing", 1.5), ("next turn", 1))
     ),
+    "memory": (
+        ColumnGoal("besides", 200, "{blocks:,} blocks of {block_tokens} tokens in L2: bytes a block, tokens apart"),
+        ColumnGoal(
+            "bytes_a_block", 200, "{blocks:,} blocks of {block_tokens} tokens in L2: bytes a block with its tokens"
+        ),
+    ),
+    "object_bandwidth": (ColumnGoal("of bare", 0.8, "{verb}, {block KiB} KiB, {server}: of the bare client", False),),
     "partial_blocks": (_every_block_size,),
+    "peers_bandwidth": tuple(
+        ColumnGoal("× bare", 0.8, f"blocks of {{block KiB}} KiB, {some}: × a bare socket", False, f"threads={some[0]}")
+        for some in ("1 thread", "2 threads")
+    ),
     "router_overhead": (
         ColumnGoal("bytes a block", 300, "indexed: {what}, MB", where="and CPU"),
         ColumnGoal("ms", 2, "router's CPU ms of a {what}", where="request of 32768"),
     ),
     "routing": (_every_percentile,),
+    "scattered_blocks": (
+        ColumnGoal("ratio", 0.9, "{what}, {block KiB} KiB: ratio to fio's best depth", False),
+        ColumnGoal("CPU s/GB", 0.2, "{what}, {block KiB} KiB: CPU s/GB, checksum included"),
+        ColumnGoal("p99 ratio", 1.5, "{what}, {block KiB} KiB: p99 ratio to fio's"),
+    ),
     "service_overhead": (
         ColumnGoal("added", 500, "the daemon adds to a {what}, us", where="(8|64) stores"),
         ColumnGoal("added", 60, "the daemon adds to a {what}, us", where="(alone|1 stores), idle"),
         _daemon_p99,
     ),
     "serving": (_slowest_answers,),
+    "simulate_speed": (
+        ColumnGoal(
+            "seconds_100k",
+            60,
+            "simulate, {policy}, {through}, blocks of {block MiB} MiB: CPU s of 100,000 requests",
+        ),
+    ),
     "step_stores": tuple(
         ColumnGoal(
             "CPU ms a step", limit, "{setting}: CPU ms of a step of {sequences} stores", where=rf"sequences={n}\b"
         )
         for n, limit in ((1, 0.05), (4, 0.07), (16, 0.15), (64, 0.4))
     ),
+    "tail_cost": (ColumnGoal("more us", 0.3, "tail over LRU, requests of {blocks} blocks, us per block"),),
     "ttft": (
-        ColumnGoal("cold / l2", 10, "cold / L2 at {prompt tokens} tokens", at_most=False),
-        ColumnGoal("cold / file", 6, "cold / L3 at {prompt tokens} tokens", at_most=False),
+        ColumnGoal("cold / l2", 10, "cold / L2 at {prompt tokens} tokens", False),
+        ColumnGoal("cold / file", 6, "cold / L3 at {prompt tokens} tokens", False),
         ColumnGoal("never-hit CPU with / without", 1.02, "never-hit overhead: mean"),
     ),
 }
