@@ -6,11 +6,11 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from functools import partial
 from importlib.machinery import ExtensionFileLoader
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import redis
@@ -25,8 +25,7 @@ LMCACHE_CONNECTIONS: Final = (1, 2, 4)
 _SECONDS: Final = 60.0  # for a batch of LMCache's
 
 
-@dataclass(frozen=True)
-class Client:
+class Client(NamedTuple):
     """One way to move a batch: SET from buffers, GET into buffers, and away with the keys."""
 
     write: Callable[[BlockKeys, SlotBuffers], None]
@@ -38,11 +37,7 @@ def redis_py(port: int, *, clustered: bool) -> dict[str, Client]:
     """redis-py's ways, each GET followed by the copy into the buffers: with its C parser if hiredis is installed."""
     kind: Any = redis.RedisCluster if clustered else redis.Redis
     client = kind(host="127.0.0.1", port=port)
-    ways = {
-        "pipeline": _pipelined(client),
-        "loop": _looped(client),
-        "MGET, MSET": _together(client, clustered=clustered),
-    }
+    ways = {"pipeline": _pipelined(client), "loop": _looped(client), "MGET, MSET": _together(client, clustered)}
     if not clustered:
         ways["raw connection"] = _bare(client)
         pool = redis.ConnectionPool(host="127.0.0.1", port=port, parser_class=_RESP2Parser, protocol=2)
@@ -83,7 +78,7 @@ def _looped(client: Any) -> Client:
     return Client(write, read, client.close)
 
 
-def _together(client: Any, *, clustered: bool) -> Client:
+def _together(client: Any, clustered: bool) -> Client:
     """MSET knows no expiry."""
     mget, mset = (client.mget_nonatomic, client.mset_nonatomic) if clustered else (client.mget, client.mset)
 
@@ -145,7 +140,8 @@ def _native(client: Any) -> Client:
     poll = select.poll()
     poll.register(client.event_fd(), select.POLLIN)
 
-    def wait() -> None:
+    def move(submit: Callable[[list[str], list[memoryview]], object], keys: BlockKeys, buffers: SlotBuffers) -> None:
+        submit([key.decode() for key in keys], list(buffers))
         while not (done := client.drain_completions()):
             if not poll.poll(_SECONDS * 1000):
                 raise RuntimeError("LMCache's client kept silent")
@@ -153,12 +149,4 @@ def _native(client: Any) -> Client:
                 os.read(client.event_fd(), 8)
         assert all(completion[1] for completion in done), done
 
-    def write(keys: BlockKeys, buffers: SlotBuffers) -> None:
-        client.submit_batch_set([key.decode() for key in keys], list(buffers))
-        wait()
-
-    def read(keys: BlockKeys, into: SlotBuffers) -> None:
-        client.submit_batch_get([key.decode() for key in keys], list(into))
-        wait()
-
-    return Client(write, read, client.close)
+    return Client(partial(move, client.submit_batch_set), partial(move, client.submit_batch_get), client.close)
