@@ -20,7 +20,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
-import matplotlib
 import numpy as np
 import torch
 from _races import Row, in_turns
@@ -29,11 +28,9 @@ from transformers import LlamaConfig
 
 from kvtier.connector import LocalConnector
 from kvtier.engine import Completion, Engine, EngineConfig, Model, SamplingParams
+from kvtier.service import Chart, Line, save_png
 from kvtier.tiers.config import Config
 from kvtier.tiers.hierarchy import Rates
-
-matplotlib.use("Agg")
-from matplotlib import pyplot
 
 BLOCK_SIZE: Final = 16
 STEP: Final = 256  # tokens
@@ -155,17 +152,12 @@ def measured(bench: Bench, ratios: Sequence[float], rounds: int) -> list[Row]:
     return rows
 
 
-def plot(rows: Sequence[Row], path: Path) -> None:
+def chart(rows: Sequence[Row]) -> Chart:
     """Time to first token over what loading alone takes."""
-    figure, axes = pyplot.subplots(figsize=(7, 3.6), layout="constrained")
     places = [row["load s"] for row in rows]
-    for column, style in (("load s", "s--"), ("compute s", "^--"), ("auto s", "o-"), ("ideal s", ":")):
-        axes.plot(places, [row[column] for row in rows], style, label=column.removesuffix(" s"))
-    axes.set(xscale="log", yscale="log", xlabel="load alone, s", ylabel="time to first token, s")
-    axes.set_title(f"{rows[0]['tokens']} held tokens in a slow slab", fontsize=10)
-    axes.legend(fontsize=8)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    lines = [Line(each, places, [row[f"{each} s"] for row in rows]) for each in ("load", "compute", "auto", "ideal")]
+    title = f"{rows[0]['tokens']} held tokens in a slow slab"
+    return Chart(title, "load alone, s", "time to first token, s", lines, log_x=True, log_y=True)
 
 
 def main() -> int:
@@ -182,7 +174,7 @@ def main() -> int:
         name = f"{where}, load ÷ compute {row['load ÷ compute']:g}: {way} ÷ the best single way"
         targets.append(Target(name, most, row["auto ÷ best single"]))
     if args.save:
-        plot(rows, RESULTS / "both_ends.png")
+        save_png(RESULTS / "both_ends.png", [chart(rows)])
     setup = {"tokens": num_tokens, "rounds": rounds, "tokens/s": TOKENS_PER_SECOND, "step": STEP}
     return report("both_ends", rows, targets, args.json, args.save, setup)
 

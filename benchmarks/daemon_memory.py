@@ -8,21 +8,17 @@ import argparse
 import sys
 import tempfile
 import time
-from pathlib import Path
 from typing import Final
 
-import matplotlib
 import numpy as np
 from _process import ServerProcess, serving
 from _report import RESULTS, Target, parser, progress, report
 from service_overhead import CHAIN, fresh, look_up, opened, step, stored
 
+from kvtier.service import Chart, Line, save_png
 from kvtier.tiers import Outcome
 from kvtier.tiers.hierarchy import CacheTiers
 from kvtier.tiers.pool import Reservation
-
-matplotlib.use("Agg")
-from matplotlib import pyplot
 
 MAX_GROWTH: Final = 0.05  # MB a minute
 MAX_MEMORY: Final = 100.0  # MB besides the region, index included
@@ -51,20 +47,17 @@ def memory_under_load(daemon: ServerProcess, tiers: CacheTiers, seconds: float) 
     return samples
 
 
-def draw(samples: Samples, warm: float, slope: float, path: Path) -> None:
+def chart(samples: Samples, warm: float, slope: float) -> Chart:
     """Memory over time, and the line that was fitted."""
     minutes, sizes = np.array(samples, float).T / [[60.0], [1e6]]
     later = minutes >= warm / 60
-    figure, axes = pyplot.subplots(figsize=(7, 3.2), layout="constrained")
-    axes.plot(minutes, sizes, linewidth=1)
-    middle = minutes[later].mean(), sizes[later].mean()
     ends = np.array([warm / 60, minutes[-1]])
-    axes.plot(ends, middle[1] + slope * (ends - middle[0]), linestyle="--", label=f"{slope:+.4f} MB a minute")
-    axes.set_ylim(bottom=0)
-    axes.set(xlabel="minutes under load", ylabel="MB besides the region")
-    axes.legend(fontsize=8)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    fitted = sizes[later].mean() + slope * (ends - minutes[later].mean())
+    lines = [
+        Line("measured", minutes.tolist(), sizes.tolist()),
+        Line(f"{slope:+.4f} MB a minute", ends.tolist(), fitted.tolist(), True),
+    ]
+    return Chart("", "minutes under load", "MB besides the region", lines)
 
 
 def main() -> int:
@@ -95,7 +88,7 @@ def main() -> int:
         "growth, MB a minute": slope,
     }
     if given.save:
-        draw(samples, warm, slope, RESULTS / "daemon_memory.png")
+        save_png(RESULTS / "daemon_memory.png", [chart(samples, warm, slope)])
     targets = [
         Target("memory besides the region, index included, MB", MAX_MEMORY, row["most MB"]),
         Target(f"growth from minute {warm / 60:.1f} on, MB a minute", MAX_GROWTH, slope),

@@ -57,6 +57,16 @@ HashChain = list[ChainHash]
 Verbs = dict[str, Callable[[], object]]
 
 
+def verbs_of(pools: "Ours | Vllm", held: Callable[[], HashChain], new: HashChain) -> Verbs:
+    """Of blocks that are held, and of new ones."""
+    return {
+        "lookup": partial(pools.look_up, held()),
+        "lease + release": partial(pools.lease_and_release, held()),
+        "store": partial(pools.store, again(new)),
+        "allocate + free": partial(pools.allocate_and_free, len(new)),
+    }
+
+
 class Ours:
     """L2's pool and L1's, in one form."""
 
@@ -64,6 +74,10 @@ class Ours:
         with form(PYTHON if way == INTERPRETED else way):
             self.pool = SlotPool(num_slots, policy=policy)
             self.blocks = BlockPool(KVShape(1, 1, 1, 1, "float16"), num_slots)
+        self.look_up = self.pool.lookup
+
+    def lease_and_release(self, hashes: HashChain) -> None:
+        self.pool.lease(hashes).release()
 
     def store(self, hashes: HashChain) -> None:
         reservation = self.pool.reserve(hashes)
@@ -75,16 +89,6 @@ class Ours:
         block_ids = self.blocks.allocate(count)
         if block_ids is not None:
             self.blocks.free(block_ids)
-
-    def verbs(self, held: Callable[[], HashChain], new: HashChain) -> Verbs:
-        """Of blocks that are held, and of new ones."""
-        known, leased, stored = held(), held(), again(new)
-        return {
-            "lookup": partial(self.pool.lookup, known),
-            "lease + release": lambda: self.pool.lease(leased).release(),
-            "store": partial(self.store, stored),
-            "allocate + free": partial(self.allocate_and_free, len(new)),
-        }
 
 
 class Vllm:
@@ -119,14 +123,8 @@ class Vllm:
         self.pool.cache_full_blocks(SimpleNamespace(block_hashes=hashes), blocks, 0, len(hashes), 16, 0)
         self.pool.free_blocks(reversed(blocks))
 
-    def verbs(self, held: Callable[[], HashChain], new: HashChain) -> Verbs:
-        known, leased, stored = held(), held(), again(new)
-        return {
-            "lookup": partial(self.look_up, known),
-            "lease + release": partial(self.lease_and_release, leased),
-            "store": partial(self.store, stored),
-            "allocate + free": lambda: self.blocks.free_blocks(self.blocks.get_new_blocks(len(new))),
-        }
+    def allocate_and_free(self, count: int) -> None:
+        self.blocks.free_blocks(self.blocks.get_new_blocks(count))
 
 
 class Plain:
@@ -194,10 +192,12 @@ class PoolRace:
             if pools.pool.lookup(self.some(batch)) != batch:
                 raise RuntimeError("blocks that must be held are not: the figures would be of misses")
         old = self.names[self.num_gone : self.num_gone + batch]
-        sides: dict[str, Verbs] = {way: pools.verbs(lambda: self.some(batch), new) for way, pools in self.ours.items()}
+        sides: dict[str, Verbs] = {
+            way: verbs_of(pools, lambda: self.some(batch), new) for way, pools in self.ours.items()
+        }
         sides["plain"] = self.plain.verbs(self.some(batch), old, new)
         if self.vllm is not None:
-            sides["vLLM"] = self.vllm.verbs(lambda: self.some(batch), new)
+            sides["vLLM"] = verbs_of(self.vllm, lambda: self.some(batch), new)
         for side, verbs in sides.items():
             for verb, run in verbs.items():
                 self.took[side, verb, batch].append(took(run) / batch * 1e6)
