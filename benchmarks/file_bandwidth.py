@@ -163,6 +163,12 @@ class DiskBench:
         return FileStore.open(self.directory, FINGERPRINT, slot_bytes=self.load.block_bytes, block_size=16,
                               size=self.size, mode=mode)  # fmt: skip
 
+    def reopened(self, store: FileStore, mode: Mode = "direct") -> FileStore:
+        store.close()
+        if mode == "direct":
+            drop_caches(store.path)
+        return self.open(mode)
+
     def chains(self, num_bytes: int, *, mixed: bool = False) -> list[tuple[int, RecordChain]]:
         """New chains of so many bytes together; mixed: of any length up to eight batches."""
         made, left = [], num_bytes // self.load.block_bytes
@@ -208,9 +214,7 @@ class DiskBench:
             self.rng.shuffle(batches)
             whole = [batch for batch in batches if len(batch) == load.per_batch]
             picked = whole[: part // BATCH_BYTES]
-            store.close()
-            drop_caches(store.path)
-            store = self.open()
+            store = self.reopened(store)
             self.limit("read")
             ours.add(f"cold read, {age}", load.read(store, picked))
             if load.block_bytes < BATCH_BYTES:
@@ -218,16 +222,13 @@ class DiskBench:
                 ours.add(f"scattered read, {age}", load.read(store, load.scattered(whole, self.rng, part)))
             with busy_thread():
                 ours.add(f"read beside a busy thread, {age}", load.read(store, picked[: len(picked) // 2]))
-            store.close()
-            store = self.open("buffered")
+            store = self.reopened(store, "buffered")
             warm = load.held(store, chains)[: (256 << 20) // BATCH_BYTES]
             load.read(store, warm)
             ours.add(f"warm read, buffered, {age}", load.read(store, warm))
-            store.close()
-            store = self.open("mmap")
+            store = self.reopened(store, "mmap")
             ours.add(f"warm read, mmap, {age}", load.read(store, warm))
-            store.close()
-            store = self.open()
+            store = self.reopened(store)
         store.close()
 
     def limit(self, what: str) -> None:

@@ -24,9 +24,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from pathlib import Path
 from statistics import median
-from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Final
 from unittest import mock
@@ -91,12 +89,11 @@ class LongPrompts:
     def __init__(self, stack: ExitStack, tokens: list[int], block_size: int, scheme: str) -> None:
         shape = KVShape(1, 1, 4, block_size, "float16")
         num_blocks = len(tokens) // block_size
-        settings = Path(stack.enter_context(TemporaryDirectory())) / "kvtier.toml"
         size = 4 * num_blocks * max(4096, shape.block_bytes)
-        settings.write_text(f'[cache]\nblock_size = {block_size}\nhash = "{scheme}"\n[host]\nsize = "{size}"\n')
+        config = Config.model_validate({"cache": {"block_size": block_size, "hash": scheme}, "host": {"size": size}})
         self._pool = BlockPool(shape, num_blocks)
         tensor = torch.zeros((1, *shape.block_shape), dtype=torch.float16)
-        self._connector = LocalConnector(Config.load(settings), FINGERPRINT, shape, tensor, partial_blocks=True)
+        self._connector = LocalConnector(config, FINGERPRINT, shape, tensor, partial_blocks=True)
         stack.callback(self._connector.close)
         self._tokens, self._size, self._scheme = tokens, block_size, scheme
         self._table = list(range(num_blocks + NEW // block_size + 1))

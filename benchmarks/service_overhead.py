@@ -182,11 +182,10 @@ def copy_rates(all_tiers: AllTiers, rounds: int) -> Times:
     block_bytes = BLOCKS.block_bytes
     per_copy = max(1, (8 << 20) // block_bytes)
     l1 = torch.zeros(256, 1, 2, 1, 1, block_bytes // 2, dtype=torch.uint8)
-    streams = {}
-    for name, tiers in all_tiers.items():
+    streams = streams_of(all_tiers, l1)
+    for tiers in all_tiers.values():
         assert tiers.region is not None
         tiers.region.array[:] = _draw.integers(0, 256, tiers.region.array.shape[1], dtype=np.uint8)
-        streams[name] = HostCopyStream(l1, tiers.region)
 
     def turn(name: str) -> float:
         targets, slots = _draw.permutation(256)[:per_copy], _draw.permutation(all_tiers[name].num_slots)[:per_copy]
@@ -198,6 +197,10 @@ def copy_rates(all_tiers: AllTiers, rounds: int) -> Times:
     return rates
 
 
+def streams_of(all_tiers: AllTiers, l1: torch.Tensor) -> dict[str, HostCopyStream]:
+    return {name: HostCopyStream(l1, tiers.region) for name, tiers in all_tiers.items() if tiers.region is not None}
+
+
 def copied(stream: HostCopyStream, targets: Any, slots: Any) -> None:
     assert stream.load(BlockCopies(targets, slots)).wait(30)
 
@@ -206,7 +209,7 @@ def time_loads(all_tiers: AllTiers, rounds: int) -> Times:
     """Seconds from the question to the last byte in L1, both kinds of daemons in turns."""
     l1 = torch.zeros(LOADED, 1, 2, 1, 1, BLOCKS.block_bytes // 2, dtype=torch.uint8)
     chains = {name: stored(tiers, LOADED) for name, tiers in all_tiers.items()}
-    streams = {name: HostCopyStream(l1, tiers.region) for name, tiers in all_tiers.items() if tiers.region is not None}
+    streams = streams_of(all_tiers, l1)
 
     def load(name: str, tiers: CacheTiers) -> float:
         start = time.perf_counter()
