@@ -27,26 +27,21 @@ class Side(asyncio.Protocol):
 class Asking(Side):
     """The side of who connects; until its other one is connected, nothing is read."""
 
-    def __init__(self, port: int) -> None:
-        self._port = port
-
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         self.transport.pause_reading()
         self.connecting = asyncio.create_task(self._connect())
 
     async def _connect(self) -> None:
-        _, self.other = await asyncio.get_running_loop().create_connection(Side, "127.0.0.1", self._port)
+        _, self.other = await asyncio.get_running_loop().create_connection(Side, "127.0.0.1", int(sys.argv[2]))
         self.other.other = self
         self.transport.resume_reading()
 
 
 async def main() -> None:
-    port, behind = map(int, sys.argv[1:])
-    server = await asyncio.get_running_loop().create_server(lambda: Asking(behind), "127.0.0.1", port)
-    print("ready on", port, flush=True)
+    server = await asyncio.get_running_loop().create_server(Asking, "127.0.0.1", int(sys.argv[1]))
+    print("ready on", sys.argv[1], flush=True)
     await server.serve_forever()
 
 
-if __name__ == "__main__":
-    asyncio.run(main())
+asyncio.run(main())

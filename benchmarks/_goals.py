@@ -130,88 +130,93 @@ def _every_block_size(rows: Sequence[SavedRow]) -> Iterator[Target]:
             yield Target(f"{workload}: cached at {size} with partial blocks over 16 without", 1, share / least, False)
 
 
-GOALS: Final[Mapping[str, Sequence[Callable[[Sequence[SavedRow]], Iterable[Target]]]]] = {
-    "copy_bandwidth": (
-        ColumnGoal(
-            "ratio",
-            0.9,
-            "{way}: {direction} {block_kib} KiB, scattered {scattered}: of the best plain copy",
-            at_most=False,
-            where="^(?!.*ordinary tensor)",  # which has a limit of its own
-        ),
-        ColumnGoal(
-            "ratio",
-            0.9,
-            "{way}: {direction} {block_kib} KiB, L1 an ordinary tensor: of np.copyto, block by block",
-            at_most=False,
-            where="ordinary tensor",
-        ),
-        ColumnGoal("cpu_ratio", 0.9, "{way}: {direction} {block_kib} KiB, scattered {scattered}, {l1}: CPU", False),
-    ),
-    "dead_redis": (
-        ColumnGoal("added us", 20, "a dead Redis adds to a lookup of 128 blocks, {lookup}, wall us", where="=wall"),
-    ),
-    "encryption": (
-        ColumnGoal("ratio", 0.8, "read beside a busy thread of {block KiB} KiB: of the clear", False, "busy"),
-    ),
-    "engine_ttft": (
-        ColumnGoal("kvtier / this", 1, "TTFT {prompt tokens} tokens: kvtier over native, mean", where=r"=\(b\)"),
-        ColumnGoal("kvtier / this", 1, "TTFT {prompt tokens} tokens: kvtier over example, mean", where=r"=\(c\)"),
-        ColumnGoal("kvtier / this", 1.02, "never-hit: CPU with over without, mean", where="never hitting"),
-    ),
-    "file_bandwidth": (
-        ColumnGoal(
-            "CPU s/GB besides checksum", 0.2, "{what}, {block KiB} KiB: CPU s/GB besides checksum", where="scattered"
-        ),
-        ColumnGoal("CPU s/GB besides checksum", 0.1, "{what}, {block KiB} KiB: CPU s/GB besides checksum"),
-    ),
-    "gpu_bandwidth": (
-        ColumnGoal(
-            "GB/s",
-            40,
-            "pieces of {KiB} KiB, {pieces}, {direction}: GB/s",
-            at_most=False,
-            where=r"KiB=(32|64|128|256); way=chosen; direction=\w+$",
-        ),
-    ),
-    "gpu_ttft": (
-        ColumnGoal("cold ÷ L2", 20, "{tokens:,} tokens, {loading}: cold ÷ L2", at_most=False),
-        ColumnGoal("cold ÷ slab", 5, "{tokens:,} tokens, {loading}: cold ÷ slab", at_most=False),
-    ),
-    "lookup_latency": tuple(
-        ColumnGoal(
-            column,
-            limit,
-            f"whole way, {{way}}, {{whole way}}, blocks of {{blocks}}: {column}",
-            where=f"whole way={turn}",
-        )
-        for column in ("CPU ms", "p90")
-        for turn, limit in (("named before", 1), ("from nothing", 1.5), ("next turn", 1))
-    ),
-    "partial_blocks": (_every_block_size,),
-    "router_overhead": (
-        ColumnGoal("bytes a block", 300, "indexed: {what}, MB", where="and CPU"),
-        ColumnGoal("ms", 2, "router's CPU ms of a {what}", where="request of 32768"),
-    ),
-    "routing": (_every_percentile,),
-    "service_overhead": (
-        ColumnGoal("added", 500, "the daemon adds to a {what}, us", where="(8|64) stores"),
-        ColumnGoal("added", 60, "the daemon adds to a {what}, us", where="(alone|1 stores), idle"),
-        _daemon_p99,
-    ),
-    "serving": (_slowest_answers,),
-    "step_stores": tuple(
-        ColumnGoal(
-            "CPU ms a step", limit, "{setting}: CPU ms of a step of {sequences} stores", where=rf"sequences={n}\b"
-        )
-        for n, limit in ((1, 0.05), (4, 0.07), (16, 0.15), (64, 0.4))
-    ),
-    "ttft": (
-        ColumnGoal("cold / l2", 10, "cold / L2 at {prompt tokens} tokens", at_most=False),
-        ColumnGoal("cold / file", 6, "cold / L3 at {prompt tokens} tokens", at_most=False),
-        ColumnGoal("never-hit CPU with / without", 1.02, "never-hit overhead: mean"),
-    ),
-}
+Goal = Callable[[Sequence[SavedRow]], Iterable[Target]]
+
+
+def _columns(text: str) -> Iterator[tuple[str, Goal]]:
+    """Below a benchmark's name: column and limit | a target's name | where."""
+    benchmark = ""
+    for line in text.splitlines():
+        if line.endswith(":"):
+            benchmark = line[:-1]
+        elif line:
+            held_to, name, where, *_ = [*line.strip().split(" | "), ""]
+            column, sign, limit = held_to.rsplit(" ", 2)
+            yield benchmark, ColumnGoal(column, float(limit), name, sign == "<=", where)
+
+
+GOALS: Final[dict[str, list[Goal]]] = {}
+for _name, _goal in (
+    *_columns(r"""
+copy_bandwidth:
+  ratio >= 0.9 | {way}: {direction} {block_kib} KiB, scattered {scattered}: of the best plain copy | ^(?!.*ordinary)
+  ratio >= 0.9 | {way}: {direction} {block_kib} KiB, L1 an ordinary tensor: of np.copyto, block by block | ordinary
+  cpu_ratio >= 0.9 | {way}: {direction} {block_kib} KiB, scattered {scattered}, {l1}: CPU
+dead_redis:
+  added us <= 20 | a dead Redis adds to a lookup of 128 blocks, {lookup}, us | =CPU
+  added us <= 20 | a dead Redis adds to a lookup of 128 blocks, {lookup}, wall us | =wall
+encryption:
+  of the limit >= 0.8 | {what} of {block KiB} KiB: of the limit
+  ratio >= 0.8 | read beside a busy thread of {block KiB} KiB: of the clear | busy
+engine_ttft:
+  kvtier / this <= 1 | TTFT {prompt tokens} tokens: kvtier over native, mean | =\(b\)
+  kvtier / this <= 1 | TTFT {prompt tokens} tokens: kvtier over example, mean | =\(c\)
+  kvtier / this <= 1.02 | never-hit: CPU with over without, mean | never hitting
+file_bandwidth:
+  ratio >= 0.9 | {what}, {block KiB} KiB: ratio to fio
+  GB/s >= 0.8 | {what}, {block KiB} KiB: GB/s | busy
+  CPU s/GB besides checksum <= 0.2 | {what}, {block KiB} KiB: CPU s/GB besides checksum | scattered
+  CPU s/GB besides checksum <= 0.1 | {what}, {block KiB} KiB: CPU s/GB besides checksum
+gpu_bandwidth:
+  GB/s >= 40 | pieces of {KiB} KiB, {pieces}, {direction}: GB/s | KiB=(32|64|128|256); way=chosen; direction=\w+$
+gpu_ttft:
+  cold ÷ L2 >= 20 | {tokens:,} tokens, {loading}: cold ÷ L2
+  cold ÷ slab >= 5 | {tokens:,} tokens, {loading}: cold ÷ slab
+lookup_latency:
+  CPU ms <= 1 | whole way, {way}, {whole way}, blocks of {blocks}: CPU ms | whole way=named before
+  CPU ms <= 1.5 | whole way, {way}, {whole way}, blocks of {blocks}: CPU ms | whole way=from nothing
+  CPU ms <= 1 | whole way, {way}, {whole way}, blocks of {blocks}: CPU ms | whole way=next turn
+  p90 <= 1 | whole way, {way}, {whole way}, blocks of {blocks}: p90 | whole way=named before
+  p90 <= 1.5 | whole way, {way}, {whole way}, blocks of {blocks}: p90 | whole way=from nothing
+  p90 <= 1 | whole way, {way}, {whole way}, blocks of {blocks}: p90 | whole way=next turn
+memory:
+  besides <= 200 | {blocks:,} blocks of {block_tokens} tokens in L2: bytes a block, tokens apart
+  bytes_a_block <= 200 | {blocks:,} blocks of {block_tokens} tokens in L2: bytes a block with its tokens
+object_bandwidth:
+  of bare >= 0.8 | {verb}, {block KiB} KiB, {server}: of the bare client
+peers_bandwidth:
+  × bare >= 0.8 | blocks of {block KiB} KiB, 1 thread: × a bare socket | threads=1
+  × bare >= 0.8 | blocks of {block KiB} KiB, 2 threads: × a bare socket | threads=2
+router_overhead:
+  bytes a block <= 300 | indexed: {what}, MB | and CPU
+  ms <= 2 | router's CPU ms of a {what} | request of 32768
+scattered_blocks:
+  ratio >= 0.9 | {what}, {block KiB} KiB: ratio to fio's best depth
+  CPU s/GB <= 0.2 | {what}, {block KiB} KiB: CPU s/GB, checksum included
+  p99 ratio <= 1.5 | {what}, {block KiB} KiB: p99 ratio to fio's
+service_overhead:
+  added <= 500 | the daemon adds to a {what}, us | (8|64) stores
+  added <= 60 | the daemon adds to a {what}, us | (alone|1 stores), idle
+simulate_speed:
+  seconds_100k <= 60 | simulate, {policy}, {through}, blocks of {block MiB} MiB: CPU s of 100,000 requests
+step_stores:
+  CPU ms a step <= 0.05 | {setting}: CPU ms of a step of {sequences} stores | sequences=1\b
+  CPU ms a step <= 0.07 | {setting}: CPU ms of a step of {sequences} stores | sequences=4\b
+  CPU ms a step <= 0.15 | {setting}: CPU ms of a step of {sequences} stores | sequences=16\b
+  CPU ms a step <= 0.4 | {setting}: CPU ms of a step of {sequences} stores | sequences=64\b
+tail_cost:
+  more us <= 0.3 | tail over LRU, requests of {blocks} blocks, us per block
+ttft:
+  cold / l2 >= 10 | cold / L2 at {prompt tokens} tokens
+  cold / file >= 6 | cold / L3 at {prompt tokens} tokens
+  never-hit CPU with / without <= 1.02 | never-hit overhead: mean
+"""),
+    ("partial_blocks", _every_block_size),
+    ("routing", _every_percentile),
+    ("service_overhead", _daemon_p99),
+    ("serving", _slowest_answers),
+):
+    GOALS.setdefault(_name, []).append(_goal)
 
 UNHELD: Final[Mapping[str, Sequence[Unheld]]] = {
     "copy_bandwidth": (Unheld("kvtier_gbps", "", "held in `ratio`, beside numpy's copies"),),

@@ -20,7 +20,6 @@ class ObjectRequests(BaseHTTPRequestHandler):
     disable_nagle_algorithm = True
 
     def do_PUT(self) -> None:
-        """Store an object."""
         content = bytearray(int(self.headers["Content-Length"]))
         view = memoryview(content)
         while view:
@@ -32,7 +31,6 @@ class ObjectRequests(BaseHTTPRequestHandler):
         self._answer(200)
 
     def do_GET(self) -> None:
-        """A range of an object, or all of it."""
         if (content := _OBJECTS.get(self.path)) is None:
             self._answer(404, b"<Error><Code>NoSuchKey</Code></Error>")
             return
@@ -42,7 +40,6 @@ class ObjectRequests(BaseHTTPRequestHandler):
         self._answer(status, memoryview(content)[start:end], f"bytes {start}-{end - 1}/{len(content)}")
 
     def do_POST(self) -> None:
-        """Delete many."""
         bucket = self.path.partition("?")[0].rstrip("/")
         keys = _KEY.findall(self.rfile.read(int(self.headers["Content-Length"])))
         for key in keys:
@@ -64,10 +61,5 @@ class ObjectRequests(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
 
-class ObjectsInMemory(ThreadingHTTPServer):
-    daemon_threads = True
-    request_queue_size = 128
-
-
-if __name__ == "__main__":
-    ObjectsInMemory(("127.0.0.1", int(sys.argv[1])), ObjectRequests).serve_forever()
+ThreadingHTTPServer.request_queue_size = 128
+ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), ObjectRequests).serve_forever()

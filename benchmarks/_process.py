@@ -1,33 +1,51 @@
-"""Processes that benchmarks measure: started as a user would, ready when they say so, ended with the program."""
+"""Processes and threads that benchmarks measure, or measure beside: ready when they say so, ended with the program."""
 
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 from kvtier.tiers import KVTierError
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 _START: Final = 120.0  # seconds: a cold import of torch and transformers
+_PROCESS_CLOCK: Final = 2  # Linux makes a process's clock of its pid and this: clock_getcpuclockid(3)
+
+V = TypeVar("V")
+
+
+def environment(**options: str) -> dict[str, str]:
+    """Of a process that runs this tree's kvtier, with options such as `HOST__SIZE` and no others."""
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("KVTIER_")}
+    variables |= {f"KVTIER_{name}": value for name, value in options.items()}
+    return variables | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}  # two engines' threads would spin in turns
+
+
+def cpu_seconds(pid: int) -> float:
+    """User and system time of a process so far, of all threads there were."""
+    return time.clock_gettime(~pid << 3 | _PROCESS_CLOCK)
 
 
 class ServerProcess:
-    """A process that serves; `options` are variables such as `HOST__SIZE`. KVTierError if it does not start."""
+    """A process that serves. KVTierError if it does not start."""
 
     def __init__(
         self, command: Sequence[str], log: Path, *, ready: str = "ready on", options: Mapping[str, str] | None = None
     ) -> None:
         self.log = log
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("KVTIER_")}
-        environment |= {f"KVTIER_{name}": value for name, value in (options or {}).items()}
-        environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}  # two engines' threads would spin in turns
         with log.open("wb") as file:
-            self.process = subprocess.Popen([sys.executable, *command], env=environment, stdout=file, stderr=file)
+            self.process = subprocess.Popen(
+                [sys.executable, *command], env=environment(**(options or {})), stdout=file, stderr=file
+            )
         end = time.monotonic() + _START
         while ready not in log.read_text(errors="replace"):
             if self.process.poll() is not None or time.monotonic() > end:
@@ -37,9 +55,12 @@ class ServerProcess:
             time.sleep(0.05)
 
     def cpu_seconds(self) -> float:
-        """User and system time so far, all threads."""
-        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return cpu_seconds(self.process.pid)
+
+    def anonymous_bytes(self) -> int:
+        """Memory of its own: a daemon's region is a shared file's."""
+        lines = Path(f"/proc/{self.process.pid}/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
 
     def stop(self) -> None:
         """SIGTERM, and after ten seconds SIGKILL. Idempotent."""
@@ -50,6 +71,82 @@ class ServerProcess:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait(10)
+
+
+@contextmanager
+def serving(home: str | Path, size: str, verify: str = "never") -> Iterator[tuple[ServerProcess, Path]]:
+    """`kvtier serve` with so much host memory, and its socket."""
+    path = Path(home) / f"{verify}.sock"
+    options = {"HOST__SIZE": size, "HOST__VERIFY": verify, "SERVICE__SOCKET": str(path), "SERVICE__HTTP": "127.0.0.1:0"}
+    daemon = ServerProcess(kvtier("serve"), path.with_suffix(".log"), options=options)
+    try:
+        yield daemon, path
+    finally:
+        daemon.stop()
+
+
+@contextmanager
+def forked(run: Callable[[int, int], object]) -> Iterator[tuple[str, int, int]]:
+    """A child that calls `run` with two descriptors, one to write to and one to read from, until it is killed.
+
+    Yields the first line it writes, where its parent writes what it reads, and its process id.
+    """
+    (told, tell), (asked, ask) = os.pipe(), os.pipe()
+    sys.stdout.flush()
+    if not (pid := os.fork()):
+        os.close(ask)
+        try:
+            run(tell, asked)
+            time.sleep(600)
+        finally:
+            os._exit(1)
+    os.close(tell)
+    try:
+        with os.fdopen(told) as lines:
+            yield lines.readline().strip(), ask, pid
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        os.close(ask)
+        os.close(asked)
+
+
+@contextmanager
+def busy_thread() -> Iterator[None]:
+    """A pure-Python thread that never gives the GIL up by itself, as an engine's scheduler at its worst."""
+    stop = threading.Event()
+
+    def spin() -> None:
+        count = 0
+        while not stop.is_set():
+            for _ in range(1000):
+                count += 1
+
+    thread = threading.Thread(target=spin)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+@contextmanager
+def busy_processes(count: int) -> Iterator[None]:
+    """So many processes that compute without a pause."""
+    running = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+
+
+def spawned(run: Callable[..., V], *arguments: object) -> V:
+    """What it returns in a process of its own, which has no memory of earlier work to use again."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as process:
+        return process.submit(run, *arguments).result(timeout=1800)
 
 
 def kvtier(*arguments: str) -> list[str]:

@@ -8,27 +8,18 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Final
 
+from _goals import SavedRow, held, left_out
 from _goals import Target as Target  # programs name their goals by it
-from _goals import held, left_out
 from rich.console import Console
 from rich.table import Table
 
 _ROOT: Final = Path(__file__).resolve().parent.parent
 RESULTS: Final = _ROOT / "benchmarks" / "results"
-
-
-@dataclass(frozen=True)
-class Speed:
-    """What one run moved."""
-
-    gb_per_s: float
-    cpu_s_per_gb: float
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
@@ -46,16 +37,19 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
 
 def machine() -> dict[str, object]:
     """What of the machine decides a figure: processor, cores, memory (GiB), kernel, Python, libraries, GPU, driver."""
+    gpu, driver = (
+        _output("nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader") for what in ("name", "driver_version")
+    )
     return {
-        "cpu": _cpu_model(),
-        "cores": _num_cores(),
-        "memory_gib": _memory_gib(),
+        "cpu": _told("/proc/cpuinfo", "model name") or platform.processor() or platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(int((_told("/proc/meminfo", "MemTotal:") or "0").split()[0]) / 2**20, 1),
         "kernel": platform.release(),
         "python": platform.python_version(),
         "numpy": _version("numpy"),
         "torch": _version("torch"),
-        "gpu": _output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader") or None,
-        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") or None,
+        "gpu": gpu or None,
+        "driver": driver or None,
     }
 
 
@@ -66,20 +60,20 @@ def commit() -> str:
     that was made for another machine (docs/gpu.md) it is what `.gpu/commit` says.
     """
     head = _output("git", "-C", str(_ROOT), "rev-parse", "--short=12", "HEAD")
-    if not head and (carried := _lines(str(_ROOT / ".gpu" / "commit"))):
-        return carried[0]
+    if not head:
+        return _told(str(_ROOT / ".gpu" / "commit"), "") or "unknown"
     code = ("--", ".", ":!benchmarks/results", ":!*.md")
     changed = _output("git", "-C", str(_ROOT), "status", "--porcelain", "--untracked-files=no", *code)
-    return f"{head or 'unknown'}{'-dirty' if head and changed else ''}"
+    return f"{head}{'-dirty' if changed else ''}"
 
 
 def report(
     name: str,
-    rows: Sequence[Mapping[str, object]],
+    rows: Sequence[SavedRow],
     targets: Sequence[Target],
     as_json: bool,
     save: bool = False,
-    setup: Mapping[str, object] | None = None,
+    setup: SavedRow | None = None,
 ) -> int:
     """Print the results, as tables or as one JSON object; with `save`, also write benchmarks/results/NAME.json.
 
@@ -102,9 +96,7 @@ def report(
     return 0
 
 
-def keep(
-    name: str, rows: Sequence[Mapping[str, object]], targets: Sequence[Target], setup: Mapping[str, object]
-) -> None:
+def keep(name: str, rows: Sequence[SavedRow], targets: Sequence[Target], setup: SavedRow) -> None:
     """Write benchmarks/results/NAME.json while a long run goes on: what it has is not lost if it is interrupted."""
     _write(_document(name, rows, targets, setup))
 
@@ -115,10 +107,7 @@ def progress(message: str) -> None:
 
 
 def _document(
-    name: str,
-    rows: Sequence[Mapping[str, object]],
-    targets: Sequence[Target],
-    setup: Mapping[str, object] | None,
+    name: str, rows: Sequence[SavedRow], targets: Sequence[Target], setup: SavedRow | None
 ) -> dict[str, object]:
     return {
         "benchmark": name,
@@ -136,15 +125,13 @@ def _write(document: Mapping[str, object]) -> None:
     (RESULTS / f"{document['benchmark']}.json").write_text(json.dumps(document, indent=1) + "\n")
 
 
-def _print_tables(
-    name: str, rows: Sequence[Mapping[str, object]], targets: Sequence[Target], setup: Mapping[str, object]
-) -> None:
+def _print_tables(name: str, rows: Sequence[SavedRow], targets: Sequence[Target], setup: SavedRow) -> None:
     console = Console()
     caption = "  ·  ".join(f"{what} {value}" for what, value in setup.items()) or None
     title = f"{name}  ·  {machine()['cpu']}, {machine()['cores']} cores  ·  {commit()}"
     for kind in _of_one_kind(rows):
-        columns = list(dict.fromkeys(key for row in kind for key in row))
         table = Table(title=title, caption=caption)
+        columns = list(dict.fromkeys(key for row in kind for key in row))
         for column in columns:
             numeric = all(isinstance(row.get(column), int | float | None) for row in kind)
             table.add_column(column, justify="right" if numeric else "left")
@@ -152,19 +139,19 @@ def _print_tables(
             table.add_row(*(_cell(row.get(column)) for column in columns))
         console.print(table)
         title, caption = "", None
-    if not targets:
-        return
-    verdicts = Table("target", "limit", "measured", "met")
-    for target in targets:
-        sign = "≤" if target.at_most else "≥"
-        verdict = "[green]yes[/]" if target.met else "[red]no[/]"
-        verdicts.add_row(target.name, f"{sign} {target.limit:g}", f"{target.measured:.4g}", verdict)
-    console.print(verdicts)
+    if targets:
+        verdicts = Table("target", "limit", "measured", "met")
+        for target in targets:
+            limit = f"{'≤' if target.at_most else '≥'} {target.limit:g}"
+            verdicts.add_row(
+                target.name, limit, f"{target.measured:.4g}", "[green]yes[/]" if target.met else "[red]no[/]"
+            )
+        console.print(verdicts)
 
 
-def _of_one_kind(rows: Sequence[Mapping[str, object]]) -> list[list[Mapping[str, object]]]:
+def _of_one_kind(rows: Sequence[SavedRow]) -> list[list[SavedRow]]:
     """Rows of one table: each has all columns of the one before it, or some of them and no other."""
-    kinds: list[list[Mapping[str, object]]] = []
+    kinds: list[list[SavedRow]] = []
     for row in rows:
         last = kinds[-1][-1].keys() if kinds else set[str]()
         if kinds and (row.keys() <= last or row.keys() >= last):
@@ -175,36 +162,18 @@ def _of_one_kind(rows: Sequence[Mapping[str, object]]) -> list[list[Mapping[str,
 
 
 def _cell(value: object) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, bool):
-        return "yes" if value else "no"
+    if value is None or isinstance(value, bool):
+        return {None: "", True: "yes", False: "no"}[value]
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _cpu_model() -> str:
-    for line in _lines("/proc/cpuinfo"):
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
-
-
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0))
-
-
-def _memory_gib() -> float:
-    for line in _lines("/proc/meminfo"):
-        if line.startswith("MemTotal:"):
-            return round(int(line.split()[1]) / 2**20, 1)
-    return 0.0
-
-
-def _lines(path: str) -> list[str]:
+def _told(path: str, what: str) -> str:
+    """What a file's first line that begins so says, behind a colon where it has one."""
     try:
-        return Path(path).read_text().splitlines()
+        lines = Path(path).read_text().splitlines()
     except OSError:
-        return []
+        return ""
+    return next((line.split(":", 1)[-1].strip() for line in lines if line.startswith(what)), "")
 
 
 def _version(distribution: str) -> str | None:

@@ -20,12 +20,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import _block_drawing
 import torch
@@ -51,31 +51,37 @@ END: Final = "<!-- block_way: end -->"
 FOLDERS: Final = ("tiers", "connector", "engine", "service", "kvtier")
 WAYS: Final = ("cold store", "L2 hit", "L3 hit")
 # What the first form of this program counted before requests became fewer objects. The goal was half of it.
+COLUMNS: Final = ("calls", "files", "moves")
 BEFORE: Final = {
-    "engine, in process: cold store": {"calls": 669, "files": 42, "moves": 285},
-    "engine, in process: L2 hit": {"calls": 425, "files": 34, "moves": 193},
-    "engine, in process: L3 hit": {"calls": 717, "files": 40, "moves": 328},
+    "engine, in process: cold store": (669, 42, 285),
+    "engine, in process: L2 hit": (425, 34, 193),
+    "engine, in process: L3 hit": (717, 40, 328),
 }
-
 MODEL: Final = LlamaConfig(
-    vocab_size=211,
-    hidden_size=32,
-    intermediate_size=32,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    num_key_value_heads=2,
-    max_position_embeddings=256,
-)
+    vocab_size=211, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+    num_key_value_heads=2, max_position_embeddings=256,
+)  # fmt: skip
 
 
 @dataclass
 class Way:
     """What one request called."""
 
-    num_calls: int = 0
     num_moves: int = 0
-    files: list[str] = field(default_factory=list)  # in the order of the first call
     calls: list[tuple[str, str]] = field(default_factory=list)  # (file, function)
+
+    @property
+    def num_calls(self) -> int:
+        return len(self.calls)
+
+    @property
+    def files(self) -> list[str]:
+        """In the order of the first call."""
+        return list(dict.fromkeys(file for file, _ in self.calls))
+
+    @property
+    def counts(self) -> dict[str, int]:
+        return dict(zip(COLUMNS, (self.num_calls, len(self.files), self.num_moves), strict=True))
 
 
 class Counter:
@@ -125,24 +131,17 @@ class Counter:
             caller = caller.f_back
         with self._lock:
             if (way := self._way) is not None:
-                way.num_calls += 1
                 way.num_moves += file != origin
                 way.calls.append((file, frame.f_code.co_qualname))
-                if file not in way.files:
-                    way.files.append(file)
 
     def _file(self, code: CodeType) -> str | None:
         """The file's path in the tree where it is kvtier's."""
-        try:
-            return self._files[code]
-        except KeyError:
+        if code not in self._files:
             path = Path(code.co_filename)
-            file = None
-            if path.is_absolute() and path.resolve().is_relative_to(TREE):
-                relative = path.resolve().relative_to(TREE)
-                file = relative.as_posix() if relative.parts[0] in FOLDERS else None
-            self._files[code] = file
-            return file
+            is_ours = path.is_absolute() and path.resolve().is_relative_to(TREE)
+            file = path.resolve().relative_to(TREE).as_posix() if is_ours else ""
+            self._files[code] = file if file.partition("/")[0] in FOLDERS else None
+        return self._files[code]
 
 
 @dataclass
@@ -154,49 +153,23 @@ class WayRequest:
     num_tokens: int
 
 
-class WayClient(Protocol):
-    """Who makes requests: an engine, or the connector's caller alone. A prompt is told by its number."""
-
-    connector: Any
-
-    def store(self, number: int) -> None:
-        """A request that no tier holds anything of; its copies have been started and have ended."""
-
-    def load(self, number: int) -> None:
-        """A request whose block is held below L1."""
-
-    def forget_l1(self) -> None:
-        """L1 loses what it holds."""
-
-    def close(self) -> None:
-        """The end."""
-
-
 class EngineClient:
-    """kvtier's engine with a tiny random model."""
+    """kvtier's engine with a tiny random model, and a prompt of a block and a token for each number."""
 
     def __init__(self, config: Config) -> None:
         settings = EngineConfig(block_size=BLOCK_SIZE, num_blocks=16)
         self.engine = Engine.from_config(MODEL, settings, LocalConnector.connect(config), dtype="float32")
         self.connector: Any = self.engine.connector
+        self.close = self.engine.close
 
-    def store(self, number: int) -> None:
-        """One token behind a prompt of a block and a token."""
-        self.load(number)
-        assert self.engine.drain(PATIENCE)
-
-    def load(self, number: int) -> None:
-        """The same: what is held is loaded."""
+    def request(self, number: int, *, held: bool) -> None:
+        """A request whose block is held below L1, or by no tier; then its copies have been started and have ended."""
         self.engine.generate([prompt(number)], SamplingParams(max_tokens=1))
+        assert held or self.engine.drain(PATIENCE)
 
     def forget_l1(self) -> None:
-        """The engine's block pool."""
         assert self.engine.drain(PATIENCE)
         self.engine.pool.reset()
-
-    def close(self) -> None:
-        """With its connector."""
-        self.engine.close()
 
 
 class ConnectorClient:
@@ -204,55 +177,35 @@ class ConnectorClient:
 
     def __init__(self, config: Config) -> None:
         self.connector: Any = LocalConnector(config, FINGERPRINT, SHAPE, torch.zeros(8, *SHAPE.block_shape))
+        self.close = self.connector.close
         self._ids = count()
 
-    def store(self, number: int) -> None:
-        """Ask, compute (nothing), store."""
-        request = self._request(number)
+    def request(self, number: int, *, held: bool) -> None:
+        """Ask, then load, or compute (nothing) and store."""
+        chain = TokenChain(ROOT, BLOCK_SIZE)
+        chain.extend(prompt(number))
+        request = WayRequest(str(next(self._ids)), chain, BLOCK_SIZE + 1)
         scheduler, worker = self.connector.scheduler, self.connector.worker
-        assert self._look_up(request) == 0
-        scheduler.allocated(request.request_id, [0, 1], 0)
-        scheduler.store(request.request_id, 0, [0])
+        while not isinstance(found := scheduler.lookup(request, 0), int):
+            scheduler.wait(PATIENCE)
+        assert found == held * BLOCK_SIZE
+        scheduler.allocated(request.request_id, [0, 1], found)
+        if not held:
+            scheduler.store(request.request_id, 0, [0])
         plan = scheduler.build_plan()
         worker.start_load(plan)
         worker.start_store(plan)
         worker.wait(PATIENCE)
-        assert scheduler.update(worker.poll()).released == (0,)
-        scheduler.finished(request.request_id)
-
-    def load(self, number: int) -> None:
-        """Ask, load."""
-        request = self._request(number)
-        scheduler, worker = self.connector.scheduler, self.connector.worker
-        assert self._look_up(request) == BLOCK_SIZE
-        scheduler.allocated(request.request_id, [0, 1], BLOCK_SIZE)
-        plan = scheduler.build_plan()
-        worker.start_load(plan)
-        worker.start_store(plan)
-        worker.wait(PATIENCE)
-        assert scheduler.update(worker.poll()).loaded == (request.request_id,)
+        update = scheduler.update(worker.poll())
+        assert update.loaded == (request.request_id,) if held else update.released == (0,)
         scheduler.finished(request.request_id)
 
     def forget_l1(self) -> None:
         """L1 has no index here."""
 
-    def close(self) -> None:
-        """The connector alone."""
-        self.connector.close()
 
-    def _request(self, number: int) -> WayRequest:
-        chain = TokenChain(ROOT, BLOCK_SIZE)
-        chain.extend(prompt(number))
-        return WayRequest(str(next(self._ids)), chain, BLOCK_SIZE + 1)
-
-    def _look_up(self, request: WayRequest) -> int:
-        """How many tokens can be loaded, once that is known."""
-        while not isinstance(found := self.connector.scheduler.lookup(request, 0), int):
-            self.connector.scheduler.wait(PATIENCE)
-        return found
-
-
-CLIENTS: Final[Mapping[str, Callable[[Config], WayClient]]] = {"engine": EngineClient, "connector": ConnectorClient}
+Client = EngineClient | ConnectorClient
+CLIENTS: Final[Mapping[str, Callable[[Config], Client]]] = {"engine": EngineClient, "connector": ConnectorClient}
 
 
 def prompt(number: int) -> list[int]:
@@ -270,21 +223,21 @@ def settle(hierarchy: Hierarchy, num_blocks: int) -> None:
     time.sleep(0.01)
 
 
-def measure(counter: Counter, client: WayClient, hierarchy: Callable[[], Hierarchy], rounds: int) -> dict[str, Way]:
+def measure(counter: Counter, client: Client, hierarchy: Callable[[], Hierarchy], rounds: int) -> dict[str, Way]:
     """Each way, by the request of the fewest calls."""
     best: dict[str, Way] = {}
     for number in range((rounds + 1) * len(WAYS)):
         name = WAYS[number % len(WAYS)]
-        tiers = hierarchy() if number else None
-        if name != "cold store":
-            client.store(number)
+        held = name != "cold store"
+        if held:
+            client.request(number, held=False)
             settle(hierarchy(), number + 1)
             client.forget_l1()
-        if name == "L3 hit" and tiers is not None:
-            tiers.host.pool.reset()
+        if name == "L3 hit":
+            hierarchy().host.pool.reset()
         with counter.counting() as way:
-            (client.store if name == "cold store" else client.load)(number)
-            if name == "cold store":
+            client.request(number, held=held)
+            if not held:
                 with counter.waiting():
                     settle(hierarchy(), number + 1)
         if number >= len(WAYS) and (name not in best or way.num_calls < best[name].num_calls):
@@ -292,27 +245,21 @@ def measure(counter: Counter, client: WayClient, hierarchy: Callable[[], Hierarc
     return best
 
 
-def in_process(make: Callable[[Config], WayClient], counter: Counter, directory: Path, rounds: int) -> dict[str, Way]:
+def in_process(make: Callable[[Config], Client], counter: Counter, directory: Path, rounds: int) -> dict[str, Way]:
     """Tiers of this process."""
-    client = make(configuration(directory))
-    try:
+    with closing(make(configuration(directory))) as client:
         return measure(counter, client, lambda: client.connector.hierarchy, rounds)
-    finally:
-        client.close()
 
 
-def daemon(make: Callable[[Config], WayClient], counter: Counter, directory: Path, rounds: int) -> dict[str, Way]:
+def daemon(make: Callable[[Config], Client], counter: Counter, directory: Path, rounds: int) -> dict[str, Way]:
     """The daemon's tiers, the daemon on a thread of this process."""
     socket = directory / "socket"
     server = Daemon(configuration(directory), socket)
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
-        client = make(configuration(directory, socket))
-        try:
+        with closing(make(configuration(directory, socket))) as client:
             return measure(counter, client, lambda: server.call(server.namespaces)[0].hierarchy, rounds)
-        finally:
-            client.close()
     finally:
         server.stop()
         thread.join(PATIENCE)
@@ -332,16 +279,12 @@ def configuration(directory: Path, socket: Path | None = None) -> Config:
 def ways(rounds: int, clients: Sequence[str] = tuple(CLIENTS)) -> dict[str, Way]:
     """Every way of these clients, by its name in the report."""
     found = {}
-    counter = Counter()
-    try:
+    with closing(Counter()) as counter:
         for who in clients:
-            make = CLIENTS[who]
             for where, run in (("in process", in_process), ("daemon", daemon)):
                 with tempfile.TemporaryDirectory() as directory:
-                    for name, way in run(make, counter, Path(directory), rounds).items():
+                    for name, way in run(CLIENTS[who], counter, Path(directory), rounds).items():
                         found[f"{who}, {where}: {name}"] = way
-    finally:
-        counter.close()
     return found
 
 
@@ -361,24 +304,21 @@ def main() -> int:
     options.add_argument(
         "--trace", metavar="WAY", help='instead print every call of one way, e.g. "connector, daemon: L2 hit"'
     )
-    arguments = options.parse_args()
-    found = ways(2 if arguments.quick else 8)
-    if arguments.trace:
-        print("\n".join(f"{file}: {function}" for file, function in found[arguments.trace].calls))
+    given = options.parse_args()
+    found = ways(2 if given.quick else 8)
+    if given.trace:
+        print("\n".join(f"{file}: {function}" for file, function in found[given.trace].calls))
         return 0
-    rows = [
-        {"way": name, "calls": way.num_calls, "files": len(way.files), "moves": way.num_moves}
-        for name, way in found.items()
-    ]
-    if arguments.save:
+    rows: list[dict[str, object]] = [{"way": name, **way.counts} for name, way in found.items()]
+    if given.save:
         PAGE.write_text(with_table(PAGE.read_text(), rows))
         _block_drawing.draw(PAGE.with_suffix(".svg"))
     targets = [
-        Target(f"{row['way']}, {what}: of before", 0.5, float(row[what]) / before)
-        for row in rows
-        for what, before in BEFORE.get(str(row["way"]), {}).items()
+        Target(f"{name}, {what}: of before", 0.5, found[name].counts[what] / number)
+        for name, before in BEFORE.items()
+        for what, number in zip(COLUMNS, before, strict=True)
     ]
-    return report("block_way", rows, targets, arguments.json, arguments.save)
+    return report("block_way", rows, targets, given.json, given.save)
 
 
 if __name__ == "__main__":

@@ -9,29 +9,28 @@ loaded since the tier's rate is unknown, and from then on auto decides. Every an
 """
 
 import os
-import statistics
 import sys
 import tempfile
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from functools import partial
+from itertools import count
 from pathlib import Path
+from statistics import median
 from typing import Any, Final
 
-import matplotlib
 import numpy as np
 import torch
+from _races import Row, in_turns
 from _report import RESULTS, Target, parser, progress, report
 from transformers import LlamaConfig
 
 from kvtier.connector import LocalConnector
 from kvtier.engine import Completion, Engine, EngineConfig, Model, SamplingParams
+from kvtier.service import Chart, Line, save_png
 from kvtier.tiers.config import Config
 from kvtier.tiers.hierarchy import Rates
-
-matplotlib.use("Agg")
-from matplotlib import pyplot
 
 BLOCK_SIZE: Final = 16
 STEP: Final = 256  # tokens
@@ -74,23 +73,13 @@ class Bench:
             cache={"load_or_recompute": "auto", "prefetch_deadline": "120s"},
         )
         model = LlamaConfig(
-            vocab_size=8192,
-            hidden_size=64,
-            intermediate_size=64,
-            num_hidden_layers=4,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            head_dim=32,
-            max_position_embeddings=16384,
-            tie_word_embeddings=True,
-        )
+            vocab_size=8192, hidden_size=64, intermediate_size=64, num_hidden_layers=4, num_attention_heads=2,
+            num_key_value_heads=2, head_dim=32, max_position_embeddings=16384, tie_word_embeddings=True,
+        )  # fmt: skip
         options = EngineConfig(
-            block_size=BLOCK_SIZE,
-            num_blocks=2 * num_tokens // BLOCK_SIZE + 64,
-            max_num_batched_tokens=STEP,
-            exact=True,
-            exact_rows=STEP,
-        )
+            block_size=BLOCK_SIZE, num_blocks=2 * num_tokens // BLOCK_SIZE + 64, max_num_batched_tokens=STEP,
+            exact=True, exact_rows=STEP,
+        )  # fmt: skip
         self.engine = Engine(Model.from_config(model, seed=0), options, LocalConnector.connect(config))
         assert isinstance(self.engine.connector, LocalConnector)
         self.hierarchy = self.engine.connector.hierarchy
@@ -98,9 +87,8 @@ class Bench:
         self.num_tokens = num_tokens
         self.num_bytes = num_tokens // BLOCK_SIZE * self.engine.shape.block_bytes
         self._emulate()
-        self._salts = iter(range(1 << 30))
-        drawn: list[int] = np.random.default_rng(0).integers(5, 8192, num_tokens + 1).tolist()
-        self.prompt = drawn
+        self._salts = count()
+        self.prompt: list[int] = np.random.default_rng(0).integers(5, 8192, num_tokens + 1).tolist()
         self.bits = self._ask(None)[1]
 
     def _emulate(self) -> None:
@@ -139,49 +127,37 @@ class Bench:
         for port in self.hierarchy.ports:
             port._rates = rates
         self.slab.bytes_per_second = self.num_bytes / (ratio * seconds_of(0, self.num_tokens))
-        compute, loaded = self.ask(held=False)
-        assert not loaded
-        load, loaded = self.ask()
-        assert loaded == self.num_tokens
+        compute, none = self.ask(held=False)
+        load, every = self.ask()
+        assert (none, every) == (0, self.num_tokens)
         both, loaded = self.ask()
         return {"compute": compute, "load": load, "auto": both, "loaded": loaded}
 
 
-def measured(bench: Bench, ratios: Sequence[float], rounds: int) -> list[dict[str, object]]:
+def measured(bench: Bench, ratios: Sequence[float], rounds: int) -> list[Row]:
     """A row for each rate."""
-    found: dict[float, dict[str, list[float]]] = {ratio: defaultdict(list) for ratio in ratios}
-    for number in range(rounds):
-        for ratio in ratios:
-            progress(f"round {number + 1}/{rounds}: load ÷ compute {ratio:g}")
-            for name, value in bench.round(ratio).items():
-                found[ratio][name].append(value)
-    rows: list[dict[str, object]] = []
-    for ratio, columns in found.items():
-        median = {name: statistics.median(values) for name, values in columns.items()}
-        best = min(median["load"], median["compute"])
-        row: dict[str, object] = {"load ÷ compute": ratio}
-        row |= {f"{name} s": median[name] for name in ("load", "compute", "auto")}
-        row |= {
-            "ideal s": 1 / (1 / median["load"] + 1 / median["compute"]),
-            "auto ÷ best single": median["auto"] / best,
-        }
-        row |= {"tokens loaded": median["loaded"], "tokens": bench.num_tokens}
-        rows.append(row)
+
+    def turn(ratio: float) -> dict[str, float]:
+        progress(f"load ÷ compute {ratio:g}")
+        return bench.round(ratio)
+
+    rows = []
+    for ratio, found in in_turns({ratio: partial(turn, ratio) for ratio in ratios}, rounds).items():
+        load, compute, auto, loaded = (
+            median(each[name] for each in found) for name in ("load", "compute", "auto", "loaded")
+        )
+        row = {"load ÷ compute": ratio, "load s": load, "compute s": compute, "auto s": auto}
+        row |= {"ideal s": 1 / (1 / load + 1 / compute), "auto ÷ best single": auto / min(load, compute)}
+        rows.append(row | {"tokens loaded": loaded, "tokens": bench.num_tokens})
     return rows
 
 
-def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+def chart(rows: Sequence[Row]) -> Chart:
     """Time to first token over what loading alone takes."""
-    figure, axes = pyplot.subplots(figsize=(7, 3.6), layout="constrained")
     places = [row["load s"] for row in rows]
-    for column, style in (("load s", "s--"), ("compute s", "^--"), ("auto s", "o-"), ("ideal s", ":")):
-        axes.plot(places, [row[column] for row in rows], style, label=column.removesuffix(" s"))
-    axes.set(xscale="log", yscale="log", xlabel="load alone, s", ylabel="time to first token, s")
-    axes.set_title(f"{rows[0]['tokens']} held tokens in a slow slab", fontsize=10)
-    axes.legend(fontsize=8)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    lines = [Line(each, places, [row[f"{each} s"] for row in rows]) for each in ("load", "compute", "auto", "ideal")]
+    title = f"{rows[0]['tokens']} held tokens in a slow slab"
+    return Chart(title, "load alone, s", "time to first token, s", lines, log_x=True, log_y=True)
 
 
 def main() -> int:
@@ -193,13 +169,12 @@ def main() -> int:
         bench.engine.close()
     targets = []
     for row in rows:
-        ratio, gain = float(str(row["load ÷ compute"])), float(str(row["auto ÷ best single"]))
-        if 0.5 <= ratio <= 2:
-            targets.append(Target(f"balanced, load ÷ compute {ratio:g}: both ends ÷ the best single way", 0.8, gain))
-        else:
-            targets.append(Target(f"elsewhere, load ÷ compute {ratio:g}: auto ÷ the best single way", 1.05, gain))
+        balanced = 0.5 <= row["load ÷ compute"] <= 2
+        where, way, most = ("balanced", "both ends", 0.8) if balanced else ("elsewhere", "auto", 1.05)
+        name = f"{where}, load ÷ compute {row['load ÷ compute']:g}: {way} ÷ the best single way"
+        targets.append(Target(name, most, row["auto ÷ best single"]))
     if args.save:
-        plot(rows, RESULTS / "both_ends.png")
+        save_png(RESULTS / "both_ends.png", [chart(rows)])
     setup = {"tokens": num_tokens, "rounds": rounds, "tokens/s": TOKENS_PER_SECOND, "step": STEP}
     return report("both_ends", rows, targets, args.json, args.save, setup)
 

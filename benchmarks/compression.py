@@ -19,23 +19,28 @@ are those of exact KV, "KL" is in nats, of the answer's distribution from that o
 """
 
 import importlib
-import statistics
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import numpy as np
 import torch
 import zstandard
-from _lossy import answers, packed
+from _blocks import key_file
+from _races import Row, took
 from _report import parser, progress, report
 from numpy.typing import NDArray
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from kvtier.tiers import BlockRecord, Outcome, checksum, fp8_form, rates_of
+from kvtier.connector.models import cache_option
+from kvtier.tiers import BlockCodec, BlockRecord, Fp8Codec, Fp8Loops, Outcome, checksum, fp8_form, rates_of
+from kvtier.tiers.compiled import extension
 from kvtier.tiers.config import Config
 from kvtier.tiers.hierarchy import open_hierarchy
 from kvtier.tiers.naming import KVShape, TokenChain, root_hash
@@ -57,8 +62,24 @@ DTYPES: Final[Mapping[str, torch.dtype]] = {
     "fp32": torch.float32,
     "fp8": torch.float8_e4m3fn,
 }
-NAMES: Final = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # of what can be packed as fp8
+ROUNDS: Final = 3
+SAMPLES: Final = 100  # of four documents, each with four questions
+DOCUMENTS: Final = 4
+
+Loss = Callable[[torch.Tensor], torch.Tensor]
 HEAD_DIMS: Final = {"the recall model, trained": 32, "a Llama with random weights": 128}
+
+
+def trained() -> Any:
+    """The recall model."""
+    auto: Any = AutoModelForCausalLM
+    return auto.from_pretrained(FIXTURE / "recall-llama-bf16", dtype=torch.bfloat16).eval()
+
+
+def task() -> Any:
+    """What it was trained for: the fixture's own module."""
+    sys.path.append(str(FIXTURE))
+    return importlib.import_module("task")
 
 
 def blocks_of(model: PreTrainedModel, tokens: list[int], dtype: torch.dtype) -> NDArray[np.uint8]:
@@ -78,10 +99,8 @@ def kinds(num_tokens: int) -> Iterator[tuple[str, str, NDArray[np.uint8]]]:
     """Whose KV, its dtype, its blocks."""
     draw = np.random.default_rng(0)
     if FIXTURE.exists():
-        model = AutoModelForCausalLM.from_pretrained(FIXTURE / "recall-llama-bf16", dtype=torch.bfloat16)
-        sys.path.append(str(FIXTURE))
-        task = importlib.import_module("task")  # the fixture's own
-        told = list(task.gen(MOST, 4, 24, 4, np.random.default_rng(5))["docs"])
+        model = trained()
+        told = list(task().gen(MOST, 4, 24, 4, np.random.default_rng(5))["docs"])
         for dtype in ("bf16", "fp16", "fp8"):
             each = [blocks_of(model, documents.reshape(-1).tolist(), DTYPES[dtype]) for documents in told]
             yield "the recall model, trained", dtype, np.concatenate(each)[:MOST]
@@ -98,21 +117,21 @@ def kinds(num_tokens: int) -> Iterator[tuple[str, str, NDArray[np.uint8]]]:
         yield "a Llama with random weights", dtype, blocks_of(made, tokens, DTYPES[dtype])
 
 
-def measure(whose: str, dtype: str, blocks: NDArray[np.uint8]) -> dict[str, object]:
+def measure(whose: str, dtype: str, blocks: NDArray[np.uint8]) -> Row:
     """One row; what is restored is compared with what was there."""
     rates = [rates_of(block.tobytes()) for block in blocks]
     plain = zstandard.ZstdCompressor(level=LEVEL)
-    ratio = statistics.median(rate.ratio for rate in rates)
+    ratio = median(rate.ratio for rate in rates)
     return {
         "KV of": whose,
         "dtype": dtype,
         "block KiB": blocks.shape[1] >> 10,
         "ratio": round(ratio, 3),
-        "ratio, plain": round(statistics.median(len(b) / len(plain.compress(b.tobytes())) for b in blocks), 3),
-        "shrink GB/s": round(statistics.median(rate.shrink for rate in rates) / 1e9, 3),
-        "restore GB/s": round(statistics.median(rate.restore for rate in rates) / 1e9, 3),
-        "reads below GB/s": round(statistics.median(rate.reads_pay_below() for rate in rates) / 1e9, 3),
-        "writes below GB/s": round(statistics.median(rate.writes_pay_below() for rate in rates) / 1e9, 3),
+        "ratio, plain": round(median(len(b) / len(plain.compress(b.tobytes())) for b in blocks), 3),
+        "shrink GB/s": round(median(rate.shrink for rate in rates) / 1e9, 3),
+        "restore GB/s": round(median(rate.restore for rate in rates) / 1e9, 3),
+        "reads below GB/s": round(median(rate.reads_pay_below() for rate in rates) / 1e9, 3),
+        "writes below GB/s": round(median(rate.writes_pay_below() for rate in rates) / 1e9, 3),
     }
 
 
@@ -121,74 +140,65 @@ def batch_of(blocks: NDArray[np.uint8]) -> tuple[list[BlockRecord], list[memoryv
     chain = TokenChain(root_hash(FINGERPRINT), BLOCK_SIZE)
     chain.extend(range(len(blocks) * BLOCK_SIZE))
     payloads = [memoryview(block.tobytes()) for block in blocks]
-    records = [
-        BlockRecord(name, chain.parent(i), chain.block_tokens(i), checksum(payloads[i]))
-        for i, name in enumerate(chain.hashes)
-    ]
-    return records, payloads
+    records = zip(chain.records(0, len(blocks)), payloads, strict=True)
+    return [replace(record, checksum=checksum(payload)) for record, payload in records], payloads
 
 
 def over_redis(
     server: RedisServer, blocks: NDArray[np.uint8], compression: str, rounds: int, *, fp8: bool = False
-) -> dict[str, object]:
+) -> Row:
     """The tier's own reads and writes of one batch: the best of some rounds, and what the server keeps of a block.
 
     `fp8`: the blocks, of bf16, are packed on their way.
     """
     records, payloads = batch_of(blocks)
-    targets = [memoryview(bytearray(len(payload))) for payload in payloads]
-    config = Config.load(
-        host={"size": 1 << 26, "pin": False},
-        redis={"url": server.url, "deadline": "20s", "compression": compression},
-    )
+    names, targets = [record.chain_hash for record in records], [memoryview(bytearray(each)) for each in payloads]
+    redis = {"url": server.url, "deadline": "20s", "compression": compression}
+    config = Config.load(host={"size": 1 << 26, "pin": False}, redis=redis)
     server.cli("FLUSHALL")
     empty = _used(server)
     shape = KVShape(1, 1, len(payloads[0]) // (4 * BLOCK_SIZE), BLOCK_SIZE, "bfloat16")
     hierarchy = open_hierarchy(config, FINGERPRINT, shape, lossy=fp8_form("bfloat16", 128) if fp8 else None)
     (store,) = hierarchy.ports
-    times: dict[str, list[float]] = {"SET": [], "GET": []}
+    wrote, read = list[float](), list[float]()
     for _ in range(rounds):
         began = time.perf_counter()
         outcomes = store.write(records, payloads, store.epoch)
-        times["SET"].append(time.perf_counter() - began)
+        wrote.append(time.perf_counter() - began)
         assert set(outcomes) == {Outcome.OK}, outcomes
         began = time.perf_counter()
-        results = store.read([record.chain_hash for record in records], targets)
-        times["GET"].append(time.perf_counter() - began)
+        results = store.read(names, targets)
+        read.append(time.perf_counter() - began)
         assert fp8 or (results == records and targets == payloads)
         assert [each.checksum for each in results if isinstance(each, BlockRecord)] == list(map(checksum, targets))
     kept = (_used(server) - empty) / len(blocks)
     hierarchy.close()
-    num_bytes = sum(map(len, payloads))
+    gigabytes = sum(map(len, payloads)) / 1e9
     return {
         "[redis] compression": compression,
         "[cache] lossy": "fp8" if fp8 else "none",
         "block KiB": len(payloads[0]) >> 10,
-        "SET GB/s": round(num_bytes / min(times["SET"]) / 1e9, 3),
-        "GET GB/s": round(num_bytes / min(times["GET"]) / 1e9, 3),
+        "SET GB/s": round(gigabytes / min(wrote), 3),
+        "GET GB/s": round(gigabytes / min(read), 3),
         "KiB kept a block": round(kept / 1024, 1),
     }
 
 
-def over_objects(server: ObjectServer, blocks: NDArray[np.uint8], key_file: Path) -> Iterator[dict[str, object]]:
+def over_objects(server: ObjectServer, blocks: NDArray[np.uint8], home: Path) -> Iterator[Row]:
     """What a bucket keeps of a block, stored in one batch: without compression, with it, and encrypted after it."""
-    key_file.touch(0o600)
-    key_file.write_text("5a" * 32)
     records, payloads = batch_of(blocks)
-    ways: dict[str, dict[str, str]] = {"none": {}, "zstd": {"compression": "zstd"}}
-    for way, more in (ways | {"zstd, then key_file": ways["zstd"] | {"key_file": str(key_file)}}).items():
+    size, zstd = len(payloads[0]), {"compression": "zstd"}
+    for way, more in {
+        "none": {},
+        "zstd": zstd,
+        "zstd, then key_file": zstd | {"key_file": str(key_file(home))},
+    }.items():
         server.empty()
-        store = ObjectStore.open(
-            options(server.endpoint, **more), FINGERPRINT, slot_bytes=len(payloads[0]), block_size=BLOCK_SIZE
-        )
+        store = ObjectStore.open(options(server.endpoint, **more), FINGERPRINT, slot_bytes=size, block_size=BLOCK_SIZE)
         assert set(store.write(records, payloads)) == {Outcome.OK}
         store.close()
         kept = sum(len(server.content(key)) for key in server.keys("kvtier/blocks")) / len(blocks)
-        yield {
-            "[objects] compression": way,
-            "block KiB": len(payloads[0]) >> 10,
-            "KiB in a bucket": round(kept / 1024, 1),
-        }
+        yield {"[objects] compression": way, "block KiB": size >> 10, "KiB in a bucket": round(kept / 1024, 1)}
 
 
 def _used(server: RedisServer) -> int:
@@ -196,18 +206,106 @@ def _used(server: RedisServer) -> int:
     return next(int(line.partition(":")[2]) for line in told.splitlines() if line.startswith("used_memory:"))
 
 
+def packed(whose: str, short: str, blocks: NDArray[np.uint8], group: int) -> Row:
+    """One row for blocks `[blocks, bytes]`, a scale for each `group` numbers. What comes back packs to the same."""
+    dtype = str(DTYPES[short]).removeprefix("torch.")
+    python, loops = Fp8Codec(dtype, group, blocks.shape[1]), extension("kvtier.tiers.fp8_compiled")
+    codec = python if loops is None else Fp8Codec(dtype, group, blocks.shape[1], cast(Fp8Loops, loops))
+    zstd = BlockCodec(codec.packed_bytes)
+    errors, largest, shorter = [list[float]() for _ in range(3)]
+    rates: dict[str, list[float]] = {}
+    for block in blocks:
+        payload, target = memoryview(block.tobytes()), memoryview(bytearray(len(block)))
+        stored = codec.pack(payload)
+        assert stored is not None
+        assert codec.unpack(stored, target)
+        assert codec.pack(target) == stored
+        before, after = (torch.frombuffer(bytearray(each), dtype=DTYPES[short]).double() for each in (payload, target))
+        errors.append(float((after - before).norm() / before.norm()))
+        largest.append(float((after - before).abs().max() / before.abs().max()))
+        shorter.append(len(block) / zstd.shrink(stored)[1].nbytes)
+        for which, way in ((codec, ""), (python, ", Python")):
+            pack, unpack = partial(which.pack, payload), partial(which.unpack, stored, target)
+            rates.setdefault(f"pack{way} GB/s", []).append(len(block) / _fastest(pack))
+            rates.setdefault(f"unpack{way} GB/s", []).append(len(block) / _fastest(unpack))
+    return {
+        "KV of": whose,
+        "as fp8 from": dtype,
+        "ratio": round(blocks.shape[1] / codec.packed_bytes, 3),
+        "with zstd": round(median(shorter), 3),
+        "error": round(median(errors), 4),
+        "largest error": round(max(largest), 4),
+        **{name: round(median(each) / 1e9, 3) for name, each in rates.items()},
+    }
+
+
+def answers(quick: bool) -> Iterator[Row]:
+    """A row for each way in which the KV of documents may come back to a trained model."""
+    made = task().gen(8 if quick else SAMPLES, DOCUMENTS, 24, 4, np.random.default_rng(5))
+    model = trained()
+    expected = torch.tensor(made["qv"]).flatten()
+    exact = _logits(model, made, lambda kv: kv)
+    for name, loss in (("exact", lambda kv: kv), ("as fp8, with scales", _scaled), ("cast to e4m3", _cast)):
+        logits = exact if name == "exact" else _logits(model, made, loss)
+        said, meant = logits.log_softmax(-1), exact.log_softmax(-1)
+        apart = (meant.exp() * (meant - said)).sum(-1)
+        yield {
+            "KV of the documents": name,
+            "questions": len(expected),
+            "right": round(float((logits.argmax(-1) == expected).double().mean()), 4),
+            "as exact": round(float((logits.argmax(-1) == exact.argmax(-1)).double().mean()), 4),
+            "KL, mean": round(float(apart.mean()), 6),
+            "KL, most": round(float(apart.max()), 5),
+            "logits apart, most": round(float((logits - exact).abs().max()), 3),
+        }
+
+
+def _logits(model: Any, made: Any, loss: Loss) -> torch.Tensor:
+    """Of the answer to each question, `[questions, vocabulary]`: computed over the documents' KV, which lost that."""
+    found = []
+    with torch.inference_mode():
+        for documents, tail in zip(made["docs"], made["tail"], strict=True):
+            cache = model(torch.tensor(documents.reshape(1, -1)), use_cache=True).past_key_values
+            kept = [(loss(layer.keys), loss(layer.values)) for layer in cache.layers]
+            for number in range(made["qv"].shape[1]):
+                again = DynamicCache()
+                for index, (keys, values) in enumerate(kept):
+                    again.update(keys.clone(), values.clone(), index)
+                asked = torch.tensor(tail[3 * number : 3 * number + 2].reshape(1, -1))
+                found.append(model(asked, use_cache=True, **cache_option(model, again)).logits[0, -1].double())
+    return torch.stack(found)
+
+
+def _scaled(kv: torch.Tensor) -> torch.Tensor:
+    """As it comes back from a tier: `[1, heads, tokens, dim]`."""
+    payload = memoryview(bytearray(kv.contiguous().view(torch.uint8).numpy().tobytes()))
+    codec = Fp8Codec("bfloat16", kv.shape[-1], len(payload))
+    stored = codec.pack(payload)
+    assert stored is not None
+    assert codec.unpack(stored, payload)
+    return torch.frombuffer(payload, dtype=torch.bfloat16).reshape(kv.shape)
+
+
+def _cast(kv: torch.Tensor) -> torch.Tensor:
+    return kv.to(torch.float8_e4m3fn).to(kv.dtype)
+
+
+def _fastest(work: Callable[[], object]) -> float:
+    """CPU seconds."""
+    return max(min(took(work, time.thread_time) for _ in range(ROUNDS)), 1e-9)
+
+
 def main() -> int:
-    """Measure, and print."""
     chosen = parser(__doc__).parse_args()
     if NO_REDIS:
         sys.exit(f"compression: {NO_REDIS}")
     torch.set_num_threads(1)
-    rows, as_fp8, largest = list[dict[str, object]](), list[dict[str, object]](), np.zeros((0, 0), np.uint8)
+    rows, as_fp8, largest = list[Row](), list[Row](), np.zeros((0, 0), np.uint8)
     for whose, dtype, blocks in kinds(4 * BLOCK_SIZE if chosen.quick else TOKENS):
         progress(f"{whose}, {dtype}")
         rows.append(measure(whose, dtype, blocks))
-        if dtype in NAMES:
-            as_fp8.append(packed(whose, NAMES[dtype], blocks, HEAD_DIMS[whose]))
+        if dtype != "fp8":
+            as_fp8.append(packed(whose, dtype, blocks, HEAD_DIMS[whose]))
         if dtype == "bf16":
             largest = blocks
     rows += as_fp8
@@ -218,10 +316,10 @@ def main() -> int:
     if NO_OBJECTS is None:
         progress("an object store")
         with TemporaryDirectory() as directory, object_server(Path(directory)) as bucket:
-            rows += over_objects(bucket, largest, Path(directory) / "key")
+            rows += over_objects(bucket, largest, Path(directory))
     if FIXTURE.exists():
         progress("answers")
-        rows += answers(FIXTURE, chosen.quick)
+        rows += answers(chosen.quick)
     return report("compression", rows, [], chosen.json, chosen.save, {"tokens of a block": BLOCK_SIZE, "level": LEVEL})
 
 

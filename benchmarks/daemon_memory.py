@@ -8,21 +8,17 @@ import argparse
 import sys
 import tempfile
 import time
-from pathlib import Path
 from typing import Final
 
-import matplotlib
 import numpy as np
-from _daemon_load import DaemonUnderTest
+from _process import ServerProcess, serving
 from _report import RESULTS, Target, parser, progress, report
-from service_overhead import BLOCK_SIZE, CHAIN, UnheldBlocks, fresh, look_up, opened, step, stored
+from service_overhead import CHAIN, fresh, look_up, opened, step, stored
 
+from kvtier.service import Chart, Line, save_png
 from kvtier.tiers import Outcome
 from kvtier.tiers.hierarchy import CacheTiers
 from kvtier.tiers.pool import Reservation
-
-matplotlib.use("Agg")
-from matplotlib import pyplot
 
 MAX_GROWTH: Final = 0.05  # MB a minute
 MAX_MEMORY: Final = 100.0  # MB besides the region, index included
@@ -33,7 +29,7 @@ MIN_SAMPLES: Final = 8  # however short the run
 Samples = list[tuple[float, int]]  # (seconds, bytes besides the region)
 
 
-def memory_under_load(daemon: DaemonUnderTest, tiers: CacheTiers, seconds: float) -> Samples:
+def memory_under_load(daemon: ServerProcess, tiers: CacheTiers, seconds: float) -> Samples:
     """Ask and store for so long; the daemon's memory now and then."""
     chains = [stored(tiers, CHAIN) for _ in range(4)]
     samples: Samples = []
@@ -51,56 +47,51 @@ def memory_under_load(daemon: DaemonUnderTest, tiers: CacheTiers, seconds: float
     return samples
 
 
-def draw(samples: Samples, warm: float, slope: float, path: Path) -> None:
+def chart(samples: Samples, warm: float, slope: float) -> Chart:
     """Memory over time, and the line that was fitted."""
     minutes, sizes = np.array(samples, float).T / [[60.0], [1e6]]
     later = minutes >= warm / 60
-    figure, axes = pyplot.subplots(figsize=(7, 3.2), layout="constrained")
-    axes.plot(minutes, sizes, linewidth=1)
-    middle = minutes[later].mean(), sizes[later].mean()
     ends = np.array([warm / 60, minutes[-1]])
-    axes.plot(ends, middle[1] + slope * (ends - middle[0]), linestyle="--", label=f"{slope:+.4f} MB a minute")
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel("minutes under load")
-    axes.set_ylabel("MB besides the region")
-    axes.legend(fontsize=8)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    fitted = sizes[later].mean() + slope * (ends - minutes[later].mean())
+    lines = [
+        Line("measured", minutes.tolist(), sizes.tolist()),
+        Line(f"{slope:+.4f} MB a minute", ends.tolist(), fitted.tolist(), True),
+    ]
+    return Chart("", "minutes under load", "MB besides the region", lines)
 
 
 def main() -> int:
-    """Watch, print, and say whether the targets were met."""
     options = parser(__doc__)
     options.add_argument("--minutes", type=_minutes, default=60.0, help="how long to watch; 60 for the claim")
     given = options.parse_args()
     seconds = min(3.0, 60 * given.minutes) if given.quick else 60 * given.minutes
-    blocks = UnheldBlocks(BLOCK_SIZE, 131_072)
-    with tempfile.TemporaryDirectory(prefix="kv-") as directory:
-        daemon = DaemonUnderTest(Path(directory), "128MiB")
-        try:
-            with opened(daemon.socket, "128MiB", blocks) as tiers:
-                samples = memory_under_load(daemon, tiers, seconds)
-                num_slots = tiers.num_slots
-        finally:
-            daemon.stop()
+    size = "128MiB"
+    with (
+        tempfile.TemporaryDirectory(prefix="kv-") as home,
+        serving(home, size) as (daemon, path),
+        opened(size, service={"socket": str(path)}) as tiers,
+    ):
+        samples = memory_under_load(daemon, tiers, seconds)
+        num_slots = tiers.num_slots
     times, sizes = np.array(samples, float).T
     warm = min(WARM_UP, float(times[-1]) / 2)
     later = times >= warm
     slope = float(np.polyfit(times[later], sizes[later], 1)[0]) * 60 / 1e6
-    what = f"growth from minute {warm / 60:.1f} on, MB a minute"
-    row: dict[str, object] = {
+    in_mb = sizes / 1e6
+    row = {
         "minutes": float(times[-1]) / 60,
         "slots": num_slots,
-        "median MB": float(np.median(sizes)) / 1e6,
+        "median MB": float(np.median(in_mb)),
+        "most MB": float(in_mb.max()),
+        "first MB": float(in_mb[0]),
+        "last MB": float(in_mb[-1]),
+        "growth, MB a minute": slope,
     }
-    row |= {"most MB": float(sizes.max()) / 1e6, "first MB": float(sizes[0]) / 1e6, "last MB": float(sizes[-1]) / 1e6}
-    row["growth, MB a minute"] = slope
     if given.save:
-        draw(samples, warm, slope, RESULTS / "daemon_memory.png")
+        save_png(RESULTS / "daemon_memory.png", [chart(samples, warm, slope)])
     targets = [
-        Target("memory besides the region, index included, MB", MAX_MEMORY, float(sizes.max()) / 1e6),
-        Target(what, MAX_GROWTH, slope),
+        Target("memory besides the region, index included, MB", MAX_MEMORY, row["most MB"]),
+        Target(f"growth from minute {warm / 60:.1f} on, MB a minute", MAX_GROWTH, slope),
     ]
     return report("daemon_memory", [row], targets, given.json, given.save)
 

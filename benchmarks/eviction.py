@@ -6,18 +6,18 @@ pool with a slab of four times its size, or a whole hierarchy with bytes in it, 
 CPU time is that of the whole replay, in turns with LRU's.
 """
 
-import argparse
-import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
+from statistics import median
 from typing import Final
 
-from _eviction_traces import BLOCK_SIZE, PRODUCTION, made_up, production_trace, spoiled, without_hints
+from _eviction_traces import BLOCK_SIZE, PRODUCTION, TRACES, made_up, production_trace, spoiled, without_hints
 from _live_replay import FINGERPRINT, ReplayClock, replay_live, simulated_beside
+from _races import Row, in_turns, took
 from _report import RESULTS, Target, parser, progress, report
-from _synthetic_traces import TRACES
 
 from kvtier.service import Chart, Line, save_png
 from kvtier.service.simulation import Capacity, TraceReplay, optimum_of, sweep
@@ -37,12 +37,10 @@ _LIVE_BYTES: Final = 4096  # of a block with bytes
 _TIMED: Final = 800  # requests whose CPU time is taken
 _DEADLINE: Final = 60.0  # seconds for a request of the live replay
 
-EvictionRow = dict[str, object]
-
 
 def kept(
     name: str, trace: RequestTrace, sizes: Sequence[int], processes: int, slabs: Sequence[int] = (0, SLAB)
-) -> Iterator[EvictionRow]:
+) -> Iterator[Row]:
     """Shares of blocks found, in %, by each policy, through the pool, and through the pool and a slab.
 
     `slabs`: times L2; 0 is none.
@@ -62,7 +60,7 @@ def kept(
     optimum = optimum_of(trace)
     for room in rooms:
         through = "pool and slab" if room[1] else "pool"
-        row: EvictionRow = {"trace": name, "blocks": room[0], "through": through}
+        row: Row = {"trace": name, "blocks": room[0], "through": through}
         row |= {f"{policy} %": shares[room, policy] for policy in POLICIES}
         row["tail, hints %"] = with_hints[room]
         row["optimum %"] = 100 * optimum.share(sum(room))
@@ -75,7 +73,7 @@ def _share(found: object, trace: RequestTrace) -> float:
     return 100 * float(found.sum()) / float(trace.num_prompt.sum())  # type: ignore[attr-defined]
 
 
-def through_a_hierarchy(num_requests: int) -> Iterator[EvictionRow]:
+def through_a_hierarchy(num_requests: int) -> Iterator[Row]:
     """Chats through a whole hierarchy, L2 and slab, with bytes; and what a simulation says of the same."""
     trace = without_hints(made_up("chats", limit=num_requests))
     slots, disk = 88, 1 << 20
@@ -97,63 +95,52 @@ def through_a_hierarchy(num_requests: int) -> Iterator[EvictionRow]:
                 hierarchy.close()
         simulated = simulated_beside(live, trace, Capacity(slots * _LIVE_BYTES, disk, policy=policy), _LIVE_BYTES)
         asked = float(trace.num_prompt.sum())
-        row: EvictionRow = {"trace": "chats", "blocks": slots, "through": "hierarchy", "policy": policy}
+        row: Row = {"trace": "chats", "blocks": slots, "through": "hierarchy", "policy": policy}
         row["found %"] = 100 * sum(map(sum, live.found)) / asked
         row["simulated %"] = 100 * sum(map(sum, simulated)) / asked
-        row["apart"] = abs(float(str(row["found %"])) - float(str(row["simulated %"])))
-        yield row
+        yield row | {"apart": abs(row["found %"] - row["simulated %"])}
 
 
-def costs(name: str, trace: RequestTrace, size: int, rounds: int) -> EvictionRow:
+def costs(name: str, trace: RequestTrace, size: int, rounds: int) -> Row:
     """CPU time of a replay by block of prompt and answer, `tail` and LRU in turns; the median of the pairs."""
     replay, per_block = TraceReplay(without_hints(trace), BLOCK_BYTES), 1e6 / len(trace.blocks)
-    taken: dict[str, list[float]] = {"lru": [], "tail": []}
-    for turn in range(rounds + 1):
-        for policy, times in taken.items():
-            began = time.process_time()
-            replay.run(Capacity(size * BLOCK_BYTES, policy=policy))
-            if turn:  # the first pair warms up
-                times.append((time.process_time() - began) * per_block)
-        progress(f"CPU time, pair {turn} of {rounds}")
-    more = [tail - lru for lru, tail in zip(taken["lru"], taken["tail"], strict=True)]
-    row: EvictionRow = {"trace": name, "blocks": size, "pairs": rounds}
-    row |= {f"{policy}, us/block": statistics.median(times) for policy, times in taken.items()}
-    return {**row, "tail over lru, us/block": statistics.median(more)}
+
+    def turn(policy: str) -> float:
+        progress(f"CPU time, {policy}")
+        return took(lambda: replay.run(Capacity(size * BLOCK_BYTES, policy=policy)), time.process_time) * per_block
+
+    taken = in_turns({policy: partial(turn, policy) for policy in ("lru", "tail")}, rounds, warm_up=1)
+    row: Row = {"trace": name, "blocks": size, "pairs": rounds}
+    row |= {f"{policy}, us/block": median(times) for policy, times in taken.items()}
+    return row | {"tail over lru, us/block": median(b - a for a, b in zip(*taken.values(), strict=True))}
 
 
-def targets_of(rows: Sequence[Mapping[str, object]]) -> list[Target]:
+def targets_of(rows: Sequence[Row]) -> list[Target]:
     found = []
     for row in rows:
         where = f"{row['trace']}, {row['blocks']} blocks"
         if "tail less lru" in row:
             where += f", {row['through']}"
-            found.append(Target(f"{where}: tail less LRU, points", -1.0, _number(row, "tail less lru"), at_most=False))
+            found.append(Target(f"{where}: tail less LRU, points", -1.0, row["tail less lru"], at_most=False))
             if (row["trace"], row["blocks"], row["through"]) == (PRODUCTION, GOAL_SIZE, "pool"):
-                found.append(Target(f"{where}: found without hints, %", 15.0, _number(row, "tail %"), at_most=False))
-                hinted = _number(row, "tail, hints %")
-                found.append(Target(f"{where}: found with hints, 9 of 10 right, %", 21.0, hinted, at_most=False))
+                hinted = f"{where}: found with hints, 9 of 10 right, %"
+                found.append(Target(f"{where}: found without hints, %", 15.0, row["tail %"], at_most=False))
+                found.append(Target(hinted, 21.0, row["tail, hints %"], at_most=False))
         elif "apart" in row:
-            name = f"hierarchy, {row['policy']}: points between live and simulated"
-            found.append(Target(name, 1.0, _number(row, "apart")))
+            found.append(Target(f"hierarchy, {row['policy']}: points between live and simulated", 1.0, row["apart"]))
         else:
-            name = f"{where}: CPU of tail over LRU, us a block"
-            found.append(Target(name, 0.3, _number(row, "tail over lru, us/block")))
+            found.append(Target(f"{where}: CPU of tail over LRU, us a block", 0.3, row["tail over lru, us/block"]))
     return found
 
 
-def _number(row: Mapping[str, object], column: str) -> float:
-    return float(str(row[column]))
-
-
-def charts(rows: Sequence[Mapping[str, object]]) -> list[Chart]:
+def charts(rows: Sequence[Row]) -> list[Chart]:
     """Shares by size through the pool, of the traces that are most unlike each other."""
-    made = []
+    columns, made = (*(f"{policy} %" for policy in POLICIES), "tail, hints %", "optimum %"), []
     for name in (PRODUCTION, "agents", "scans", "flips"):
         own = [row for row in rows if row["trace"] == name and row.get("through") == "pool"]
-        sizes = [_number(row, "blocks") for row in own]
-        columns = (*(f"{policy} %" for policy in POLICIES), "tail, hints %", "optimum %")
+        sizes = [row["blocks"] for row in own]
         lines = [
-            Line(each.removesuffix(" %"), sizes, [_number(row, each) for row in own], each.startswith("optimum"))
+            Line(each.removesuffix(" %"), sizes, [row[each] for row in own], each.startswith("optimum"))
             for each in columns
         ]
         if own:
@@ -161,39 +148,33 @@ def charts(rows: Sequence[Mapping[str, object]]) -> list[Chart]:
     return made
 
 
-def _options() -> argparse.Namespace:
+def main() -> int:
     options = parser(__doc__)
     options.add_argument("--processes", type=int, default=0, help="side by side; 0 for one a core")
     options.add_argument("--production", default=",".join(map(str, PRODUCTION_SIZES)), help="blocks of L2, for it")
     options.add_argument("--no-slab", action="store_true", help="through the pool alone")
     options.add_argument("--traces", default=",".join(TRACES), help="made-up ones, separated by commas")
-    return options.parse_args()
-
-
-def main() -> int:
-    options = _options()
-    names = [name for name in options.traces.split(",") if name][: 2 if options.quick else None]
-    limit = 120 if options.quick else None
-    rows: list[EvictionRow] = []
-    slabs = (0,) if options.no_slab else (0, SLAB)
+    given = options.parse_args()
+    names = [name for name in given.traces.split(",") if name][: 2 if given.quick else None]
+    limit = 120 if given.quick else None
+    rows: list[Row] = []
+    slabs, sizes = (0,) if given.no_slab else (0, SLAB), SIZES[:1] if given.quick else SIZES
     for name in names:
-        sizes = SIZES[:1] if options.quick else SIZES
-        rows += kept(name, made_up(name, limit=limit), sizes, options.processes or 1, slabs)
-    production = production_trace(limit)
-    timed = production_trace(limit or _TIMED)
+        rows += kept(name, made_up(name, limit=limit), sizes, given.processes or 1, slabs)
+    production, timed = production_trace(limit), production_trace(limit or _TIMED)
+    timed_name, size = PRODUCTION, GOAL_SIZE
     if production is None or timed is None:
         progress(f"{PRODUCTION}: the trace is not here")
         timed_name, timed, size = "agents", made_up("agents", limit=limit or _TIMED), SIZES[0]
     else:
-        timed_name, size = PRODUCTION, GOAL_SIZE
-        production_sizes = (GOAL_SIZE,) if options.quick else tuple(map(int, options.production.split(",")))
-        rows += kept(PRODUCTION, production, production_sizes, 1 if options.quick else options.processes, slabs)
-    rows += through_a_hierarchy(40 if options.quick else 120)
-    rows.append(costs(timed_name, timed, size, 1 if options.quick else 5))
-    if options.save:
+        production_sizes = (GOAL_SIZE,) if given.quick else tuple(map(int, given.production.split(",")))
+        rows += kept(PRODUCTION, production, production_sizes, 1 if given.quick else given.processes, slabs)
+    rows += through_a_hierarchy(40 if given.quick else 120)
+    rows.append(costs(timed_name, timed, size, 1 if given.quick else 5))
+    if given.save:
         save_png(RESULTS / "eviction.png", charts(rows))
     setup = {"block tokens": BLOCK_SIZE, "slab, times L2": SLAB, "hints that are wrong, %": 100 * WRONG}
-    return report("eviction", rows, targets_of(rows), options.json, options.save, setup)
+    return report("eviction", rows, targets_of(rows), given.json, given.save, setup)
 
 
 if __name__ == "__main__":

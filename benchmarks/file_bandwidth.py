@@ -7,130 +7,100 @@ times by chains of mixed length, some of them hit. The page cache is dropped and
 read. Ratios are of medians over rounds. Every read verifies key and checksum.
 """
 
+import argparse
 import hashlib
 import json
 import os
 import random
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from statistics import median
+from typing import Final, NamedTuple
 
 import numpy as np
-from _busy import busy_thread
-from _report import Speed, Target, parser, progress, report
+from _blocks import Slots, records_of
+from _process import busy_thread
+from _races import Race, Row, Speed, took
+from _report import parser, progress, report
 
 from kvtier.tiers import BATCH_BYTES, BlockRecord, Outcome, checksum
 from kvtier.tiers.file import FileStore, Mode
 
-FINGERPRINT = b"bandwidth benchmark".ljust(32, b".")
-NUM_THREADS = 2
-FIO_DEPTHS = (1, 2, 4, 8, 16, 32)
-NUM_PAYLOADS = 16  # batches of distinct bytes; blocks share them in turn
+FINGERPRINT: Final = b"bandwidth benchmark".ljust(32, b".")
+NUM_THREADS: Final = 2
+FIO_DEPTHS: Final = (1, 2, 4, 8, 16, 32)
 RecordChain = list[BlockRecord]
+NamedChains = Sequence[tuple[int, RecordChain]]
 
 
-class Workload:
-    """Chains of blocks of one size, their payloads, and host slots to read into."""
+class Workload(Slots):
+    """Chains of blocks of one size, their payloads, and host slots for each thread to read into."""
 
     def __init__(self, block_bytes: int) -> None:
-        self.block_bytes = block_bytes
-        self.per_batch = BATCH_BYTES // block_bytes
-        self.per_write = BATCH_BYTES // block_bytes
-        self.payloads = self._slots(NUM_PAYLOADS * self.per_batch, np.random.default_rng(1))
-        self.checksums = [checksum(payload) for payload in self.payloads]
-        self.targets = [self._slots(self.per_batch, None) for _ in range(NUM_THREADS)]
-
-    def _slots(self, count: int, rng: np.random.Generator | None) -> list[memoryview]:
-        size = count * self.block_bytes
-        raw = np.zeros(size + 4096, np.uint8)
-        start = -raw.ctypes.data % 4096
-        region = raw[start : start + size]
-        region[:] = 1 if rng is None else np.frombuffer(rng.bytes(size), np.uint8)
-        view = memoryview(region)
-        return [view[i * self.block_bytes : (i + 1) * self.block_bytes] for i in range(count)]
+        super().__init__(block_bytes, num_batches=16)
+        self.into = [self.targets, *(self.more(self.per_batch) for _ in range(1, NUM_THREADS))]
 
     def chain(self, name: int, num_blocks: int) -> RecordChain:
-        """Records of a chain; block i's payload is number (name + i), wrapped round."""
-        records, parent = [], bytes(32)
-        for i in range(num_blocks):
-            chain_hash = hashlib.sha256(b"%d/%d" % (name, i)).digest()
-            records.append(BlockRecord(chain_hash, parent, b"\1\0\0\0" * 16, self.checksums[self._which(name, i)]))
-            parent = chain_hash
-        return records
+        """Block i's payload is number (name + i), wrapped round."""
+        hashes = [hashlib.sha256(b"%d/%d" % (name, i)).digest() for i in range(num_blocks)]
+        return records_of(hashes, [self.checksums[self._which(name, i)] for i in range(num_blocks)])
 
-    def payloads_of(self, name: int, first: int, count: int) -> list[memoryview]:
-        """The bytes of a chain's blocks."""
-        return [self.payloads[self._which(name, i)] for i in range(first, first + count)]
+    def write(self, store: FileStore, chains: NamedChains) -> Speed:
+        def work(thread: int) -> int:
+            num_written = 0
+            for name, chain in chains[thread::NUM_THREADS]:
+                for first in range(0, len(chain), self.per_batch):
+                    records = chain[first : first + self.per_batch]
+                    payloads = [self.sources[self._which(name, first + i)] for i in range(len(records))]
+                    num_written += store.write(records, payloads).count(Outcome.OK)
+            return num_written
+
+        return self._timed(work)
+
+    def read(self, store: FileStore, batches: Sequence[Sequence[BlockRecord]]) -> Speed:
+        def work(thread: int) -> int:
+            mine = batches[thread::NUM_THREADS]
+            for batch in mine:
+                results = store.read([record.chain_hash for record in batch], self.into[thread][: len(batch)])
+                assert not any(isinstance(result, Outcome) for result in results), "a block held was not read"
+            return sum(map(len, mine))
+
+        return self._timed(work)
+
+    def held(self, store: FileStore, chains: NamedChains) -> list[RecordChain]:
+        """What the store holds of the chains, in chain order, a batch at a time."""
+        batches = []
+        for _, chain in chains:
+            there = store.holds([record.chain_hash for record in chain])
+            batches += self.batches([record for record, is_held in zip(chain, there, strict=True) if is_held])
+        return batches
+
+    def batches(self, records: RecordChain) -> list[RecordChain]:
+        return [records[first : first + self.per_batch] for first in range(0, len(records), self.per_batch)]
+
+    def scattered(self, batches: Sequence[RecordChain], rng: random.Random, num_bytes: int) -> list[RecordChain]:
+        """Single blocks of these, in random order."""
+        blocks = [record for batch in batches for record in batch]
+        rng.shuffle(blocks)
+        return self.batches(blocks[: num_bytes // self.block_bytes])
 
     def _which(self, name: int, index: int) -> int:
-        return (name * 7 + index) % len(self.payloads)
+        return (name * 7 + index) % len(self.sources)
 
-
-def timed(work: Callable[[int], int]) -> Speed:
-    """Run `work(thread)` on every thread; it returns bytes moved."""
-    moved = [0] * NUM_THREADS
-
-    def run(index: int) -> None:
-        moved[index] = work(index)
-
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(NUM_THREADS)]
-    cpu, start = time.process_time(), time.perf_counter()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    wall, cpu = time.perf_counter() - start, time.process_time() - cpu
-    gigabytes = sum(moved) / 1e9
-    assert gigabytes
-    return Speed(gigabytes / wall, cpu / gigabytes)
-
-
-def write_chains(store: FileStore, load: Workload, chains: Sequence[tuple[int, RecordChain]]) -> Speed:
-    def work(index: int) -> int:
-        moved = 0
-        for name, chain in chains[index::NUM_THREADS]:
-            for first in range(0, len(chain), load.per_write):
-                records = chain[first : first + load.per_write]
-                outcomes = store.write(records, load.payloads_of(name, first, len(records)))
-                moved += load.block_bytes * outcomes.count(Outcome.OK)
-        return moved
-
-    return timed(work)
-
-
-def read_batches(store: FileStore, load: Workload, batches: Sequence[Sequence[BlockRecord]]) -> Speed:
-    def work(index: int) -> int:
-        moved = 0
-        for batch in batches[index::NUM_THREADS]:
-            results = store.read([record.chain_hash for record in batch], load.targets[index][: len(batch)])
-            assert not any(isinstance(result, Outcome) for result in results), "a block held was not read"
-            moved += load.block_bytes * len(batch)
-        return moved
-
-    return timed(work)
-
-
-def held_batches(store: FileStore, load: Workload, chains: Sequence[tuple[int, RecordChain]]) -> list[RecordChain]:
-    """What the store holds of the chains, in chain order, a batch at a time."""
-    batches = []
-    for _, chain in chains:
-        held = [r for r, there in zip(chain, store.holds([r.chain_hash for r in chain]), strict=True) if there]
-        batches += [held[first : first + load.per_batch] for first in range(0, len(held), load.per_batch)]
-    return batches
-
-
-def scattered(batches: Sequence[RecordChain], load: Workload, rng: random.Random, num_bytes: int) -> list[RecordChain]:
-    blocks = [record for batch in batches for record in batch]
-    rng.shuffle(blocks)
-    blocks = blocks[: num_bytes // load.block_bytes]
-    return [blocks[first : first + load.per_batch] for first in range(0, len(blocks), load.per_batch)]
+    def _timed(self, work: Callable[[int], int]) -> Speed:
+        """`work(thread)` on every thread; it returns how many blocks it moved."""
+        with ThreadPoolExecutor(NUM_THREADS) as threads:
+            cpu, start = time.process_time(), time.perf_counter()
+            gigabytes = sum(threads.map(work, range(NUM_THREADS))) * self.block_bytes / 1e9
+            wall, cpu = time.perf_counter() - start, time.process_time() - cpu
+        return Speed(gigabytes / wall, cpu / gigabytes)
 
 
 def drop_caches(path: Path) -> None:
@@ -143,8 +113,7 @@ def drop_caches(path: Path) -> None:
         progress("not root: page cache dropped by posix_fadvise alone")
 
 
-@dataclass(frozen=True, slots=True)
-class FioSpeed:
+class FioSpeed(NamedTuple):
     """What one fio job moved, and how long one of its reads took: seconds, of half of them and of 99 in 100.
 
     As a caller sees it: fio's "lat". Its "clat" leaves out `io_submit`, in which a virtual disk may do it all.
@@ -157,28 +126,11 @@ class FioSpeed:
     p99: float
 
 
-def fio(path: Path, what: str, block_bytes: int, depth: int, seconds: float) -> FioSpeed:
-    """One fio job on an existing, written file."""
-    size = path.stat().st_size // block_bytes * block_bytes
-    return _fio(path, what, block_bytes, depth, "--time_based", f"--runtime={seconds}", f"--size={size}")
-
-
-def fio_best(path: Path, block_bytes: int, seconds: float) -> FioSpeed:
-    """Random reads at the depth that is fastest: a limit that another depth beats is no limit."""
-    jobs = [fio(path, "randread", block_bytes, depth, seconds) for depth in FIO_DEPTHS]
-    return max(jobs, key=lambda job: job.gb_per_s)
-
-
-def fio_fresh(path: Path, size: int) -> float:
-    """GB/s of fio writing a file anew that was only allocated, as a new slab is."""
-    try:
-        whole = size // BATCH_BYTES * BATCH_BYTES
-        return _fio(path, "write", BATCH_BYTES, NUM_THREADS, "--fallocate=posix", f"--size={whole}").gb_per_s
-    finally:
-        path.unlink(missing_ok=True)
-
-
-def _fio(path: Path, what: str, block_bytes: int, depth: int, *more: str) -> FioSpeed:
+def fio(path: Path, what: str, block_bytes: int, depth: int, *more: str, seconds: float = 0) -> FioSpeed:
+    """One fio job; with `seconds`, on a file that is there, written."""
+    if seconds:
+        size = path.stat().st_size // block_bytes * block_bytes
+        more = ("--time_based", f"--runtime={seconds}", f"--size={size}")
     command = ["fio", "--name=limit", f"--filename={path}", f"--rw={what}", f"--bs={block_bytes}",
                f"--iodepth={depth}", "--ioengine=libaio", "--direct=1", "--lat_percentiles=1",
                "--output-format=json", *more]  # fmt: skip
@@ -190,26 +142,34 @@ def _fio(path: Path, what: str, block_bytes: int, depth: int, *more: str) -> Fio
     return FioSpeed(depth, moved["bw_bytes"] / 1e9, cpu / (moved["io_bytes"] / 1e9), p50, p99)
 
 
-class DiskBench:
-    """One block size on one disk: rows of (what, ours, fio, ratio)."""
+def fio_best(path: Path, block_bytes: int, seconds: float) -> FioSpeed:
+    """Random reads at the depth that is fastest: a limit that another depth beats is no limit."""
+    jobs = [fio(path, "randread", block_bytes, depth, seconds=seconds) for depth in FIO_DEPTHS]
+    return max(jobs, key=lambda job: job.gb_per_s)
 
-    def __init__(self, directory: Path, block_bytes: int, size: int, rounds: int) -> None:
-        self.directory = directory
+
+class DiskBench:
+    """One block size on one disk, beside fio on a file of its own."""
+
+    def __init__(self, directory: Path, limit_file: Path, block_bytes: int, size: int, rounds: int) -> None:
+        self.directory, self.limit_file, self.size, self.rounds = directory, limit_file, size, rounds
         self.load = Workload(block_bytes)
-        self.size = size
-        self.rounds = rounds
-        self.seconds = 1.0
         self.rng = random.Random(1)
-        self.ours: dict[str, list[Speed]] = {}
-        self.limits: dict[str, list[float]] = {}
+        self.ours = Race()
+        self.limits: defaultdict[str, list[float]] = defaultdict(list)
         self.next_name = 0
 
     def open(self, mode: Mode = "direct") -> FileStore:
-        """The slab under test."""
         return FileStore.open(self.directory, FINGERPRINT, slot_bytes=self.load.block_bytes, block_size=16,
                               size=self.size, mode=mode)  # fmt: skip
 
-    def chains(self, num_bytes: int, mixed: bool) -> list[tuple[int, RecordChain]]:
+    def reopened(self, store: FileStore, mode: Mode = "direct") -> FileStore:
+        store.close()
+        if mode == "direct":
+            drop_caches(store.path)
+        return self.open(mode)
+
+    def chains(self, num_bytes: int, *, mixed: bool = False) -> list[tuple[int, RecordChain]]:
         """New chains of so many bytes together; mixed: of any length up to eight batches."""
         made, left = [], num_bytes // self.load.block_bytes
         while left > 0:
@@ -220,146 +180,132 @@ class DiskBench:
             left -= length
         return made
 
-    def run(self, limit_file: Path) -> None:
+    def run(self) -> list[Row]:
         """Fill, read, age, read again."""
-        part = self.size // 4
+        load, part = self.load, self.size // 4
         store = self.open()
-        live = self.chains(int(self.size * 0.9), mixed=False)
-        quarters = [live[i::4] for i in range(4)]
-        for quarter in quarters:
-            self.limits.setdefault("write, fresh", []).append(fio_fresh(limit_file.with_name("fresh"), part))
-            self.note("write, fresh", write_chains(store, self.load, quarter))
-        self.reads(store, live, limit_file, "fresh", part)
+        live = self.chains(int(self.size * 0.9))
+        for quarter in [live[i::4] for i in range(4)]:
+            self.limits["write, fresh"].append(self.fio_fresh(part))
+            self.ours.add("write, fresh", load.write(store, quarter))
+        self.reads(store, live, "fresh", part)
         store = self.open()
         aged: list[tuple[int, RecordChain]] = []
         for index in range(12):  # three times round, some of what is there hit on the way
             piece = self.chains(part, mixed=True)
             if index % 3 == 0:
-                self.limit("write", limit_file)
-            self.note("write, aged", write_chains(store, self.load, piece))
+                self.limit("write")
+            self.ours.add("write, aged", load.write(store, piece))
             aged = [*aged, *piece][-400:]
-            hit = held_batches(store, self.load, self.rng.sample(aged, len(aged) // 6))
-            read_batches(store, self.load, hit[:20] or held_batches(store, self.load, aged[-1:]))
-        self.reads(store, aged, limit_file, "aged", part)
+            hit = load.held(store, self.rng.sample(aged, len(aged) // 6))
+            load.read(store, hit[:20] or load.held(store, aged[-1:]))
+        self.reads(store, aged, "aged", part)
+        return self.rows()
 
-    def reads(
-        self, store: FileStore, chains: Sequence[tuple[int, RecordChain]], limit_file: Path, age: str, part: int
-    ) -> None:
+    def reads(self, store: FileStore, chains: NamedChains, age: str, part: int) -> None:
         """Writes beside a busy thread; cold reads: coalesced, scattered, beside one; closes the store at the end."""
+        load, ours = self.load, self.ours
         for _ in range(self.rounds):
-            rewritten = self.chains(part // 4, mixed=False)
+            rewritten = self.chains(part // 4)
             with busy_thread():
-                self.note(f"write beside a busy thread, {age}", write_chains(store, self.load, rewritten))
+                ours.add(f"write beside a busy thread, {age}", load.write(store, rewritten))
         for _ in range(self.rounds):
-            batches = held_batches(store, self.load, chains)
+            batches = load.held(store, chains)
             self.rng.shuffle(batches)
-            whole = [batch for batch in batches if len(batch) == self.load.per_batch]
+            whole = [batch for batch in batches if len(batch) == load.per_batch]
             picked = whole[: part // BATCH_BYTES]
-            store.close()
-            drop_caches(store.path)
-            store = self.open()
-            self.limit("read", limit_file)
-            self.note(f"cold read, {age}", read_batches(store, self.load, picked))
-            if self.load.block_bytes < BATCH_BYTES:
-                self.limit("randread", limit_file)
-                loose = scattered(whole, self.load, self.rng, part)
-                self.note(f"scattered read, {age}", read_batches(store, self.load, loose))
+            store = self.reopened(store)
+            self.limit("read")
+            ours.add(f"cold read, {age}", load.read(store, picked))
+            if load.block_bytes < BATCH_BYTES:
+                self.limits["randread"].append(fio_best(self.limit_file, load.block_bytes, 0.5).gb_per_s)
+                ours.add(f"scattered read, {age}", load.read(store, load.scattered(whole, self.rng, part)))
             with busy_thread():
-                self.note(
-                    f"read beside a busy thread, {age}", read_batches(store, self.load, picked[: len(picked) // 2])
-                )
-            store.close()
-            store = self.open("buffered")
-            warm = held_batches(store, self.load, chains)[: (256 << 20) // BATCH_BYTES]
-            read_batches(store, self.load, warm)
-            self.note(f"warm read, buffered, {age}", read_batches(store, self.load, warm))
-            store.close()
-            store = self.open("mmap")
-            self.note(f"warm read, mmap, {age}", read_batches(store, self.load, warm))
-            store.close()
-            store = self.open()
+                ours.add(f"read beside a busy thread, {age}", load.read(store, picked[: len(picked) // 2]))
+            store = self.reopened(store, "buffered")
+            warm = load.held(store, chains)[: (256 << 20) // BATCH_BYTES]
+            load.read(store, warm)
+            ours.add(f"warm read, buffered, {age}", load.read(store, warm))
+            store = self.reopened(store, "mmap")
+            ours.add(f"warm read, mmap, {age}", load.read(store, warm))
+            store = self.reopened(store)
         store.close()
 
-    def note(self, what: str, speed: Speed) -> None:
-        """Keep a measurement of ours."""
-        self.ours.setdefault(what, []).append(speed)
+    def limit(self, what: str) -> None:
+        """fio at the size and depth we issue: whole batches, one per thread."""
+        self.limits[what].append(fio(self.limit_file, what, BATCH_BYTES, NUM_THREADS, seconds=1.0).gb_per_s)
 
-    def limit(self, what: str, path: Path) -> None:
-        """fio at the size and depth we issue: whole batches, one per thread; scattered: blocks, at fio's best depth."""
-        if what == "randread":
-            speed = fio_best(path, self.load.block_bytes, self.seconds / 2)
-        else:
-            speed = fio(path, what, BATCH_BYTES, NUM_THREADS, self.seconds)
-        self.limits.setdefault(what, []).append(speed.gb_per_s)
+    def fio_fresh(self, size: int) -> float:
+        """GB/s of fio writing a file anew that was only allocated, as a new slab is."""
+        path, whole = self.limit_file.with_name("fresh"), size // BATCH_BYTES * BATCH_BYTES
+        try:
+            return fio(path, "write", BATCH_BYTES, NUM_THREADS, "--fallocate=posix", f"--size={whole}").gb_per_s
+        finally:
+            path.unlink(missing_ok=True)
 
-    def rows(self) -> list[dict[str, object]]:
+    def rows(self) -> list[Row]:
         """Medians, beside fio's."""
-        hashing = self.checksum_cpu()
-        found: list[dict[str, object]] = []
-        for what, speeds in self.ours.items():
+        hashing, found = self.checksum_cpu(), []
+        for what in self.ours.speeds:
             against = "randread" if "scattered" in what else "write" if "write" in what else "read"
-            against = what if what in self.limits else against
-            ours = statistics.median(speed.gb_per_s for speed in speeds)
-            row: dict[str, object] = {"block KiB": self.load.block_bytes >> 10, "what": what, "GB/s": ours}
+            row = {"block KiB": self.load.block_bytes >> 10, "what": what, "GB/s": self.ours.rate(what)}
             if "warm" not in what and "busy" not in what:
-                limit = statistics.median(self.limits[against])
-                row |= {"fio GB/s": limit, "ratio": ours / limit}
-            cpu = statistics.median(speed.cpu_s_per_gb for speed in speeds)
+                limit = median(self.limits[what if what in self.limits else against])
+                row |= {"fio GB/s": limit, "ratio": row["GB/s"] / limit}
             if "busy" not in what:
-                row["CPU s/GB besides checksum"] = cpu - (hashing if "read" in what else 0)
+                row["CPU s/GB besides checksum"] = self.ours.cpu(what) - (hashing if "read" in what else 0)
             found.append(row)
         return found
 
     def checksum_cpu(self) -> float:
         """CPU seconds to hash a GB: the least of some passes, so that what is left for the rest is not flattered."""
-        seconds = []
-        for _ in range(9):
-            start = time.process_time()
-            for payload in self.load.payloads:
-                checksum(payload)
-            seconds.append(time.process_time() - start)
-        return min(seconds) / (len(self.load.payloads) * self.load.block_bytes / 1e9)
+        sources = self.load.sources
+        least = min(took(lambda: list(map(checksum, sources)), time.process_time) for _ in range(9))
+        return least / (len(sources) * self.load.block_bytes / 1e9)
 
 
-def targets_of(rows: Sequence[dict[str, object]]) -> list[Target]:
-    found = []
-    for row in rows:
-        what = f"{row['what']}, {row['block KiB']} KiB"
-        if isinstance(ratio := row.get("ratio"), float):
-            found.append(Target(f"{what}: ratio to fio", 0.9, ratio, at_most=False))
-        if isinstance(cpu := row.get("CPU s/GB besides checksum"), float) and ("cold" in what or "write" in what):
-            found.append(Target(f"{what}: CPU s/GB besides checksum", 0.1, cpu, at_most=True))
-        if "busy" in what and isinstance(speed := row["GB/s"], float):
-            found.append(Target(f"{what}: GB/s", 0.8, speed, at_most=False))
-    return found
-
-
-def main() -> int:
-    options = parser(__doc__)
+def options_of(doc: str | None) -> argparse.Namespace:
+    options = parser(doc)
     options.add_argument("--directory", type=Path, default=Path(), help="a directory on the disk to measure")
-    options.add_argument("--block-kib", type=int, nargs="*", default=None, help="block sizes (default: 128 1024)")
-    arguments = options.parse_args()
+    options.add_argument("--block-kib", type=int, nargs="*", help="block sizes")
+    return options.parse_args()
+
+
+def on_disk(
+    name: str,
+    given: argparse.Namespace,
+    sizes: Sequence[int],
+    limit_bytes: int,
+    measured: Callable[[Path, Path, int], Sequence[Row]],
+) -> int:
+    """The report of `measured(folder, fio's file, bytes of a block)`, at each block size."""
     if not shutil.which("fio"):
-        sys.exit("file_bandwidth: fio is not installed (Debian: apt-get install fio)")
-    size, rounds = (512 << 20, 1) if arguments.quick else (2 << 30, 3)
-    rows: list[dict[str, object]] = []
-    directory = Path(tempfile.mkdtemp(prefix=".bandwidth-", dir=arguments.directory))
-    try:
-        limit_file = directory / "fio"
+        sys.exit(f"{name}: fio is not installed (Debian: apt-get install fio)")
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory(prefix=".bandwidth-", dir=given.directory) as home:
+        limit_file = Path(home) / "fio"
         progress("writing fio's file")
         with limit_file.open("wb") as file:
             chunk = np.random.default_rng(2).bytes(16 << 20)
-            for _ in range(size // 2 // len(chunk)):
+            for _ in range(limit_bytes // len(chunk)):
                 file.write(chunk)
-        for block_kib in arguments.block_kib or ([128] if arguments.quick else [128, 1024]):
+        drop_caches(limit_file)
+        for block_kib in given.block_kib or sizes:
             progress(f"blocks of {block_kib} KiB")
-            bench = DiskBench(directory / str(block_kib), block_kib << 10, size, rounds)
-            bench.run(limit_file)
-            rows += bench.rows()
-            shutil.rmtree(directory / str(block_kib))
-    finally:
-        shutil.rmtree(directory)
-    return report("file_bandwidth", rows, targets_of(rows), arguments.json, arguments.save)
+            folder = Path(home) / str(block_kib)
+            rows += measured(folder, limit_file, block_kib << 10)
+            shutil.rmtree(folder)
+    return report(name, rows, [], given.json, given.save)
+
+
+def main() -> int:
+    given = options_of(__doc__)
+    sizes, size, rounds = ([128], 512 << 20, 1) if given.quick else ([128, 1024], 2 << 30, 3)
+
+    def measured(folder: Path, limit_file: Path, block_bytes: int) -> list[Row]:
+        return DiskBench(folder, limit_file, block_bytes, size, rounds).run()
+
+    return on_disk("file_bandwidth", given, sizes, size // 2, measured)
 
 
 if __name__ == "__main__":

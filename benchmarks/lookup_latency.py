@@ -19,35 +19,139 @@ import struct
 import sys
 import time
 from array import array
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
 from itertools import product
-from pathlib import Path
 from statistics import median
-from tempfile import TemporaryDirectory
 from types import SimpleNamespace
+from typing import Final
 from unittest import mock
 
+import numpy as np
+import torch
+from _blocks import random_names
+from _races import PYTHON, Row, form, took
 from _report import Target, parser, progress, report
-from _whole_way import PYTHON, STEPS, WAYS, LongPrompts, Took, going
 
+from kvtier.connector import LocalConnector, WorkerReport
 from kvtier.connector.vllm import OwnChain
 from kvtier.tiers import ChainHash
-from kvtier.tiers.naming import TokenChain, chain_hashes, root_hash
+from kvtier.tiers.compiled import status
+from kvtier.tiers.config import Config
+from kvtier.tiers.copies import BlockPool
+from kvtier.tiers.hierarchy import Wanted
+from kvtier.tiers.naming import HashCache, KVShape, TokenChain, chain_hashes, root_hash
 from kvtier.tiers.pool import SlotPool
 
-BLOCK_SIZE = 16
-ROOT = root_hash(b"f" * 32)
-MAX_RATIO = 1.6
+BLOCK_SIZE: Final = 16
+FINGERPRINT: Final = b"f" * 32
+ROOT: Final = root_hash(FINGERPRINT)
+MAX_RATIO: Final = 1.6
+BLOCK_SIZES: Final = (16, 64)
+MOST: Final = {"named before": 1.0, "from nothing": 1.5, "next turn": 1.0}  # CPU ms, with sha256
+SHORT: Final = {1: 8.0, 8: 9.0, 64: 16.0, 512: 90.0}  # blocks of a request: CPU µs behind its names, with sha256
+STEPS: Final = ("names", "lookup", "given", "end")
+NEW: Final = 2048  # tokens that the next turn has more
+PIECE: Final = 1024  # blocks stored at once
+LIMIT: Final = "limit: list conversion + bare sha256 loop"
+WAYS: Final = ("compiled", PYTHON) if all(each.state == "loaded" for each in status()) else (PYTHON,)
+
+Took = tuple[float, float, float, float]
+"""CPU seconds of each of `STEPS`, of the thread that makes them."""
 
 
-BLOCK_SIZES = (16, 64)
-MOST = {"named before": 1.0, "from nothing": 1.5, "next turn": 1.0}  # CPU ms, with sha256
-SHORT = {1: 8.0, 8: 9.0, 64: 16.0, 512: 90.0}  # blocks of a request: CPU µs behind its names, with sha256
+@contextmanager
+def going(way: str) -> Iterator[None]:
+    """Names are made by the extension modules, or without; and so does its work what is opened meanwhile."""
+    with form(way), ExitStack() as stack:
+        if way == PYTHON:
+            stack.enter_context(mock.patch("kvtier.tiers.naming.chain.compiled", return_value=None))
+        yield
 
 
-def convert(tokens: list[int]) -> "array[int]":
-    return array("I", tokens)
+@dataclass
+class LongRequest:
+    """Implements `Request`."""
+
+    request_id: str
+    chain: TokenChain
+    num_tokens: int
+
+
+class LongPrompts:
+    """Tiers that hold every block of one prompt, in L2 and in L1, and the requests that ask for it.
+
+    The blocks are small, 16 bytes a token: what is measured is the books.
+    """
+
+    def __init__(self, stack: ExitStack, tokens: list[int], block_size: int, scheme: str) -> None:
+        shape = KVShape(1, 1, 4, block_size, "float16")
+        num_blocks = len(tokens) // block_size
+        size = 4 * num_blocks * max(4096, shape.block_bytes)
+        config = Config.model_validate({"cache": {"block_size": block_size, "hash": scheme}, "host": {"size": size}})
+        self._pool = BlockPool(shape, num_blocks)
+        tensor = torch.zeros((1, *shape.block_shape), dtype=torch.float16)
+        self._connector = LocalConnector(config, FINGERPRINT, shape, tensor, partial_blocks=True)
+        stack.callback(self._connector.close)
+        self._tokens, self._size, self._scheme = tokens, block_size, scheme
+        self._table = list(range(num_blocks + NEW // block_size + 1))
+        self._kept = HashCache()
+        self._draw = random.Random(1)
+        self._store(self._chain(tokens, self._kept))
+        self.turns: dict[str, Callable[[], Took]] = {
+            "named before": lambda: self._ask(1, self._kept),
+            "next turn": lambda: self._ask(NEW, self._kept),
+            "named before, in L1": lambda: self._ask(1, self._kept, in_l1=True),
+            "from nothing": lambda: self._ask(1, HashCache()),
+        }
+
+    def _chain(self, tokens: list[int], kept: HashCache) -> TokenChain:
+        chain = TokenChain(ROOT, self._size, self._scheme, kept=kept)
+        chain.extend(tokens)
+        return chain
+
+    def _store(self, chain: TokenChain) -> None:
+        tiers, hashes = self._connector.tiers, chain.hashes
+        for first in range(0, len(hashes), PIECE):
+            names = hashes[first : first + PIECE]
+            [reservation] = tiers.reserve([Wanted(names, chain.parent(first), ROOT)])
+            assert reservation is not None
+            tiers.seal(reservation, chain.records(first, first + len(names)), tiers.epoch)
+        assert tiers.drain(60.0)
+        block_ids = self._pool.allocate(len(hashes))
+        assert block_ids is not None
+        self._pool.publish(block_ids, hashes, None)
+        self._pool.free(block_ids)
+
+    def _ask(self, num_new: int, kept: HashCache, *, in_l1: bool = False) -> Took:
+        """One request: named, looked up, given its blocks, its load planned and reported, finished.
+
+        Behind the prompt that is held it has tokens that nobody has seen.
+        """
+        scheduler, pool, clock = self._connector.scheduler, self._pool, time.thread_time
+        tokens = [token + 0 for token in self._tokens]  # integers of their own, as a tokenizer makes them
+        tokens += [self._draw.randrange(150_000) for _ in range(num_new)]
+        began = clock()
+        chain = self._chain(tokens, kept)
+        named = clock()
+        usable = (len(tokens) - 1) // self._size
+        num_l1 = pool.lookup(chain.hashes[:usable]) if in_l1 else 0
+        found = scheduler.lookup(LongRequest("a", chain, len(tokens)), num_l1 * self._size)
+        looked = clock()
+        assert isinstance(found, int)
+        assert found + num_l1 * self._size == len(self._tokens)
+        blocks = pool.match(chain.hashes[:num_l1]) if in_l1 else np.empty(0, np.int64)
+        loading = scheduler.allocated("a", self._table, found)
+        plan = scheduler.build_plan()
+        given = clock()
+        assert loading == found
+        scheduler.update(WorkerReport(tuple(op.op_id for op in plan.loads)))
+        scheduler.finished("a")
+        pool.free(blocks)
+        ended = clock()
+        return named - began, looked - named, given - looked, ended - given
 
 
 def bare_loop(tokens: list[int], block_size: int = BLOCK_SIZE) -> list[ChainHash]:
@@ -60,7 +164,7 @@ def bare_loop(tokens: list[int], block_size: int = BLOCK_SIZE) -> list[ChainHash
 def filled_pool(hashes: list[list[ChainHash]], num_slots: int) -> SlotPool:
     """A full pool that holds the given chains among blocks nobody asks for."""
     pool = SlotPool(num_slots)
-    strangers = [random.Random(i).randbytes(32) for i in range(num_slots - sum(map(len, hashes)))]
+    strangers = random_names(np.random.default_rng(0), num_slots - sum(map(len, hashes)))
     for chain in (strangers, *hashes):
         reservation = pool.reserve(chain)
         assert reservation is not None
@@ -76,68 +180,47 @@ def count_hashed(chain: TokenChain, token: int) -> int:
     return counted.call_count
 
 
-def grow(chain: TokenChain, tokens: list[int]) -> None:
-    """One block more, at once."""
-    chain.extend(tokens)
+def parts_of(steps: list[Took]) -> dict[str, float]:
+    """Median CPU milliseconds of each step."""
+    return {name: median(each[n] for each in steps) * 1e3 for n, name in enumerate(STEPS)}
 
 
-def timed(run: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
-
-
-def whole_ways(tokens: list[int], rounds: int) -> tuple[list[dict[str, object]], list[Target]]:
+def whole_ways(tokens: list[int], rounds: int, rows: list[Row]) -> Iterator[Target]:
     """The whole way at each block size and scheme, and what of it has a goal."""
-    rows: list[dict[str, object]] = []
-    targets: list[Target] = []
     for block_size, scheme in product(BLOCK_SIZES, ("sha256", "xxh3")):
-        took: dict[tuple[str, str], list[Took]] = {}
+        took_of: dict[tuple[str, str], list[Took]] = {}
         limits: list[float] = []
-        with ExitStack() as opened:
+        with ExitStack() as stack:
             turns: dict[str, dict[str, Callable[[], Took]]] = {}
             for way in WAYS:
-                folder = Path(opened.enter_context(TemporaryDirectory()))
                 with going(way):
-                    turns[way] = opened.enter_context(LongPrompts(folder, tokens, block_size, scheme)).turns
+                    turns[way] = LongPrompts(stack, tokens, block_size, scheme).turns
             for _ in range(rounds):
-                began = time.thread_time()
-                bare_loop(tokens, block_size)
-                limits.append(time.thread_time() - began)
+                limits.append(took(partial(bare_loop, tokens, block_size), time.thread_time))
                 for way in WAYS:
                     with going(way):
                         for turn, ask in turns[way].items():
-                            took.setdefault((turn, way), []).append(ask())
-        for (turn, way), steps in took.items():
+                            took_of.setdefault((turn, way), []).append(ask())
+        for (turn, way), steps in took_of.items():
             whole = sorted(map(sum, steps))
-            rows.append({"whole way": turn, "blocks": f"{block_size}, {scheme}", "way": way})
-            rows[-1] |= {name: median(each[n] for each in steps) * 1e3 for n, name in enumerate(STEPS)}
-            rows[-1] |= {"CPU ms": median(whole) * 1e3, "best": whole[0] * 1e3, "p90": whole[rounds * 9 // 10] * 1e3}
-            rows[-1]["limit"] = median(limits) * 1e3
-            rows[-1]["of limit"] = median(sum(each) / limit for each, limit in zip(steps, limits, strict=True))
+            row: Row = {"whole way": turn, "blocks": f"{block_size}, {scheme}", "way": way, **parts_of(steps)}
+            row |= {"CPU ms": median(whole) * 1e3, "best": whole[0] * 1e3, "p90": whole[rounds * 9 // 10] * 1e3}
+            of_limit = median(sum(each) / limit for each, limit in zip(steps, limits, strict=True))
+            rows.append(row | {"limit": median(limits) * 1e3, "of limit": of_limit})
             if scheme == "sha256" and turn in MOST:
-                name = f"whole way, {way}, blocks of {block_size}, {turn}: CPU ms"
-                targets.append(Target(name, MOST[turn], median(whole) * 1e3))
-    return rows, targets
+                yield Target(f"whole way, {way}, blocks of {block_size}, {turn}: CPU ms", MOST[turn], row["CPU ms"])
 
 
-def short_requests(tokens: list[int], rounds: int) -> tuple[list[dict[str, object]], list[Target]]:
+def short_requests(tokens: list[int], rounds: int, rows: list[Row]) -> Iterator[Target]:
     """The way of requests of a few blocks, each in the form that is in use, and what of it has a goal."""
-    rows: list[dict[str, object]] = []
-    targets: list[Target] = []
     for num_blocks, most in SHORT.items():
-        with TemporaryDirectory() as folder:
-            prompt = tokens[: num_blocks * BLOCK_SIZE]
-            with LongPrompts(Path(folder), prompt, BLOCK_SIZE, "sha256") as prompts:
-                steps = [prompts.turns["from nothing"]() for _ in range(20 * rounds)]
-        parts = {name: median(each[n] for each in steps) * 1e3 for n, name in enumerate(STEPS)}
+        with ExitStack() as stack:
+            prompts = LongPrompts(stack, tokens[: num_blocks * BLOCK_SIZE], BLOCK_SIZE, "sha256")
+            steps = [prompts.turns["from nothing"]() for _ in range(20 * rounds)]
+        row = {"whole way": f"request of {num_blocks}", "blocks": f"{BLOCK_SIZE}, sha256", "way": WAYS[0]}
         behind = median(sum(each[1:]) for each in steps) * 1e6
-        rows.append(
-            {"whole way": f"request of {num_blocks}", "blocks": f"{BLOCK_SIZE}, sha256", "way": WAYS[0], **parts}
-        )
-        rows[-1]["CPU us behind names"] = behind
-        targets.append(Target(f"request of {num_blocks} blocks, all hits: CPU us behind its names", most, behind))
-    return rows, targets
+        rows.append(row | parts_of(steps) | {"CPU us behind names": behind})
+        yield Target(f"request of {num_blocks} blocks, all hits: CPU us behind its names", most, behind)
 
 
 def main() -> int:
@@ -148,35 +231,35 @@ def main() -> int:
     one_block = tokens[:BLOCK_SIZE]
     chain = TokenChain(ROOT, BLOCK_SIZE)
     chain.extend(tokens)
-    hashes = {"sha256": list(chain.hashes), "xxh3": chain_hashes(ROOT, tokens, BLOCK_SIZE, "xxh3")}
-    num_blocks = len(chain.hashes)
+    names = list(chain.hashes)
     progress(f"{num_tokens} tokens, {rounds} rounds")
     pools: dict[str, SlotPool] = {}
     for way in WAYS:
         with going(way):
-            pools[way] = filled_pool([*hashes.values()], 8 * num_blocks)
+            pools[way] = filled_pool([names, chain_hashes(ROOT, tokens, BLOCK_SIZE, "xxh3")], 8 * len(names))
 
-    def whole(scheme: str, way: str = WAYS[0]) -> None:
-        assert pools[way].lookup(chain_hashes(ROOT, tokens, BLOCK_SIZE, scheme)) == num_blocks
+    def whole(scheme: str, way: str) -> None:
+        assert pools[way].lookup(chain_hashes(ROOT, tokens, BLOCK_SIZE, scheme)) == len(names)
 
     request = SimpleNamespace(all_token_ids=tokens, num_tokens=num_tokens)
-    steps: dict[str, Callable[[], object]] = {
-        "limit: list conversion + bare sha256 loop": lambda: bare_loop(tokens),
-        "list conversion alone": lambda: convert(tokens),
-        "sha256 hashing": lambda: chain_hashes(ROOT, tokens, BLOCK_SIZE),
-        "lookup of known hashes": lambda: pools[WAYS[0]].lookup(hashes["sha256"]),
-        "sha256 hashing + lookup": lambda: whole("sha256"),
-        "xxh3 hashing + lookup": lambda: whole("xxh3"),
-        "grow by one block (list of 16 ids)": lambda: grow(chain, one_block),
-        "vLLM adapter, keys kvtier": lambda: OwnChain(request, (b"f" * 32, None, None, None), 32, "sha256").current(),
-        "one block, from nothing": lambda: chain_hashes(ROOT, one_block, BLOCK_SIZE),
+    own = FINGERPRINT, None, None, None
+    in_every_way: dict[str, Callable[[str], object]] = {
+        "sha256 hashing": lambda way: chain_hashes(ROOT, tokens, BLOCK_SIZE),
+        "lookup of known hashes": lambda way: pools[way].lookup(names),
+        "sha256 hashing + lookup": partial(whole, "sha256"),
+        "xxh3 hashing + lookup": partial(whole, "xxh3"),
+    }
+    steps: dict[str, Callable[[str], object]] = {
+        LIMIT: lambda _: bare_loop(tokens),
+        "list conversion alone": lambda _: array("I", tokens),
+        **in_every_way,
+        "grow by one block (list of 16 ids)": lambda _: chain.extend(one_block),
+        "vLLM adapter, keys kvtier": lambda _: OwnChain(request, own, 32, "sha256").current(),
+        "one block, from nothing": lambda _: chain_hashes(ROOT, one_block, BLOCK_SIZE),
     }
     ways = dict.fromkeys(steps, WAYS[0])
     if WAYS[0] != PYTHON:
-        steps[f"sha256 hashing, {PYTHON}"] = steps["sha256 hashing"]
-        steps[f"lookup of known hashes, {PYTHON}"] = lambda: pools[PYTHON].lookup(hashes["sha256"])
-        steps[f"sha256 hashing + lookup, {PYTHON}"] = lambda: whole("sha256", PYTHON)
-        steps[f"xxh3 hashing + lookup, {PYTHON}"] = lambda: whole("xxh3", PYTHON)
+        steps |= {f"{name}, {PYTHON}": step for name, step in in_every_way.items()}
         ways |= dict.fromkeys(steps.keys() - ways.keys(), PYTHON)
     num_hashed = count_hashed(chain, 7)
     times: dict[str, list[float]] = {name: [] for name in steps}
@@ -184,34 +267,21 @@ def main() -> int:
     for _ in range(rounds):
         for name, run in steps.items():
             with going(ways[name]):
-                times[name].append(timed(run))
-    whole_way, whole_way_targets = whole_ways(tokens, rounds // 3)
-    short, short_targets = short_requests(tokens, rounds)
-    gc.enable()
-
-    limit = times["limit: list conversion + bare sha256 loop"]
-    ratios = {name: median(a / b for a, b in zip(taken, limit, strict=True)) for name, taken in times.items()}
-    rows: list[dict[str, object]] = [
-        {
-            "step": name,
-            "tokens": BLOCK_SIZE if "one block" in name else num_tokens,
-            "median_ms": median(taken) * 1e3,
-            "best_ms": min(taken) * 1e3,
-            "of_limit": ratios[name],
-        }
-        for name, taken in times.items()
-    ]
+                times[name].append(took(partial(run, ways[name])))
+    rows: list[Row] = []
+    for name, taken in times.items():
+        row: Row = {"step": name, "tokens": BLOCK_SIZE if "one block" in name else num_tokens}
+        row |= {"median_ms": median(taken) * 1e3, "best_ms": min(taken) * 1e3}
+        rows.append(row | {"of_limit": median(a / b for a, b in zip(taken, times[LIMIT], strict=True))})
     targets = [
-        *(
-            Target(f"sha256 hashing + lookup, {way}, all hits, × limit", MAX_RATIO, ratios[name])
-            for name, way in ways.items()
-            if name.startswith("sha256 hashing + lookup")
-        ),
-        Target("blocks hashed when a sequence grows by one", 1, num_hashed),
-        *whole_way_targets,
-        *short_targets,
+        Target(f"sha256 hashing + lookup, {ways[row['step']]}, all hits, × limit", MAX_RATIO, row["of_limit"])
+        for row in rows
+        if row["step"].startswith("sha256 hashing + lookup")
     ]
-    return report("lookup_latency", [*rows, *whole_way, *short], targets, options.json, options.save)
+    targets.append(Target("blocks hashed when a sequence grows by one", 1, num_hashed))
+    targets += [*whole_ways(tokens, rounds // 3, rows), *short_requests(tokens, rounds, rows)]
+    gc.enable()
+    return report("lookup_latency", rows, targets, options.json, options.save)
 
 
 if __name__ == "__main__":

@@ -6,12 +6,12 @@ process of its own has each row. Two numbers of slots tell what a slot takes, an
 """
 
 import sys
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from typing import Final
 
-import _report
-from memory import DEADLINE, WARM_UP, Footprint, names_of
+from _process import spawned
+from _races import Row
+from _report import Target, parser, progress, report
+from memory import WARM_UP, Footprint, names_of
 
 from kvtier.tiers.pool import Departures, SlotPool
 from kvtier.tiers.reuse import RequestEnd
@@ -20,8 +20,8 @@ COUNTS: Final = (100_000, 400_000)
 REQUEST: Final = 32  # blocks
 FILLS: Final = 2  # times the slots
 LRU, DEPARTURES, TAIL = "lru", "lru, departures", "tail"
-DEPARTURE_BYTES: Final = 12.5  # a slot: 8 of an entry, 4 of the time at which its block came
-TAIL_BYTES: Final = 16.0  # a slot: 8 of its owner, the rest of plan and rows
+# of a slot: 8 of an entry, 4 of the time at which its block came; 8 of its owner, the rest of plan and rows
+SLOT_BYTES: Final = {DEPARTURES: 12.5, TAIL: 16.0}
 TAIL_MIB: Final = 10.0  # tables of the last requests, and what LRU would hold
 MIB: Final = 1 << 20
 
@@ -52,31 +52,26 @@ def measure(num_slots: int, keeps: str) -> float:
 
 
 def main() -> int:
-    """Measure, print, and say whether the targets were met."""
-    parser = _report.parser(__doc__)
-    parser.add_argument("--slots", type=int, nargs="+", metavar="N", help="two numbers of them or more")
-    options = parser.parse_args()
-    counts = options.slots or ((5_000, 20_000) if options.quick else COUNTS)
-    rows: list[dict[str, object]] = []
-    over: dict[str, list[float]] = {DEPARTURES: [], TAIL: []}
+    options = parser(__doc__)
+    options.add_argument("--slots", type=int, nargs="+", metavar="N", help="two numbers of them or more")
+    given = options.parse_args()
+    counts = given.slots or ((5_000, 20_000) if given.quick else COUNTS)
+    rows: list[Row] = []
+    over: dict[str, list[float]] = {LRU: [], DEPARTURES: [], TAIL: []}
     for num_slots in counts:
-        grown: dict[str, float] = {}
-        for keeps in (LRU, DEPARTURES, TAIL):
-            _report.progress(f"{num_slots:,} slots: {keeps}")
-            with ProcessPoolExecutor(1, get_context("spawn")) as process:
-                grown[keeps] = process.submit(measure, num_slots, keeps).result(timeout=DEADLINE)
-            more = grown[keeps] - grown[LRU]
-            mib = {"MiB": round(grown[keeps] / MIB, 2), "MiB over LRU": round(more / MIB, 2)}
+        lru = 0.0
+        for keeps, more in over.items():
+            progress(f"{num_slots:,} slots: {keeps}")
+            grown = spawned(measure, num_slots, keeps)
+            lru = grown if keeps == LRU else lru
+            more.append(grown - lru)
+            mib = {"MiB": round(grown / MIB, 2), "MiB over LRU": round(more[-1] / MIB, 2)}
             rows.append({"slots": num_slots, "keeps": keeps, **mib})
-            if keeps in over:
-                over[keeps].append(more)
-    each = {keeps: (more[-1] - more[0]) / (counts[-1] - counts[0]) for keeps, more in over.items()}
-    limits = {DEPARTURES: DEPARTURE_BYTES, TAIL: TAIL_BYTES}
-    targets = [_report.Target(f"{keeps}: bytes of a slot more", limits[keeps], each[keeps]) for keeps in each]
-    targets.append(
-        _report.Target(f"{TAIL}: MiB whatever the slots", TAIL_MIB, (over[TAIL][0] - counts[0] * each[TAIL]) / MIB)
-    )
-    return _report.report("order_memory", rows, targets, options.json, options.save)
+    each = {keeps: (over[keeps][-1] - over[keeps][0]) / (counts[-1] - counts[0]) for keeps in SLOT_BYTES}
+    targets = [Target(f"{keeps}: bytes of a slot more", most, each[keeps]) for keeps, most in SLOT_BYTES.items()]
+    constant = (over[TAIL][0] - counts[0] * each[TAIL]) / MIB
+    targets.append(Target(f"{TAIL}: MiB whatever the slots", TAIL_MIB, constant))
+    return report("order_memory", rows, targets, given.json, given.save)
 
 
 if __name__ == "__main__":

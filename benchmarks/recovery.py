@@ -7,19 +7,18 @@ figure is CPU, not disk. Each run is a process of its own.
 """
 
 import gc
-import json
-import os
 import resource
-import shutil
-import statistics
-import subprocess
 import sys
 import tempfile
 import time
 import tracemalloc
+from functools import partial
 from pathlib import Path
+from statistics import median
 
 import numpy as np
+from _process import spawned
+from _races import Row, in_turns, took
 from _report import Target, parser, progress, report
 
 from kvtier.tiers.file import PAGE, FileIO, FileStore, open_slab, release, slab, write_all
@@ -60,90 +59,58 @@ def build(directory: Path, num_entries: int) -> None:
     release(io, file)
 
 
-def child(directory: Path, num_entries: int, what: str) -> None:
-    """One measurement, printed as JSON."""
+def measure(directory: Path, num_entries: int, what: str) -> dict[str, float]:
+    """In a process of its own: reading the table, or opening the slab, with `memory` under tracemalloc."""
     if what == "memory":
         tracemalloc.start()
-    before = resource.getrusage(resource.RUSAGE_SELF)
-    start = time.perf_counter()
+    before, start = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
     if what == "read":
-        path = next(directory.glob("*.slab"))
-        with path.open("rb", buffering=0) as file:
-            buffer = np.empty(num_entries * slab.entry_dtype(BLOCK_SIZE).itemsize, np.uint8)
-            view = memoryview(buffer)
+        with next(directory.glob("*.slab")).open("rb", buffering=0) as file:
+            view = memoryview(np.empty(num_entries * slab.entry_dtype(BLOCK_SIZE).itemsize, np.uint8))
             for begin in range(0, len(view), 8 << 20):
                 file.readinto(view[begin : begin + (8 << 20)])
     else:
+        size = size_of(num_entries)
         store = FileStore.open(
-            directory,
-            FINGERPRINT,
-            slot_bytes=SLOT_BYTES,
-            block_size=BLOCK_SIZE,
-            size=size_of(num_entries),
-            mode="buffered",
+            directory, FINGERPRINT, slot_bytes=SLOT_BYTES, block_size=BLOCK_SIZE, size=size, mode="buffered"
         )
         assert store.num_recovered == num_entries
-    wall = time.perf_counter() - start
-    after = resource.getrusage(resource.RUSAGE_SELF)
-    start_gc = time.process_time()
-    gc.collect()
-    collecting = time.process_time() - start_gc
+    wall, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_SELF)
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    memory = tracemalloc.get_traced_memory() if what == "memory" else (0, 0)
+    now, peak = tracemalloc.get_traced_memory()
     resident = (after.ru_maxrss - before.ru_maxrss) * 1024
-    print(
-        json.dumps(
-            {"gc": collecting, "cpu": cpu, "wall": wall, "now": memory[0], "peak": memory[1], "resident": resident}
-        )
-    )
-    sys.stdout.flush()
-    os._exit(0)
-
-
-def measure(directory: Path, num_entries: int, what: str) -> dict[str, float]:
-    root = Path(__file__).resolve().parents[1]
-    environment = {**os.environ, "PYTHONPATH": str(root)}
-    command = [sys.executable, __file__, "--child", str(directory), str(num_entries), what]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    measured: dict[str, float] = json.loads(done.stdout)
-    return measured
+    collecting = took(gc.collect, time.process_time)
+    return {"gc": collecting, "cpu": cpu, "wall": wall, "now": now, "peak": peak, "resident": resident}
 
 
 def main() -> int:
-    if sys.argv[1:2] == ["--child"]:
-        child(Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
     options = parser(__doc__)
     options.add_argument("--directory", type=Path, default=Path(), help="where to put the slab (default: here)")
-    arguments = options.parse_args()
-    num_entries, repeats = (100_000, 3) if arguments.quick else (1_000_000, 5)
-    directory = Path(tempfile.mkdtemp(prefix=".recovery-", dir=arguments.directory))
-    try:
+    given = options.parse_args()
+    num_entries, repeats = (100_000, 3) if given.quick else (1_000_000, 5)
+    with tempfile.TemporaryDirectory(prefix=".recovery-", dir=given.directory) as home:
+        directory = Path(home)
         progress(f"building a slab of {num_entries:,} entries ({size_of(num_entries) / 1e9:.1f} GB, preallocated)")
         build(directory, num_entries)
-        runs: dict[str, list[dict[str, float]]] = {"read": [], "open": []}
-        for index in range(repeats):
-            progress(f"run {index + 1} of {repeats}")
-            for what, found in runs.items():  # interleaved
-                found.append(measure(directory, num_entries, what))
-        memory = measure(directory, num_entries, "memory")
-    finally:
-        shutil.rmtree(directory)
-    cpu = {what: statistics.median(run["cpu"] for run in found) for what, found in runs.items()}
-    wall = {what: statistics.median(run["wall"] for run in found) for what, found in runs.items()}
-    resident = statistics.median(run["resident"] for run in runs["open"])
-    rows = [
-        {"what": "read the table plainly", "entries": num_entries, "cpu s": cpu["read"], "wall s": wall["read"]},
-        {"what": "FileStore.open", "entries": num_entries, "cpu s": cpu["open"], "wall s": wall["open"],
-         "gc ms": 1e3 * statistics.median(run["gc"] for run in runs["open"]),
-         "bytes/entry": memory["now"] / num_entries, "peak bytes/entry": memory["peak"] / num_entries,
-         "peak resident/entry": resident / num_entries},
-    ]  # fmt: skip
-    scale = 1_000_000 / num_entries
-    targets = [
-        Target("recovery of 1 M entries, CPU s", 0.5, cpu["open"] * scale),
-        Target("Python memory, bytes per entry", 120, memory["now"] / num_entries),
+        turns = {what: partial(spawned, measure, directory, num_entries, what) for what in ("read", "open")}
+        runs = in_turns(turns, repeats)
+        memory = spawned(measure, directory, num_entries, "memory")
+    read, opened = ({column: median(run[column] for run in each) for column in each[0]} for each in runs.values())
+    rows: list[Row] = [
+        {"what": what, "entries": num_entries, "cpu s": each["cpu"], "wall s": each["wall"]}
+        for what, each in (("read the table plainly", read), ("FileStore.open", opened))
     ]
-    return report("recovery", rows, targets, arguments.json, arguments.save)
+    taken = {
+        "bytes/entry": memory["now"],
+        "peak bytes/entry": memory["peak"],
+        "peak resident/entry": opened["resident"],
+    }
+    rows[1] |= {"gc ms": 1e3 * opened["gc"], **{name: value / num_entries for name, value in taken.items()}}
+    targets = [
+        Target("recovery of 1 M entries, CPU s", 0.5, opened["cpu"] * 1_000_000 / num_entries),
+        Target("Python memory, bytes per entry", 120, rows[1]["bytes/entry"]),
+    ]
+    return report("recovery", rows, targets, given.json, given.save)
 
 
 if __name__ == "__main__":

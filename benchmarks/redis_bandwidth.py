@@ -18,150 +18,224 @@ Records sealed by [redis] secret, and records encrypted under [redis] key_file, 
 and have their own rows. "× clear" is their speed over that of records in the clear in the same round.
 """
 
-import hashlib
 import os
-import statistics
+import select
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack, suppress
 from functools import partial
+from importlib.machinery import ExtensionFileLoader
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from typing import Any, Final
+from statistics import median
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import redis
-from _redis_clients import Client, lmcache, redis_py
-from _report import Speed, Target, parser, progress, report
+from _bandwidth import OURS, StoreRace, sides_of
+from _blocks import Slots, key_file
+from _races import PYTHON, Row, form, is_built, speed_of
+from _report import Target, parser, progress, report
+from redis._parsers import _RESP2Parser
 
-from kvtier.tiers import BATCH_BYTES, BlockRecord, Outcome, checksum
-from kvtier.tiers.compiled import extension
+from kvtier.tiers import BlockRecord
 from kvtier.tiers.config import Config
-from kvtier.tiers.host import HostRegion
 from kvtier.tiers.redis import RedisStore
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests" / "rigs"))
 from redis_rig import NO_REDIS, RedisServer, cluster, standalone
 
+BlockKeys = Sequence[bytes]
+SlotBuffers = Sequence[memoryview]
+
+TTL_MS: Final = 86_400_000
+LMCACHE: Final = "lmcache==0.5.6"
+LMCACHE_CONNECTIONS: Final = (1, 2, 4)
+_SECONDS: Final = 60.0  # for a batch of LMCache's
 FINGERPRINT: Final = b"redis bandwidth".ljust(32, b".")
-BLOCK_SIZE: Final = 16
-PROTECTED: Final = ("secret", "key_file")  # options of [redis]
-PYTHON: Final = "Python alone"
-CLEAR: Final = ("ours", PYTHON)
-TWIN: Final = "kvtier.tiers.redis.turns_compiled"
 CPU_S_PER_GB: Final = 0.4
 FASTER: Final = {"GET": 1.3, "SET": 2.0}  # than redis-py's best
 VERBS: Final = ("SET", "GET")
 
 
-class HostSlots:
-    """Host slots: as many sources as a batch has blocks, each block's bytes its own, and as many targets."""
+class Client(NamedTuple):
+    """One way to move a batch: SET from buffers, GET into buffers, and away with the keys."""
 
-    def __init__(self, block_bytes: int) -> None:
-        self.block_bytes = block_bytes
-        self.per_batch = max(1, BATCH_BYTES // block_bytes)
-        region = HostRegion.allocate(2 * self.per_batch, block_bytes)
-        assert region.wait_prefaulted(None)
-        self.sources = [region.slot(i) for i in range(self.per_batch)]
-        self.targets = [region.slot(self.per_batch + i) for i in range(self.per_batch)]
-        rng = np.random.default_rng(1)
-        for source in self.sources:
-            source[:] = rng.bytes(block_bytes)
-        self.checksums = [checksum(source) for source in self.sources]
+    write: Callable[[BlockKeys, SlotBuffers], None]
+    read: Callable[[BlockKeys, SlotBuffers], None]
+    close: Callable[[], None]
 
-    def chain(self, name: str, num_batches: int) -> list[list[BlockRecord]]:
-        """Batches of records; block i of each is source i."""
-        parent, batches = bytes(32), []
-        for batch in range(num_batches):
-            records = []
-            for i in range(self.per_batch):
-                chain_hash = hashlib.sha256(f"{name}/{batch}/{i}".encode()).digest()
-                records.append(BlockRecord(chain_hash, parent, b"\1\0\0\0" * BLOCK_SIZE, self.checksums[i]))
-                parent = chain_hash
-            batches.append(records)
-        return batches
 
-    def forget_targets(self) -> None:
-        """What is read next is not there yet."""
-        for target in self.targets:
-            target[:8] = bytes(8)
+def redis_py(port: int, *, clustered: bool) -> dict[str, Client]:
+    """redis-py's ways, each GET followed by the copy into the buffers: with its C parser if hiredis is installed."""
+    kind: Any = redis.RedisCluster if clustered else redis.Redis
+    client = kind(host="127.0.0.1", port=port)
+    ways = {"pipeline": _pipelined(client), "loop": _looped(client), "MGET, MSET": _together(client, clustered)}
+    if not clustered:
+        ways["raw connection"] = _bare(client)
+        pool = redis.ConnectionPool(host="127.0.0.1", port=port, parser_class=_RESP2Parser, protocol=2)
+        ways["pipeline, no hiredis"] = _pipelined(redis.Redis(connection_pool=pool))
+    return ways
 
-    def check_targets(self) -> None:
-        """The last batch read holds the bytes written."""
-        same = [np.array_equal(a, b) for a, b in zip(self.sources, self.targets, strict=True)]
-        assert all(same), "read other bytes than written"
+
+def _copied(values: Sequence[Any], into: SlotBuffers) -> None:
+    for value, target in zip(values, into, strict=True):
+        np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(value, np.uint8))
+
+
+def _pipelined(client: Any) -> Client:
+    def write(keys: BlockKeys, buffers: SlotBuffers) -> None:
+        pipeline = client.pipeline(transaction=False)
+        for key, buffer in zip(keys, buffers, strict=True):
+            pipeline.set(key, buffer, px=TTL_MS)
+        assert all(pipeline.execute())
+
+    def read(keys: BlockKeys, into: SlotBuffers) -> None:
+        pipeline = client.pipeline(transaction=False)
+        for key in keys:
+            pipeline.get(key)
+        _copied(pipeline.execute(), into)
+
+    return Client(write, read, client.close)
+
+
+def _looped(client: Any) -> Client:
+    def write(keys: BlockKeys, buffers: SlotBuffers) -> None:
+        for key, buffer in zip(keys, buffers, strict=True):
+            assert client.set(key, buffer, px=TTL_MS)
+
+    def read(keys: BlockKeys, into: SlotBuffers) -> None:
+        for key, target in zip(keys, into, strict=True):
+            _copied([client.get(key)], [target])
+
+    return Client(write, read, client.close)
+
+
+def _together(client: Any, clustered: bool) -> Client:
+    """MSET knows no expiry."""
+    mget, mset = (client.mget_nonatomic, client.mset_nonatomic) if clustered else (client.mget, client.mset)
+
+    def write(keys: BlockKeys, buffers: SlotBuffers) -> None:
+        assert mset(dict(zip(keys, buffers, strict=True)))
+
+    return Client(write, lambda keys, into: _copied(mget(keys), into), client.close)
+
+
+def _bare(client: Any) -> Client:
+    """Packed commands and replies of one connection, below the client's own layers."""
+    connection = client.connection_pool.get_connection()
+
+    def write(keys: BlockKeys, buffers: SlotBuffers) -> None:
+        sets = [("SET", key, buffer, "PX", TTL_MS) for key, buffer in zip(keys, buffers, strict=True)]
+        connection.send_packed_command(connection.pack_commands(sets))
+        assert all(connection.read_response() for _ in sets)
+
+    def read(keys: BlockKeys, into: SlotBuffers) -> None:
+        connection.send_packed_command(connection.pack_commands([("GET", key) for key in keys]))
+        for target in into:
+            _copied([connection.read_response()], [target])
+
+    return Client(write, read, connection.disconnect)
+
+
+def lmcache(folder: Path, port: int, *, install: bool) -> dict[str, Client] | str:
+    """LMCache's C++ client with each number of connections, a thread each; or why it is not to be had here.
+
+    Nothing of LMCache's Python, and none of what it depends on, is needed: its extension wants torch's libraries,
+    which importing torch brings. It sets no expiry, and verifies nothing.
+    """
+    try:
+        kind = _extension(folder, install=install).LMCacheRedisClient
+        return {f"{count} connections": _native(kind("127.0.0.1", port, count)) for count in LMCACHE_CONNECTIONS}
+    except (OSError, ImportError, AttributeError, subprocess.SubprocessError, RuntimeError) as error:
+        return f"not to be had here: {str(error).strip().splitlines()[-1][:120]}"
+
+
+def _extension(folder: Path, *, install: bool) -> Any:
+    pattern = "lmcache/lmcache_redis.cpython-*.so"
+    if install and not any(folder.glob(pattern)):
+        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "-q", "--no-deps"]
+        subprocess.run([*pip, "--target", str(folder), LMCACHE], check=True, timeout=600)
+    found = next(folder.glob(pattern), None)
+    if found is None:
+        raise ImportError(f"no {pattern} in {folder.name}")
+    import torch  # noqa: F401  # its libraries, before what is linked to them
+
+    spec = spec_from_file_location("lmcache_redis", found, loader=ExtensionFileLoader("lmcache_redis", str(found)))
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _native(client: Any) -> Client:
+    poll = select.poll()
+    poll.register(client.event_fd(), select.POLLIN)
+
+    def move(submit: Callable[[list[str], list[memoryview]], object], keys: BlockKeys, buffers: SlotBuffers) -> None:
+        submit([key.decode() for key in keys], list(buffers))
+        while not (done := client.drain_completions()):
+            if not poll.poll(_SECONDS * 1000):
+                raise RuntimeError("LMCache's client kept silent")
+            with suppress(BlockingIOError):
+                os.read(client.event_fd(), 8)
+        assert all(completion[1] for completion in done), done
+
+    return Client(partial(move, client.submit_batch_set), partial(move, client.submit_batch_get), client.close)
 
 
 LMCache = dict[str, Client] | str
 """Its clients by their number of connections, or why there are none."""
 
 
-def opened(block_bytes: int, options: Mapping[str, str]) -> RedisStore:
-    """Our side, for blocks of so many bytes."""
-    config = Config.load(redis=dict(options)).redis
-    return RedisStore.open(config, FINGERPRINT, slot_bytes=block_bytes, block_size=BLOCK_SIZE)
-
-
-@contextmanager
-def python_alone() -> Iterator[None]:
-    """What is opened now finds no extension module."""
-    before = os.environ.get("KVTIER_COMPILED")
-    os.environ["KVTIER_COMPILED"] = "off"
-    try:
-        yield
-    finally:
-        del os.environ["KVTIER_COMPILED"]
-        if before is not None:
-            os.environ["KVTIER_COMPILED"] = before
-
-
-class RedisBench:
+class RedisBench(StoreRace):
     """One block size on one set of servers."""
 
     def __init__(
-        self, servers: Sequence[RedisServer], slots: HostSlots, num_bytes: int, key_file: Path, native: LMCache
+        self, servers: Sequence[RedisServer], slots: Slots, num_bytes: int, key: Path, native: LMCache
     ) -> None:
-        self.servers = servers
-        self.slots = slots
-        self.num_batches = max(1, num_bytes // (slots.per_batch * slots.block_bytes))
-        self.speeds: dict[tuple[str, str], list[Speed]] = {}
-        self.limits: dict[str, list[float]] = {}
-        clustered = len(servers) > 1
-        url = ",".join(server.url for server in servers)
-        common = {"url": url, "mode": "cluster" if clustered else "standalone", "deadline": "20s"}
-        sides: dict[str, dict[str, str]] = {
-            "ours": {},
-            "secret": {"secret": "a secret of the benchmark"},
-            "key_file": {"key_file": str(key_file)},
-        }
-        self.stores = {side: opened(slots.block_bytes, {**common, **protection}) for side, protection in sides.items()}
-        if extension(TWIN) is not None:
-            with python_alone():
-                self.stores[PYTHON] = opened(slots.block_bytes, {**common, "prefix": "python-alone"})
-        kind: Any = redis.RedisCluster if clustered else redis.Redis
-        self.client = kind(host="127.0.0.1", port=servers[0].port)
-        self.ways = {
-            f"redis-py {way}": client for way, client in redis_py(servers[0].port, clustered=clustered).items()
-        }
+        self.servers, self.limits = servers, list[dict[str, float]]()
+        self.clustered = len(servers) > 1
+        common = {"url": ",".join(server.url for server in servers), "deadline": "20s"}
+        common["mode"] = "cluster" if self.clustered else "standalone"
+
+        def opened(**options: str) -> RedisStore:
+            config = Config.load(redis=common | options).redis
+            return RedisStore.open(config, FINGERPRINT, slot_bytes=slots.block_bytes, block_size=16)
+
+        stores = {side: opened(**options) for side, options in sides_of(key).items()}
+        if is_built("kvtier.tiers.redis.turns_compiled"):
+            with form(PYTHON):
+                stores[PYTHON] = opened(prefix="python-alone")
+        super().__init__(slots, num_bytes, stores)
+        port = servers[0].port
+        kind: Any = redis.RedisCluster if self.clustered else redis.Redis
+        self.client = kind(host="127.0.0.1", port=port)
+        self.ways = {f"redis-py {way}": one for way, one in redis_py(port, clustered=self.clustered).items()}
         self.native = native if isinstance(native, str) else {f"LMCache {way}": one for way, one in native.items()}
         self.others = self.ways | (self.native if isinstance(self.native, dict) else {})
 
-    def run(self, rounds: int) -> None:
+    def run(self, rounds: int) -> list[Row]:
         """All sides by turns; the first round warms the servers' memory and counts for nothing."""
         sides = [*self.stores, *self.others]
         for number in range(rounds + 1):
-            batches = self.slots.chain(str(number), self.num_batches)
+            batches = self.chain(number)
             for side in sides if number % 2 else reversed(sides):
                 for verb in VERBS:
-                    speed = self.timed(verb, side, batches)
+                    self.forget()
+                    work = partial(self.move, verb, side, batches)
+                    speed = speed_of(work, self.num_batches * self.slots.batch_bytes)
+                    if verb == "GET":
+                        self.check()
                     if number:
-                        self.speeds.setdefault((verb, side), []).append(speed)
+                        self.add((verb, side), speed)
                 self.empty(side, batches)
             if number in (1, 2, 3):
-                for verb, limit in self.redis_benchmark().items():
-                    self.limits.setdefault(verb, []).append(limit)
+                self.limits.append(self.redis_benchmark())
+        return self.rows()
 
     def close(self) -> None:
         """Give the connections back; LMCache's are the caller's."""
@@ -183,132 +257,74 @@ class RedisBench:
                 pipeline.unlink(key)
             assert all(pipeline.execute())
 
-    def timed(self, verb: str, side: str, batches: list[list[BlockRecord]]) -> Speed:
-        """One pass over all batches; what was read is compared afterwards."""
-        work: Callable[[list[BlockRecord]], None]
-        if side in self.stores:
-            work = partial(self.write if verb == "SET" else self.read, self.stores[side])
-        else:
-            work = partial(self.move, verb, side)
-        self.slots.forget_targets()
-        cpu, start = time.process_time(), time.perf_counter()
+    def move(self, verb: str, side: str, batches: list[list[BlockRecord]]) -> None:
         for batch in batches:
-            work(batch)
-        wall, cpu = time.perf_counter() - start, time.process_time() - cpu
-        if verb == "GET":
-            self.slots.check_targets()
-        gigabytes = len(batches) * self.slots.per_batch * self.slots.block_bytes / 1e9
-        return Speed(gigabytes / wall, cpu / gigabytes)
-
-    def move(self, verb: str, side: str, batch: list[BlockRecord]) -> None:
-        """Another client's."""
-        if verb == "SET":
-            self.others[side].write(self.keys(side, batch), self.slots.sources)
-        else:
-            self.others[side].read(self.keys(side, batch), self.slots.targets)
-
-    def write(self, store: RedisStore, batch: list[BlockRecord]) -> None:
-        """Ours."""
-        outcomes = store.write(batch, self.slots.sources)
-        assert set(outcomes) == {Outcome.OK}, f"a write failed: {set(outcomes)}"
-
-    def read(self, store: RedisStore, batch: list[BlockRecord]) -> None:
-        """Ours."""
-        results = store.read([record.chain_hash for record in batch], self.slots.targets)
-        assert not [r for r in results if isinstance(r, Outcome)], f"a read failed: {results}"
+            if side in self.stores:
+                (self.write if verb == "SET" else self.read)(side, batch)
+            elif verb == "SET":
+                self.others[side].write(self.keys(side, batch), self.slots.sources)
+            else:
+                self.others[side].read(self.keys(side, batch), self.slots.targets)
 
     def redis_benchmark(self) -> dict[str, float]:
         """GB/s by verb, the best of: a batch in flight on one connection a server, and a block on each of two.
 
         Over a cluster it looks at its clock every 250 ms only: it moves more than a pass does.
         """
-        n = len(self.servers)
-        shapes = [self.benchmarked(n, self.slots.per_batch), self.benchmarked(2 * n, 1)]
-        return {verb: max(shape[verb] for shape in shapes) for verb in VERBS}
+        num_requests, best = 8 * self.num_batches * self.slots.per_batch, dict.fromkeys(VERBS, 0.0)
+        for connections, in_flight in ((1, self.slots.per_batch), (2, 1)):
+            command = ["redis-benchmark", "-h", "127.0.0.1", "-p", str(self.servers[0].port), "-t", "set,get", "--csv",
+                       "-d", str(self.slots.block_bytes), "-n", str(num_requests), "-P", str(in_flight),
+                       "-c", str(connections * len(self.servers)),
+                       *(["--cluster"] if self.clustered else [])]  # fmt: skip
+            done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600)
+            for line in done.stdout.replace('"', "").splitlines():
+                if line.startswith(VERBS):
+                    verb, rate, *_ = line.split(",")
+                    best[verb] = max(best[verb], float(rate) * self.slots.block_bytes / 1e9)
+        return best
 
-    def benchmarked(self, connections: int, in_flight: int) -> dict[str, float]:
-        """Of one shape: GB/s by verb."""
-        num_requests = 8 * self.num_batches * self.slots.per_batch
-        command = ["redis-benchmark", "-h", "127.0.0.1", "-p", str(self.servers[0].port), "-t", "set,get", "--csv",
-                   "-d", str(self.slots.block_bytes), "-n", str(num_requests), "-P", str(in_flight),
-                   "-c", str(connections), *(["--cluster"] if len(self.servers) > 1 else [])]  # fmt: skip
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600)
-        lines = [line.replace('"', "").split(",") for line in done.stdout.splitlines()]
-        return {line[0]: float(line[1]) * self.slots.block_bytes / 1e9 for line in lines if line[0] in VERBS}
-
-    def rows(self) -> list[dict[str, object]]:
+    def rows(self) -> list[Row]:
         """Medians; a ratio is of two passes of one round."""
-        found: list[dict[str, object]] = []
+        found: list[Row] = []
         for verb in VERBS:
-            what: dict[str, object] = {
-                "nodes": len(self.servers),
-                "block KiB": self.slots.block_bytes >> 10,
-                "verb": verb,
-            }
-            found += [
-                {**what, "records": "clear", "way": side, **self.race(verb, side)}
-                for side in CLEAR
-                if side in self.stores
-            ]
-            found += [
-                {**what, "client": side, "GB/s": self.speed(verb, side), "CPU s/GB": self.cpu(verb, side)}
-                for side in self.others
-            ]
-            found += [
-                {
-                    **what,
-                    "records": side,
-                    "GB/s": self.speed(verb, side),
-                    "× clear": self.ratio(verb, side, "ours"),
-                    "CPU s/GB": self.cpu(verb, side),
-                }
-                for side in PROTECTED
-            ]
+            what = {"nodes": len(self.servers), "block KiB": self.slots.block_bytes >> 10, "verb": verb}
+            for side in (OURS, PYTHON):
+                if side in self.stores:
+                    found.append({**what, "records": "clear", "way": side, **self.raced(verb, side)})
+            for side in self.others:
+                speed = {"GB/s": self.rate((verb, side)), "CPU s/GB": self.cpu((verb, side))}
+                found.append({**what, "client": side, **speed})
+            found += self.sealed_rows(what)
         return found
 
-    def race(self, verb: str, side: str) -> dict[str, object]:
+    def raced(self, verb: str, side: str) -> Row:
         """Records in the clear, by one of our ways, beside the best of the others."""
-        way = self.best(verb, self.ways)
-        raced: dict[str, object] = {
-            "GB/s": self.speed(verb, side),
-            "CPU s/GB": self.cpu(verb, side),
-            "redis-benchmark GB/s": statistics.median(self.limits[verb]),
-            "best of redis-py": way.removeprefix("redis-py "),
-            "× redis-py": self.ratio(verb, side, way),
+
+        def best(sides: Iterable[str]) -> tuple[str, str]:
+            return self.best([(verb, other) for other in sides])
+
+        ours, way = (verb, side), best(self.ways)
+        return {
+            "GB/s": self.rate(ours),
+            "CPU s/GB": self.cpu(ours),
+            "redis-benchmark GB/s": median(limit[verb] for limit in self.limits),
+            "best of redis-py": way[1].removeprefix("redis-py "),
+            "× redis-py": self.ratio(ours, way),
+            "× LMCache": self.native if isinstance(self.native, str) else self.ratio(ours, best(self.native)),
         }
-        if isinstance(self.native, str):
-            return {**raced, "× LMCache": self.native}
-        return {**raced, "× LMCache": self.ratio(verb, side, self.best(verb, self.native))}
-
-    def best(self, verb: str, sides: Mapping[str, Client]) -> str:
-        """The fastest of them."""
-        return max(sides, key=lambda side: self.speed(verb, side))
-
-    def speed(self, verb: str, side: str) -> float:
-        """GB/s."""
-        return statistics.median(speed.gb_per_s for speed in self.speeds[verb, side])
-
-    def ratio(self, verb: str, side: str, other: str) -> float:
-        """How many times as fast one side was as the other."""
-        pairs = zip(self.speeds[verb, side], self.speeds[verb, other], strict=True)
-        return statistics.median(one.gb_per_s / two.gb_per_s for one, two in pairs)
-
-    def cpu(self, verb: str, side: str) -> float:
-        """CPU seconds a GB."""
-        return statistics.median(speed.cpu_s_per_gb for speed in self.speeds[verb, side])
 
 
-def targets_of(rows: Sequence[dict[str, Any]]) -> list[Target]:
+def targets_of(rows: Sequence[Row]) -> list[Target]:
     found = []
     for row in rows:
-        if row.get("records") != "clear":
-            continue
-        nodes = "1 node" if row["nodes"] == 1 else f"{row['nodes']} nodes"
-        what = f"{row['verb']}, {row['block KiB']} KiB, {nodes}{', Python alone' if row['way'] == PYTHON else ''}"
-        found.append(Target(f"{what}: × redis-py's best way", FASTER[row["verb"]], row["× redis-py"], at_most=False))
-        if isinstance(row["× LMCache"], float):
-            found.append(Target(f"{what}: × LMCache's C++ client", 1.0, row["× LMCache"], at_most=False))
-        found.append(Target(f"{what}: CPU s/GB", CPU_S_PER_GB, row["CPU s/GB"]))
+        if row.get("records") == "clear":
+            nodes = "1 node" if row["nodes"] == 1 else f"{row['nodes']} nodes"
+            what = f"{row['verb']}, {row['block KiB']} KiB, {nodes}{', Python alone' if row['way'] == PYTHON else ''}"
+            found.append(Target(f"{what}: × redis-py's best way", FASTER[row["verb"]], row["× redis-py"], False))
+            if isinstance(row["× LMCache"], float):
+                found.append(Target(f"{what}: × LMCache's C++ client", 1.0, row["× LMCache"], False))
+            found.append(Target(f"{what}: CPU s/GB", CPU_S_PER_GB, row["CPU s/GB"]))
     return found
 
 
@@ -319,30 +335,26 @@ def main() -> int:
     options.add_argument(
         "--lmcache", type=Path, default=home / "kvtier" / "benchmark-lmcache", help="the folder LMCache is installed in"
     )
-    arguments = options.parse_args()
+    given = options.parse_args()
     if NO_REDIS:
         sys.exit(f"redis_bandwidth: {NO_REDIS}")
-    num_bytes, rounds = (64 << 20, 1) if arguments.quick else (256 << 20, 7)
-    sizes = arguments.block_kib or ([128, 2048] if arguments.quick else [128, 512, 2048, 8192])
-    rows: list[dict[str, object]] = []
+    num_bytes, rounds = (64 << 20, 1) if given.quick else (256 << 20, 7)
+    sizes = given.block_kib or ([128, 2048] if given.quick else [128, 512, 2048, 8192])
+    rows: list[Row] = []
     with ExitStack() as stack:
-        key_file = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "key"
-        key_file.touch(0o600)
-        key_file.write_bytes(os.urandom(32))
+        key = key_file(stack.enter_context(tempfile.TemporaryDirectory()))
         alone = [stack.enter_context(standalone())]
         three = stack.enter_context(cluster()).masters
-        native = lmcache(arguments.lmcache, alone[0].port, install=not arguments.quick)
-        if isinstance(native, dict):
-            for client in native.values():
-                stack.callback(client.close)
+        native = lmcache(given.lmcache, alone[0].port, install=not given.quick)
+        for client in native.values() if isinstance(native, dict) else ():
+            stack.callback(client.close)
         for servers, theirs in ((alone, native), (three, "its client knows no cluster")):
             for block_kib in sizes:
                 progress(f"{len(servers)} nodes, blocks of {block_kib} KiB")
-                bench = RedisBench(servers, HostSlots(block_kib << 10), num_bytes, key_file, theirs)
-                bench.run(rounds)
-                rows += bench.rows()
+                bench = RedisBench(servers, Slots(block_kib << 10), num_bytes, key, theirs)
+                rows += bench.run(rounds)
                 bench.close()
-    return report("redis_bandwidth", rows, targets_of(rows), arguments.json, arguments.save)
+    return report("redis_bandwidth", rows, targets_of(rows), given.json, given.save)
 
 
 if __name__ == "__main__":

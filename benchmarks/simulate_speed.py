@@ -10,13 +10,14 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Final, NamedTuple, ParamSpec, TypeVar
+from typing import Final, NamedTuple
 
 import numpy as np
 from _eviction_traces import PRODUCTION, made_up, production_trace
-from _report import Target, parser, progress, report
+from _races import Row, took
+from _report import parser, progress, report
 
 from kvtier.service.simulation import (
     Capacity,
@@ -35,10 +36,6 @@ REQUESTS: Final = 2000
 PIECE: Final = 20  # requests
 ROUNDS: Final = 2
 SLAB: Final = 4  # times L2
-SECONDS: Final = 60.0  # for 100,000 requests
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 class Case(NamedTuple):
@@ -72,13 +69,6 @@ def write_lines(trace: RequestTrace, path: Path) -> None:
             file.write(json.dumps(line) + "\n")
 
 
-def timed(action: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> tuple[T, float]:
-    """What it returns, and the CPU seconds it took."""
-    began = time.process_time()
-    result = action(*arguments, **options)
-    return result, time.process_time() - began
-
-
 def replay(trace: RequestTrace, case: Case, size: int) -> tuple[SimulatedRun, list[float]]:
     """As `TraceReplay.run`, and the CPU seconds of each piece, the first with what is made before."""
     block_bytes, began = case.block_mib * MIB, time.process_time()
@@ -97,40 +87,33 @@ def replay(trace: RequestTrace, case: Case, size: int) -> tuple[SimulatedRun, li
     return SimulatedRun(capacity, found, tiers.pool.num_evicted, written), pieces
 
 
-def measure(path: Path, size: int, rounds: int) -> list[dict[str, object]]:
+def measure(path: Path, size: int, rounds: int) -> list[Row]:
     """A row for each case; `size` is of L2, in blocks."""
     load_trace(path, limit=100)  # what is imported once
     trace = load_trace(path)
     reading, bound = list[float](), list[float]()
     pieces: dict[Case, list[list[float]]] = {case: [] for case in CASES}
-    valued: dict[Case, float] = {}
+    valued = dict.fromkeys(CASES, float("inf"))
     for turn in range(rounds):
-        reading.append(timed(load_trace, path)[1])
-        optimum, seconds = timed(optimum_of, trace)
-        bound.append(seconds)
+        reading.append(took(lambda: load_trace(path), time.process_time))
+        began = time.process_time()
+        optimum = optimum_of(trace)
+        bound.append(time.process_time() - began)
         for case in CASES:
-            run, seconds_each = replay(trace, case, size)
-            pieces[case].append(seconds_each)
-            value = timed(value_of, run, trace, optimum, case.block_mib * MIB, LoadRates(), None)[1]
-            valued[case] = min(value, valued.get(case, value))
-            progress(f"round {turn + 1} of {rounds}: {case.policy}, {case.through}: {sum(seconds_each):.1f} CPU s")
-    rows: list[dict[str, object]] = []
+            run, seconds = replay(trace, case, size)
+            pieces[case].append(seconds)
+            value = partial(value_of, run, trace, optimum, case.block_mib * MIB, LoadRates(), None)
+            valued[case] = min(valued[case], took(value, time.process_time))
+            progress(f"round {turn + 1} of {rounds}: {case.policy}, {case.through}: {sum(seconds):.1f} CPU s")
+    rows: list[Row] = []
     each = 1e6 / len(trace)
     for case, of_rounds in pieces.items():
-        took = sum(map(min, zip(*of_rounds, strict=True))) + valued[case]
-        whole = min(reading) + min(bound) + took
-        rows.append(
-            {
-                "policy": case.policy,
-                "through": case.through,
-                "block MiB": case.block_mib,
-                "read": round(each * min(reading)),
-                "optimum": round(each * min(bound)),
-                "replay": round(each * took),
-                "a second": round(len(trace) / whole),
-                "seconds_100k": round(1e5 * whole / len(trace), 1),
-            }
-        )
+        replayed = sum(map(min, zip(*of_rounds, strict=True))) + valued[case]
+        whole = min(reading) + min(bound) + replayed
+        row = {"policy": case.policy, "through": case.through, "block MiB": case.block_mib}
+        row |= {"read": round(each * min(reading)), "optimum": round(each * min(bound))}
+        row |= {"replay": round(each * replayed), "a second": round(len(trace) / whole)}
+        rows.append(row | {"seconds_100k": round(1e5 * whole / len(trace), 1)})
     return rows
 
 
@@ -141,22 +124,14 @@ def main() -> int:
     chosen = options.parse_args()
     limit = chosen.requests or (300 if chosen.quick else REQUESTS)
     trace, size = production_trace(limit), 64 if chosen.quick else 1024
-    name = PRODUCTION if trace is not None else MADE_UP
     rounds = 1 if chosen.quick else chosen.rounds
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory, "trace.jsonl")
         write_lines(made_up(MADE_UP, limit=limit) if trace is None else trace, path)
         rows = measure(path, size, rounds)
-    targets = [
-        Target(
-            f"simulate, {row['policy']}, {row['through']}, blocks of {row['block MiB']} MiB: CPU s of 100,000 requests",
-            SECONDS,
-            float(str(row["seconds_100k"])),
-        )
-        for row in rows
-    ]
+    name = MADE_UP if trace is None else PRODUCTION
     setup = {"trace": name, "requests": limit, "L2, blocks": size, "slab, times L2": SLAB, "rounds": rounds}
-    return report("simulate_speed", rows, targets, chosen.json, chosen.save, setup)
+    return report("simulate_speed", rows, [], chosen.json, chosen.save, setup)
 
 
 if __name__ == "__main__":

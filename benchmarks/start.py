@@ -2,12 +2,13 @@
 
 import os
 import resource
-import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from functools import partial
+from statistics import median
 from typing import Final
 
+from _races import in_turns
 from _report import Target, parser, progress, report
 
 STARTS: Final[dict[str, tuple[tuple[str, ...], float | None]]] = {  # program, CPU s at most
@@ -19,8 +20,7 @@ STARTS: Final[dict[str, tuple[tuple[str, ...], float | None]]] = {  # program, C
 }
 
 
-def cpu_seconds(arguments: Sequence[str]) -> float:
-    """CPU time, user and system, of one process."""
+def cpu_seconds(*arguments: str) -> float:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     environment = os.environ | {"TERM": "dumb"}
     subprocess.run([sys.executable, *arguments], check=True, stdout=subprocess.DEVNULL, timeout=120, env=environment)
@@ -31,14 +31,11 @@ def cpu_seconds(arguments: Sequence[str]) -> float:
 def main() -> int:
     options = parser(__doc__).parse_args()
     rounds = 3 if options.quick else 15
-    took: dict[str, list[float]] = {name: [] for name in STARTS}
-    for turn in range(rounds + 1):  # the first fills the page cache
-        progress(f"round {turn} of {rounds}")
-        for name, (arguments, _) in STARTS.items():
-            took[name].append(cpu_seconds(arguments))
-    medians = {name: statistics.median(taken[1:]) for name, taken in took.items()}
-    rows = [{"start": name, "CPU s": medians[name], "best": min(took[name])} for name in STARTS]
-    targets = [Target(name, limit, medians[name]) for name, (_, limit) in STARTS.items() if limit is not None]
+    progress(f"{rounds} rounds")
+    turns = {name: partial(cpu_seconds, *arguments) for name, (arguments, _) in STARTS.items()}
+    took = in_turns(turns, rounds, warm_up=1)  # it fills the page cache
+    rows = [{"start": name, "CPU s": median(each), "best": min(each)} for name, each in took.items()]
+    targets = [Target(name, limit, median(took[name])) for name, (_, limit) in STARTS.items() if limit is not None]
     return report("start", rows, targets, options.json, options.save)
 
 

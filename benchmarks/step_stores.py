@@ -9,26 +9,25 @@ Of the prompt, 16,384 tokens in blocks of 16, the scheduler's part alone is meas
 its step starts (`plan`), and what it does when the worker has reported the copies (`seal`).
 """
 
-import os
-import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Final
-from unittest.mock import patch
 
 import torch
+from _races import PYTHON, Row, form, is_built
 from _report import Target, parser, progress, report
 
 from kvtier.connector import LocalConnector
-from kvtier.tiers.compiled import extension
 from kvtier.tiers.config import Config
 from kvtier.tiers.naming import KVShape, TokenChain, root_hash
 
 SEQUENCES: Final = (1, 4, 16, 64)
-MOST: Final = {1: 0.05, 4: 0.07, 16: 0.15, 64: 0.4}  # CPU ms of a step of so many sequences
 PROMPT: Final = 1024  # blocks of a long prompt that is computed in one step
 MOST_PLAN: Final = 3.0  # CPU ms: what vLLM's own offloading plans such a prompt's stores in
 SHAPE: Final = KVShape(2, 16, 1, 32, "float16")
@@ -39,6 +38,7 @@ SETTINGS: Final = {  # (sightings before a block is stored, whether there is a s
     "L2 and slab, write-back": (1, True),
     "L2 and slab, write-back, admit_after 2": (2, True),
 }
+WAYS: Final = {"": "compiled", f", {PYTHON}": PYTHON} if is_built() else {"": PYTHON}
 
 
 @dataclass
@@ -52,6 +52,26 @@ class GrowingRequest:
     def num_tokens(self) -> int:
         """Tokens so far, in whole blocks."""
         return len(self.chain.hashes) * SHAPE.block_size
+
+    def grow(self, seed: int, num_blocks: int = 1) -> None:
+        self.chain.extend([(seed + i * 13) % 50_000 for i in range(num_blocks * SHAPE.block_size)])
+
+
+def admitted(connector: LocalConnector, name: str) -> GrowingRequest:
+    request = GrowingRequest(name, TokenChain(root_hash(FINGERPRINT), SHAPE.block_size))
+    connector.scheduler.admit(request)
+    return request
+
+
+@contextmanager
+def connected(way: str, num_blocks: int, **options: dict[str, object]) -> Iterator[LocalConnector]:
+    tensor = torch.zeros((num_blocks, *SHAPE.block_shape), dtype=getattr(torch, SHAPE.dtype))
+    with form(way):
+        connector = LocalConnector(Config.model_validate(options), FINGERPRINT, SHAPE, tensor)
+    assert connector.tiers.region is not None
+    connector.tiers.region.wait_prefaulted(60)  # else that is counted, too
+    yield connector
+    connector.close()
 
 
 def step(connector: LocalConnector, sequences: list[GrowingRequest], number: int) -> float:
@@ -67,98 +87,79 @@ def step(connector: LocalConnector, sequences: list[GrowingRequest], number: int
     return (time.process_time() - before) * 1e3
 
 
-def measure(num_sequences: int, num_steps: int, admit_after: int, *, writes_back: bool, compiled: bool) -> float:
-    """The median step's CPU milliseconds, of steps all of whose blocks are stored; `compiled`: with the twins."""
-    with tempfile.TemporaryDirectory() as folder:
-        cache = f'admit_after = {admit_after}\nwrite_policy = "write_{"back" if writes_back else "through"}"\n'
-        slab = f'[file]\npath = "{folder}/slab"\nsize = "64MiB"\n' if writes_back else ""
-        settings = Path(folder) / "kvtier.toml"
-        settings.write_text(f'[cache]\n{cache}[host]\nsize = "256MiB"\n{slab}')
-        tensor = torch.zeros((num_sequences, *SHAPE.block_shape), dtype=getattr(torch, SHAPE.dtype))
-        with patch.dict(os.environ, {} if compiled else {"KVTIER_COMPILED": "off"}):
-            connector = LocalConnector(Config.load(settings), FINGERPRINT, SHAPE, tensor)
-        assert connector.tiers.region is not None
-        connector.tiers.region.wait_prefaulted(60)  # else that is counted, too
-        for turn in range(1, admit_after):
-            grow(connector, f"turn {turn}", num_sequences, num_steps)
-        took, names = grow(connector, "the turn that stores", num_sequences, num_steps)
-        found = connector.tiers.locate(names, 1.0)
-        if found["l2"] != len(names):
-            raise RuntimeError(f"of {len(names)} blocks {found['l2']} were stored")
-        connector.close()
-    return statistics.median(took[num_steps // 5 :])
-
-
-def plan_prompt(num_prompts: int, *, compiled: bool) -> tuple[float, float]:
-    """The scheduler's median CPU milliseconds for a prompt's stores: planned, and taken in when they are copied."""
-    tensor = torch.zeros((PROMPT, *SHAPE.block_shape), dtype=getattr(torch, SHAPE.dtype))
-    config = Config.model_validate({"host": {"size": 2 * PROMPT * SHAPE.block_bytes}})
-    with patch.dict(os.environ, {} if compiled else {"KVTIER_COMPILED": "off"}):
-        connector = LocalConnector(config, FINGERPRINT, SHAPE, tensor)
-    assert connector.tiers.region is not None
-    connector.tiers.region.wait_prefaulted(60)
-    plans, seals = [], []
-    for number in range(num_prompts):
-        request = GrowingRequest(f"prompt {number}", TokenChain(root_hash(FINGERPRINT), SHAPE.block_size))
-        request.chain.extend([(number * 7919 + i * 13) % 50_000 for i in range(PROMPT * SHAPE.block_size)])
-        connector.scheduler.admit(request)
-        before = time.thread_time()
-        connector.scheduler.store(request.request_id, 0, range(PROMPT))
-        plan = connector.scheduler.build_plan()
-        plans.append((time.thread_time() - before) * 1e3)
-        connector.worker.start_store(plan)
-        seal = 0.0
-        while not connector.scheduler.idle:
-            connector.worker.wait(1.0)
-            report_of_copies = connector.worker.poll()
-            before = time.thread_time()
-            connector.scheduler.update(report_of_copies)
-            seal += (time.thread_time() - before) * 1e3
-        seals.append(seal)
-        connector.scheduler.finished(request.request_id)
-        connector.tiers.drain(10.0, below=False)
-    connector.close()
-    return statistics.median(plans[2:]), statistics.median(seals[2:])
-
-
-def grow(connector: LocalConnector, turn: str, num_sequences: int, num_steps: int) -> tuple[list[float], list[bytes]]:
+def turn(connector: LocalConnector, name: str, num_sequences: int, num_steps: int) -> tuple[list[float], list[bytes]]:
     """Sequences that grow by a block in each step. Returns the steps' CPU milliseconds and a sequence's names."""
-    root = root_hash(FINGERPRINT)
-    sequences = [GrowingRequest(f"{turn}, {n}", TokenChain(root, SHAPE.block_size)) for n in range(num_sequences)]
-    for sequence in sequences:
-        connector.scheduler.admit(sequence)
+    sequences = [admitted(connector, f"{name}, {n}") for n in range(num_sequences)]
     took = []
     for number in range(num_steps):
         for n, sequence in enumerate(sequences):
-            sequence.chain.extend([(n * 7919 + number * 13 + i) % 50_000 for i in range(SHAPE.block_size)])
+            sequence.grow(n * 7919 + number * 13)
         took.append(step(connector, sequences, number))
     for sequence in sequences:
         connector.scheduler.finished(sequence.request_id)
     return took, list(sequences[0].chain.hashes)
 
 
+def measure(num_sequences: int, num_steps: int, admit_after: int, *, writes_back: bool, way: str) -> float:
+    """The median step's CPU milliseconds, of steps all of whose blocks are stored."""
+    with tempfile.TemporaryDirectory() as folder:
+        policy = "write_back" if writes_back else "write_through"
+        options: dict[str, dict[str, object]] = {"cache": {"admit_after": admit_after, "write_policy": policy}}
+        if writes_back:
+            options["file"] = {"path": Path(folder) / "slab", "size": "64MiB"}
+        with connected(way, num_sequences, host={"size": "256MiB"}, **options) as connector:
+            for number in range(1, admit_after):
+                turn(connector, f"turn {number}", num_sequences, num_steps)
+            took, names = turn(connector, "the turn that stores", num_sequences, num_steps)
+            found = connector.tiers.locate(names, 1.0)
+            if found["l2"] != len(names):
+                raise RuntimeError(f"of {len(names)} blocks {found['l2']} were stored")
+    return median(took[num_steps // 5 :])
+
+
+def plan_prompt(num_prompts: int, way: str) -> tuple[float, float]:
+    """The scheduler's median CPU milliseconds for a prompt's stores: planned, and taken in when they are copied."""
+    plans, seals, clock = list[float](), list[float](), time.thread_time
+    with connected(way, PROMPT, host={"size": 2 * PROMPT * SHAPE.block_bytes}) as connector:
+        scheduler = connector.scheduler
+        for number in range(num_prompts):
+            request = admitted(connector, f"prompt {number}")
+            request.grow(number * 7919, PROMPT)
+            before = clock()
+            scheduler.store(request.request_id, 0, range(PROMPT))
+            plan = scheduler.build_plan()
+            plans.append((clock() - before) * 1e3)
+            connector.worker.start_store(plan)
+            seals.append(0.0)
+            while not scheduler.idle:
+                connector.worker.wait(1.0)
+                copies = connector.worker.poll()
+                before = clock()
+                scheduler.update(copies)
+                seals[-1] += (clock() - before) * 1e3
+            scheduler.finished(request.request_id)
+            connector.tiers.drain(10.0, below=False)
+    return median(plans[2:]), median(seals[2:])
+
+
 def main() -> int:
-    options = parser(__doc__).parse_args()
-    num_steps = 20 if options.quick else 200
-    rows: list[dict[str, object]] = []
+    given = parser(__doc__).parse_args()
+    num_steps, num_prompts = (20, 5) if given.quick else (200, 40)
+    rows: list[Row] = []
     targets: list[Target] = []
-    is_built = extension("kvtier.tiers.pool.core_compiled") is not None
-    ways = {"": True, ", Python alone": False} if is_built else {"": False}
     for setting, (admit_after, writes_back) in SETTINGS.items():
         for num_sequences in SEQUENCES:
-            for way, compiled in ways.items():
-                progress(f"{setting}{way}: {num_sequences} sequences")
-                took = measure(num_sequences, num_steps, admit_after, writes_back=writes_back, compiled=compiled)
-                rows.append({"setting": setting + way, "sequences": num_sequences, "CPU ms a step": took})
-                rows[-1]["us a block"] = took * 1e3 / num_sequences
-                named = f"{setting}{way}: CPU ms of a step of {num_sequences} stores"
-                targets.append(Target(named, MOST[num_sequences], took))
-    for way, compiled in ways.items():
-        progress(f"a prompt of {PROMPT} blocks{way}")
-        plan, seal = plan_prompt(5 if options.quick else 40, compiled=compiled)
-        rows.append({"setting": f"L2, a prompt of {PROMPT} blocks{way}", "plan, CPU ms": plan, "seal, CPU ms": seal})
-        targets.append(Target(f"CPU ms to plan a prompt of {PROMPT} blocks{way}", MOST_PLAN, plan))
-    return report("step_stores", rows, targets, options.json, options.save)
+            for name, way in WAYS.items():
+                progress(f"{setting}{name}: {num_sequences} sequences")
+                took = measure(num_sequences, num_steps, admit_after, writes_back=writes_back, way=way)
+                row = {"setting": setting + name, "sequences": num_sequences, "CPU ms a step": took}
+                rows.append(row | {"us a block": took * 1e3 / num_sequences})
+    for name, way in WAYS.items():
+        progress(f"a prompt of {PROMPT} blocks{name}")
+        plan, seal = plan_prompt(num_prompts, way)
+        rows.append({"setting": f"L2, a prompt of {PROMPT} blocks{name}", "plan, CPU ms": plan, "seal, CPU ms": seal})
+        targets.append(Target(f"CPU ms to plan a prompt of {PROMPT} blocks{name}", MOST_PLAN, plan))
+    return report("step_stores", rows, targets, given.json, given.save)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import _lossy
 import compression
 import numpy as np
 import pytest
@@ -34,7 +33,7 @@ def test_blocks_are_the_models_kv_in_the_canonical_layout() -> None:
 
 @pytest.mark.skipif(not compression.FIXTURE.exists(), reason="the trained model is not beside this checkout")
 def test_rows_of_answers_tell_exact_kv_from_others() -> None:
-    exact, scaled, cast = _lossy.answers(compression.FIXTURE, quick=True)
+    exact, scaled, cast = compression.answers(quick=True)
     assert (exact["KL, most"], exact["logits apart, most"], exact["as exact"]) == (0, 0, 1)
     for row in (scaled, cast):
         assert 0 < float(str(row["KL, mean"])) < float(str(row["KL, most"])) < 0.1
@@ -43,7 +42,7 @@ def test_rows_of_answers_tell_exact_kv_from_others() -> None:
 
 def test_a_bucket_keeps_less_of_what_is_compressed_also_if_it_is_encrypted(s3: ObjectServer, tmp_path: Path) -> None:
     blocks = np.frombuffer(made_up_kv(8 * 262_144), np.uint8).reshape(8, -1)
-    rows = compression.over_objects(s3, blocks, tmp_path / "key")
+    rows = compression.over_objects(s3, blocks, tmp_path)
     plain, shorter, hidden = (float(str(row["KiB in a bucket"])) for row in rows)
     assert 256 < plain < 260
     assert shorter <= hidden < 0.8 * plain

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from _synthetic_traces import TRACES
+from _eviction_traces import TRACES
 from extent import brief
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
