@@ -34,10 +34,7 @@ class Breakeven:
             raise ConfigError(f"--gpu-hour {self.gpu_hour:g}: use a price above 0 and below {_MOST_PRICE:g}")
 
     def wins_from(self, tier: str) -> int | None:
-        """The fewest tokens from which on loading is faster, up to the longest measured; None: it is not, there.
-
-        Between two lengths both ways count as straight lines. Below the shortest nothing is said: it is the least.
-        """
+        """The fewest tokens from which on loading is faster (straight lines between lengths); None: never."""
         loaded = self.by_tier[tier]
         lengths = sorted(loaded)
         gains = [self.compute[length] - loaded[length] for length in lengths]
@@ -84,7 +81,6 @@ class Breakeven:
 
     @property
     def verdict(self) -> str:
-        """One sentence for each tier."""
         said = []
         for tier, times in self.by_tier.items():
             what = "it did not have the prompts; give it more room"

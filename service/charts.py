@@ -42,7 +42,6 @@ class Table(NamedTuple):
 
 
 def draw(title: str, tables: Sequence[Table], charts: Sequence[Chart], png: Path | None, html: Path | None) -> None:
-    """As a picture, as a page, or both, where that was asked for. Errors as `save_png`."""
     if png is not None:
         save_png(png, charts)
     if html is not None:

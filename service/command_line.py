@@ -27,7 +27,6 @@ _BREAKS: Final = str.maketrans({"\n": "\\n", "\r": "\\r"})  # a line is a record
 
 
 def request_id() -> str | None:
-    """The id of the HTTP request that this code runs for; None outside of any."""
     return _under_way.get()
 
 
@@ -82,7 +81,6 @@ class JsonLine(logging.Formatter):
 
 
 def log_to_stderr(level: LogLevel, form: LogFormat) -> None:
-    """Have all loggers of this process write to stderr, from `level` on."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLine() if form == "json" else TextLine())
     logging.basicConfig(level=level.upper(), handlers=[handler])

@@ -18,13 +18,11 @@ class Crowd(Generic[T]):
         return len(self._addresses)
 
     def add(self, one: T, address: str) -> None:
-        """It waits from now on."""
         self.discard(one)
         self._by_address.setdefault(address, {})[one] = None
         self._addresses[one] = address
 
     def discard(self, one: T) -> None:
-        """It waits no more, or is gone."""
         if (address := self._addresses.pop(one, None)) is not None:
             own = self._by_address[address]
             del own[one]

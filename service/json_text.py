@@ -58,10 +58,7 @@ def _num_inside(data: bytes) -> int:
 
 
 def first_error(error: "ValidationError") -> tuple[str, str, str, object]:
-    """Of the first field that is wrong: its name in ASCII, what is wrong, the kind of error, and the value.
-
-    The tags of a union, which begin with =, are no part of the name. None comes first: a field has the union.
-    """
+    """Of the first wrong field: name in ASCII without a union's tags (=…), what is wrong, its kind, and the value."""
     first = error.errors(include_url=False)[0]
     name = ".".join(str(part) for i, part in enumerate(first["loc"]) if not i or not str(part).startswith("="))
     why = str(first["ctx"]["error"]) if first["type"] == "value_error" else flat(first["msg"])

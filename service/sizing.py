@@ -78,10 +78,7 @@ class ModelSize:
 def sizing_of(
     path: Path, rooms: Mapping[str, int], *, block_size: int, dtype: str, tensor_parallel: int, conversation: int
 ) -> ModelSize:
-    """The sizes of the model whose config.json is at `path`. `rooms`: tier → bytes, of l2, file and redis.
-
-    ConfigError names the field of the configuration, or the option, that is wrong.
-    """
+    """The sizes of the model whose config.json is at `path`. `rooms`: bytes of l2, file, redis. ConfigError."""
     kind, form = form_of_config(path, block_size, dtype)
     state_bytes = form.states.num_bytes if form.states is not None else 0
     slots = -(-conversation // block_size) if form.layers else 0

@@ -26,8 +26,6 @@ _END: Final = b"DONE"
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """Whose blocks an archive holds, and how large they are."""
-
     fingerprint: bytes  # 32 bytes
     slot_bytes: int  # bytes of a block's payload
     block_size: int  # most tokens of a block
@@ -36,7 +34,6 @@ class Header:
 
     @property
     def entry_bytes(self) -> int:
-        """Bytes of a record before its payload."""
         plain = _ENTRY.size + 4 * self.block_size + _CHECKSUM.size
         return plain + (len(_SEALED) + 2 * STAMP_BYTES if self.encryption else 0)
 

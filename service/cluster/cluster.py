@@ -2,23 +2,182 @@
 
 import fcntl
 import os
+import select
 import shutil
+import signal
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from http import HTTPStatus
+from http.client import HTTPException
 from pathlib import Path
 from subprocess import Popen
 from threading import Event
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from kvtier.service import first_error
+from kvtier.service import first_error, harmless
 from kvtier.service.cluster.file import Ready, Service, Topology
-from kvtier.service.cluster.process import Process, is_free, is_well, launch
+from kvtier.service.web import get_page
 from kvtier.tiers import ConfigError, FormatError, KVTierError, StoreLocked
+from kvtier.tiers.config import child_environment
+
+_ANSWER: Final = 2.0  # seconds in which a health check must answer
+_KILLED: Final = 10.0  # seconds from SIGKILL to the end: a process of 100 GB needs time to free its memory
+_BRIEF: Final = {"KVTIER_SERVER__DRAIN": "20s", "KVTIER_ROUTER__DRAIN": "20s"}  # a person waits for the end
+_LOOPBACK: Final = "127.0.0.1"
+_BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
+
+
+class Process(NamedTuple):
+    """A process, by pid and start time: a new process with the same pid is not it."""
+
+    pid: int
+    start: str  # boot id, and clock ticks since the boot
+
+    @classmethod
+    def of(cls, pid: int) -> "Process | None":
+        try:
+            fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        except OSError:
+            return None
+        return None if fields[0] in "ZX" else cls(pid, f"{_BOOT.read_text().strip()}/{fields[19]}")
+
+    @property
+    def runs(self) -> bool:
+        return Process.of(self.pid) == self
+
+    def stop(self, grace: float) -> bool:
+        """SIGTERM, and SIGKILL to all of its session after `grace` seconds. False if SIGKILL was needed to end it."""
+        try:
+            fd = os.pidfd_open(self.pid)
+        except OSError:
+            return True
+        try:
+            if not self.runs:  # checked after opening the descriptor: from here on it is this process or none
+                return True
+            signal.pidfd_send_signal(fd, signal.SIGTERM)
+            in_time = _has_ended(fd, grace)
+            if not in_time:
+                signal.pidfd_send_signal(fd, signal.SIGKILL)
+                if not _has_ended(fd, _KILLED):
+                    raise KVTierError(
+                        f"process {self.pid} does not end, {_KILLED:g} s after SIGKILL; it hangs in the kernel"
+                    )
+            with suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)  # the number cannot be in use again so soon
+            return in_time
+        except ProcessLookupError:
+            return True
+        finally:
+            os.close(fd)
+
+
+def launch(argv: Sequence[str], env: Mapping[str, str], log: Path) -> "subprocess.Popen[bytes]":
+    """Start it in its own session, out of reach of Ctrl-C; its output is appended to `log`."""
+    with log.open("ab") as output:
+        return subprocess.Popen(
+            program(argv),
+            env=child_environment(env, under=_BRIEF),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+
+
+def program(argv: Sequence[str]) -> list[str]:
+    """The command of a service's argv: `kvtier` is this installation, whatever PATH says."""
+    return [sys.executable, "-P", "-m", "kvtier.cli", *argv[1:]] if argv[0] == "kvtier" else list(argv)
+
+
+def is_installed(name: str) -> bool:
+    return name == "kvtier" or shutil.which(name) is not None
+
+
+def is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((_LOOPBACK, port))
+        except OSError:
+            return False
+        return True
+
+
+def is_well(ready: Ready) -> bool:
+    """Whether a running service is healthy. A job that ends by itself never counts as healthy."""
+    if ready.http is not None:
+        parts = urlsplit(ready.http)
+        try:
+            return (
+                get_page(f"{parts.hostname}:{parts.port or 80}", parts.path or "/", _ANSWER)[0] < HTTPStatus.BAD_REQUEST
+            )
+        except (OSError, ValueError, HTTPException):
+            return False
+    if ready.command is not None:
+        try:
+            done = subprocess.run(
+                program(ready.command),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                timeout=_ANSWER,
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return False
+        return done.returncode == 0
+    return False
+
+
+def _has_ended(process: int, timeout: float) -> bool:
+    """Whether the process behind a descriptor ends in `timeout` seconds. `select` fails for descriptors past 1023."""
+    ends = select.poll()
+    ends.register(process, select.POLLIN)
+    return bool(ends.poll(timeout * 1000))
+
+
+# --- their logs ------------------------------------------------------------------------------------------------------
+
+_TAIL_BYTES: Final = 1 << 20  # of a log, searched for its last lines
+_LOOK: Final = 0.25  # seconds between two looks at what was added
+
+
+def show_logs(logs: Sequence[tuple[str, Path]], num_lines: int, tell: Callable[[str], None], *, follow: bool) -> None:
+    """Tell the last lines of each log, its service's name before each, and with `follow` those added, until Ctrl-C."""
+    width = max((len(name) for name, _ in logs), default=0)
+    ends = {name: _show(f"{name:<{width}} | ", path, None, num_lines, tell) for name, path in logs}
+    while follow:
+        time.sleep(_LOOK)
+        for name, path in logs:
+            ends[name] = _show(f"{name:<{width}} | ", path, ends[name], None, tell)
+
+
+def _show(prefix: str, path: Path, start: int | None, num_lines: int | None, tell: Callable[[str], None]) -> int:
+    """Tell whole lines from `start`, None for near the end, or the last of them; returns where they end."""
+    try:
+        with path.open("rb") as log:
+            size = os.fstat(log.fileno()).st_size
+            begin = max(0, size - _TAIL_BYTES) if start is None else start if start <= size else 0
+            log.seek(begin)
+            data = log.read(size - begin)
+    except FileNotFoundError:  # it has said nothing yet
+        return 0
+    whole = data[: data.rfind(b"\n") + 1] if num_lines is None else data
+    lines = whole.decode(errors="replace").splitlines()
+    for line in lines if num_lines is None else lines[max(0, len(lines) - num_lines) :]:
+        tell(harmless(prefix + line))
+    return begin + len(whole)
+
+
+# --- the cluster -----------------------------------------------------------------------------------------------------
 
 Print = Callable[[str], None]
 
@@ -71,8 +230,6 @@ class ClusterRecord(_Recorded):
 
 @dataclass(frozen=True, slots=True)
 class ServiceStatus:
-    """The status of one service; `state` is running, done, stopped (by an operator) or dead."""
-
     name: str
     state: str
     healthy: bool
@@ -141,10 +298,7 @@ class Cluster:
             return list(threads.map(_status_of, record.members, record.members.values()))
 
     def down(self, tell: Print, *, purge: bool) -> bool:
-        """End every process, each after those that depend on it, and remove the state.
-
-        Keeps slabs and models unless `purge` is set. False if there was no cluster.
-        """
+        """End every process, dependents first, and remove the state; slabs and models only with `purge`."""
         if not self._file.exists():
             return False
         with self.locked():
@@ -160,7 +314,6 @@ class Cluster:
         return True
 
     def stop(self, record: ClusterRecord, names: Sequence[str], tell: Print) -> None:
-        """End these services, each after those that depend on it, and forget them."""
         left = list(names)
         while left:
             wave = [name for name in left if not any(name in record.members[other].after for other in left)]
@@ -207,10 +360,7 @@ class Cluster:
 
     @contextmanager
     def locked(self, *, make: bool = False, wait: float | None = None) -> Iterator[None]:
-        """Alone with the state. StoreLocked if somebody else still is after `wait` seconds.
-
-        ConfigError if no cluster has been there, or with `make` if the directory holds what is somebody else's.
-        """
+        """Alone with the state. StoreLocked if somebody else still is after `wait` seconds; ConfigError: not ours."""
         lock = self.state / "lock"
         try:
             if make:
@@ -254,7 +404,6 @@ class _Start:
         self._logged: dict[str, int] = {}  # bytes of its log from earlier starts
 
     def run(self) -> None:
-        """Start all. If one fails, stop all that this call started."""
         try:
             while self._waiting or self._starting:
                 pending = {*self._waiting, *self._starting}
@@ -337,7 +486,6 @@ class _Start:
 
 
 def _is_locked(fd: int) -> bool:
-    """Take the lock, unless somebody else has it."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -355,7 +503,6 @@ def _missing(record: ClusterRecord, topology: Topology) -> dict[str, Service]:
 
 
 def _stop(name: str, member: StartedService) -> str | None:
-    """End a service's process if it runs. Returns what to print about it."""
     if member.process is None or not member.process.runs:
         return None
     in_time = member.process.stop(GRACE)

@@ -11,8 +11,12 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from kvtier.service import first_error
-from kvtier.service.cluster.defaults import FIRST_PORT, NUM_PORTS
 from kvtier.tiers import ConfigError
+
+BESIDE_US: Final = Path(__file__).parents[2] / "docker-compose.yml"  # this path holds in a checkout and in a wheel
+FIRST_PORT: Final = 7400
+NUM_PORTS: Final = 100  # ports from the first one on; a cluster uses no others
+
 
 KEY: Final = "x-kvtier"
 
@@ -38,8 +42,6 @@ class Ready(_Entry):
 
 
 class ServiceFile(_Entry):
-    """A file that a service reads: copied from the source tree, with container names replaced."""
-
     source: str
     target: str
     replace: dict[str, str] = {}

@@ -10,8 +10,7 @@ from threading import Event
 from typing import Final
 
 from kvtier.service import log_to_stderr
-from kvtier.service.cluster.cluster import GRACE, Cluster, ClusterRecord, Print, StartedService
-from kvtier.service.cluster.process import Process, launch
+from kvtier.service.cluster.cluster import GRACE, Cluster, ClusterRecord, Print, Process, StartedService, launch
 from kvtier.tiers import ConfigError, KVTierError, StoreLocked
 
 _log = logging.getLogger(__name__)
@@ -36,10 +35,7 @@ def stop_service(cluster: Cluster, name: str, tell: Print) -> None:
 
 
 def restart_service(cluster: Cluster, name: str, tell: Print, stopping: Event) -> None:
-    """End one service if it runs, start it, and wait until it is ready.
-
-    ConfigError if the cluster has none of that name, KVTierError with the end of its log if it does not get ready.
-    """
+    """End one service if it runs, start it, and wait until it is ready. ConfigError; KVTierError with its log's end."""
     with cluster.locked():
         record = cluster.read()
         member = _member(cluster, record, name)
@@ -56,10 +52,7 @@ def restart_service(cluster: Cluster, name: str, tell: Print, stopping: Event) -
 
 
 def mend(cluster: Cluster, started: "list[subprocess.Popen[bytes]]", now: Callable[[], float] = time.time) -> bool:
-    """Start what ended by itself, once its wait is over; new processes go to `started`. False if no cluster is there.
-
-    StoreLocked while a verb is at work.
-    """
+    """Start what ended by itself, once its wait is over, into `started`. False: no cluster. StoreLocked."""
     record = cluster.read()
     if not any(_needs_a_look(member, now()) for member in record.members.values()):
         return bool(record.members)
@@ -121,7 +114,6 @@ def start_keeper(cluster: Cluster) -> None:
 
 
 def keep(state: Path) -> None:
-    """Look after a cluster until it is down."""
     cluster, started = Cluster(state), list[subprocess.Popen[bytes]]()
     while True:
         time.sleep(_LOOK)

@@ -20,7 +20,6 @@ class Verdict:
 
     @property
     def state(self) -> str:
-        """One of refused, clean, repaired, damaged."""
         if self.check is None:
             return "refused"
         if self.check.is_clean:
@@ -39,7 +38,6 @@ class Verdict:
         return f"{self.state}{hint}{header}"
 
     def as_json(self) -> dict[str, object]:
-        """The whole result as JSON; names of blocks are in hex."""
         if self.check is None:
             return {"path": str(self.path), "status": self.state, "why": self.refused}
         report, superblock = self.check.report, self.check.superblock
@@ -85,6 +83,5 @@ def verify_slab(
 
 
 def worst(verdicts: Sequence[Verdict]) -> Exit:
-    """The worst status of all slabs: FAILED before DEGRADED before OK."""
     statuses = {verdict.status for verdict in verdicts}
     return next((status for status in (Exit.FAILED, Exit.DEGRADED) if status in statuses), Exit.OK)

@@ -26,12 +26,10 @@ class ChatLogprobs:
         self._content: list[Json] = []
 
     def add(self, told: TokenLogprobs) -> None:
-        """One more token."""
         likeliest = [self._entry(*each) for each in told.likeliest]
         self._content.append({**self._entry(told.token_id, told.logprob), "top_logprobs": likeliest})
 
     def taken(self) -> Json:
-        """Of the tokens since the last call."""
         content, self._content = self._content, []
         return {"content": content, "refusal": None}
 
@@ -171,8 +169,6 @@ CHAT: Final = CompletionFormat("chatcmpl-", "chat.completion", "chat.completion.
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """A prompt that its answers begin with."""
-
     text: str
     token_ids: Sequence[int]
 

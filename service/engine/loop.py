@@ -40,7 +40,6 @@ class IgnoredFields:
         self._lock = Lock()
 
     def note(self, names: Iterable[str]) -> None:
-        """One request had these."""
         with self._lock:
             for name in sorted({name if _NAME.fullmatch(name) else OTHER for name in names}):
                 if name not in self._counts and len(self._counts) >= _MOST:
@@ -60,8 +59,6 @@ class IgnoredFields:
 
 @dataclass(frozen=True, slots=True)
 class FinishedPrompt:
-    """A prompt that was asked for."""
-
     tokens: "array[int]"
     root: ChainHash  # of its tenant's chains
 
@@ -80,7 +77,6 @@ class FinishedSequences:
         self._engine = engine
 
     def note(self, sequence: Sequence, end: str) -> None:
-        """`end`: how it ended."""
         client = None
         if self._names_blocks:
             root = sequence.chain.root
@@ -156,7 +152,6 @@ class LiveRequest:
         self._updates: asyncio.Queue[SequenceUpdate | OpenAIError] = asyncio.Queue()  # bounded by the tokens asked for
 
     def tell(self, updates: abc.Sequence[SequenceUpdate | OpenAIError]) -> None:
-        """Pass updates on, from the engine's thread."""
         try:
             self._loop.call_soon_threadsafe(self._take, updates)
         except RuntimeError:  # the loop is closed: nobody waits for them
@@ -185,8 +180,6 @@ class _LiveSequence:
 
 @dataclass(slots=True)
 class _Abort:
-    """Sequences that nobody waits for any more, and the outcome to count them under."""
-
     request: LiveRequest
     indices: abc.Sequence[int]
     outcome: str
@@ -194,8 +187,6 @@ class _Abort:
 
 @dataclass(slots=True)
 class _Reset:
-    """Somebody waits for the name that blocks have once all before are forgotten."""
-
     done: Future[str]
 
 
@@ -272,10 +263,7 @@ class EngineLoop:
             self._changed.notify()
 
     def reset(self) -> Future[str]:
-        """Forget every block in every tier, and name new ones after the weights as they are now.
-
-        The future has the fingerprint from then on, or OpenAIError: requests are live, or the server stops.
-        """
+        """Forget every block, and name new ones after the weights as they are: the fingerprint, or OpenAIError."""
         done: Future[str] = Future()
         with self._changed:
             self.require_room(0)

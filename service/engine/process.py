@@ -10,9 +10,8 @@ from transformers.utils.logging import disable_progress_bar
 from kvtier.connector import ChatPrefix, LocalConnector
 from kvtier.connector.models import name_of, require_checkpoint
 from kvtier.engine import Engine, open_engine
-from kvtier.service.engine.guides import JsonGuides
 from kvtier.service.engine.loop import EngineLoop
-from kvtier.service.engine.request_parser import Served, form_of
+from kvtier.service.engine.request_parser import JsonGuides, Served, form_of
 from kvtier.service.engine.server import make_app
 from kvtier.service.events import Publisher, Source, TierFeed
 from kvtier.service.explain import RequestLog
@@ -35,10 +34,7 @@ class EngineServer:
     def __init__(
         self, model: Path, config: Config, *, exact: bool = False, listening: HttpSocket | None = None
     ) -> None:
-        """Binds the address first: a model takes long to load. Raises ConfigError for address, model, log or tiers.
-
-        `listening`: bound already; it is closed in any case.
-        """
+        """Binds the address first, unless `listening` is bound: a model takes long to load. Raises ConfigError."""
         disable_progress_bar()  # type: ignore[no-untyped-call]
         settings = config.server
         with ExitStack() as opened:

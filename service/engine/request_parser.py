@@ -1,10 +1,14 @@
 """Request bodies become the engine's inputs: read, checked, converted. Called on any thread."""
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, TypeVar
+from threading import Lock
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import BaseModel
 
 from kvtier.connector.segments import Repair, Segment
@@ -18,7 +22,6 @@ from kvtier.service.engine.completion import (
     PrecomputeRequest,
     TextLogprobs,
 )
-from kvtier.service.engine.guides import JsonGuides
 from kvtier.service.engine.loop import EngineLoop, SequenceInput
 from kvtier.service.openai import (
     MARKS,
@@ -40,8 +43,102 @@ from kvtier.service.openai import (
     too_long,
     unknown_model,
 )
-from kvtier.tiers import RequestError
+from kvtier.tiers import MissingPackages, RequestError, require_extra
 from kvtier.tiers.config import ServerConfig
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+_log = logging.getLogger(__name__)
+
+_SPACE: Final = r"[ \t\n\r]{0,16}"  # between JSON's tokens: a model that writes nothing else comes to an end
+
+
+class JsonGuides:
+    """Of one model. Thread-safe."""
+
+    def __init__(self, tokenizer: Callable[[], str], vocab_size: int, eos_token_ids: Collection[int]) -> None:
+        """`tokenizer` makes the content of a `tokenizer.json`: some ten megabytes, when they are needed."""
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._eos_token_ids = sorted(eos_token_ids)
+        self._made: LLTokenizer | None = None
+        self._lock = Lock()
+
+    def of(self, schema: Json, param: str) -> Guide:
+        """A guide of a JSON schema. Raises OpenAIError, about the field `param`, if there can be none."""
+        if not self._eos_token_ids:
+            raise _refused(param, "this model has no token that ends an answer", "unsupported_parameter")
+        try:
+            require_extra(param, "engine")
+            from llguidance import LLMatcher
+        except MissingPackages as error:
+            raise _refused(param, str(error), "unsupported_parameter") from None
+        try:
+            grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides={"whitespace_pattern": _SPACE})
+        except (ValueError, RecursionError) as error:
+            raise _refused(param, f"no JSON schema ({_first_line(str(error))}); fix it") from None
+        tokenizer = self._opened()
+        is_wrong, why = LLMatcher.validate_grammar_with_warnings(grammar, tokenizer)
+        if is_wrong:
+            raise _refused(param, f"a schema that cannot be followed ({_first_line(' '.join(why))}); fix it")
+        matcher = LLMatcher(tokenizer, grammar, log_level=0)
+        matcher.compute_bitmask()  # what never begins: a reference to itself, say
+        if matcher.is_error():
+            raise _refused(param, f"a schema that cannot be followed ({_first_line(matcher.get_error())}); fix it")
+        return _SchemaGuide(matcher, self._vocab_size, self._eos_token_ids)
+
+    def _opened(self) -> "LLTokenizer":
+        from llguidance import LLTokenizer
+
+        with self._lock:
+            if self._made is None:
+                self._made = LLTokenizer(self._tokenizer(), n_vocab=self._vocab_size, eos_token=self._eos_token_ids)
+            return self._made
+
+
+class _SchemaGuide:
+    def __init__(self, matcher: "LLMatcher", vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        self._matcher = matcher
+        self._ends = np.zeros(-(-vocab_size // 32), np.uint32)
+        for token_id in eos_token_ids:
+            self._ends[token_id // 32] |= np.uint32(1 << token_id % 32)
+
+    def start(self, token_ids: Sequence[int], num_prompt_tokens: int) -> "_SchemaAnswer":
+        return _SchemaAnswer(self._matcher.deep_copy(), self._ends, token_ids, num_prompt_tokens)
+
+
+class _SchemaAnswer:
+    """Follows its answer by its tokens: a step that failed, or was made again, leaves no trace."""
+
+    def __init__(self, matcher: "LLMatcher", ends: NDArray[np.uint32], token_ids: Sequence[int], num_seen: int) -> None:
+        self._matcher = matcher
+        self._ends = ends
+        self._token_ids = token_ids
+        self._num_seen = num_seen
+        self.is_cut = False
+
+    def allowed(self) -> NDArray[np.uint32]:
+        if len(self._token_ids) > self._num_seen:
+            self._matcher.consume_tokens(list(self._token_ids[self._num_seen :]))
+            self._num_seen = len(self._token_ids)
+        mask = self._ends if self._matcher.is_error() else np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
+        if self._matcher.is_error():  # too complex to go on with: the answer ends here
+            if not self.is_cut:
+                _log.warning("a guided answer ended early: %s", _first_line(self._matcher.get_error()))
+            self.is_cut = True
+            return self._ends
+        return mask[: len(self._ends)]
+
+
+def _first_line(text: str) -> str:
+    """Of what llguidance says: behind it come its state, and the client's schema."""
+    return text.strip().partition("\n")[0][:200]
+
+
+def _refused(param: str, why: str, code: str = "invalid_value") -> OpenAIError:
+    return OpenAIError(400, f"{param}: {why}", param=param, code=code)
+
 
 # --- sampling parameters ---------------------------------------------------------------------------------------------
 
@@ -121,10 +218,7 @@ _PAIRS: Final = "a list of pairs, [[start, end], …], for one prompt of token i
 def segments_of(
     body: CompletionBody | ChatBody, prompts: Sequence[TokenizedPrompt], repair: Repair | None, engine: Engine
 ) -> list[list[Segment]]:
-    """The segments of each prompt: the parts that are marked, or what `kvtier.segments` names.
-
-    Raises OpenAIError if the latter do not fit the prompts, or the engine would refuse one of them.
-    """
+    """The segments of each prompt: marked parts, or `kvtier.segments`. Raises OpenAIError if the engine refuses one."""
     named = _named(body, len(prompts))
     field = _SEGMENTS if named else "messages" if isinstance(body, ChatBody) else "prompt"
     wanted = named or [_segments(prompt.segments) for prompt in prompts]
@@ -137,7 +231,6 @@ def segments_of(
 
 
 def repair_of(body: CompletionBody | ChatBody, engine: Engine) -> Repair | None:
-    """How the request wants its segments repaired; None: as configured."""
     wanted = None if body.kvtier is None else body.kvtier.repair
     if wanted is None:
         return None
@@ -166,7 +259,6 @@ def _segments(pairs: Sequence[Any]) -> list[Segment]:
 
 
 def _bad_reuse(engine: Engine, field: str, why: str) -> OpenAIError:
-    """What the engine says of segments, with the field at fault."""
     if engine.segments is None or engine.config.exact:
         message = f"{field}: {why}" if field != _SEGMENTS else f"kvtier.{why}"
         return OpenAIError(400, message, param=field, code="unsupported_parameter")
@@ -194,12 +286,10 @@ def form_of(configured: str, prompts: Prompts) -> CallForm | None:
 
 
 def marks_of(body: CompletionBody | ChatBody, form: CallForm | None) -> tuple[str, ...]:
-    """Special tokens that are text of this request's answers."""
     return MARKS[form] if form is not None and _reads_calls(body) else _NO_MARKS
 
 
 def reader_of(body: CompletionBody | ChatBody, form: CallForm | None) -> CallReader | None:
-    """What reads one answer to this request; None: all of it is text."""
     if isinstance(body, ChatBody) and body.must_call:
         return GuidedReader(body.chosen_tool)
     if form is None or isinstance(body, CompletionBody) or not _reads_calls(body):
@@ -273,7 +363,6 @@ class Served:
 
 
 def require_model(served: Served, name: str | None) -> None:
-    """Raise OpenAIError if that is not the model here; None is."""
     if name is not None and name != served.name:
         raise unknown_model(name, served.name)
 
@@ -369,7 +458,6 @@ def _require_room(loop: EngineLoop, param: str, num: int) -> None:
 
 
 def _logprobs_of(prompts: Prompts, body: CompletionBody | ChatBody) -> ChatLogprobs | TextLogprobs | None:
-    """What tells how likely the tokens of one choice were; None: nobody asks."""
     if body.num_logprobs is None:
         return None
     return ChatLogprobs(prompts.token_texts) if isinstance(body, ChatBody) else TextLogprobs(prompts.token_texts)
@@ -390,7 +478,6 @@ def _guide_of(served: Served, body: CompletionBody | ChatBody) -> Guide | None:
 
 
 def _echoes(prompts: Prompts, body: CompletionBody | ChatBody, token_ids: Sequence[list[int]]) -> Sequence[Echo | None]:
-    """What each prompt's answers begin with."""
     if isinstance(body, ChatBody) or not body.echo:
         return [None] * len(token_ids)
     return [

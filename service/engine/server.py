@@ -1,10 +1,13 @@
-"""The OpenAI API of an engine: its routes, and how answers are sent."""
+"""The OpenAI API of an engine: its routes, what it reports and explains, and how answers are sent."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+import os
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Final, TypeVar
 
+from prometheus_client.metrics_core import Metric
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect, Request
@@ -12,9 +15,11 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from kvtier.connector import LocalConnector
+from kvtier.connector.segments import SEGMENT_OUTCOMES
+from kvtier.engine import Engine, NamedPrompt
 from kvtier.service import Json
 from kvtier.service.engine.completion import CHAT, TEXT, CompletionFormat, OpenAICompletion, Precomputation, late
-from kvtier.service.engine.explaining import explain_prompt
 from kvtier.service.engine.loop import EngineLoop
 from kvtier.service.engine.request_parser import (
     Served,
@@ -24,10 +29,252 @@ from kvtier.service.engine.request_parser import (
     text_of_tokens,
     tokens_of,
 )
-from kvtier.service.engine.status import exposition, model_entry, status
-from kvtier.service.observe import EXPOSITION, version
-from kvtier.service.openai import ChatBody, CompletionBody, error_handlers, stopping_error
+from kvtier.service.events import namespace_of
+from kvtier.service.explain import (
+    PromptChain,
+    client_of,
+    explain_chain,
+    explained,
+    held_by_tenants,
+    is_unknown,
+    tenant_name,
+)
+from kvtier.service.observe import (
+    EXPOSITION,
+    EngineStatus,
+    counter,
+    figures,
+    gauge,
+    histogram,
+    labelled,
+    statuses,
+    text_of,
+    version,
+    wanting,
+)
+from kvtier.service.openai import (
+    ChatBody,
+    CompletionBody,
+    ExplainBody,
+    OpenAIError,
+    Prompts,
+    error_handlers,
+    parse,
+    stopping_error,
+)
 from kvtier.service.web import Guard, page, read_body
+from kvtier.tiers import L1, ChainHash, RequestError
+from kvtier.tiers.hierarchy import Hierarchy
+from kvtier.tiers.naming import root_hash
+
+_LOCATE: Final = 5.0  # seconds for tiers of a daemon or of other nodes
+
+
+def explain_prompt(loop: EngineLoop, prompts: Prompts, data: bytes) -> Json:
+    """What is held of the prompt in a body, and why not the rest, with lines for people.
+
+    The body has `prompt` or `messages` as the API takes them, or `request`, an answer's id; and the `cache_salt` whose
+    it is. `tokens`, beside a text, are what another tokenizer made of it. Raises OpenAIError for anything else.
+    """
+    body, engine = parse(ExplainBody, data), loop.engine
+    salt = body.cache_salt
+    if not engine.config.enable_prefix_caching:
+        raise OpenAIError(400, "[l1] enable_prefix_caching: off, so that nothing is ever held; turn it on")
+    if body.request is not None:
+        asked, cut = _of_request(loop, body.request, salt), None
+    else:
+        assert body.asked is not None
+        given = prompts.tokenized(body.asked)
+        if len(given) != 1:
+            why = f"prompt: {len(given)} prompts; one at a time is explained"
+            raise OpenAIError(400, why, param="prompt", code="invalid_value")
+        tokens = given[0].token_ids
+        try:
+            asked = engine.prompt(tokens, salt)
+        except RequestError as error:
+            raise OpenAIError(400, f"prompt: {error}", param="prompt", code="invalid_value") from None
+        cut = _other_cut(tokens, body.tokens)
+    answer = _explained(engine, asked)
+    answer["other_cut"] = cut
+    answer["lines"] = list(explained(answer, prompts.text, asked.token_ids, prompts.special))
+    return answer
+
+
+def _explained(engine: Engine, asked: NamedPrompt) -> Json:
+    chain, fingerprint = asked.chain, engine.identity.fingerprint()
+    assert chain is not None
+    connector = engine.connector
+    tiers = connector.tiers if isinstance(connector, LocalConnector) else None
+    hierarchy = tiers if isinstance(tiers, Hierarchy) else None
+    names = list(chain.hashes)
+    where = None if tiers is None else tiers.locate(names, _LOCATE)  # asks tiers that nodes share
+    asked_chain = PromptChain(names, chain.root, chain.block_size, asked.token_ids)
+    answer = explain_chain(fingerprint.hex()[:16], asked_chain, hierarchy, engine.pool)
+    if where is not None and hierarchy is None:
+        _add_below(answer, dict(where.by_tier))
+        answer["unreachable"] = [] if tiers is None else [*tiers.wanting]
+    if is_unknown(answer["cause"]) and (unsalted := root_hash(fingerprint)) != chain.root:
+        # what has no salt is everybody's; of other tenants nobody is told anything
+
+        def held(some: Sequence[ChainHash]) -> int:
+            return max(engine.pool.lookup(some), 0 if hierarchy is None else hierarchy.lookup(some).loadable)
+
+        roots = [(unsalted, tenant_name(unsalted, unsalted))]
+        answer["tenants"] = held_by_tenants(asked_chain, roots, held, answer["held"], engine.config.hash_scheme)
+    return answer
+
+
+def _add_below(answer: Json, found: dict[str, int]) -> None:
+    """What a daemon says it holds, behind what L1 holds: it tells how many leading blocks, by tier."""
+    first, below = answer["held"], sum(found.values())
+    if below <= first:
+        return
+    runs = [] if not first else [{"first": 0, "blocks": first, "tier": L1}]
+    at = 0
+    for tier, count in found.items():
+        end = at + count
+        if end > first:
+            runs.append({"first": max(at, first), "blocks": end - max(at, first), "tier": tier})
+        at = end
+    if below < answer["blocks"]:
+        runs.append({"first": below, "blocks": answer["blocks"] - below, "tier": None})
+        answer["cause"] = {**answer["cause"], "block": below}
+    else:
+        answer["cause"] = None
+    answer["held"], answer["runs"], answer["differs"], answer["nothing_alike"] = below, runs, None, False
+
+
+def _of_request(loop: EngineLoop, request: str, salt: str | None) -> NamedPrompt:
+    """The prompt of a request that ended lately. OpenAIError unless it is this tenant's."""
+    own = loop.engine.config.cache_salt if salt is None else salt
+    root = root_hash(loop.engine.identity.fingerprint(), cache_salt=own)
+    known = loop.ended.recent.find(client_of(root), request)
+    asked = None if known is None else loop.engine.prompt(known.tokens.tolist(), salt)
+    if known is None or asked is None or asked.chain is None or asked.chain.root != known.root:
+        why = f"request {request[:80]!r}: no request of this id and cache_salt ended here lately"
+        raise OpenAIError(404, f"{why}; give its prompt instead", param="request", code="not_found")
+    return asked
+
+
+def _other_cut(tokens: list[int], other: Sequence[int] | None) -> Json | None:
+    if other is None or list(other) == tokens:
+        return None
+    at = next((i for i, (one, two) in enumerate(zip(tokens, other, strict=False)) if one != two), None)
+    at = min(len(tokens), len(other)) if at is None else at
+    return {"token": at, "tokens": tokens[at : at + 4], "other_tokens": list(other[at : at + 4])}
+
+
+# --- what it reports -------------------------------------------------------------------------------------------------
+
+_STARTED: Final = int(time.time())
+_STATES: Final = ("waiting", "loading", "running")
+_TOKENS: Final = ("prompt_tokens", "computed_tokens", "generated_tokens")
+
+
+def model_entry(
+    loop: EngineLoop, name: str, events: Mapping[str, str | None] | None, node: Mapping[str, str | None] | None = None
+) -> Json:
+    """The model's entry in `/v1/models`. A router reads `kvtier`; endpoints of KV events: its own, its daemon's."""
+    engine = loop.engine
+    salt, fingerprint = engine.config.cache_salt, bytes.fromhex(loop.fingerprint)
+    return {
+        "id": name,
+        "object": "model",
+        "created": _STARTED,
+        "owned_by": "kvtier",
+        "max_model_len": loop.room,
+        "kvtier": {
+            "block_size": engine.config.block_size,
+            "fingerprint": loop.fingerprint,
+            "max_model_len": loop.room,
+            "events": events,
+            "node": node,
+            # as in events, for requests without a salt; the engine's own salt cannot be computed from it
+            "namespace": None if salt is None else namespace_of(root_hash(fingerprint, cache_salt=salt)),
+        },
+    }
+
+
+def status(loop: EngineLoop, name: str) -> EngineStatus:
+    engine, stats, tally = loop.engine, loop.stats, loop.tally
+    connector = engine.connector
+    own_tiers: Json = {"tiers": figures(connector.tiers.metrics)} if isinstance(connector, LocalConnector) else {}
+    segments = _segments(loop)
+    missed = loop.wanting
+    reused: Json = {} if segments is None else {"segments": segments}
+    return EngineStatus(
+        version=version(),
+        pid=os.getpid(),
+        status=loop.ailment or ("stopping" if loop.is_stopping else "degraded" if missed else "ok"),
+        wanting=[statuses.WantingPart(part=part, why=why) for part, why in missed.items()],
+        model=name,
+        fingerprint=loop.fingerprint,
+        block_size=engine.config.block_size,
+        max_model_len=loop.room,
+        requests=statuses.SequenceCounts(
+            live=loop.num_live, capacity=loop.capacity, **{state: stats[state] for state in _STATES}
+        ),
+        outcomes=dict(tally.outcomes),
+        refused=dict(tally.refused),
+        l1=statuses.DeviceTierStatus(blocks=engine.pool.num_blocks, free=stats["free_blocks"]),
+        tokens=statuses.TokenCounts(**{kind: stats[kind] for kind in _TOKENS}),
+        cached_tokens=dict(tally.cached),
+        steps=statuses.StepCounts(done=stats["steps"], failed=tally.failed_steps),
+        preempted=stats["preempted"],
+        **reused,
+        **own_tiers,
+    )
+
+
+def _segments(loop: EngineLoop) -> statuses.SegmentCounts | None:
+    stats, reuse = loop.stats, loop.engine.segments
+    if reuse is None:
+        return None
+    return statuses.SegmentCounts(
+        tokens={"reused": stats["segment_tokens"], "repaired": stats["repaired_tokens"]},
+        blends={"in_part": stats["blends"] - stats["blends_in_full"], "in_full": stats["blends_in_full"]},
+        outcomes={way: stats[f"segments_{way}"] for way in SEGMENT_OUTCOMES},
+        deviations={f"{bound:g}": number for bound, number in reuse.deviations.items()},
+        deviation_sum=reuse.deviation_sum,
+    )
+
+
+def exposition(loop: EngineLoop) -> str:
+    """Prometheus' text format: the engine's metrics, and those of the tiers below L1 as the engine sees them."""
+    connector = loop.engine.connector
+    tiers = labelled({loop.fingerprint[:16]: connector.tiers.metrics}) if isinstance(connector, LocalConnector) else []
+    return text_of([*_own(loop), *loop.tally.ttft.collect(), *loop.tally.itl.collect(), *tiers])
+
+
+def _own(loop: EngineLoop) -> Iterator[Metric]:
+    stats, tally, pool = loop.stats, loop.tally, loop.engine.pool
+    yield gauge("kvtier_build_info", "The version in use", {version(): 1}, "version")
+    yield wanting(loop.wanting)
+    yield gauge("kvtier_engine_requests", "Sequences by state", {state: stats[state] for state in _STATES}, "state")
+    yield gauge("kvtier_engine_live", "Sequences that wait or are computed", loop.num_live)
+    yield gauge("kvtier_engine_capacity", "Sequences there is room for; more get status 429", loop.capacity)
+    yield counter("kvtier_engine_ended", "Sequences by how they ended", dict(tally.outcomes), "outcome")
+    yield counter("kvtier_engine_refused", "Requests refused, by status", dict(tally.refused), "status")
+    about = "Requests with a field that is unknown here and so ignored"
+    yield counter("kvtier_engine_ignored_fields", about, tally.ignored.counts, "field")
+    yield counter("kvtier_engine_tokens", "Tokens by what became of them", {k: stats[k] for k in _TOKENS}, "kind")
+    yield counter("kvtier_engine_cached_tokens", "Prompt tokens found cached, by tier", dict(tally.cached), "tier")
+    blocks = {"all": pool.num_blocks, "free": stats["free_blocks"]}
+    yield gauge("kvtier_engine_l1_blocks", "Blocks of L1", blocks, "state")
+    yield counter("kvtier_engine_steps", "Steps computed", stats["steps"])
+    yield counter("kvtier_engine_failed_steps", "Steps that raised", tally.failed_steps)
+    yield counter("kvtier_engine_preempted", "Sequences preempted", stats["preempted"])
+    log = {} if loop.ended.log is None else dict(loop.ended.log.counts)
+    yield counter("kvtier_request_log_lines", "Lines of the request log", log, "outcome")
+    if (counts := _segments(loop)) is not None:
+        yield counter("kvtier_engine_segment_tokens", "Prompt tokens of reused segments", counts.tokens, "kind")
+        yield counter("kvtier_engine_blends", "Requests with segments, by what was computed", counts.blends, "kind")
+        yield counter("kvtier_engine_segments", "Segments by what became of them", counts.outcomes, "outcome")
+        about = "Requests by the relative deviation of KV left unrepaired; the rule deviation measures it"
+        yield histogram("kvtier_engine_segment_deviation", about, counts.deviations, counts.deviation_sum)
+
+
+# --- the routes ------------------------------------------------------------------------------------------------------
 
 MAX_BODY: Final = 8 << 20  # bytes
 _READING: Final = 4  # bodies tokenized at once: a tokenizer takes about 100 bytes of memory for each byte of a body

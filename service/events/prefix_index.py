@@ -95,7 +95,6 @@ class PrefixIndex:
 
     @property
     def num_blocks(self) -> int:
-        """Different blocks that any worker holds."""
         return len(self._masks)
 
     def holdings(self, worker: str) -> dict[str, int]:

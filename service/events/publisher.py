@@ -13,8 +13,7 @@ from typing import Final, Protocol
 import numpy as np
 import zmq
 
-from kvtier.service.events.consumer import END, NumberedBatch
-from kvtier.service.events.guard import ZAP, CurveKeys, require_private, require_unused
+from kvtier.service.events.consumer import END, ZAP, CurveKeys, NumberedBatch, require_private, require_unused
 from kvtier.service.events.wire import (
     MAX_PAYLOAD,
     AllBlocksCleared,
@@ -55,7 +54,6 @@ class AnnouncedBlocks:
     """
 
     def __init__(self, fingerprint: bytes) -> None:
-        """Reads the table of tiers, once."""
         self._tiers = tuple(TIERS.values())
         self._places = {kind.name: place for place, kind in enumerate(self._tiers)}  # a tier → its bit
         self._roots: dict[ChainHash, str | None] = {root_hash(fingerprint): None}  # a root → its namespace
@@ -89,7 +87,6 @@ class AnnouncedBlocks:
         return lines.events
 
     def clear(self) -> list[KVEvent]:
-        """The tiers are closed: they hold nothing any more."""
         lines = self._lines()
         for name, block in self._blocks.items():
             for tier in _bits(block.tiers) if block.is_announced else ():
@@ -124,7 +121,6 @@ class AnnouncedBlocks:
         return _Lines(self._roots, self._tiers)
 
     def _in_order(self) -> Iterator[ChainHash]:
-        """Blocks whose chain is held, chain by chain."""
         waiting = [child for root in self._roots for child in self._children.get(root, ())]
         while waiting:
             name = waiting.pop()
@@ -167,7 +163,6 @@ class AnnouncedBlocks:
             del self._children[block.parent]
 
     def _announce(self, name: ChainHash, lines: "_Lines") -> None:
-        """The block's chain is whole: announce it and what waits behind it."""
         waiting = [name]
         while waiting:
             name = waiting.pop()
@@ -180,7 +175,6 @@ class AnnouncedBlocks:
             waiting += self._children.get(name, ())
 
     def _retract(self, name: ChainHash, lines: "_Lines") -> None:
-        """The block's chain is broken: announce it and what stands behind it as removed."""
         waiting = [name]
         while waiting:
             name = waiting.pop()
@@ -296,10 +290,7 @@ class Publisher:
     """
 
     def __init__(self, config: EventsConfig, dp_rank: int = 0, *, has_peers: bool = False) -> None:
-        """Bind. Raises ConfigError if an address cannot be bound.
-
-        With `has_peers` other nodes' daemons may follow, too: with CURVE keys, whoever has the publishers' own pair.
-        """
+        """Bind. ConfigError. `has_peers`: with CURVE keys, whoever has the publishers' own pair may follow, too."""
         assert config.publish is not None
         self._dp_rank = dp_rank
         self._topic, self._form = config.topic, config.form
@@ -355,7 +346,6 @@ class Publisher:
         self._submit(1, lambda: self._send(fingerprint, self._announced_of(fingerprint).begin_at(root)))
 
     def forget(self, fingerprint: bytes) -> None:
-        """The model's tiers are closed: nothing of it is held any more."""
         self._submit(1, lambda: self._send(fingerprint, self._announced_of(fingerprint).clear()))
 
     def tells_all(self, fingerprint: bytes) -> bool:
@@ -448,7 +438,6 @@ class Publisher:
             self._serve(client)
 
     def _judge(self) -> None:
-        """Say whether somebody's key may connect."""
         request = self._asking.recv_multipart()
         assert self._keys is not None
         reply, is_known = self._keys.answer(request)
@@ -581,7 +570,6 @@ class _Replay:
         self.advance()
 
     def advance(self) -> None:
-        """Go on to the next message. `frames` is None if none is left."""
         self.frames = next(self._messages, None)
         self._moved = time.monotonic()
 

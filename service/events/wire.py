@@ -209,8 +209,6 @@ _Name: TypeAlias = int | Annotated[bytes, Meta(min_length=8, max_length=_MAX_NAM
 
 
 class _Stored(Struct, tag_field="type", tag="BlockStored"):
-    """What a publisher of any version says of stored blocks."""
-
     block_hashes: tuple[_Name, ...]
     parent_block_hash: _Name | None
     token_ids: list[int]

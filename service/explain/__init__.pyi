@@ -1,20 +1,14 @@
-from .chain import PromptChain, explain_chain, held_by_tenants, is_unknown, tenant_name
-from .lines import ExplainedLines, Explanation, explained
-from .request_log import UNSALTED, LoggedRequest, Recent, RequestLog, client_of, tenant_of
-
-__all__ = [
-    "UNSALTED",
-    "ExplainedLines",
-    "Explanation",
-    "LoggedRequest",
-    "PromptChain",
-    "Recent",
-    "RequestLog",
-    "client_of",
-    "explain_chain",
-    "explained",
-    "held_by_tenants",
-    "is_unknown",
-    "tenant_name",
-    "tenant_of",
-]
+from .lines import ExplainedLines as ExplainedLines
+from .lines import Explanation as Explanation
+from .lines import PromptChain as PromptChain
+from .lines import explain_chain as explain_chain
+from .lines import explained as explained
+from .lines import held_by_tenants as held_by_tenants
+from .lines import is_unknown as is_unknown
+from .lines import tenant_name as tenant_name
+from .request_log import UNSALTED as UNSALTED
+from .request_log import LoggedRequest as LoggedRequest
+from .request_log import Recent as Recent
+from .request_log import RequestLog as RequestLog
+from .request_log import client_of as client_of
+from .request_log import tenant_of as tenant_of

@@ -25,8 +25,6 @@ UNSALTED: Final = "no salt"
 
 
 class Sized(Protocol):
-    """What is known of one request."""
-
     @property
     def num_items(self) -> int:
         """Tokens or names that it keeps."""
@@ -85,8 +83,6 @@ _FLAGS: Final = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NON
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoggedRequest:
-    """What is told of one request."""
-
     id: str  # "": it had none
     tenant: str  # as `tenant_of` has it
     prompt_tokens: int
@@ -98,7 +94,6 @@ class LoggedRequest:
     end: str = "ended"  # how it ended, as far as that is known
 
     def line(self) -> bytes:
-        """As JSON, with the time now."""
         told = {
             "time": datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z"),
             "id": self.id or None,
@@ -115,10 +110,7 @@ class LoggedRequest:
 
 
 class RequestLog:
-    """Appends lines to one file. `write` never waits: a line too many, or one that the disk refuses, is counted.
-
-    A file that was moved or removed is made anew, so that logs may be rotated.
-    """
+    """Appends lines to one file, anew where it was rotated. `write` never waits: a lost line is counted."""
 
     def __init__(self, path: Path, option: str, *, most_waiting: int = _MOST_WAITING) -> None:
         """Opens the file. ConfigError, which names the `option`, if it cannot be written."""
@@ -136,11 +128,9 @@ class RequestLog:
 
     @classmethod
     def opened(cls, path: Path | None, option: str) -> Self | None:
-        """The log, if there is to be one."""
         return None if path is None else cls(path, option)
 
     def write(self, request: LoggedRequest) -> None:
-        """Have a line written. From any thread."""
         try:
             self._waiting.put_nowait(request)
         except Full:

@@ -21,8 +21,6 @@ _PATIENCE: Final = 10.0  # seconds for their answers, which have deadlines of th
 
 
 class Wanting(NamedTuple):
-    """One part that is not as configured."""
-
     part: str  # SOCKET, or a tier
     why: str
     is_needed: bool  # not ready without it: a rollout stops there, though an engine that wants less may attach
@@ -50,11 +48,7 @@ class Health:
         return bool(before) != bool(self._socket)
 
     def look(self, given: int) -> list[Wanting]:
-        """Look at memory, and at servers now and then; returns what is newly wanting.
-
-        `given`: bytes of [host] size that models have already. Servers are looked at whether or not a model is open:
-        the breakers of one that nobody uses stay closed whatever happens.
-        """
+        """Look at memory, and now and then at servers, used or not; what is newly wanting. `given`: models' bytes."""
         before = {each.part for each in self.wanting}
         self._memory = tuple(_memory(self._config.host.size, given))
         if self._asked_at is None or self._clock() - self._asked_at >= _ASK:
@@ -98,8 +92,6 @@ _LONGEST: Final = 500  # characters of one
 
 @dataclass(slots=True)
 class RefusalReason:
-    """A reason, and whom it was last given."""
-
     why: str
     count: int
     pid: int  # 0: of a pid namespace that the daemon does not see
@@ -128,7 +120,6 @@ class Refusals:
         return before is None
 
     def welcomed(self, model: bytes) -> None:
-        """An engine of that model is in: what kept it out is over."""
         for key in [key for key in self._by_reason if key[1] == model]:
             del self._by_reason[key]
 

@@ -34,8 +34,6 @@ _LAST: Final = 2  # blocks of a prompt by which its lookup is known: the last ma
 
 @dataclass(frozen=True, slots=True)
 class TraceCounts:
-    """What became of the lookups told to a recorder so far."""
-
     num_recorded: int
     num_dropped: int  # the writer had fallen behind, the trace was full, or the disk refused it
     num_bytes: int
@@ -43,8 +41,6 @@ class TraceCounts:
 
 @dataclass(eq=False, slots=True)
 class _RecordedLookup:
-    """One that waits to be written: for its turn, and for the end of its request."""
-
     when: float
     hashes: Sequence[ChainHash]
     input_length: int
@@ -80,7 +76,6 @@ class TraceRecorder:
         patience: float = _PATIENCE,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Use `start`."""
         self._file = file
         self._max_waiting = max_waiting
         self._max_bytes = max_bytes
@@ -138,7 +133,6 @@ class TraceRecorder:
             return TraceCounts(self._num_recorded + len(self._waiting), self._num_dropped, self._num_bytes)
 
     async def stop(self) -> TraceCounts:
-        """Write what waits, and close the file. Idempotent."""
         self._stopping.set()
         await self._writer
         return self.counts()
@@ -223,7 +217,6 @@ class TraceRecorder:
             self._num_bytes += num_bytes
 
     def _end(self) -> None:
-        """Nothing is taken any more; what waits is dropped."""
         with self._lock:
             self._ended = True
             self._num_dropped += len(self._waiting)
@@ -274,8 +267,6 @@ _MIX: Final = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779
 
 
 class PastStep(NamedTuple):
-    """Some time of the past hour."""
-
     age_s: float  # of its middle
     asked: int  # blocks
     found: int
@@ -327,10 +318,7 @@ class PastLookups:
         self._num_blocks = 0
 
     def record(self, hashes: Sequence[ChainHash], num_asked: int = 0, num_found: int = 0, num_l1: int = 0) -> None:
-        """A request asked for these blocks, or they were offered. A list nobody changes any more. On the loop's thread.
-
-        `num_asked`: all of them, 0 if they were offered.
-        """
+        """A request asked for these blocks (`num_asked`: all), or they were offered (0). On the loop's thread."""
         if self._num_told - self._num_taken > _MOST_WAITING:
             self.num_dropped += 1
             return
@@ -352,11 +340,7 @@ class PastLookups:
             self._num_blocks -= len(self._past.popleft().blocks)
 
     def look(self, capacity: int) -> OptimumSoFar | None:
-        """What was found and could have been; None if nobody has asked. On the thread of `take_in`.
-
-        The best policy begins without a block; what was found from before it is given to it, and so is what an engine's
-        L1 had.
-        """
+        """What was found and could have been; what was there before counts for both. On the thread of `take_in`."""
         past = list(self._past)
         if not any(request.num_asked for request in past):
             return None
@@ -376,8 +360,6 @@ class PastLookups:
 
 
 class WatchedModel(NamedTuple):
-    """A model whose lookups are looked at."""
-
     fingerprint: bytes
     past: PastLookups
     capacity: Callable[[], int]  # blocks that the tiers hold
@@ -404,7 +386,6 @@ class OptimumWatch:
             self._thread.join(timeout)
 
     def of(self, fingerprint: bytes) -> OptimumSoFar | None:
-        """The last look at a model's lookups; None before the first."""
         return self._found.get(fingerprint)
 
     def look(self) -> None:

@@ -38,7 +38,6 @@ class Loop:
         self._stopped = False
 
     def watch(self, fd: int, handler: ReadyHandler, events: int = READABLE) -> None:
-        """Call `handler` whenever the file is ready for one of `events`."""
         self._handlers[fd] = handler, self._round
         self._epoll.register(fd, events)
 
@@ -80,7 +79,6 @@ class Loop:
         return future
 
     def wake(self) -> None:
-        """Have the loop take another turn now."""
         if threading.get_ident() != self._thread and not self._stopped:
             with contextlib.suppress(OSError):  # as full of wake-ups as can be
                 os.eventfd_write(self._event, 1)

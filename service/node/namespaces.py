@@ -110,8 +110,6 @@ class BlockDimensions(NamedTuple):
 
 @dataclass(eq=False)
 class Namespace:
-    """One model's tiers, while they are open."""
-
     fingerprint: bytes
     blocks: BlockDimensions
     size: int  # bytes of L2
@@ -179,7 +177,6 @@ class Opening(NamedTuple):
             namespace.close()
 
     def run(self) -> Namespace:
-        """Raises what `open_hierarchy` does."""
         blocks = BlockDimensions(self.hello.block_size, self.hello.block_bytes)
         host = self.config.host.model_copy(update={"size": self.size, "shared": True, "pin": False})
         config = self.config.model_copy(update={"host": host})
@@ -225,7 +222,6 @@ class Namespaces:
 
     @property
     def used(self) -> int:
-        """Bytes of L2 given away."""
         return sum(namespace.size for namespace in self._open.values()) + sum(self._opening.values())
 
     def find(self, hello: Hello) -> Namespace | None:
@@ -281,7 +277,6 @@ class Namespaces:
         return Opening(hello, size, victims, self._config, self._log)
 
     def opened(self, fingerprint: bytes, namespace: Namespace | None) -> None:
-        """An opening has ended, well or with nothing."""
         del self._opening[fingerprint]
         if namespace is not None:
             self._open[fingerprint] = namespace
@@ -290,7 +285,6 @@ class Namespaces:
         assert self.used <= self.budget, f"{self.used} bytes of L2 given away, {self.budget} is the budget"
 
     def clear(self) -> list[Namespace]:
-        """Take them all away; the caller closes them."""
         namespaces = list(self)
         self._open.clear()
         return namespaces

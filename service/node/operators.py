@@ -28,16 +28,11 @@ class NotFound(KVTierError):
 
 
 def name_of(fingerprint: bytes) -> str:
-    """How people see a model."""
     return fingerprint.hex()[:NAME_DIGITS]
 
 
 def hold_open(daemon: Daemon, model: str | None, hold: OperatorHold) -> Namespace:
-    """Keep the model open whose fingerprint begins with `model` (None: the only one), until `release_hold`.
-
-    Waits for the loop. NotFound and ConfigError if that names none or several, TierUnavailable if the loop does not
-    answer.
-    """
+    """Keep the one model open whose fingerprint begins with `model`, until `release_hold`. NotFound; ConfigError."""
 
     def enter() -> Namespace:
         namespace = _choose(daemon.namespaces(), model)
@@ -59,7 +54,6 @@ def release_hold(daemon: Daemon, namespace: Namespace, hold: OperatorHold) -> No
 
 @contextmanager
 def held_open(daemon: Daemon, model: str | None) -> Iterator[Namespace]:
-    """As `hold_open`, until the block ends."""
     hold = OperatorHold()
     namespace = hold_open(daemon, model, hold)
     try:
@@ -112,7 +106,6 @@ class BlockSelection:
         return chains[found.index(max(found))], root
 
     def scheme_of(self, names: Sequence[ChainHash], root: ChainHash, block_size: int) -> str:
-        """By which hash the blocks of these tokens were named."""
         first = self.tokens[:block_size]
         return next(each for each in _SCHEMES if chain_hashes(root, first, block_size, each)[0] == names[0])
 
@@ -122,8 +115,6 @@ SHARE: Final = 4  # of a model's L2 at most this part is pinned
 
 
 class PinView(NamedTuple):
-    """One pin, for people."""
-
     number: int
     fingerprint: bytes
     num_blocks: int
@@ -143,10 +134,7 @@ class _Pin(OperatorHold):
 
 @dataclass(eq=False)
 class Pins:
-    """All pins of a daemon. Thread-safe, for any thread but the loop's. What a reset or an evict took is unpinned.
-
-    Lock: `_lock` guards `_pins`; never held while anything waits, but the pool's lock is taken inside it.
-    """
+    """All pins of a daemon, for any thread but the loop's. `_lock` guards `_pins`, never while anything waits."""
 
     daemon: Daemon
     _lock: Lock = field(default_factory=Lock)
@@ -177,7 +165,6 @@ class Pins:
             raise
 
     def unpin(self, number: int) -> None:
-        """Let go of one. NotFound if there is none of that number."""
         with self._lock:
             pin = self._pins.get(number)
         if pin is None:
@@ -197,7 +184,6 @@ class Pins:
         )
 
     def clear(self) -> int:
-        """Let go of all; returns how many there were."""
         return self._end_all(lambda pin: True)
 
     def listing(self) -> list[PinView]:
@@ -205,7 +191,6 @@ class Pins:
             return [_view(pin, pin.namespace) for pin in self._pins.values() if pin.lease is not None and pin.namespace]
 
     def blocks_by_model(self) -> dict[str, int]:
-        """How many blocks of each model are pinned, by the name people see."""
         with self._lock:
             pins = [(pin.namespace.fingerprint, pin.hashes) for pin in self._pins.values() if pin.namespace is not None]
         names = {fingerprint: frozenset[ChainHash]() for fingerprint, _ in pins}

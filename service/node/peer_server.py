@@ -49,7 +49,6 @@ class LentModel:
     def __init__(
         self, hierarchy: Hierarchy, fingerprint: bytes, sizes: BlockShape, forget: "Callable[[LentModel], None]"
     ) -> None:
-        """`forget` is told when it is lent no more."""
         self.hierarchy = hierarchy
         self._forget = forget
         self.blocks = wire.LentBlocks(fingerprint, sizes.block_bytes, sizes.block_size)
@@ -169,7 +168,6 @@ class PeerServer:
             self._lock.wait_for(lambda: not self._connections, _CLOSE_SECONDS)
 
     def check(self) -> None:
-        """Raise AssertionError if more is lent than may be."""
         with self._lock:
             assert 0 <= self._in_flight, f"{self._in_flight} bytes in flight"
             assert len(self._strangers) <= len(self._connections) <= MAX_CONNECTIONS, "connections"
@@ -177,7 +175,6 @@ class PeerServer:
     # connections
 
     def _accept(self) -> None:
-        """Thread: take connections in."""
         while not self._closed:
             try:
                 connection, peer = self._listener.accept()
@@ -235,7 +232,6 @@ class PeerServer:
             self._lock.notify_all()
 
     def _welcome(self, connection: socket.socket) -> wire.PeerSession:
-        """Prove the key to each other. ProtocolError; PeerFailed."""
         deadline = time.monotonic() + _HELLO_SECONDS
         prepare(connection)
         challenge = os.urandom(wire.NONCE_BYTES)
@@ -249,7 +245,6 @@ class PeerServer:
         return session
 
     def _answer(self, connection: socket.socket, session: wire.PeerSession) -> None:
-        """Wait for a question, and answer it."""
         words = receive(connection, wire.WORDS_BYTES, time.monotonic() + _IDLE_SECONDS)
         deadline = time.monotonic() + self._config.deadline
         rest = receive(connection, session.question_bytes(words), deadline)
@@ -327,10 +322,7 @@ class PeerServer:
         lent: Sequence[tuple[BlockRecord, int, int]],
         deadline: float,
     ) -> None:
-        """Some blocks at a time: the kernel sends them while the next are hashed.
-
-        One whose bytes are not those that were stored goes at once, and ends the connection. PeerFailed.
-        """
+        """Some blocks at a time: the kernel sends them while the next are hashed. A rotten one: PeerFailed."""
         host, parts = model.hierarchy.host, list[bytes | memoryview]()
         for record, slot, generation in lent:
             payload = host.region.slot(slot)
@@ -416,7 +408,6 @@ class PeerFeeds:
     """Opens feeds of other nodes' events, with the CURVE keys of this node's own publisher, if it has some."""
 
     def __init__(self, config: EventsConfig) -> None:
-        """ConfigError for keys that are none."""
         keys = events.CurveKeys.load("events", config.curve_key_file, "curve_reader_file", config.curve_reader_file)
         self._keys = None if keys is None else keys.of_a_node()
 

@@ -77,10 +77,7 @@ class ClientProcesses:
         return sorted(set(self._pids.values()))
 
     def watch(self, connection: socket.socket, peer: Peer) -> int:
-        """Watch the process that connected. OSError if it can't be watched, or there are too many.
-
-        Returns what tells it from others: since Linux 6.9 a pidfd's inode is its process's own.
-        """
+        """Watch the process that connected; returns what tells it from others (its pidfd's inode). OSError."""
         fd = pidfd_of(connection, peer)
         process = os.fstat(fd).st_ino
         if peer.pid and peer.pid in self._pids.values():
@@ -94,7 +91,6 @@ class ClientProcesses:
         return process
 
     def forget(self) -> None:
-        """Watch none of them any more. Idempotent."""
         for fd in self._pids:
             self._loop.forget(fd)
             os.close(fd)
@@ -115,11 +111,7 @@ class HeldCounts(NamedTuple):
 
 
 class Holdings:
-    """The claims, leases and reservations of one client, each by the number the client gave it. No socket, no waiting.
-
-    A number the client has no (more) thing of is passed over: both sides may let it go at the same time.
-    Only what no client of ours would send is a FormatError.
-    """
+    """One client's claims, leases and reservations, by the client's numbers; a number that has gone is passed over."""
 
     def __init__(
         self, tiers: ServedTiers, block_size: int, lease_deadline: float, version: int, *, takes_parts: bool
@@ -169,10 +161,7 @@ class Holdings:
         self._hierarchy.seal_each(sealed)
 
     def expire(self, at: float) -> int:
-        """Drop the promises nobody has renewed for the lease deadline; returns how many.
-
-        Whoever calls has read all that the client sent until then: a `Take` on its way is never overtaken.
-        """
+        """Drop promises not renewed within the lease deadline; how many. Call it with nothing left unread."""
         late = [number for number, since in self._renewed.items() if at - since >= self._lease_deadline]
         for number in late:
             self._drop(number)
@@ -315,8 +304,6 @@ class Holdings:
 
 
 class SessionOwner(Protocol):
-    """What a session asks of the daemon it belongs to."""
-
     loop: Loop
     counts: Counter[str]  # what became of clients and of what they held
     refusals: Refusals  # whom it refused, and why
@@ -351,7 +338,6 @@ class Session:
     """
 
     def __init__(self, daemon: SessionOwner, connection: socket.socket, peer: Peer) -> None:
-        """Raises OSError if the peer's process cannot be watched."""
         self.peer = peer
         self.client = secrets.token_bytes(ID_BYTES)
         self.since = now()
@@ -396,7 +382,6 @@ class Session:
             namespace.members.add(self)
 
     def welcome(self) -> None:
-        """The tiers of its namespace are as the client wants them: let it have them."""
         if self._socket is None or self.namespace is None:
             return
         namespace, tiers = self.namespace, self.namespace.hierarchy
@@ -436,7 +421,6 @@ class Session:
             self.end_connection("died")
 
     def refuse(self, why: Exception | str, reason: str = "refused") -> None:
-        """Refuse it, say why, and hang up; `reason` is counted."""
         is_other_kv, why = isinstance(why, KVMismatch), str(why)
         if self._daemon.refusals.note(why, self.peer, self.hello.fingerprint if self.hello else None):
             self._daemon.log(f"client {self.peer.pid} is refused: {why}")
@@ -613,7 +597,6 @@ class Session:
     # writing
 
     def _reply(self, request: int, answers: list[Any]) -> None:
-        """Answer a request, and tell the news there is."""
         assert self.namespace is not None
         assert self.holdings is not None
         news, self.holdings.news = self.holdings.news, []

@@ -41,7 +41,6 @@ class PageHistory:
     """
 
     def __init__(self, parts: Sequence[str], *, kept: int = _KEPT, most: int = _MOST_SERIES) -> None:
-        """Of a status, only the fields `parts` are kept."""
         self._parts = tuple(parts)
         self._most = most
         self._lock = Lock()  # guards what follows
@@ -65,10 +64,7 @@ class PageHistory:
             self._next += 1
 
     def as_json(self) -> Json:
-        """`now` and `at` in ms of the monotonic clock; of each series its path and its values at these times.
-
-        A series that is the same in all samples has one value for all; null is "not known".
-        """
+        """Series by path at times `at` (monotonic ms); one value if they agree, null: not known."""
         with self._lock:
             kept = len(self._at)
             rows = np.arange(max(0, self._next - kept), self._next) % kept
@@ -92,7 +88,6 @@ class PageHistory:
 
 
 def _numbers(value: object, path: Path = ()) -> Iterator[tuple[Path, float]]:
-    """Every number in it, by its path."""
     if isinstance(value, bool) or len(path) > _DEEPEST:
         return
     if isinstance(value, int | float):
@@ -158,7 +153,6 @@ class LivePage:
         self._due = 0.0  # when that is too old
 
     def routes(self) -> list[Route]:
-        """`GET /`, the files it names, `GET /stream` and `GET /history`."""
         pages = resources.files("kvtier.service.observe") / "pages"
 
         def file(name: str, content: bytes, media_type: str) -> Route:
@@ -171,7 +165,6 @@ class LivePage:
 
     @contextlib.asynccontextmanager
     async def remembering(self) -> AsyncIterator[None]:
-        """Look at the status now and then, until the block ends."""
         task = asyncio.create_task(self._remember())
         try:
             yield

@@ -45,7 +45,6 @@ class MetricValues:
         self._samples = list(metrics.samples())
 
     def by_first(self, name: str) -> dict[str, int]:
-        """By the one label; zeros are left out."""
         return {each.labels[0]: int(each.value) for each in self._samples if each.name == name and each.value}
 
     def by_both(self, name: str) -> dict[str, dict[str, int]]:
@@ -72,7 +71,6 @@ def text_of(families: Iterable[Metric]) -> str:
 
 
 def counter(name: str, help_text: str, values: Values, *labels: str) -> Metric:
-    """A family of counters. `labels` are the labels' names."""
     return _filled(CounterMetricFamily(name, help_text, labels=labels), values)
 
 
@@ -83,7 +81,6 @@ def wanting(parts: Iterable[str]) -> Metric:
 
 
 def gauge(name: str, help_text: str, values: Values, *labels: str) -> Metric:
-    """A family of gauges. `labels` are the labels' names."""
     return _filled(GaugeMetricFamily(name, help_text, labels=labels), values)
 
 

@@ -54,15 +54,11 @@ class BlockFigures(StatusPart):
 
 
 class WantingPart(StatusPart):
-    """A part that is not there as the configuration says, or that is too small."""
-
     part: str
     why: str
 
 
 class DegradedTier(StatusPart):
-    """A direction of a lower tier that is left alone for now."""
-
     model: str
     tier: str
     direction: str
@@ -131,8 +127,6 @@ class AgeCounts(StatusPart):
 
 
 class OptimumFigures(StatusPart):
-    """What was found of the last hour's lookups, and what the best possible policy would have found."""
-
     capacity: int  # blocks that the tiers of this node hold
     seconds: float  # that the lookups are of
     asked: int
@@ -142,8 +136,6 @@ class OptimumFigures(StatusPart):
 
 
 class SavedFigures(StatusPart):
-    """What requests did not have to compute."""
-
     tokens: int  # loaded instead of computed
     untimed_tokens: int  # of these, nobody knows how long computing them takes
     prefill_s: float  # seconds of prefill that the others would have taken
@@ -171,8 +163,6 @@ class ModelStatus(BlockFigures, _OpenModel):  # pydantic takes the last base's f
 
 
 class ClientStatus(StatusPart):
-    """A client of the daemon: alive, or dead with processes that may still copy."""
-
     pids: list[int]
     uid: int
     connected: bool
@@ -234,8 +224,6 @@ class TenantMemory(StatusPart):
 
 
 class PrefixMemory(StatusPart):
-    """Blocks that begin with the same blocks."""
-
     prefix: str  # to operators the name of the first block, to others a label
     tenant: str
     tokens: int  # that all of them begin with

@@ -49,10 +49,7 @@ class OpenAIError(KVTierError):
 
 
 def error_handlers(refused: Counter[str]) -> dict[Any, ErrorHandler]:
-    """Starlette's exception handlers: they answer with an OpenAIError, and count it by its status on the event loop.
-
-    Pages that do not exist are not counted: whoever asks for them is no client of the API.
-    """
+    """Starlette's handlers: an OpenAIError for each, counted by status unless there is no such page."""
 
     async def answer(request: Request, error: Exception) -> JSONResponse:
         converted = _as_openai(request, error)
@@ -80,7 +77,6 @@ def refusal(status: int, message: str) -> JSONResponse:
 
 
 def busy(message: str) -> OpenAIError:
-    """There is no room now; the client may try again after a second."""
     return OpenAIError(429, message, code="rate_limit_exceeded", headers={"retry-after": "1"})
 
 

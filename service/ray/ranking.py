@@ -44,10 +44,7 @@ class EngineRequest:
 
     @property
     def prompt(self) -> str:
-        """The body as text: Ray Serve's own prefix router looks for this, and bodies that begin alike are near.
-
-        Never empty: that router divides by its length.
-        """
+        """The body as text for Ray Serve's own prefix router, which divides by its length: never empty."""
         return self.body.decode("utf-8", "replace") or self.path
 
 
@@ -71,8 +68,6 @@ _USUAL: Final = 8.0  # blocks of work in a request of another process
 
 
 class Queue(NamedTuple):
-    """A replica that may be asked, and how many requests it has."""
-
     name: str
     num_requests: int  # of all who ask it, as far as is known
     most: int
@@ -88,8 +83,6 @@ class _ModelIndex(NamedTuple):
 
 @dataclass(slots=True)
 class _RankedRequest:
-    """A request under way: what is known of its prompt, and who computes it."""
-
     num_tokens: int
     held: Mapping[_ModelIndex, Held]
     num_blocks: int  # of the prompt, or an estimate
@@ -131,10 +124,7 @@ class ReplicaRanking:
             self._follow(name, told[name])
 
     async def rank(self, request_id: str, request: EngineRequest | None, queues: Sequence[Queue]) -> list[str] | None:
-        """The names of replicas, the best first, without those that failed the request. None: all are full.
-
-        Asked again for one request, it reads the prompt no more.
-        """
+        """Replicas, the best first, without those that failed it (None: all full). Reads a prompt once."""
         tried = frozenset[str]() if request is None else request.tried
         left = [each for each in queues if each.name not in tried] or queues
         if (asked := self._asked.get(request_id)) is None:
@@ -156,7 +146,6 @@ class ReplicaRanking:
         return sorted(work, key=lambda name: (name != choice.name, work[name]))
 
     def routed(self, request_id: str, name: str) -> None:
-        """A replica has taken the request."""
         if (asked := self._asked.get(request_id)) is None:
             return
         if name in asked.ended:  # a short answer may end before it is told who gives it
@@ -169,10 +158,7 @@ class ReplicaRanking:
             self._promised_tokens += cached * (model.block_size or 0)
 
     def completed(self, request_id: str, name: str) -> None:
-        """It has ended in whatever way at this replica; or that refused it, and another is asked.
-
-        Ray Serve tells it by another way than `routed`, so it may come first.
-        """
+        """It has ended at this replica, or that refused it. Ray Serve may tell this before `routed`."""
         if (asked := self._asked.get(request_id)) is None:
             return
         if asked.replica is None:
@@ -276,5 +262,4 @@ _RANKINGS: Final[WeakSet[ReplicaRanking]] = WeakSet()
 
 
 def rankings() -> Sequence[ReplicaRanking]:
-    """The rankings of this process."""
     return list(_RANKINGS)

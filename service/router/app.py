@@ -21,8 +21,8 @@ from kvtier.connector import AS_SENT, ChatPrefix
 from kvtier.service import Json
 from kvtier.service.observe import EXPOSITION, LivePage, counter, gauge, router_lines, statuses, text_of
 from kvtier.service.openai import error_handlers, refusal, stopping_error, unknown_model
+from kvtier.service.router.fleet import ReplicaState
 from kvtier.service.router.proxy import ClientReply
-from kvtier.service.router.replicas import ReplicaState
 from kvtier.service.router.router import Router
 from kvtier.service.web import Guard, HttpServer, HttpSocket, page, read_body
 from kvtier.tiers.config import RouterConfig
@@ -90,7 +90,6 @@ def _waits(figures: Mapping[str, Mapping[str, statuses.LatencyFigures]]) -> Iter
 
 
 def _held(router: Router) -> Iterator[Metric]:
-    """Which blocks each replica reports, and whether its events are up to date."""
     holdings = router.holdings
     states = {each.name: holdings.of(each.name).state(each.name) for each in router.fleet.replicas}
     publishers = {(name, "engine"): state.events for name, state in states.items()}

@@ -48,8 +48,6 @@ class ReplicaFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Deadlines:
-    """How long the router waits for a replica, in seconds."""
-
     connect: float
     first_byte: float
     between: float  # from one piece of an answer to the next
@@ -140,7 +138,6 @@ class ReplicaClient:
         return connection, False
 
     def opened(self, connection: "_ReplicaConnection") -> None:
-        """A connection calls this when it is open."""
         self._open.add(connection)
 
     def rested(self, connection: "_ReplicaConnection") -> bool:
@@ -151,7 +148,6 @@ class ReplicaClient:
         return True
 
     def lost(self, connection: "_ReplicaConnection") -> None:
-        """A connection calls this when it has ended."""
         self._open.discard(connection)
         with suppress(ValueError):
             self._idle.remove(connection)
@@ -176,11 +172,7 @@ class ReplicaAnswer:
         return await self._connection.piece(self._due, 0.0, Failure.SLOW_FIRST_BYTE)
 
     async def piece(self, shortcut: Shortcut | None = None) -> bytes:
-        """The bytes that came since the last piece; empty at the end. Raises ReplicaFailed if none come in time.
-
-        Chunks that end with an event are offered to `shortcut` as they come. What it takes came before the returned
-        bytes.
-        """
+        """What came since the last piece; empty at the end. ReplicaFailed if late. `shortcut` may take whole events."""
         return await self._connection.piece(0.0, self._between, Failure.STALLED, shortcut)
 
     async def read(self, most: int) -> bytes:
@@ -333,11 +325,7 @@ class _ReplicaConnection(asyncio.Protocol):
             self._waiter.set_result(None)
 
     async def _wait(self, due: float, pause: float, failure: Failure) -> None:
-        """Wait until something has come.
-
-        Raises ReplicaFailed once `due` has passed and nothing was received for `pause` seconds, or if the connection
-        failed. One timer serves the whole wait, however much a shortcut takes meanwhile.
-        """
+        """Wait until something has come: ReplicaFailed past `due` after `pause` quiet seconds. One timer."""
         if self._failed is not None:
             raise self._failed
         waiter, self._on_timeout = self._loop.create_future(), failure

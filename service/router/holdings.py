@@ -47,7 +47,6 @@ class FleetHoldings(Mapping[V, "VersionHoldings"]):
     """
 
     def __init__(self, *, strict: bool, max_blocks: int = MAX_BLOCKS, keys: CurveKeys | None = None) -> None:
-        """As `VersionHoldings`, for each version."""
         self._make = partial(VersionHoldings, strict=strict, max_blocks=max_blocks, keys=keys)
         self._empty = self._make()
         self._by_version: dict[V, VersionHoldings] = {}
@@ -92,12 +91,10 @@ class FleetHoldings(Mapping[V, "VersionHoldings"]):
 
     @property
     def num_forgotten(self) -> int:
-        """Blocks forgotten because there were more than `max_blocks`."""
         return sum(index.num_forgotten for index in self._indexes)
 
     @property
     def skipped(self) -> Mapping[str, int]:
-        """Events that could not be true, by reason."""
         return sum((Counter(index.counts) for index in self._indexes), Counter[str]())
 
     @property
@@ -151,7 +148,6 @@ class VersionHoldings:
         self._drop_unnamed()
 
     def leave(self, replica: str) -> None:
-        """Stop following a replica, and the publishers that only it named."""
         if self._publishers.pop(replica, None) is not None:
             self._drop_unnamed()
 
@@ -164,10 +160,7 @@ class VersionHoldings:
     def names(
         self, tokens: Sequence[int], cache_salt: str | None, default: str | None, lora_name: str | None
     ) -> list[int]:
-        """A prompt's leading blocks, by the names the index uses. May be called on any thread.
-
-        `default` is the namespace of requests without a cache salt.
-        """
+        """A prompt's leading blocks, as the index names them. Any thread. `default`: unsalted's namespace."""
         if self.index is None:
             return []
         namespace = default if cache_salt is None else cache_salt
@@ -237,7 +230,6 @@ class VersionHoldings:
         forgetting.start()
 
     def _held_at(self, address: str | None) -> Mapping[str, int]:
-        """Blocks by medium that the publisher at this address reports."""
         consumer = None if address is None else self._consumers.get(address)
         return {} if self.index is None or consumer is None else self.index.holdings(consumer.worker)
 
@@ -251,10 +243,7 @@ class VersionHoldings:
 
 
 def joined(own: Mapping[str, int], node: Mapping[str, int], shared: Mapping[str, int]) -> dict[str, int]:
-    """The longest prefix, in blocks by medium: a replica's own, then its node's, then what all nodes share.
-
-    The replica's own blocks count for the best tiers of the node's prefix: as many leading blocks as it has itself.
-    """
+    """The longest prefix, in blocks by medium: a replica's own (the best tiers), its node's, what all share."""
     found, known = dict(own), sum(own.values())
     for medium in (kind.medium for kind in TIERS.values()):
         count = node.get(medium, 0)

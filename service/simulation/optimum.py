@@ -68,7 +68,6 @@ class Optimum:
         return found
 
     def share(self, capacity: int) -> float:
-        """The share of all blocks asked for that are found."""
         return float(self.hits(capacity).sum()) / self.num_asked if self.num_asked else 0.0
 
 

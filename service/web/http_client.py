@@ -25,10 +25,7 @@ _JSON: Final = {"content-type": "application/json"}
 
 
 class HttpClient:
-    """Sends requests to the daemon at HOST:PORT, or to an engine or a router at a URL.
-
-    Raises TierUnavailable if it is down, ConfigError if it refuses.
-    """
+    """Requests to the daemon at HOST:PORT, or to a URL. TierUnavailable: down; ConfigError: refused."""
 
     def __init__(
         self,
@@ -72,7 +69,6 @@ class HttpClient:
         return self._with([next((field for field in fields if field in status), fields[0])], status)
 
     def post(self, path: str, body: Mapping[str, Any], *fields: str) -> Json:
-        """The answer, as `get`."""
         with self._answer("POST", path, body) as answer:
             return self._with(fields, self._object(self._whole(answer)))
 

@@ -21,13 +21,9 @@ _DEADLINE: Final = 60.0  # seconds that one call may take
 
 
 class LoopFile:
-    """One file, read or written from an event loop. Raises KVTierError for every error of the file system.
-
-    A call past its deadline is given up; its thread ends when the disk answers.
-    """
+    """One file used from an event loop. KVTierError for every error; a call past its deadline is given up."""
 
     def __init__(self, file: "AsyncBufferedIOBase | AsyncBufferedReader", path: Path) -> None:
-        """Use `create` or `open` instead."""
         self.path = path
         self._file = file
         self._closed = False
@@ -70,7 +66,6 @@ class LoopFile:
         await self._do(asyncio.to_thread(os.fsync, self._file.fileno()))
 
     async def close(self) -> None:
-        """Close it. Idempotent."""
         if not self._closed:
             self._closed = True
             await self._do(self._file.close())
@@ -109,7 +104,6 @@ class _Creation:
         raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
 
     def give_up(self, path: Path) -> None:
-        """Remove the file, now or once the thread has made it."""
         with self._lock:
             self._is_given_up = True
             file = self._file

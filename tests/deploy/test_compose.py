@@ -17,10 +17,8 @@ from node_rig import ROOT
 
 from kvtier.cli import servers_cli
 from kvtier.cli.program import load
-from kvtier.service.cluster.cluster import GRACE
-from kvtier.service.cluster.defaults import FIRST_PORT
-from kvtier.service.cluster.file import Placeholders, Service, Topology
-from kvtier.service.cluster.process import _BRIEF
+from kvtier.service.cluster.cluster import _BRIEF, GRACE
+from kvtier.service.cluster.file import FIRST_PORT, Placeholders, Service, Topology
 from kvtier.service.web import http_server
 from kvtier.service.web.http_server import HostNames
 from kvtier.tiers.config.config import Config

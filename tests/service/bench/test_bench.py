@@ -15,9 +15,18 @@ import pytest
 from command_rig import kvtier
 
 from kvtier.service.bench import bench, load
-from kvtier.service.bench.bench import BenchOptions, BenchResult, run_bench
-from kvtier.service.bench.load import LoadPace, Server
-from kvtier.service.bench.patterns import PATTERNS, ScriptedSession, Shape, sessions_of, sessions_of_trace
+from kvtier.service.bench.bench import (
+    PATTERNS,
+    BenchOptions,
+    BenchResult,
+    LoadPace,
+    ScriptedSession,
+    Server,
+    Shape,
+    run_bench,
+    sessions_of,
+    sessions_of_trace,
+)
 from kvtier.tiers.errors import ConfigError
 
 ODD = {"prompt_tokens": "many", "completion_tokens": 1.5, "prompt_tokens_details": {"cached_tokens": -1}}

@@ -33,8 +33,8 @@ from kvtier.connector.local import LocalConnector
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.llm import Engine
 from kvtier.service.cluster import cluster, process
+from kvtier.service.cluster.cluster import Process, is_free
 from kvtier.service.cluster.file import Placeholders, Ready, Topology
-from kvtier.service.cluster.process import Process, is_free
 from kvtier.service.command_line import Exit
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.errors import ConfigError, FormatError

@@ -14,9 +14,8 @@ from cluster_rig import Running, wait_for
 
 from kvtier.service.cluster import cluster as cluster_module
 from kvtier.service.cluster import keeper
-from kvtier.service.cluster.cluster import Cluster
+from kvtier.service.cluster.cluster import Cluster, show_logs
 from kvtier.service.cluster.keeper import mend
-from kvtier.service.cluster.process import show_logs
 from kvtier.service.command_line import Exit
 
 pytestmark = pytest.mark.timeout(300)
