@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvtier.connector.transformers import CacheForm, form_of_config
-from kvtier.service.charts import Table
+from kvtier.service.breakeven import Table
 from kvtier.tiers import L2, ConfigError
 from kvtier.tiers.config import show_size
 from kvtier.tiers.file import BareSlab
@@ -21,8 +21,6 @@ _NOBODY: Final = bytes(32)
 
 @dataclass(frozen=True, slots=True)
 class TierRoom:
-    """What one tier of so many bytes holds, its own layout counted."""
-
     tier: str
     room_bytes: int
     blocks: int

@@ -32,7 +32,6 @@ from kvtier.service.node import (
     OperatorHold,
     OptimumWatch,
     Pins,
-    PinView,
     TraceRecorder,
     WatchedModel,
     degraded_tiers,
@@ -42,8 +41,6 @@ from kvtier.service.node import (
     held_open,
     hold_open,
     memory,
-    name_of,
-    refused_clients,
     release_hold,
     wanting_parts,
 )
@@ -151,8 +148,6 @@ class BlocksBody(Body):
 
 
 class ExplainedBody(BlocksBody):
-    """The blocks of a prompt, or those of a request that ended lately."""
-
     request: Annotated[str, Field(min_length=1, max_length=512)] | None = None
 
     def _check_way(self) -> None:
@@ -173,8 +168,6 @@ class UnpinBody(BaseModel):
 
 
 class QuotaBody(BaseModel):
-    """Let a tenant have up to `size` bytes of each model's host memory; without `size`, what it can get."""
-
     model_config = Body.model_config
 
     cache_salt: TenantSalt
@@ -182,28 +175,21 @@ class QuotaBody(BaseModel):
 
 
 class ExportBody(BlocksBody):
-    """Write all blocks, or the chosen ones, to a new file; `force`: or over an old one."""
-
     file: DaemonFile
     force: bool = False
 
 
 class ImportBody(Body):
-    """Read a file; `unsealed`: also one in the clear, where the daemon has a key."""
-
     file: DaemonFile
     unsealed: bool = False
 
 
 class TraceBody(Body):
-    """Record lookups into a new file for `duration`, or until the client goes."""
-
     file: DaemonFile
     duration: Lifetime | None = None
 
 
 def parse(body_type: type[B], data: bytes) -> B:
-    """A request's body. ConfigError says what is wrong with it, in one line."""
     try:
         return body_type.model_validate(object_in(data))
     except ValidationError as error:
@@ -242,7 +228,7 @@ class Admin:
             with held_open(self._daemon, model) as namespace:
                 namespace.hierarchy.reset()
                 self._daemon.submit(partial(_tell, namespace))  # clients forget what they were promised before
-                names.append(name_of(namespace.fingerprint))
+                names.append(namespace.name)
         self._pins.expire()
         return {"reset": names}
 
@@ -251,7 +237,7 @@ class Admin:
             hashes, _ = body.blocks.names(namespace, _PATIENCE)
             num_unpinned = self._pins.unpin_blocks(namespace, hashes)
             evicted = evict_everywhere(namespace.hierarchy, hashes, _PATIENCE)
-            return {"model": name_of(namespace.fingerprint), "evicted": evicted, "unpinned": num_unpinned}
+            return {"model": namespace.name, "evicted": evicted, "unpinned": num_unpinned}
 
     def explain(self, body: ExplainedBody) -> Json:
         with held_open(self._daemon, body.model) as namespace:
@@ -261,18 +247,16 @@ class Admin:
             return explain(namespace, others, body.blocks, _PATIENCE, self._daemon.config.file.path)
 
     def pin(self, body: PinBody) -> Json:
-        blocks = body.blocks
-        return _pin(self._pins.pin(body.model, blocks, body.ttl, _PATIENCE))
+        return self._pins.pin(body.model, body.blocks, body.ttl, _PATIENCE)
 
     def unpin(self, body: UnpinBody) -> Json:
         self._pins.unpin(body.pin)
         return {"unpinned": body.pin}
 
     def pins(self) -> Json:
-        return {"pins": [_pin(view) for view in self._pins.listing()]}
+        return {"pins": self._pins.listing()}
 
     def quota(self, body: QuotaBody) -> Json:
-        """Give a tenant a quota in every model, also in those opened later; or take it away."""
         salt, size = body.cache_salt, body.size
         if size is None:
             for namespace in self._daemon.call(lambda: self._forget_quota(salt)):
@@ -281,14 +265,14 @@ class Admin:
         namespaces = self._daemon.call(lambda: self._note_quota(salt, size))
         for namespace in namespaces:
             namespace.tiers.quotas.set(salt, size)
-        return {"cache_salt": salt, "size": size, "models": [name_of(each.fingerprint) for each in namespaces]}
+        return {"cache_salt": salt, "size": size, "models": [each.name for each in namespaces]}
 
     def quotas(self) -> Json:
         limits = self._daemon.call(lambda: dict(self._daemon.limits))
         used: dict[str, dict[str, int]] = {salt: {} for salt in limits}
         for namespace in self._open():
             for quota in namespace.tiers.quotas.listing():
-                used.setdefault(quota.cache_salt, {})[name_of(namespace.fingerprint)] = quota.used
+                used.setdefault(quota.cache_salt, {})[namespace.name] = quota.used
         return {"quotas": [{"cache_salt": salt, "size": size, "used": used[salt]} for salt, size in limits.items()]}
 
     def _note_quota(self, salt: str, size: int) -> list[Namespace]:
@@ -315,16 +299,6 @@ def _tell(namespace: Namespace) -> None:
     """On the loop's thread."""
     for member in list(namespace.members):
         member.notify()
-
-
-def _pin(view: PinView) -> Json:
-    return {
-        "pin": view.number,
-        "model": name_of(view.fingerprint),
-        "blocks": view.num_blocks,
-        "bytes": view.num_bytes,
-        "seconds_left": round(view.seconds, 1),
-    }
 
 
 # --- exports, imports and traces -------------------------------------------------------------------------------------
@@ -424,7 +398,6 @@ class RunningTransfer:
         self._task = asyncio.create_task(self._run(steps))
 
     async def begun(self) -> None:
-        """Wait a moment for what is refused at once: raises that."""
         await asyncio.wait({self._task}, timeout=PERIOD)
         if self._task.done():
             self._task.result()
@@ -469,7 +442,7 @@ def _below(root: Path, file: Path) -> Path:
 
 def _shown(namespace: Namespace, progress: ArchiveProgress) -> Json:
     return {
-        "model": name_of(namespace.fingerprint),
+        "model": namespace.name,
         "blocks": progress.num_blocks,
         "planned": progress.num_planned,
         "bytes": progress.num_bytes,
@@ -480,7 +453,7 @@ def _shown(namespace: Namespace, progress: ArchiveProgress) -> Json:
 def _counts(namespace: Namespace, recorder: TraceRecorder) -> Json:
     counts = recorder.counts()
     return {
-        "model": name_of(namespace.fingerprint),
+        "model": namespace.name,
         "recorded": counts.num_recorded,
         "dropped": counts.num_dropped,
         "bytes": counts.num_bytes,
@@ -520,7 +493,6 @@ class Pages:
         self._optimum.start()
 
     def stop(self) -> None:
-        """End requests under way, let every pin go, close the socket: within seconds. Idempotent."""
         self._optimum.stop()
         self._server.stop()
         self.pins.clear()
@@ -534,7 +506,8 @@ def make_app(
     guard = Guard(token.secret)
 
     def status() -> statuses.DaemonStatus:
-        return _status(daemon, pins, optimum, token)
+        told = status_of(daemon, pins, optimum)
+        return told if token.file is None else told.model_copy(update={"token_file": str(token.file)})
 
     use = MemoryUse()
     admin, transfers = Admin(daemon, pins), Transfers(daemon)
@@ -562,17 +535,16 @@ def make_app(
         return Route(path, endpoint, methods=["POST"])
 
     async def tell_memory(request: Request) -> Response:
-        named = _is_operator(guard, request)
+        named = True  # everybody may read the page, operators more of it
+        try:
+            guard.admit(request)
+        except HTTPException:
+            named = False
         return JSONResponse((await run_in_threadpool(partial(memory, daemon, use, named=named))).as_json())
-
-    async def expire() -> None:
-        while True:
-            await asyncio.sleep(_EXPIRY)
-            await asyncio.to_thread(_upkeep, pins, token)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        task = asyncio.create_task(expire())
+        task = asyncio.create_task(_upkeep(pins, token))
         async with live.remembering():
             yield
         task.cancel()
@@ -600,37 +572,17 @@ def make_app(
     return Starlette(routes=routes, lifespan=lifespan, exception_handlers=_HANDLERS)
 
 
-def _upkeep(pins: Pins, token: OperatorToken) -> None:
-    pins.expire()
-    token.keep()
-
-
-def _status(daemon: Daemon, pins: Pins, optimum: OptimumWatch | None, token: OperatorToken) -> statuses.DaemonStatus:
-    told = status_of(daemon, pins, optimum)
-    return told if token.file is None else told.model_copy(update={"token_file": str(token.file)})
+async def _upkeep(pins: Pins, token: OperatorToken) -> None:
+    while True:
+        await asyncio.sleep(_EXPIRY)
+        await asyncio.to_thread(pins.expire)
+        await asyncio.to_thread(token.keep)
 
 
 def _watched(daemon: Daemon) -> list[WatchedModel]:
     """The models whose lookups are kept. Waits for the loop."""
-    namespaces = daemon.call(daemon.namespaces)
-    return [
-        WatchedModel(each.fingerprint, each.tiers.past, partial(_capacity, each))
-        for each in namespaces
-        if each.tiers.past is not None
-    ]
-
-
-def _capacity(namespace: Namespace) -> int:
-    return namespace.capacity
-
-
-def _is_operator(guard: Guard, request: Request) -> bool:
-    """Whether names may be told: everybody may read the page, operators more of it."""
-    try:
-        guard.admit(request)
-    except HTTPException:
-        return False
-    return True
+    models = ((each, each.tiers.past) for each in daemon.call(daemon.namespaces))
+    return [WatchedModel(each.fingerprint, past, each.capacity) for each, past in models if past is not None]
 
 
 async def _health(daemon: Daemon) -> Response:
@@ -649,7 +601,7 @@ async def _on_loop(daemon: Daemon, function: Callable[[], T]) -> T:
 async def _readiness(daemon: Daemon) -> Response:
     """Ready: engines find the socket, and [host] size can be had. What else is wanting is named: a miss, no outage."""
     try:
-        namespaces, refused = await _on_loop(daemon, lambda: (daemon.namespaces(), refused_clients(daemon)))
+        namespaces, refused = await _on_loop(daemon, lambda: (daemon.namespaces(), daemon.refusals.all()))
     except TierUnavailable as error:
         return JSONResponse({"ready": False, "missing": [str(error)]} | _NOTHING_ELSE, 503)
     degraded = [each.as_json() for each in degraded_tiers(namespaces)]

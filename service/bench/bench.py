@@ -55,8 +55,6 @@ class ScriptedTurn:
 
 @dataclass(frozen=True, slots=True)
 class ScriptedSession:
-    """Requests that follow each other: each has all turns before it in its prompt, and their answers."""
-
     number: int
     system: str  # what its first prompt begins with
     turns: Sequence[ScriptedTurn]
@@ -86,7 +84,6 @@ class Shape:
 
 
 def sessions_of(shape: Shape) -> list[ScriptedSession]:
-    """So many sessions that they have `num_requests` requests in all; the last one may be cut short."""
     dice = random.Random(shape.seed)
     found, left = list[ScriptedSession](), shape.num_requests
     for session in _sessions(shape, dice):
@@ -324,7 +321,6 @@ def _note_usage(answer: Answer, usage: Any) -> None:
 
 
 def _count(value: object) -> int | None:
-    """A number of tokens; None if the server says none."""
     return value if type(value) is int and 0 <= value < 1 << 53 else None
 
 
@@ -365,10 +361,7 @@ async def drive(
     done: Callable[[Answer], None],
     seed: int = 0,
 ) -> MeasuredLoad:
-    """Ask everything of every server; `done` is called for each answer. Cancelled, it returns what there is.
-
-    Of two servers each session goes to both, first to the one and then to the other, by turns.
-    """
+    """Ask everything of every server, each session of both by turns; cancelled, it returns what there is."""
     measured = MeasuredLoad([[] for _ in servers])
     jobs = [
         (number, session)
@@ -523,24 +516,22 @@ def rows_of(figures: Sequence[LoadFigures]) -> list[tuple[str, ...]]:
     ]
     for name, label in (("ttft", "TTFT"), ("inter_token", "inter-token")):
         for share in ("p50", "p90", "p99"):
-            texts = (_milliseconds(getattr(each, name), share) for each in figures)
+            found = [getattr(each, name) for each in figures]
+            texts = ["–" if each is None else f"{getattr(each, share) * 1000:.1f}" for each in found]
             rows.append((f"{label} {share}, ms", *texts))
     rows.append(("output tokens/s", *(f"{each.output_tokens_per_second:.1f}" for each in figures)))
     rows.append(
         ("prompt tokens", *("?" if each.prompt_tokens is None else str(each.prompt_tokens) for each in figures))
     )
-    rows.append(("cached, % of them", *(_percent(each.cached_share) for each in figures)))
+    rows.append(
+        (
+            "cached, % of them",
+            *("?" if (part := each.cached_share) is None else f"{100 * part:.1f}" for each in figures),
+        )
+    )
     kinds = sorted({kind for each in figures for kind in each.errors})
     rows += [(kind, *(str(each.errors.get(kind, 0)) for each in figures)) for kind in kinds]
     return rows
-
-
-def _milliseconds(percentiles: Percentiles | None, share: str) -> str:
-    return "–" if percentiles is None else f"{getattr(percentiles, share) * 1000:.1f}"
-
-
-def _percent(share: float | None) -> str:
-    return "?" if share is None else f"{share:.1%}".removesuffix("%")
 
 
 # --- the whole -------------------------------------------------------------------------------------------------------
@@ -550,8 +541,6 @@ _SHARES: Final = np.linspace(0.0, 100.0, 101)
 
 @dataclass(frozen=True, slots=True)
 class BenchOptions:
-    """What is asked of whom. The second URL is what the first is compared with."""
-
     urls: tuple[str, ...]
     shape: Shape
     pace: LoadPace

@@ -10,7 +10,7 @@ from threading import Event
 from typing import Final
 
 from kvtier.service import log_to_stderr
-from kvtier.service.cluster.cluster import GRACE, Cluster, ClusterRecord, Print, Process, StartedService, launch
+from kvtier.service.cluster.cluster import Cluster, ClusterRecord, Print, Process, StartedService, end, launch
 from kvtier.tiers import ConfigError, KVTierError, StoreLocked
 
 _log = logging.getLogger(__name__)
@@ -28,10 +28,7 @@ def stop_service(cluster: Cluster, name: str, tell: Print) -> None:
         member = _member(cluster, record, name)
         member.stopped = True
         cluster.write(record)  # before it ends: who interrupts this would have it started again
-        if member.process is None or not member.process.runs:
-            tell(f"{name} does not run")
-        else:
-            _end(name, member.process, tell)
+        tell(end(name, member) or f"{name} does not run")
 
 
 def restart_service(cluster: Cluster, name: str, tell: Print, stopping: Event) -> None:
@@ -41,8 +38,8 @@ def restart_service(cluster: Cluster, name: str, tell: Print, stopping: Event) -
         member = _member(cluster, record, name)
         if member.service is None:
             raise ConfigError(f'"{name}": an older kvtier started it; take the cluster down, and up again')
-        if member.process is not None:
-            _end(name, member.process, tell)
+        if (line := end(name, member)) is not None:
+            tell(line)
         try:
             cluster.start(record, {name: member.service}, tell, stopping)
         except BaseException:
@@ -134,11 +131,6 @@ def _member(cluster: Cluster, record: ClusterRecord, name: str) -> StartedServic
         known = ", ".join(record.members) or "none: start a cluster with `kvtier cluster up`"
         raise ConfigError(f'"{name}": no service of the cluster in {cluster.state}; known are {known}')
     return member
-
-
-def _end(name: str, process: Process, tell: Print) -> None:
-    if process.runs:
-        tell(f"{name} stopped" if process.stop(GRACE) else f"{name} killed: it did not end within {GRACE:g} s")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Runs the checks of `kvtier doctor`: this machine against its configuration."""
+"""The checks of `kvtier doctor`, of this machine against its configuration, and those of slabs."""
 
 import json
 import os
@@ -9,8 +9,9 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from http import HTTPStatus
 from http.client import HTTPException
 from importlib import metadata
@@ -20,11 +21,13 @@ from typing import Final
 
 from kvtier import __version__
 from kvtier.connector.daemon import peer_of
+from kvtier.service import Exit
 from kvtier.service.observe import DaemonStatus
 from kvtier.service.web import get_page
-from kvtier.tiers import Finding, KVTierError, checksum, compiled, error, install_command, ok, warning
+from kvtier.tiers import ConfigError, Finding, KVTierError, checksum, compiled, error, install_command, ok, warning
 from kvtier.tiers.config import Config, ServiceConfig, format_size, show_size
 from kvtier.tiers.copies import KeptChoice, KeptChoices
+from kvtier.tiers.file import SLAB_NAME, ReportProgress, SlabCheck, check_slab
 from kvtier.tiers.hierarchy import lower_modules
 from kvtier.tiers.host import Limits, available_bytes, limits, may_lock_all
 from kvtier.tiers.naming import (
@@ -183,7 +186,6 @@ def _copy_rate(*prefix: str) -> float:
 
 
 def has_gpu() -> bool:
-    """Whether the kernel has an NVIDIA device, with or without software for it."""
     return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists()
 
 
@@ -225,7 +227,6 @@ _OF: dict[str, str] = {"own": "kvtier's engine", "engine": "engines such as vLLM
 
 
 def check_copies(config: Config, *, has_gpu: bool, kept: KeptChoices | None = None) -> Finding:
-    """It measures nothing itself: the device belongs to the engines."""
     decided = _decided(config)
     if not has_gpu:
         return ok("copies", "not measured: no CUDA device" + decided)
@@ -420,3 +421,83 @@ def check_engines() -> Finding:
         except metadata.PackageNotFoundError:
             continue
     return ok("engines", ", ".join(found) or "none beside kvtier")
+
+
+# --- slabs -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The result for one slab: its check, or one line that says why it was refused."""
+
+    path: Path
+    check: SlabCheck | None
+    refused: str = ""
+
+    @property
+    def state(self) -> str:
+        if self.check is None:
+            return "refused"
+        if self.check.is_clean:
+            return "clean"
+        return "repaired" if self.check.is_repaired else "damaged"
+
+    @property
+    def status(self) -> Exit:
+        return {"clean": Exit.OK, "repaired": Exit.DEGRADED}.get(self.state, Exit.FAILED)
+
+    def __str__(self) -> str:
+        if self.check is None:
+            return "not checked"
+        hint = ": --repair drops what is bad" if self.state == "damaged" else ""
+        header = f"; {self.check.num_bad_headers} of 2 superblock copies damaged" if self.check.num_bad_headers else ""
+        return f"{self.state}{hint}{header}"
+
+    def as_json(self) -> dict[str, object]:
+        if self.check is None:
+            return {"path": str(self.path), "status": self.state, "why": self.refused}
+        report, superblock = self.check.report, self.check.superblock
+        return {
+            "path": str(self.path),
+            "status": self.state,
+            "fingerprint": superblock.fingerprint.hex(),
+            "block_size": superblock.block_size,
+            "slot_bytes": superblock.slot_bytes,
+            "slots": report.num_slots,
+            "blocks": report.num_blocks,
+            "bad_superblocks": self.check.num_bad_headers,
+            "bad_payloads": [name.hex() for name in report.bad_payloads],
+            "bad_rows": [name.hex() for name in report.bad_rows],
+            "unreadable": [name.hex() for name in report.unreadable],
+        }
+
+
+def find_slabs(path: Path | None, config: Config) -> list[Path]:
+    """The slab at `path`, or those of the directory; [file] path by default. Raises ConfigError if it is neither."""
+    directory = path or config.file.path
+    if directory is None:
+        raise ConfigError("PATH: none given, and no [file] path; name a slab or a directory of slabs")
+    field = "PATH" if path else "[file] path"
+    try:
+        if directory.is_dir():
+            return sorted(found for found in directory.iterdir() if SLAB_NAME.fullmatch(found.name))
+        directory.stat()
+    except OSError as error:
+        why = f'{field} "{directory}": {error.strerror}; name a slab or a directory of slabs'
+        raise ConfigError(why) from None
+    return [directory]
+
+
+def verify_slab(
+    path: Path, *, repair: bool = False, key: bytes | None = None, progress: ReportProgress | None = None
+) -> Verdict:
+    """Check one slab. A locked, foreign or truncated slab, or one of another version or key, is refused, untouched."""
+    try:
+        return Verdict(path, check_slab(path, repair=repair, key=key, progress=progress))
+    except KVTierError as error:
+        return Verdict(path, None, str(error))
+
+
+def worst(verdicts: Sequence[Verdict]) -> Exit:
+    statuses = {verdict.status for verdict in verdicts}
+    return next((status for status in (Exit.FAILED, Exit.DEGRADED) if status in statuses), Exit.OK)

@@ -1,1 +1,1 @@
-from .process import EngineServer as EngineServer
+from .server import EngineServer as EngineServer

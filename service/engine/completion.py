@@ -55,7 +55,6 @@ class TextLogprobs:
         self._likeliest.append(found)
 
     def add_first(self, token_id: int) -> None:
-        """A prompt's first token, of which nothing is said: nothing stands before it."""
         self._note(token_id)
         self._logprobs.append(None)
         self._likeliest.append(None)
@@ -302,7 +301,6 @@ class OpenAICompletion:
             self._unfinished.clear()
 
     async def _pieces(self) -> AsyncIterator[Piece]:
-        """Text that can be sent, until every choice has ended."""
         while self._unfinished:
             update = await self._next()
             if update.index not in self._unfinished:

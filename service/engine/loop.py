@@ -62,8 +62,7 @@ class FinishedPrompt:
     tokens: "array[int]"
     root: ChainHash  # of its tenant's chains
 
-    @property
-    def num_items(self) -> int:
+    def __len__(self) -> int:
         return len(self.tokens)
 
 
@@ -130,8 +129,6 @@ class PromptSource:
 
 @dataclass(frozen=True, slots=True)
 class SequenceUpdate:
-    """One step's result for one sequence of a request: a token, its end, or both."""
-
     index: int
     token_id: int
     finish_reason: FinishReason | None
@@ -143,7 +140,6 @@ class LiveRequest:
     """The sequences of one request, and their updates. All but `tell` is called on the event loop that made it."""
 
     def __init__(self, inputs: abc.Sequence[SequenceInput], name: str) -> None:
-        """`name`: its id for the client, which no other request has."""
         self.inputs = inputs
         self.name = name
         self.request_ids: list[str | None] = [None] * len(inputs)  # written and read by the engine's thread
@@ -186,14 +182,7 @@ class _Abort:
 
 
 @dataclass(slots=True)
-class _Reset:
-    done: Future[str]
-
-
-@dataclass(slots=True)
 class Tally:
-    """Counts since the start. Written by the engine's thread."""
-
     outcomes: Counter[str] = field(default_factory=Counter)  # of sequences
     cached: Counter[str] = field(default_factory=Counter)  # prompt tokens by the tier they came from
     failed_steps: int = 0
@@ -212,10 +201,7 @@ class Tally:
 
 
 class EngineLoop:
-    """One thread steps the engine; others submit and abort. One lock, held for moments, never across a step.
-
-    At most `max_num_seqs + max_waiting` sequences are live; a request beyond that is refused.
-    """
+    """One thread steps the engine; others submit and abort. One lock, never across a step. Bounded by `capacity`."""
 
     def __init__(
         self, engine: Engine, max_waiting: int, feed: TierFeed | None = None, log: RequestLog | None = None
@@ -230,8 +216,8 @@ class EngineLoop:
         self.tally = Tally()
         self.stats: Mapping[str, int] = engine.stats  # as it was after the last turn
         self._changed = threading.Condition()
-        # Bounded: requests by the capacity, each aborted at most once; one reset.
-        self._inbox: list[LiveRequest | _Abort | _Reset] = []
+        # Bounded: requests by the capacity, each aborted at most once; one reset, whose future has the new fingerprint.
+        self._inbox: list[LiveRequest | _Abort | Future[str]] = []
         self.num_live = 0  # sequences that wait or are computed
         self._stop_at: float | None = None
         self._sequences: dict[str, _LiveSequence] = {}
@@ -257,7 +243,6 @@ class EngineLoop:
             self._changed.notify()
 
     def abort(self, request: LiveRequest, indices: abc.Sequence[int], outcome: str = "aborted") -> None:
-        """Stop computing these sequences of a request. Those that have ended are left alone."""
         with self._changed:
             self._inbox.append(_Abort(request, indices, outcome))
             self._changed.notify()
@@ -267,9 +252,9 @@ class EngineLoop:
         done: Future[str] = Future()
         with self._changed:
             self.require_room(0)
-            if any(isinstance(item, _Reset) for item in self._inbox):
+            if any(isinstance(item, Future) for item in self._inbox):
                 raise busy("another reset is under way; try again later")
-            self._inbox.append(_Reset(done))
+            self._inbox.append(done)
             self._changed.notify()
         return done
 
@@ -285,7 +270,6 @@ class EngineLoop:
 
     @property
     def ailment(self) -> str | None:
-        """Why the server is unhealthy; None if it is healthy."""
         if self._num_failures >= _PATIENCE and time.monotonic() - self._failed_at < _AILING:
             return f"the last {self._num_failures} steps failed; see the log"
         if (seconds := time.monotonic() - self._turned) > _STUCK:
@@ -303,7 +287,6 @@ class EngineLoop:
     # called on the engine's thread
 
     def run(self) -> None:
-        """Step until stopped; requests that are still live then fail."""
         try:
             while self._goes_on():
                 self._turn()
@@ -326,8 +309,8 @@ class EngineLoop:
         for item in inbox:
             if isinstance(item, _Abort):
                 self._abort(item)
-            elif isinstance(item, _Reset):
-                self._reset(item.done)
+            elif isinstance(item, Future):
+                self._reset(item)
             else:
                 self._admit(item)
         if is_busy or inbox:
@@ -388,7 +371,6 @@ class EngineLoop:
             done.set_result(self.fingerprint)
 
     def _refuse(self, request: LiveRequest, error: OpenAIError) -> None:
-        """End the rest of a request, and tell its client why."""
         self._abort(_Abort(request, range(len(request.inputs)), "failed"))
         request.tell([error])
 
@@ -415,8 +397,8 @@ class EngineLoop:
         for request in dict.fromkeys([*stepped, *(item for item in inbox if isinstance(item, LiveRequest))]):
             self._refuse(request, error)
         for item in inbox:
-            if isinstance(item, _Reset) and item.done.set_running_or_notify_cancel():
-                item.done.set_exception(error)
+            if isinstance(item, Future) and item.set_running_or_notify_cancel():
+                item.set_exception(error)
 
     def _pass_on(self, outputs: abc.Sequence[Output]) -> None:
         told: dict[LiveRequest, list[SequenceUpdate | OpenAIError]] = {}

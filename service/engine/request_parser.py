@@ -38,6 +38,7 @@ from kvtier.service.openai import (
     Prompts,
     TokenizeBody,
     TokenizedPrompt,
+    bad_field,
     parse,
     schema_of,
     too_long,
@@ -68,24 +69,24 @@ class JsonGuides:
     def of(self, schema: Json, param: str) -> Guide:
         """A guide of a JSON schema. Raises OpenAIError, about the field `param`, if there can be none."""
         if not self._eos_token_ids:
-            raise _refused(param, "this model has no token that ends an answer", "unsupported_parameter")
+            raise bad_field(param, "this model has no token that ends an answer", "unsupported_parameter")
         try:
             require_extra(param, "engine")
             from llguidance import LLMatcher
         except MissingPackages as error:
-            raise _refused(param, str(error), "unsupported_parameter") from None
+            raise bad_field(param, str(error), "unsupported_parameter") from None
         try:
             grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides={"whitespace_pattern": _SPACE})
         except (ValueError, RecursionError) as error:
-            raise _refused(param, f"no JSON schema ({_first_line(str(error))}); fix it") from None
+            raise bad_field(param, f"no JSON schema ({_first_line(str(error))}); fix it") from None
         tokenizer = self._opened()
         is_wrong, why = LLMatcher.validate_grammar_with_warnings(grammar, tokenizer)
         if is_wrong:
-            raise _refused(param, f"a schema that cannot be followed ({_first_line(' '.join(why))}); fix it")
+            raise bad_field(param, f"a schema that cannot be followed ({_first_line(' '.join(why))}); fix it")
         matcher = LLMatcher(tokenizer, grammar, log_level=0)
         matcher.compute_bitmask()  # what never begins: a reference to itself, say
         if matcher.is_error():
-            raise _refused(param, f"a schema that cannot be followed ({_first_line(matcher.get_error())}); fix it")
+            raise bad_field(param, f"a schema that cannot be followed ({_first_line(matcher.get_error())}); fix it")
         return _SchemaGuide(matcher, self._vocab_size, self._eos_token_ids)
 
     def _opened(self) -> "LLTokenizer":
@@ -136,10 +137,6 @@ def _first_line(text: str) -> str:
     return text.strip().partition("\n")[0][:200]
 
 
-def _refused(param: str, why: str, code: str = "invalid_value") -> OpenAIError:
-    return OpenAIError(400, f"{param}: {why}", param=param, code=code)
-
-
 # --- sampling parameters ---------------------------------------------------------------------------------------------
 
 _SHORT_ANSWER: Final = 16  # OpenAI's default for max_tokens of a text completion
@@ -177,15 +174,10 @@ def params_of(
     )
 
 
-def _of_choice(params: SamplingParams, choice: int) -> SamplingParams:
-    """Each choice of a prompt has its own random stream."""
-    return params if params.seed is None else replace(params, seed=(params.seed + choice) % _SEEDS)
-
-
 def require_computable(loop: EngineLoop, param: str, prompt: list[int], num_asked: int) -> None:
     """Raise OpenAIError if the model cannot compute a prompt, and an answer of so many tokens."""
     if not prompt:
-        raise OpenAIError(400, f"{param}: it has no tokens; write some text", param=param, code="invalid_value")
+        raise bad_field(param, "it has no tokens; write some text")
     _require_tokens(loop, param, prompt)
     if num_asked > loop.room - len(prompt):
         raise too_long(param, len(prompt), num_asked, loop.room)
@@ -194,8 +186,7 @@ def require_computable(loop: EngineLoop, param: str, prompt: list[int], num_aske
 def _require_tokens(loop: EngineLoop, param: str, token_ids: Collection[int]) -> None:
     vocab_size = loop.engine.model.vocab_size
     if token_ids and (largest := max(token_ids)) >= vocab_size:
-        message = f"{param}: token id {largest}; this model's are 0 to {vocab_size - 1}"
-        raise OpenAIError(400, message, param=param, code="invalid_value")
+        raise bad_field(param, f"token id {largest}; this model's are 0 to {vocab_size - 1}")
 
 
 def _of_prompt(loop: EngineLoop, body: CompletionBody | ChatBody) -> int | None:
@@ -239,18 +230,19 @@ def repair_of(body: CompletionBody | ChatBody, engine: Engine) -> Repair | None:
 
 
 def _named(body: CompletionBody | ChatBody, num_prompts: int) -> list[list[Segment]]:
-    """The segments that `kvtier.segments` names, a list for each prompt; none: it names none."""
     if isinstance(body, ChatBody) or body.kvtier is None or not body.kvtier.segments:
         return []
     first = body.prompt[0] if isinstance(body.prompt, list) else None
     if not isinstance(first, int | list):
-        raise _bad_segments("they count tokens, but the prompt is text; give token ids, or mark parts of type text")
+        raise bad_field(
+            _SEGMENTS, "they count tokens, but the prompt is text; give token ids, or mark parts of type text"
+        )
     named: list[Any] = body.kvtier.segments
     is_several = not any(named) or any(isinstance(each, list) for one in named for each in one)
     if isinstance(first, list) != is_several:
-        raise _bad_segments(f"not of the prompt's shape; give {_PAIRS}")
+        raise bad_field(_SEGMENTS, f"not of the prompt's shape; give {_PAIRS}")
     if is_several and len(named) != num_prompts:
-        raise _bad_segments(f"{len(named)} lists for {num_prompts} prompts; give {_PAIRS}")
+        raise bad_field(_SEGMENTS, f"{len(named)} lists for {num_prompts} prompts; give {_PAIRS}")
     return [_segments(pairs) for pairs in named] if is_several else [_segments(named)]
 
 
@@ -264,29 +256,19 @@ def _bad_reuse(engine: Engine, field: str, why: str) -> OpenAIError:
         return OpenAIError(400, message, param=field, code="unsupported_parameter")
     if why.startswith("check_layer"):
         return OpenAIError(400, f"kvtier.repair.{why}", param="kvtier.repair.check_layer", code="invalid_value")
-    return OpenAIError(400, f"{field}: {why}", param=field, code="invalid_value")
-
-
-def _bad_segments(why: str) -> OpenAIError:
-    return OpenAIError(400, f"{_SEGMENTS}: {why}", param=_SEGMENTS, code="invalid_value")
+    return bad_field(field, why)
 
 
 # --- tool calls ------------------------------------------------------------------------------------------------------
 
-_NO_MARKS: Final[tuple[str, ...]] = ()
 _VALUES: Final = ("const", "enum", "default", "examples")  # of a schema: what they hold is none
 _NO_ARGUMENTS: Final[Json] = {"type": "object", "properties": {}}
 
 
 def form_of(configured: str, prompts: Prompts) -> CallForm | None:
-    """The form of `[server] tool_parser`; None: answers are not read."""
     if configured == "auto":
         return prompts.call_form
     return "hermes" if configured == "hermes" else "llama" if configured == "llama" else None
-
-
-def marks_of(body: CompletionBody | ChatBody, form: CallForm | None) -> tuple[str, ...]:
-    return MARKS[form] if form is not None and _reads_calls(body) else _NO_MARKS
 
 
 def reader_of(body: CompletionBody | ChatBody, form: CallForm | None) -> CallReader | None:
@@ -378,7 +360,7 @@ def completion_of(
     _require_room(loop, "n" if num_choices > 1 else "prompt", num_prompts * num_choices)
     if isinstance(body, ChatBody) and body.tools and not (body.must_call or served.prompts.takes_tools):
         why = "this model's chat template has no place for them; leave them out, or require a call by tool_choice"
-        raise OpenAIError(400, f"tools: {why}", param="tools", code="unsupported_parameter")
+        raise bad_field("tools", why, "unsupported_parameter")
     prompts = served.prompts.tokenized(body)
     guide = _guide_of(served, body)
     params = [params_of(loop, body, prompt.token_ids, guide) for prompt in prompts]
@@ -386,18 +368,24 @@ def completion_of(
     segments = segments_of(body, prompts, repair, loop.engine)
     named = [loop.engine.prompt(prompt.token_ids, body.cache_salt) for prompt in prompts]
     inputs = [
-        SequenceInput(prompt, _of_choice(options, choice), some, repair)
+        SequenceInput(
+            prompt,
+            options if options.seed is None else replace(options, seed=(options.seed + choice) % _SEEDS),  # its own
+            some,
+            repair,
+        )
         for prompt, options, some in zip(named, params, segments, strict=True)
         for choice in range(num_choices)
     ]
     echoes = _echoes(served.prompts, body, [prompt.token_ids for prompt in prompts])
-    marks = marks_of(body, served.call_form)
+    marks = MARKS[served.call_form] if served.call_form is not None and _reads_calls(body) else ()
+    told = None if body.num_logprobs is None else ChatLogprobs if isinstance(body, ChatBody) else TextLogprobs
     return CompletionRequest(
         model=served.name,
         fingerprint=f"kvtier-{loop.fingerprint[:16]}",
         inputs=inputs,
         texts=[AnswerText(served.prompts.detokenizer(marks), body.stop or ()) for _ in inputs],
-        logprobs=[_logprobs_of(served.prompts, body) for _ in inputs],
+        logprobs=[None if told is None else told(served.prompts.token_texts) for _ in inputs],
         readers=[reader_of(body, served.call_form) for _ in inputs],
         echoes=[echo for echo in echoes for _ in range(num_choices)],
         num_choices=num_choices,
@@ -421,7 +409,6 @@ def precomputation_of(served: Served, data: bytes, deadline: float) -> Precomput
 
 
 def tokens_of(served: Served, data: bytes) -> Json:
-    """Answers `/tokenize` in vLLM's shape. Raises OpenAIError."""
     body, prompts = _parsed(served, TokenizeBody, data), served.prompts
     require_model(served, body.model)
     if body.prompt is None:
@@ -452,15 +439,8 @@ def _parsed(served: Served, body_type: type[B], data: bytes) -> B:
 def _require_room(loop: EngineLoop, param: str, num: int) -> None:
     """Raise OpenAIError if there is no room for so many sequences, now or ever; called before work is done."""
     if num > loop.capacity:
-        message = f"{param}: {num} answers at once; this server has room for {loop.capacity}: ask for fewer"
-        raise OpenAIError(400, message, param=param, code="invalid_value")
+        raise bad_field(param, f"{num} answers at once; this server has room for {loop.capacity}: ask for fewer")
     loop.require_room(num)
-
-
-def _logprobs_of(prompts: Prompts, body: CompletionBody | ChatBody) -> ChatLogprobs | TextLogprobs | None:
-    if body.num_logprobs is None:
-        return None
-    return ChatLogprobs(prompts.token_texts) if isinstance(body, ChatBody) else TextLogprobs(prompts.token_texts)
 
 
 def _guide_of(served: Served, body: CompletionBody | ChatBody) -> Guide | None:

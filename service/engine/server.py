@@ -1,10 +1,13 @@
-"""The OpenAI API of an engine: its routes, what it reports and explains, and how answers are sent."""
+"""An engine behind the OpenAI API: its process, its routes, what it reports and explains, and how answers are sent."""
 
 import asyncio
+import logging
 import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from functools import partial
+from pathlib import Path
 from typing import Final, TypeVar
 
 from prometheus_client.metrics_core import Metric
@@ -14,24 +17,29 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
+from transformers.utils.logging import disable_progress_bar
 
-from kvtier.connector import LocalConnector
+from kvtier.connector import ChatPrefix, LocalConnector
+from kvtier.connector.models import name_of, require_checkpoint
 from kvtier.connector.segments import SEGMENT_OUTCOMES
-from kvtier.engine import Engine, NamedPrompt
+from kvtier.engine import Engine, NamedPrompt, open_engine
 from kvtier.service import Json
 from kvtier.service.engine.completion import CHAT, TEXT, CompletionFormat, OpenAICompletion, Precomputation, late
 from kvtier.service.engine.loop import EngineLoop
 from kvtier.service.engine.request_parser import (
+    JsonGuides,
     Served,
     completion_of,
+    form_of,
     precomputation_of,
     require_model,
     text_of_tokens,
     tokens_of,
 )
-from kvtier.service.events import namespace_of
+from kvtier.service.events import Publisher, Source, TierFeed, namespace_of
 from kvtier.service.explain import (
     PromptChain,
+    RequestLog,
     client_of,
     explain_chain,
     explained,
@@ -58,24 +66,23 @@ from kvtier.service.openai import (
     ExplainBody,
     OpenAIError,
     Prompts,
+    bad_field,
     error_handlers,
     parse,
+    refusal,
     stopping_error,
 )
-from kvtier.service.web import Guard, page, read_body
+from kvtier.service.web import Guard, HttpServer, HttpSocket, disconnected, page, read_body
 from kvtier.tiers import L1, ChainHash, RequestError
-from kvtier.tiers.hierarchy import Hierarchy
+from kvtier.tiers.config import Config
+from kvtier.tiers.hierarchy import EventSource, Hierarchy, TierEvents, check_tiers
 from kvtier.tiers.naming import root_hash
 
 _LOCATE: Final = 5.0  # seconds for tiers of a daemon or of other nodes
 
 
 def explain_prompt(loop: EngineLoop, prompts: Prompts, data: bytes) -> Json:
-    """What is held of the prompt in a body, and why not the rest, with lines for people.
-
-    The body has `prompt` or `messages` as the API takes them, or `request`, an answer's id; and the `cache_salt` whose
-    it is. `tokens`, beside a text, are what another tokenizer made of it. Raises OpenAIError for anything else.
-    """
+    """What is held of a body's prompt, messages or request, why not the rest, and lines for people. OpenAIError."""
     body, engine = parse(ExplainBody, data), loop.engine
     salt = body.cache_salt
     if not engine.config.enable_prefix_caching:
@@ -86,13 +93,12 @@ def explain_prompt(loop: EngineLoop, prompts: Prompts, data: bytes) -> Json:
         assert body.asked is not None
         given = prompts.tokenized(body.asked)
         if len(given) != 1:
-            why = f"prompt: {len(given)} prompts; one at a time is explained"
-            raise OpenAIError(400, why, param="prompt", code="invalid_value")
+            raise bad_field("prompt", f"{len(given)} prompts; one at a time is explained")
         tokens = given[0].token_ids
         try:
             asked = engine.prompt(tokens, salt)
         except RequestError as error:
-            raise OpenAIError(400, f"prompt: {error}", param="prompt", code="invalid_value") from None
+            raise bad_field("prompt", str(error)) from None
         cut = _other_cut(tokens, body.tokens)
     answer = _explained(engine, asked)
     answer["other_cut"] = cut
@@ -125,7 +131,6 @@ def _explained(engine: Engine, asked: NamedPrompt) -> Json:
 
 
 def _add_below(answer: Json, found: dict[str, int]) -> None:
-    """What a daemon says it holds, behind what L1 holds: it tells how many leading blocks, by tier."""
     first, below = answer["held"], sum(found.values())
     if below <= first:
         return
@@ -367,7 +372,6 @@ def _resetting(served: Served, guard: Guard) -> Route:
 
 
 async def _answered(request: Request, wanted: OpenAICompletion | Precomputation) -> Response:
-    """The response. A stream begins with its first event, so a failure before that has a status of its own."""
     try:
         if isinstance(wanted, OpenAICompletion) and wanted.streams:
             chunks = wanted.chunks()
@@ -384,8 +388,6 @@ async def _answered(request: Request, wanted: OpenAICompletion | Precomputation)
 
 
 class _EventStream(StreamingResponse):
-    """Server-sent events. However they end, the completion is closed."""
-
     def __init__(self, completion: OpenAICompletion, first: bytes, chunks: AsyncIterator[bytes]) -> None:
         headers = {"cache-control": "no-store", **completion.headers}
         super().__init__(self._all(first, chunks), media_type="text/event-stream", headers=headers)
@@ -406,7 +408,7 @@ class _EventStream(StreamingResponse):
 
 async def _while_connected(request: Request, work: Awaitable[T]) -> T:
     """The result of `work`. Raises ClientDisconnect if the client hangs up first."""
-    working, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(request))
+    working, gone = asyncio.ensure_future(work), asyncio.ensure_future(disconnected(request.receive))
     try:
         await asyncio.wait((working, gone), return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
@@ -415,11 +417,6 @@ async def _while_connected(request: Request, work: Awaitable[T]) -> T:
     finally:
         working.cancel()
         gone.cancel()
-
-
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 def _health(loop: EngineLoop) -> Response:
@@ -431,3 +428,92 @@ def _readiness(loop: EngineLoop) -> Response:
     missing = str(stopping_error()) if loop.is_stopping else loop.ailment
     page = {"ready": missing is None, "missing": [missing] if missing else [], "wanting": [*loop.wanting.values()]}
     return JSONResponse(page, 503 if missing else 200)
+
+
+# --- the process -----------------------------------------------------------------------------------------------------
+
+_log = logging.getLogger(__name__)
+
+_GRACE: Final = 2  # seconds for the last bytes of these answers
+_SPARE: Final = 64  # HTTP requests beyond those that are computed: pages, and refusals
+_STORES: Final = 10.0  # seconds for stores on their way to lower tiers
+
+
+class EngineServer:
+    def __init__(
+        self, model: Path, config: Config, *, exact: bool = False, listening: HttpSocket | None = None
+    ) -> None:
+        """Binds the address first, unless `listening` is bound: a model takes long to load. Raises ConfigError."""
+        disable_progress_bar()  # type: ignore[no-untyped-call]
+        settings = config.server
+        with ExitStack() as opened:
+            if listening is not None:
+                opened.enter_context(closing(listening))
+            require_checkpoint(model)
+            if config.service.socket is None:
+                check_tiers(config)  # a daemon has looked at its own
+            prompts = Prompts.open(model, ChatPrefix.of(config.chat))
+            if listening is None:
+                listening = opened.enter_context(closing(HttpSocket(settings.http, "server", settings.allowed_hosts)))
+            self._log = RequestLog.opened(settings.request_log, "[server] request_log")
+            if self._log is not None:
+                opened.callback(self._log.close)
+            self.publisher = Publisher(config.events) if config.events.publish is not None else None
+            if self.publisher is not None:
+                opened.callback(self.publisher.close)
+            self.engine = open_engine(
+                model,
+                config,
+                max_num_seqs=settings.max_num_seqs,
+                max_num_batched_tokens=settings.max_num_batched_tokens,
+                max_model_len=settings.max_model_len,
+                exact=exact,
+            )
+            opened.pop_all()
+        self.engine.scheduler.calls_tool = prompts.calls_tool
+        if config.cache.store_generated == "answers" and not self.engine.model.has_own_cache:
+            self.engine.scheduler.reasoning = prompts.reasoning()
+            if self.engine.scheduler.reasoning is None:
+                _log.info("this model's chat template leaves no reasoning out: all of its answers are stored")
+        self._feed = None if self.publisher is None else _feed(self.publisher, self.engine)
+        self.loop = EngineLoop(self.engine, settings.max_waiting, self._feed, self._log)
+        self.name, self._patience = settings.name or name_of(model), settings.patience
+        guides = JsonGuides(prompts.tokenizer_json, self.engine.model.vocab_size, self.engine.model.eos_token_ids)
+        form = form_of(settings.tool_parser, prompts)
+        told, publisher = config.events, self.publisher
+        events = None if publisher is None else {"publish": publisher.endpoint, "replay": publisher.replay_endpoint}
+        node = None if told.node is None else {"publish": told.node, "replay": told.node_replay}
+        app = make_app(Served(self.loop, prompts, self.name, settings, guides, events, node, form))
+        room = self.loop.capacity + _SPARE
+        self._http = HttpServer(app, listening, max_requests=room, refusal=refusal, grace=_GRACE)
+        self.address = self._http.address
+
+    def run(self) -> None:
+        """Serve until stopped. Answers under way end first, then stores reach lower tiers, then everything closes."""
+        self._http.start()
+        _log.info("ready on %s, http on %s", self.name, self.address)
+        try:
+            self.loop.run()
+        finally:
+            self._http.stop()
+            if not self.engine.drain(_STORES):
+                _log.warning("stores still waited after %g s: they are dropped", _STORES)
+            self.engine.close()
+            if self._log is not None:
+                self._log.close()
+            if self.publisher is not None and self._feed is not None:
+                self._feed.close()
+                self.publisher.close()
+
+    def stop(self) -> None:
+        """Take nothing more, and end what is under way. May be called on any thread, or in a signal handler."""
+        self.loop.stop(self._patience)
+
+
+def _feed(publisher: Publisher, engine: Engine) -> TierFeed:
+    """Events of L1, and of lower tiers if this process owns them: a daemon publishes its own."""
+    sources: list[Source] = [TierEvents(L1, engine.pool)]
+    connector = engine.connector
+    if isinstance(connector, LocalConnector) and isinstance(connector.tiers, Hierarchy):
+        sources.append(EventSource(connector.hierarchy))
+    return publisher.feed(engine.identity.fingerprint(), *sources)

@@ -43,10 +43,7 @@ class CurveKeys:
 
     @classmethod
     def load(cls, section: str, own: Path | None, other_name: str, other: Path | None) -> "CurveKeys | None":
-        """From `[section] curve_key_file`, which nobody else may read, and the other side's file; None without them.
-
-        ConfigError for anything that is no key, or that others can read.
-        """
+        """From `[section] curve_key_file`, private, and the other side's file; None without them. ConfigError."""
         if own is None or other is None:  # the configuration has both or none
             return None
         option = f'[{section}] curve_key_file "{own}"'
@@ -75,10 +72,7 @@ class CurveKeys:
         connecting.curve_publickey, connecting.curve_secretkey = self.public, self.secret
 
     def answer(self, request: Sequence[bytes]) -> tuple[list[bytes], bool]:
-        """The reply to what libzmq asks at `ZAP`, and whether it lets the other side in.
-
-        A request is version, number, domain, address, identity, mechanism and the client's key of 32 bytes.
-        """
+        """Reply to [version, number, domain, address, identity, mechanism, key] at `ZAP`; whether it lets in."""
         mechanism, key = request[5:7] if len(request) == 7 else (b"", b"")
         accepted = [z85.decode(each) for each in ([self.other, self.public] if self.lets_own_in else [self.other])]
         known = mechanism == b"CURVE" and key in accepted
@@ -193,7 +187,6 @@ class Sequencer:
 
     @property
     def wants(self) -> int | None:
-        """Where a replay has to begin. None if none is needed, or one is under way."""
         if not self._can_replay or self._asked is not None:
             return None
         if self.next is None:
@@ -459,11 +452,7 @@ class EventConsumer:
                 os.eventfd_write(self._wake, 1)
 
     def close(self, timeout: float = _LAST) -> bool:
-        """Read no more. What the worker held stays in the sink: drop it there. Idempotent.
-
-        False if the thread has not ended after `timeout` seconds. It ends once it has unpacked a batch, and does not
-        keep the process from ending.
-        """
+        """Read no more; what was held stays in the sink. False: it still unpacks a batch. Idempotent."""
         self.stop()
         self._thread.join(timeout)
         return not self._thread.is_alive()
@@ -531,7 +520,6 @@ class EventConsumer:
 
     @property
     def _due(self) -> float:
-        """When something is due without a message: never, if there is no replay to ask for."""
         if self._replay is not None:
             return self._replay_due
         if self._replay_address is None or not self._connected:
@@ -564,7 +552,6 @@ class EventConsumer:
                 self._counts["dropped"] += 1
 
     def _has_time(self) -> Iterator[None]:
-        """Once for each batch that may still be read in this turn."""
         end = time.monotonic() + _TURN_TIME
         for _ in range(_TURN):
             if self._stopped or time.monotonic() >= end:
@@ -607,7 +594,6 @@ class EventConsumer:
                 return
 
     def _pass_time(self) -> None:
-        """Connect anew if that is due, give up a replay that is late, ask for one that is due."""
         now = time.monotonic()
         if now >= self._again_at:
             self._again_at = float("inf")
@@ -632,7 +618,6 @@ class EventConsumer:
         self._sequencer.asked(first)
 
     def _hang_up(self, pause: float) -> None:
-        """No replay is read any more; the next may be asked for after `pause` seconds."""
         self._do(self._sequencer.failed())
         self._replay_due = time.monotonic() + pause
         if self._replay is not None:

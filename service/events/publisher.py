@@ -8,7 +8,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 import zmq
@@ -28,7 +28,7 @@ from kvtier.service.events.wire import (
 )
 from kvtier.tiers import L2, TIERS, BlockRecord, ChainHash, ConfigError, TierKind
 from kvtier.tiers.config import EventsConfig
-from kvtier.tiers.hierarchy import Event, Removed
+from kvtier.tiers.hierarchy import Event, EventSource, Removed, TierEvents
 from kvtier.tiers.naming import is_named_by, root_hash
 
 MAX_RUN: Final = 512  # blocks in one event
@@ -71,7 +71,7 @@ class AnnouncedBlocks:
         self._roots[root] = namespace_of(root)
         lines = self._lines()
         for child in self._children.get(root, ()):
-            self._announce(child, lines)
+            self._spread(child, lines, is_whole=True)
         return lines.events
 
     def apply(self, event: Event) -> list[KVEvent]:
@@ -97,7 +97,6 @@ class AnnouncedBlocks:
         return lines.events
 
     def snapshot(self) -> list[KVEvent]:
-        """All that is announced, for a reader who knows nothing: parents first."""
         lines = self._lines()
         for name in self._in_order():
             for tier in _bits(self._blocks[name].tiers):
@@ -142,7 +141,7 @@ class AnnouncedBlocks:
         if block.is_announced:
             lines.stored(name, block, tier)
         elif block.parent in self._roots or (block.parent in self._blocks and self._blocks[block.parent].is_announced):
-            self._announce(name, lines)
+            self._spread(name, lines, is_whole=True)
 
     def _remove(self, name: ChainHash, tier: int, lines: "_Lines") -> None:
         block = self._blocks.get(name)
@@ -155,36 +154,28 @@ class AnnouncedBlocks:
             self.num_hidden -= 1
         if block.tiers:
             return
-        self._retract(name, lines)
+        self._spread(name, lines, is_whole=False)
         del self._blocks[name]
         siblings = self._children[block.parent]
         del siblings[name]
         if not siblings:
             del self._children[block.parent]
 
-    def _announce(self, name: ChainHash, lines: "_Lines") -> None:
-        waiting = [name]
+    def _spread(self, name: ChainHash, lines: "_Lines", *, is_whole: bool) -> None:
+        """The block's chain is whole now, or broken: say so of it and of what stands behind it."""
+        waiting, sign = [name], 1 if is_whole else -1
         while waiting:
             name = waiting.pop()
             block = self._blocks[name]
-            block.is_announced = True
-            self.num_announced += 1
-            self.num_hidden -= bool(block.tiers & self._in_host)
-            for tier in _bits(block.tiers):
-                lines.stored(name, block, tier)
-            waiting += self._children.get(name, ())
-
-    def _retract(self, name: ChainHash, lines: "_Lines") -> None:
-        waiting = [name]
-        while waiting:
-            name = waiting.pop()
-            block = self._blocks[name]
-            if block.is_announced:
-                block.is_announced = False
-                self.num_announced -= 1
-                self.num_hidden += bool(block.tiers & self._in_host)
+            if block.is_announced is not is_whole:
+                block.is_announced = is_whole
+                self.num_announced += sign
+                self.num_hidden -= sign * bool(block.tiers & self._in_host)
                 for tier in _bits(block.tiers):
-                    lines.removed(name, tier)
+                    if is_whole:
+                        lines.stored(name, block, tier)
+                    else:
+                        lines.removed(name, tier)
                 waiting += self._children.get(name, ())
 
 
@@ -199,7 +190,6 @@ class _Lines:
         self._events: list[KVEvent] = []
 
     def stored(self, name: ChainHash, block: _Block, tier: int) -> None:
-        """A block is in a tier; its parent is known to the reader."""
         self._close(removed=True)
         for number, run in reversed(self._runs):
             if number == tier and run[-1][0] == block.parent and len(run) < MAX_RUN:
@@ -215,7 +205,6 @@ class _Lines:
 
     @property
     def events(self) -> list[KVEvent]:
-        """All of them; call it once, at the end."""
         self._close(stored=True, removed=True)
         return self._events
 
@@ -270,15 +259,8 @@ _POLL: Final = 1000  # milliseconds without anything to do
 _BUSY_POLL: Final = 5  # milliseconds while a subscriber reads its replay slowly
 
 
-class Source(Protocol):
-    """Tiers that say which blocks come and go: an `EventSource` or a `TierEvents` of the hierarchy."""
-
-    @property
-    def waiting(self) -> bool:
-        """Whether there may be something to take."""
-
-    def take(self, limit: int) -> list[Event]:
-        """What happened since the last time; at most `limit` new blocks of each tier."""
+Source = EventSource | TierEvents
+"""Tiers that say which blocks come and go."""
 
 
 class Publisher:
@@ -333,11 +315,9 @@ class Publisher:
         return self._num_waiting < MAX_WAITING
 
     def feed(self, fingerprint: bytes, *sources: Source) -> "TierFeed":
-        """A feed that announces what a model's tiers hold, from now on, whenever it is `pump`ed."""
         return TierFeed(self, fingerprint, sources)
 
     def announce(self, fingerprint: bytes, events: Sequence[Event]) -> None:
-        """Publish what changed in a model's tiers, soon, in the order of the calls."""
         num_blocks = sum(len(event.hashes) if isinstance(event, Removed) else len(event.blocks) for event in events)
         self._submit(num_blocks, lambda: self._apply(fingerprint, events))
 
@@ -474,7 +454,6 @@ class Publisher:
         return NumberedBatch(seq, topic.encode(), encode_batch(batch, self._form))
 
     def _accept(self, socket: "zmq.Socket[bytes]") -> None:
-        """Take in requests: `[client, "", first wanted]`."""
         for _ in range(_MAX_REPLAYS):
             try:
                 frames = socket.recv_multipart(zmq.DONTWAIT)
@@ -488,7 +467,6 @@ class Publisher:
             self._replays[frames[0]] = _Replay(self._from(first))
 
     def _from(self, first: int) -> Iterator[list[bytes]]:
-        """The frames that answer whoever wants all from `first` on, as of now."""
         kept = [sent for sent in self._buffer if sent.seq >= first]
         if self.seq > first and (not kept or kept[0].seq > first):
             self.counts["snapshots"] += 1
@@ -529,7 +507,6 @@ class TierFeed:
     """Hands what changes in one model's tiers to a publisher. Their owner calls it, on one thread; it never waits."""
 
     def __init__(self, publisher: Publisher, fingerprint: bytes, sources: Sequence[Source]) -> None:
-        """`sources` are of different tiers, and have no reader yet."""
         self._publisher = publisher
         self._fingerprint = fingerprint
         self._sources = sources
@@ -537,7 +514,6 @@ class TierFeed:
         self._has_all_roots = True
 
     def begin_at(self, root: ChainHash) -> None:
-        """Chains begin at `root`, a tenant's or an adapter's: say so when it is first met."""
         if root not in self._roots:
             if len(self._roots) >= MAX_ROOTS:
                 self._has_all_roots = False

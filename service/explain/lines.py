@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
@@ -18,6 +18,9 @@ from kvtier.tiers.config import show_size
 from kvtier.tiers.hierarchy import Hierarchy
 from kvtier.tiers.naming import chain_hashes, is_named_by
 from kvtier.tiers.pool import MAX_CHILDREN, NEVER_SEEN, Departure
+
+if TYPE_CHECKING:
+    from kvtier.tiers.copies import BlockPool
 
 # --- how much two blocks have in common ------------------------------------------------------------------------------
 
@@ -94,7 +97,6 @@ class Difference(NamedTuple):
 def finding(
     differs: dict[str, Any], decode: Decode | None, before: Sequence[int], special: Collection[int]
 ) -> Difference:
-    """What differs, as far as can be told. Both prompts have the tokens `before` in front of these."""
     at, mine, theirs = differs["same"], differs["tokens"], differs["held_tokens"]
     is_another = differs["token"] == at and not num_alike(
         mine, theirs
@@ -145,7 +147,6 @@ _KEY: Final = re.compile(r'"[\w.$-]*(?:"\s*:|"?$)')  # of a JSON object; perhaps
 
 
 def _known_cause(mine: str, theirs: str) -> Difference | None:
-    """What an option of ours helps against; None: it is nothing of these."""
     same = _same(mine, theirs)
     if same < 0:
         return None
@@ -202,7 +203,6 @@ def changing_part(mine: str, theirs: str) -> tuple[str, str, str] | None:
 
 
 def _shifted(mine: Sequence[int], theirs: Sequence[int]) -> tuple[str, list[int]] | None:
-    """Whose prompt has some tokens more at the difference, and which; None: neither has."""
     size = min(len(mine), len(theirs))
     for more in range(1, min(_FURTHER, size // 2, size - _MANY) + 1):
         if list(mine[more:size]) == list(theirs[: size - more]):
@@ -408,14 +408,6 @@ LooksUp = Callable[[Sequence[ChainHash]], int]
 """Names of a chain → how many leading ones are held."""
 
 
-class FirstTier(Protocol):
-    def lookup(self, hashes: Sequence[ChainHash]) -> int:
-        """How many leading blocks are held."""
-
-    def children(self, parent: ChainHash, start: bytes = b"") -> Sequence[ChildBlock]:
-        """Held blocks that follow this one."""
-
-
 @dataclass(frozen=True, slots=True)
 class PromptChain:
     names: Sequence[ChainHash]
@@ -424,7 +416,9 @@ class PromptChain:
     tokens: Sequence[int] = ()  # the whole prompt; none: its blocks are known by name alone
 
 
-def explain_chain(model: str, chain: PromptChain, hierarchy: Hierarchy | None, first: FirstTier | None = None) -> Json:
+def explain_chain(
+    model: str, chain: PromptChain, hierarchy: Hierarchy | None, first: "BlockPool | None" = None
+) -> Json:
     """What is held of the chain, and why not the rest. `hierarchy`: None if the tiers below are not of this process.
 
     Looks at held blocks behind the chain's own only, so that no other tenant's tokens are told.
@@ -487,7 +481,7 @@ def is_unknown(cause: Json | None) -> bool:
     return cause is not None and cause["name"] in (NEVER_SEEN, ELSEWHERE)
 
 
-def _tiers_of(names: Sequence[ChainHash], hierarchy: Hierarchy | None, first: FirstTier | None) -> list[str | None]:
+def _tiers_of(names: Sequence[ChainHash], hierarchy: Hierarchy | None, first: "BlockPool | None") -> list[str | None]:
     tiers: list[str | None] = [None] * len(names)
     held: list[tuple[str, Sequence[bool]]] = []
     if hierarchy is not None:
@@ -518,7 +512,7 @@ def _runs(tiers: Sequence[str | None]) -> list[Json]:
     return runs
 
 
-def _children(hierarchy: Hierarchy | None, first: FirstTier | None, parent: ChainHash) -> list[ChildBlock]:
+def _children(hierarchy: Hierarchy | None, first: "BlockPool | None", parent: ChainHash) -> list[ChildBlock]:
     """Held blocks that follow the same block as the missing one; behind a block they are of the same salt as it."""
     found = [] if first is None else [*first.children(parent)]
     if hierarchy is not None:

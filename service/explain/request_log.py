@@ -4,14 +4,14 @@ import json
 import logging
 import os
 from collections import Counter, OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from queue import Empty, Full, Queue
 from threading import Lock, Thread
-from typing import Final, Generic, Protocol, Self, TypeVar
+from typing import Final, Generic, Self, TypeVar
 
 from kvtier.tiers import ChainHash, ConfigError
 from kvtier.tiers.naming import root_hash
@@ -24,17 +24,11 @@ MOST_ITEMS: Final = 1 << 20  # tokens, or names of blocks
 UNSALTED: Final = "no salt"
 
 
-class Sized(Protocol):
-    @property
-    def num_items(self) -> int:
-        """Tokens or names that it keeps."""
-
-
 T = TypeVar("T", bound=Sized)
 
 
 class Recent(Generic[T]):
-    """What ended last, the oldest goes first. Thread-safe."""
+    """What ended last, of so many tokens or names in all; the oldest goes first. Thread-safe."""
 
     def __init__(self, most_requests: int = MOST_REQUESTS, most_items: int = MOST_ITEMS) -> None:
         self._lock = Lock()
@@ -47,11 +41,11 @@ class Recent(Generic[T]):
         key = client, request_id
         with self._lock:
             if (before := self._known.pop(key, None)) is not None:
-                self._num_items -= before.num_items
+                self._num_items -= len(before)
             self._known[key] = request
-            self._num_items += request.num_items
+            self._num_items += len(request)
             while len(self._known) > self._most_requests or self._num_items > self._most_items:
-                self._num_items -= self._known.popitem(last=False)[1].num_items
+                self._num_items -= len(self._known.popitem(last=False)[1])
 
     def find(self, client: int, request_id: str) -> T | None:
         with self._lock:
@@ -137,7 +131,6 @@ class RequestLog:
             self.counts["queue_full"] += 1
 
     def close(self) -> None:
-        """Write what waits, for some seconds at most. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True

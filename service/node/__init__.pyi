@@ -7,12 +7,10 @@ from .namespaces import OperatorHold as OperatorHold
 from .operators import BlockSelection as BlockSelection
 from .operators import NotFound as NotFound
 from .operators import Pins as Pins
-from .operators import PinView as PinView
 from .operators import explain as explain
 from .operators import explain_request as explain_request
 from .operators import held_open as held_open
 from .operators import hold_open as hold_open
-from .operators import name_of as name_of
 from .operators import release_hold as release_hold
 from .peer_server import PeerFeeds as PeerFeeds
 from .peer_server import PeerServer as PeerServer
@@ -21,6 +19,5 @@ from .status import MemoryUse as MemoryUse
 from .status import degraded_tiers as degraded_tiers
 from .status import exposition as exposition
 from .status import memory as memory
-from .status import refused_clients as refused_clients
 from .status import status as status
 from .status import wanting_parts as wanting_parts

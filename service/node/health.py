@@ -4,12 +4,13 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
 from functools import partial
 from typing import Final, NamedTuple
 
 from kvtier.connector.daemon import Peer
 from kvtier.service.node.loop import now
+from kvtier.service.node.namespaces import name_of
+from kvtier.service.observe import statuses
 from kvtier.tiers import L2, Finding, Status
 from kvtier.tiers.config import Config, format_size, show_size
 from kvtier.tiers.hierarchy import begun, lower_modules
@@ -64,7 +65,9 @@ class Health:
         wait(self._answers.values(), _PATIENCE)
         for name, answer in self._answers.items():
             if answer.done():
-                yield from _errors(name, answer.result())
+                for each in (one for one in answer.result() if one.status is Status.ERROR):
+                    found = each.found if each.check == name else f"{each.check}: {each.found}"
+                    yield Wanting(name, f"{found}; {each.fix}", False)
             else:
                 yield Wanting(name, f"[{name}] hangs: no answer within {_PATIENCE:g} s; look at its storage", False)
 
@@ -80,41 +83,21 @@ def _memory(size: int, given: int) -> list[Wanting]:
     return []
 
 
-def _errors(name: str, findings: list[Finding]) -> list[Wanting]:
-    wrong = [each for each in findings if each.status is Status.ERROR]
-    found = (each.found if each.check == name else f"{each.check}: {each.found}" for each in wrong)
-    return [Wanting(name, f"{why}; {each.fix}", False) for why, each in zip(found, wrong, strict=True)]
-
-
 _MOST: Final = 16  # reasons; the one that was last given longest ago goes first
 _LONGEST: Final = 500  # characters of one
-
-
-@dataclass(slots=True)
-class RefusalReason:
-    why: str
-    count: int
-    pid: int  # 0: of a pid namespace that the daemon does not see
-    uid: int
-    model: bytes | None  # its fingerprint, if the client said which
-    at: float  # seconds, as `now`
-
-    @property
-    def seconds_ago(self) -> float:
-        return now() - self.at
 
 
 class Refusals:
     """Bounded, the last one first. Lives on the loop's thread."""
 
     def __init__(self) -> None:
-        self._by_reason: OrderedDict[tuple[str, bytes | None], RefusalReason] = OrderedDict()
+        self._by_reason: OrderedDict[tuple[str, bytes | None], tuple[int, Peer, float]] = OrderedDict()  # count, last
 
     def note(self, why: str, peer: Peer, model: bytes | None = None) -> bool:
         """True if it is not known yet: whoever is refused tries again every few seconds."""
         why = why[:_LONGEST]
         before = self._by_reason.pop((why, model), None)
-        self._by_reason[why, model] = RefusalReason(why, before.count + 1 if before else 1, *peer, model, now())
+        self._by_reason[why, model] = (before[0] + 1 if before else 1, peer, now())
         if len(self._by_reason) > _MOST:
             self._by_reason.popitem(last=False)
         return before is None
@@ -123,5 +106,15 @@ class Refusals:
         for key in [key for key in self._by_reason if key[1] == model]:
             del self._by_reason[key]
 
-    def all(self) -> list[RefusalReason]:
-        return list(reversed(self._by_reason.values()))
+    def all(self) -> list[statuses.RefusedClient]:
+        return [
+            statuses.RefusedClient(
+                why=why,
+                count=count,
+                seconds_ago=round(now() - at, 1),
+                pid=peer.pid,  # 0: of a pid namespace that the daemon does not see
+                uid=peer.uid,
+                model=None if model is None else name_of(model),
+            )
+            for (why, model), (count, peer, at) in reversed(self._by_reason.items())
+        ]

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import json
 import logging
 import threading
@@ -16,6 +17,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from kvtier.service.observe import statuses
 from kvtier.service.simulation import Optimum
 from kvtier.service.web import LoopFile
 from kvtier.tiers import ChainHash, KVTierError
@@ -141,7 +143,9 @@ class TraceRecorder:
         try:
             stopping = False
             while not stopping:
-                stopping = await _is_set_within(self._stopping, _PERIOD)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_PERIOD):
+                        stopping = await self._stopping.wait()
                 await self._write_waiting()
         except KVTierError as error:
             _log.warning("trace: recording ends: %s", error)
@@ -157,8 +161,9 @@ class TraceRecorder:
         if not lookups:
             return
         try:
-            lines = await asyncio.to_thread(self._lines, lookups)
-            fitting = self._fitting(lines)
+            lines = await asyncio.to_thread(lambda: [self._line(lookup) for lookup in lookups])
+            room = self._max_bytes - self._num_bytes
+            fitting = sum(size <= room for size in itertools.accumulate(map(len, lines)))
             await self._file.write(lines[:fitting])
         except BaseException:
             self._settle(lookups, 0, 0)
@@ -184,10 +189,7 @@ class TraceRecorder:
                 lookups.append(self._waiting.popleft())
         return lookups
 
-    def _lines(self, lookups: Sequence[_RecordedLookup]) -> list[bytes]:
-        return [json.dumps(self._fields(lookup)).encode() + b"\n" for lookup in lookups]
-
-    def _fields(self, lookup: _RecordedLookup) -> dict[str, Any]:
+    def _line(self, lookup: _RecordedLookup) -> bytes:
         fields: dict[str, Any] = {
             "timestamp": int(1000 * (lookup.when - self._start)),
             "input_length": lookup.input_length,
@@ -199,15 +201,7 @@ class TraceRecorder:
         if lookup.ended is not None:
             fields["answer_ids"] = self._ids.of(lookup.answer)
             fields["ended"] = int(1000 * (lookup.ended - self._start))
-        return fields | lookup.told
-
-    def _fitting(self, lines: Sequence[bytes]) -> int:
-        room = self._max_bytes - self._num_bytes
-        for count, line in enumerate(lines):
-            room -= len(line)
-            if room < 0:
-                return count
-        return len(lines)
+        return json.dumps(fields | lookup.told).encode() + b"\n"
 
     def _settle(self, lookups: Sequence[_RecordedLookup], num_written: int, num_bytes: int) -> None:
         with self._lock:
@@ -248,14 +242,6 @@ class _Numbers:
         return number
 
 
-async def _is_set_within(event: asyncio.Event, seconds: float) -> bool:
-    try:
-        async with asyncio.timeout(seconds):
-            return await event.wait()
-    except TimeoutError:
-        return False
-
-
 _KEPT: Final = 3600.0  # seconds
 _MOST_REQUESTS: Final = 1 << 16
 _MOST_WAITING: Final = 1 << 16  # blocks told and not taken in yet
@@ -264,33 +250,6 @@ _PAUSE: Final = 30.0  # seconds between two looks, at least
 _RARELY: Final = 50.0  # times as long as a look took
 _TICK: Final = 1.0  # seconds between two times that what was told is taken in
 _MIX: Final = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x27D4EB2F165667C5], np.uint64)
-
-
-class PastStep(NamedTuple):
-    age_s: float  # of its middle
-    asked: int  # blocks
-    found: int
-    optimum: int  # blocks that the best policy would have found
-
-
-class OptimumSoFar(NamedTuple):
-    """What was found of the last hour's lookups, and what could have been with all of them known in advance."""
-
-    capacity: int  # blocks that all tiers of this node hold
-    seconds: float  # that the lookups are of
-    steps: Sequence[PastStep]
-
-    @property
-    def asked(self) -> int:
-        return sum(step.asked for step in self.steps)
-
-    @property
-    def found(self) -> int:
-        return sum(step.found for step in self.steps)
-
-    @property
-    def optimum(self) -> int:
-        return sum(step.optimum for step in self.steps)
 
 
 class _PastRequest(NamedTuple):
@@ -302,11 +261,7 @@ class _PastRequest(NamedTuple):
 
 
 class PastLookups:
-    """Told of every lookup and store by the daemon's loop, in some hundred nanoseconds; the rest is another thread's.
-
-    Bounded: at most `most_blocks` blocks, eight bytes each, an hour and 65,536 requests; the oldest go. What is told
-    while too much waits to be taken in is dropped and counted.
-    """
+    """Every lookup and store of the last hour, bounded; recorded on the loop's thread, taken in on another."""
 
     def __init__(self, most_blocks: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.num_dropped = 0  # lookups and stores
@@ -339,7 +294,7 @@ class PastLookups:
         ):
             self._num_blocks -= len(self._past.popleft().blocks)
 
-    def look(self, capacity: int) -> OptimumSoFar | None:
+    def look(self, capacity: int) -> statuses.OptimumFigures | None:
         """What was found and could have been; what was there before counts for both. On the thread of `take_in`."""
         past = list(self._past)
         if not any(request.num_asked for request in past):
@@ -354,9 +309,16 @@ class PastLookups:
             np.bincount(places, numbers, _NUM_STEPS).astype(np.int64).tolist()
             for numbers in ([request.num_asked for request in past], [request.num_found for request in past], best)
         ]
-        ages = [now - first - width * (place + 0.5) for place in range(_NUM_STEPS)]
-        steps = [PastStep(age, *counts) for age, *counts in zip(ages, *sums, strict=True)]
-        return OptimumSoFar(capacity, now - first, steps)
+        asked, found, best_found = map(sum, sums)
+        ages = [round(now - first - width * (place + 0.5), 1) for place in range(_NUM_STEPS)]
+        return statuses.OptimumFigures(
+            capacity=capacity,
+            seconds=round(now - first, 1),
+            asked=asked,
+            found=found,
+            optimum=best_found,
+            steps=list(zip(ages, *sums, strict=True)),
+        )
 
 
 class WatchedModel(NamedTuple):
@@ -371,7 +333,7 @@ class OptimumWatch:
     def __init__(self, models: Callable[[], Iterable[WatchedModel]]) -> None:
         """`models` raises KVTierError where it cannot say."""
         self._models = models
-        self._found: dict[bytes, OptimumSoFar] = {}
+        self._found: dict[bytes, statuses.OptimumFigures] = {}
         self._due: dict[bytes, float] = {}
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvtier-optimum", daemon=True)
@@ -385,7 +347,7 @@ class OptimumWatch:
         if self._thread.is_alive():
             self._thread.join(timeout)
 
-    def of(self, fingerprint: bytes) -> OptimumSoFar | None:
+    def of(self, fingerprint: bytes) -> statuses.OptimumFigures | None:
         return self._found.get(fingerprint)
 
     def look(self) -> None:

@@ -44,8 +44,6 @@ _CLOSE_SECONDS: Final = 5.0
 
 
 class LentModel:
-    """One model's blocks, as long as they are lent. Made by `PeerServer.lend`."""
-
     def __init__(
         self, hierarchy: Hierarchy, fingerprint: bytes, sizes: BlockShape, forget: "Callable[[LentModel], None]"
     ) -> None:
@@ -77,7 +75,6 @@ class LentModel:
 
     @contextmanager
     def used_by(self, connection: socket.socket) -> Iterator[bool]:
-        """Meanwhile the memory stays; whether blocks may be lent at all."""
         with self._idle:
             may = self.is_lent
             if may:
@@ -141,7 +138,6 @@ class PeerServer:
         return len(self._connections)
 
     def lend(self, hierarchy: Hierarchy, fingerprint: bytes, sizes: BlockShape) -> LentModel:
-        """From now on the blocks in L2 of this hierarchy. Close it before the hierarchy is closed."""
         model = LentModel(hierarchy, fingerprint, sizes, self._forget)
         with self._lock:
             self._models[fingerprint] = model
@@ -203,7 +199,6 @@ class PeerServer:
                 self._end(connection)
 
     def _serve(self, connection: socket.socket) -> None:
-        """Thread: one connection, from its handshake to its end."""
         is_stranger = True
         try:
             session = self._welcome(connection)
@@ -361,7 +356,6 @@ class PeerServer:
 
 
 def _shut(connection: socket.socket) -> None:
-    """End what anybody sends or waits for there."""
     try:
         connection.shutdown(socket.SHUT_RDWR)
     except OSError:  # it has ended by itself

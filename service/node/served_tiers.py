@@ -3,7 +3,7 @@
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from threading import Lock
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -60,10 +60,7 @@ class Quotas:
         return len(self._tenants)
 
     def set(self, cache_salt: str, num_bytes: int) -> None:
-        """Give the tenant a quota, or another one; what it has beyond it goes. Looks at every block of L2.
-
-        ConfigError if there are too many already, or it is less than a block.
-        """
+        """Give the tenant a quota; what it has beyond it goes. Looks at all of L2. ConfigError: too many, too small."""
         self.require(num_bytes)
         root, tenant = root_hash(self._fingerprint, cache_salt=cache_salt), self._tenant(cache_salt, num_bytes)
         with self._lock:
@@ -80,13 +77,11 @@ class Quotas:
             tenant.make_room(self._host.pool, len(tenant) - tenant.limit, ())
 
     def require(self, num_bytes: int) -> None:
-        """ConfigError if no tenant could store a block with so much."""
         if num_bytes < (stride := self._host.region.slot_stride):
             least = format_size(stride)
             raise ConfigError(f'size "{format_size(num_bytes)}": a block of this model takes {least}; give more')
 
     def remove(self, cache_salt: str) -> bool:
-        """Let the tenant have what it can get again. False if it had no quota."""
         with self._lock:
             return self._tenants.pop(root_hash(self._fingerprint, cache_salt=cache_salt), None) is not None
 
@@ -169,10 +164,7 @@ class Quotas:
 
 
 class _Tenant:
-    """The blocks a tenant is held to have. No lock.
-
-    A leaf has no child here; the leaf stored least recently goes first, and a parent whose last child went is next.
-    """
+    """The blocks a tenant is held to have. No lock. The leaf stored least recently goes first, then its parent."""
 
     def __init__(self, cache_salt: str, num_bytes: int, limit: int) -> None:
         self.cache_salt = cache_salt
@@ -281,7 +273,6 @@ class Tenants:
         return [self.unsalted, *self._roots.copy()]
 
     def of(self, head: ChainHash, parent: ChainHash) -> ChainHash | None:
-        """Whose a chain is that begins with `head` behind `parent`; None if nobody has said."""
         if parent == self.unsalted:
             return self._heads.get(head, parent)
         return parent if parent in self._roots else None
@@ -294,11 +285,7 @@ ASSUMED: Final = "assumed"
 
 
 class Savings:
-    """Counts the blocks that clients took instead of computing them. On the loop's thread; others may read.
-
-    Seconds are what an engine of this model measured last, for so many tokens at that place of a prompt; else what the
-    operator assumes. Tokens are counted even if there is neither.
-    """
+    """Counts blocks taken, not computed: seconds as an engine measured or the operator assumes, or tokens alone."""
 
     def __init__(self, rates: Rates, assumed_rate: int | None) -> None:
         self.rates = rates
@@ -332,18 +319,7 @@ _MOST_NAMES: Final = 1 << 16  # of blocks, in all lookups that are kept
 _LAST: Final = 3  # names of a prompt by one of which its lookup is known: the last may not have been asked for
 
 
-@dataclass(frozen=True, slots=True)
-class SeenRequest:
-    names: Sequence[ChainHash]  # of its prompt's blocks, from the first
-
-    @property
-    def num_items(self) -> int:
-        return len(self.names)
-
-
 class _AskedLookup(NamedTuple):
-    """The last lookup of a prompt, and how many requests asked for it whose ends have not come."""
-
     claim: Claim
     causes: Causes
     num_requests: int
@@ -353,7 +329,7 @@ class SeenRequests:
     """Joins each lookup to the end of its request. On the loop's thread, but `recent`."""
 
     def __init__(self, fingerprint: bytes, log: RequestLog | None = None) -> None:
-        self.recent: Recent[SeenRequest] = Recent(most_items=_MOST_NAMES)
+        self.recent: Recent[Sequence[ChainHash]] = Recent(most_items=_MOST_NAMES)  # names of prompts
         self._fingerprint = fingerprint
         self._log = log
         self._open: OrderedDict[ChainHash, _AskedLookup] = OrderedDict()  # by the last block asked for
@@ -369,11 +345,10 @@ class SeenRequests:
             self._num_names -= len(self._open.popitem(last=False)[1].claim.hashes)
 
     def ended(self, end: RequestEnd) -> None:
-        """A request ended. One whose lookup is not known any more has no tiers and no causes."""
         claim, causes = self._take(end)
         if end.request:
             names = claim.hashes if claim is not None else end.names[: end.num_prompt]
-            self.recent.note(end.client, end.request, SeenRequest(names))
+            self.recent.note(end.client, end.request, names)
         if self._log is not None:
             self._log.write(self._told(end, claim, causes))
 
@@ -424,10 +399,7 @@ class ServedTiers:
         kept_lookups: int = 0,
         log: RequestLog | None = None,
     ) -> None:
-        """`default_quota`: bytes of L2 for each tenant that has no quota. `assumed_rate`: as `Savings` has it.
-
-        `kept_lookups`: blocks of lookups that `past` keeps; 0: there is none. `log`: where requests are told.
-        """
+        """`default_quota`: bytes of L2 for a tenant without one. `kept_lookups`: blocks that `past` keeps."""
         self.hierarchy = hierarchy
         self.quotas = Quotas(hierarchy.host, fingerprint, default_quota)
         self.past = PastLookups(kept_lookups) if kept_lookups else None
@@ -479,7 +451,6 @@ class ServedTiers:
         return lease
 
     def reserve(self, wanted: Sequence[Wanted], *, may_retry: bool = False) -> list[Reservation | None]:
-        """As `Hierarchy.reserve`, within the tenants' quotas."""
         tenants = {each.tenant for each in wanted}  # mostly one
         if self.feed is not None:
             for tenant in tenants:

@@ -15,12 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 from prometheus_client.metrics_core import Metric
 
-from kvtier.service.node.daemon import ClientView, Daemon
+from kvtier.service.node.daemon import Daemon
 from kvtier.service.node.health import Wanting
-from kvtier.service.node.lookups import OptimumSoFar, OptimumWatch
+from kvtier.service.node.lookups import OptimumWatch
 from kvtier.service.node.loop import now
 from kvtier.service.node.namespaces import Namespace
-from kvtier.service.node.operators import Pins, name_of
+from kvtier.service.node.operators import Pins
 from kvtier.service.node.served_tiers import MOST_HEADS, Tenants
 from kvtier.service.observe import (
     DaemonStatus,
@@ -74,7 +74,6 @@ class TierUse(NamedTuple):
 
 
 def use_of(lineage: Lineage, tenants: Tenants) -> TierUse:
-    """What fills a tier that holds these blocks. Time and memory for each block, mostly outside the GIL."""
     names = lineage.names
     if not len(names):
         return TierUse(0, 0, (), ())
@@ -121,7 +120,6 @@ def _heads(parents: Slots) -> Slots:
 
 
 def _shared(parents: Slots, heads: Sequence[int]) -> list[tuple[int, int]]:
-    """For each head: how many blocks it and its only children make, and how many children the last of them has."""
     everyone = np.arange(len(parents))
     is_child = parents != everyone
     num_children = np.bincount(parents[is_child], minlength=len(parents))
@@ -137,10 +135,7 @@ def _shared(parents: Slots, heads: Sequence[int]) -> list[tuple[int, int]]:
 
 
 class MemoryUse:
-    """What fills the tiers of each model: looked at when somebody asks, and not again for a while. Thread-safe.
-
-    A look takes some time for each block, so that the next comes after fifty times as long, and ten seconds at least.
-    """
+    """What fills each model's tiers, looked at on demand; not again for fifty times as long as it took. Thread-safe."""
 
     def __init__(self, pause: float = 10.0) -> None:
         self._pause = pause
@@ -149,7 +144,6 @@ class MemoryUse:
         self._found: dict[bytes, tuple[float, dict[str, TierUse]]] = {}  # fingerprint → good until, by tier
 
     def of(self, models: Mapping[bytes, tuple[Hierarchy, Tenants]]) -> dict[bytes, dict[str, TierUse]]:
-        """By fingerprint and tier. Who asks while another looks gets what was found before."""
         if self._lock.acquire(blocking=not self._found):
             try:
                 for fingerprint, (hierarchy, tenants) in models.items():
@@ -180,7 +174,7 @@ def memory(daemon: Daemon, use: MemoryUse, *, named: bool) -> statuses.MemorySta
         shown = _ShownNames(namespace.tiers.tenants, use, quotas if named else {}, named=named)
         told = {tier: _tier(each, namespace.blocks.block_size, namespace.blocks.block_bytes, shown)
                 for tier, each in tiers.items()}  # fmt: skip
-        models.append(statuses.ModelMemory(model=name_of(namespace.fingerprint), tiers=told))
+        models.append(statuses.ModelMemory(model=namespace.name, tiers=told))
     return statuses.MemoryStatus(named=named, models=models)
 
 
@@ -189,7 +183,7 @@ def memory_series(namespaces: list[Namespace], use: MemoryUse) -> Iterator[Metri
     blocks: dict[tuple[str, str, str], float] = {}
     tenants: dict[tuple[str, str], float] = {}
     for namespace in namespaces:
-        model, shown = name_of(namespace.fingerprint), _ShownNames(namespace.tiers.tenants, use, {}, named=False)
+        model, shown = namespace.name, _ShownNames(namespace.tiers.tenants, use, {}, named=False)
         for tier, each in found.get(namespace.fingerprint, {}).items():
             tenants[model, tier] = each.num_tenants
             for tenant in each.tenants:
@@ -257,50 +251,43 @@ def _tier(use: TierUse, block_size: int, block_bytes: int, shown: _ShownNames) -
 _FAILED: Final = "failed_"
 
 
-class Borrowed(NamedTuple):
-    num_answering: int
-    failures: dict[str, int]  # by reason
-    num_sure: int  # of those that answer, whose events tell all that they hold
-    num_told: int  # blocks known by events
-    questions: int  # by name, each to one node
-    hints: dict[str, int]  # flights that events sent: right, or wrong
-
-
-def borrowed_by(port: TierPort) -> Borrowed | None:
-    """None of a tier that is not in other nodes' memory, or is detached."""
+def borrowed_by(port: TierPort) -> Mapping[str, int] | None:
+    """Figures of a tier in other nodes' memory; None of any other, or a detached one."""
     tier = port.tier  # a probe may detach it meanwhile
     stats = tier.stats() if tier is not None else {}
-    if "answering" not in stats:
-        return None
-    failures = {name.removeprefix(_FAILED): n for name, n in stats.items() if name.startswith(_FAILED)}
-    hints = {name: stats.get(f"hints_{name}", 0) for name in ("right", "wrong")}
-    return Borrowed(stats["answering"], failures, stats["sure"], stats["told"], stats.get("questions", 0), hints)
+    return stats if "answering" in stats else None
+
+
+def _failures(stats: Mapping[str, int]) -> dict[str, int]:
+    return {name.removeprefix(_FAILED): n for name, n in stats.items() if name.startswith(_FAILED)}
 
 
 def peers_series(daemon: Daemon, namespaces: Sequence[Namespace]) -> Iterator[Metric]:
     """Nothing if no node is borrowed from and nothing is lent."""
     told = {
-        name_of(namespace.fingerprint): borrowed
+        namespace.name: borrowed
         for namespace in namespaces
         for port in namespace.hierarchy.ports
         if (borrowed := borrowed_by(port)) is not None
     }
     if told:
-        failures, hints = Counter[str](), Counter[str]()
-        for borrowed in told.values():
-            failures.update(borrowed.failures)
-            hints.update(borrowed.hints)
-        yield counter("kvtier_peer_failures", "Failures of other nodes to lend, by reason", dict(failures), "reason")
+        total = Counter[str]()
+        for stats in told.values():
+            total.update(stats)
+        yield counter("kvtier_peer_failures", "Failures of other nodes to lend, by reason", _failures(total), "reason")
         text = "Batches asked of a node because its KV events name their blocks; wrong: one was not there"
-        yield counter("kvtier_peer_hints", text, {name: hints[name] for name in ("right", "wrong")}, "result")
-        asked = sum(borrowed.questions for borrowed in told.values())
-        yield counter("kvtier_peer_questions", "Questions to other nodes which blocks they hold", asked)
-        for name, text, values in (
-            ("answering", "Other nodes that answer", {model: each.num_answering for model, each in told.items()}),
-            ("sure", "Of these, whose KV events tell all", {model: each.num_sure for model, each in told.items()}),
-            ("told_blocks", "Blocks of theirs known by events", {model: each.num_told for model, each in told.items()}),
+        yield counter(
+            "kvtier_peer_hints", text, {name: total[f"hints_{name}"] for name in ("right", "wrong")}, "result"
+        )
+        yield counter("kvtier_peer_questions", "Questions to other nodes which blocks they hold", total["questions"])
+        for name, what, text in (
+            ("answering", "answering", "Other nodes that answer"),
+            ("sure", "sure", "Of these, whose KV events tell all"),
+            ("told_blocks", "told", "Blocks of theirs known by events"),
         ):
-            yield gauge(f"kvtier_peers_{name}", text, values, "fingerprint")
+            yield gauge(
+                f"kvtier_peers_{name}", text, {model: each[what] for model, each in told.items()}, "fingerprint"
+            )
     if (peer_server := daemon.peer_server) is not None:
         text = "Blocks and bytes lent to other nodes, and why connections were ended"
         yield counter("kvtier_lent", text, dict(peer_server.counts), "event")
@@ -310,7 +297,7 @@ def peers_series(daemon: Daemon, namespaces: Sequence[Namespace]) -> Iterator[Me
 def status(daemon: Daemon, pins: Pins, optimum: OptimumWatch | None = None) -> DaemonStatus:
     """Everything. Waits for the loop: TierUnavailable. `optimum`: of models whose lookups are kept."""
     namespaces, clients, given, refused = daemon.call(
-        lambda: (daemon.namespaces(), daemon.clients(), daemon.host_bytes_given, refused_clients(daemon))
+        lambda: (daemon.namespaces(), daemon.clients(), daemon.host_bytes_given, daemon.refusals.all())
     )
     degraded, wanting = degraded_tiers(namespaces), wanting_parts(daemon, namespaces)
     pinned = pins.blocks_by_model()
@@ -328,29 +315,14 @@ def status(daemon: Daemon, pins: Pins, optimum: OptimumWatch | None = None) -> D
         lent=None if daemon.peer_server is None else dict(daemon.peer_server.counts),
         kv_events=None if daemon.publisher is None else _published(daemon.publisher),
         gpu_hour=daemon.config.service.gpu_hour,
-        models=[_model(each, clients, pinned.get(name_of(each.fingerprint), 0), optimum) for each in namespaces],
-        clients=[_client(client) for client in clients],
+        models=[_model(each, clients, pinned.get(each.name, 0), optimum) for each in namespaces],
+        clients=clients,
         refused=refused,
     )
 
 
-def refused_clients(daemon: Daemon) -> list[statuses.RefusedClient]:
-    return [
-        statuses.RefusedClient(
-            why=each.why,
-            count=each.count,
-            seconds_ago=round(each.seconds_ago, 1),
-            pid=each.pid,
-            uid=each.uid,
-            model=None if each.model is None else name_of(each.model),
-        )
-        for each in daemon.refusals.all()
-    ]
-
-
 def wanting_parts(daemon: Daemon, namespaces: Iterable[Namespace]) -> list[Wanting]:
-    """What is not there as configured, and what models have too little of."""
-    lost = ((name_of(each.fingerprint), each.hierarchy.metrics.losses.wanting) for each in namespaces)
+    lost = ((each.name, each.hierarchy.metrics.losses.wanting) for each in namespaces)
     too_small = [Wanting(part, f"model {name}: {why}", False) for name, parts in lost for part, why in parts.items()]
     return [*daemon.health.wanting, *too_small]
 
@@ -358,7 +330,7 @@ def wanting_parts(daemon: Daemon, namespaces: Iterable[Namespace]) -> list[Wanti
 def degraded_tiers(namespaces: Iterable[Namespace]) -> list[statuses.DegradedTier]:
     return [
         statuses.DegradedTier(
-            model=name_of(namespace.fingerprint),
+            model=namespace.name,
             tier=port.name,
             direction=direction,
             breaker=str(state),
@@ -372,7 +344,7 @@ def degraded_tiers(namespaces: Iterable[Namespace]) -> list[statuses.DegradedTie
 
 
 def _model(
-    namespace: Namespace, clients: Iterable[ClientView], num_pinned: int, watch: OptimumWatch | None
+    namespace: Namespace, clients: Iterable[statuses.ClientStatus], num_pinned: int, watch: OptimumWatch | None
 ) -> statuses.ModelStatus:
     hierarchy = namespace.hierarchy
     counts, stride = hierarchy.host.pool.counts(), hierarchy.host.region.slot_stride
@@ -386,16 +358,16 @@ def _model(
         **asdict(counts),
     )
     return statuses.ModelStatus(
-        model=name_of(namespace.fingerprint),
+        model=namespace.name,
         name=_called(namespace.about),
         fingerprint=namespace.fingerprint.hex(),
         block_size=namespace.blocks.block_size,
         block_bytes=namespace.blocks.block_bytes,
-        clients=sum(client.fingerprint == namespace.fingerprint for client in clients),
+        clients=sum(client.model == namespace.name for client in clients),
         l2=host,
         tiers={port.name: _lower(port, values) for port in hierarchy.ports},
         saved=_saved(namespace),
-        optimum=None if watch is None else _optimum(watch.of(namespace.fingerprint)),
+        optimum=None if watch is None else watch.of(namespace.fingerprint),
         return_gaps=_return_gaps(hierarchy),
         **dict(figures(hierarchy.metrics)),
     )
@@ -406,14 +378,13 @@ def _lower(port: TierPort, values: MetricValues) -> statuses.LowerTierStatus:
     room = [statuses.StorageRoom(**each._asdict()) for each in port.room()]
     told: dict[str, Any] = {"room": room} if room else {}  # a tier that does not tell has no such field
     if (borrowed := borrowed_by(port)) is not None:
-        told |= {"answering": borrowed.num_answering, "failures": borrowed.failures, "sure": borrowed.num_sure}
+        told |= {"answering": borrowed["answering"], "failures": _failures(borrowed), "sure": borrowed["sure"]}
     if saved := values.of("kvtier_compression_saved_bytes", port.name):
         told["saved"] = saved
     return statuses.LowerTierStatus(slots=slots, breakers=breakers, **told)
 
 
 def _called(about: Mapping[str, str]) -> str | None:
-    """A model's name; of one in a local folder the folder's: everybody may read the status."""
     name = about.get("model")
     return PurePath(name).name if name and name.startswith(("/", ".", "~")) else name
 
@@ -423,19 +394,6 @@ def _return_gaps(hierarchy: Hierarchy) -> statuses.AgeCounts | None:
     if gaps is None:
         return None
     return statuses.AgeCounts(bounds=EDGES[1:].tolist(), counts=[round(each, 3) for each in gaps.tolist()])
-
-
-def _optimum(found: OptimumSoFar | None) -> statuses.OptimumFigures | None:
-    if found is None:
-        return None
-    return statuses.OptimumFigures(
-        capacity=found.capacity,
-        seconds=round(found.seconds, 1),
-        asked=found.asked,
-        found=found.found,
-        optimum=found.optimum,
-        steps=[(round(step.age_s, 1), step.asked, step.found, step.optimum) for step in found.steps],
-    )
 
 
 def _saved(namespace: Namespace) -> statuses.SavedFigures:
@@ -452,24 +410,9 @@ def _saved(namespace: Namespace) -> statuses.SavedFigures:
 
 
 def _published(publisher: "Publisher") -> statuses.PublishedEvents:
-    counts = dict(publisher.counts)
-    return statuses.PublishedEvents(
-        publish=publisher.endpoint, replay=publisher.replay_endpoint, seq=publisher.seq, **counts
-    )
-
-
-def _client(client: ClientView) -> statuses.ClientStatus:
-    return statuses.ClientStatus(
-        pids=client.pids,
-        uid=client.uid,
-        connected=client.connected,
-        seconds=round(client.seconds, 3),
-        protocol=client.protocol,
-        claims=client.claims,
-        leases=client.leases,
-        reservations=client.reservations,
-        model=None if client.fingerprint is None else name_of(client.fingerprint),
-    )
+    counts: dict[str, Any] = dict(publisher.counts)
+    where = {"publish": publisher.endpoint, "replay": publisher.replay_endpoint}
+    return statuses.PublishedEvents(**where, seq=publisher.seq, **counts)
 
 
 def _breakers(port: TierPort) -> dict[str, str]:
@@ -482,7 +425,7 @@ _QUANTILES: Final = (0.5, 0.9)
 def exposition(daemon: Daemon, pins: Pins, use: MemoryUse, optimum: OptimumWatch | None = None) -> str:
     """The text format. Waits for the loop: TierUnavailable if it does not answer."""
     namespaces, clients = daemon.call(lambda: (daemon.namespaces(), daemon.clients()))
-    metrics = {name_of(namespace.fingerprint): namespace.hierarchy.metrics for namespace in namespaces}
+    metrics = {namespace.name: namespace.hierarchy.metrics for namespace in namespaces}
     return text_of(
         [
             *labelled(metrics),
@@ -494,7 +437,9 @@ def exposition(daemon: Daemon, pins: Pins, use: MemoryUse, optimum: OptimumWatch
     )
 
 
-def _own(daemon: Daemon, namespaces: list[Namespace], clients: list[ClientView], pins: Pins) -> Iterator[Metric]:
+def _own(
+    daemon: Daemon, namespaces: list[Namespace], clients: list[statuses.ClientStatus], pins: Pins
+) -> Iterator[Metric]:
     yield gauge("kvtier_build_info", "The version in use", {version(): 1}, "version")
     yield gauge("kvtier_uptime_seconds", "Since the daemon started", time.monotonic() - daemon.started)
     yield gauge("kvtier_clients", "Clients connected", sum(client.connected for client in clients))
@@ -502,7 +447,7 @@ def _own(daemon: Daemon, namespaces: list[Namespace], clients: list[ClientView],
     yield gauge("kvtier_dead_clients", "Clients gone whose processes may still copy", dead)
     yield gauge("kvtier_budget_bytes", "Host memory there is for all models", daemon.config.host.size)
     yield wanting(each.part for each in wanting_parts(daemon, namespaces))
-    sizes = {name_of(namespace.fingerprint): namespace.size for namespace in namespaces}
+    sizes = {namespace.name: namespace.size for namespace in namespaces}
     yield gauge("kvtier_host_bytes", "Host memory a model has", sizes, "fingerprint")
     yield counter("kvtier_client_events", "What became of clients and their leases", dict(daemon.counts), "event")
     told = dict(daemon.publisher.counts) if daemon.publisher is not None else {}
@@ -516,7 +461,7 @@ def _own(daemon: Daemon, namespaces: list[Namespace], clients: list[ClientView],
 
 def _possible(namespaces: list[Namespace], watch: OptimumWatch | None) -> Iterator[Metric]:
     """What was found in the last hour, and what the best policy would have found. Of models whose lookups are kept."""
-    looks = {name_of(each.fingerprint): watch.of(each.fingerprint) for each in namespaces if watch is not None}
+    looks = {each.name: watch.of(each.fingerprint) for each in namespaces if watch is not None}
     known = {model: look for model, look in looks.items() if look is not None and look.asked}
     text = "Of the blocks asked for in the last hour, the share that the best possible policy would have found"
     yield gauge(
@@ -524,9 +469,7 @@ def _possible(namespaces: list[Namespace], watch: OptimumWatch | None) -> Iterat
     )
     text = "Of the same blocks, the share that was found"
     yield gauge("kvtier_found_share", text, {m: each.found / each.asked for m, each in known.items()}, "fingerprint")
-    dropped = {
-        name_of(each.fingerprint): each.tiers.past.num_dropped for each in namespaces if each.tiers.past is not None
-    }
+    dropped = {each.name: each.tiers.past.num_dropped for each in namespaces if each.tiers.past is not None}
     yield counter("kvtier_lookups_not_kept", "Lookups and stores that this leaves out", dropped, "fingerprint")
 
 
@@ -537,15 +480,14 @@ def _returns(namespaces: list[Namespace]) -> Iterator[Metric]:
         gaps = namespace.hierarchy.host.pool.return_gaps()
         if gaps is not None and (total := float(gaps.sum())) > 0:
             within = np.interp(_QUANTILES, np.append(0.0, np.cumsum(gaps)) / total, [*EDGES, 2 * EDGES[-1]])
-            model = name_of(namespace.fingerprint)
+            model = namespace.name
             seconds |= {(model, f"{q:g}"): float(age) for q, age in zip(_QUANTILES, within, strict=True)}
     text = "Within which of its requests' ends this part of the next ones came"
     yield gauge("kvtier_return_gap_seconds", text, seconds, "fingerprint", "quantile")
 
 
 def _savings(daemon: Daemon, namespaces: list[Namespace]) -> Iterator[Metric]:
-    """What requests did not have to compute: less `kvtier_load_seconds_sum`, it is what was saved."""
-    savings = {name_of(each.fingerprint): each.tiers.savings for each in namespaces}
+    savings = {each.name: each.tiers.savings for each in namespaces}
     tokens = {model: each.num_tokens for model, each in savings.items()}
     yield counter("kvtier_saved_tokens", "Tokens that were loaded instead of computed", tokens, "fingerprint")
     seconds = {(model, rate): value for model, each in savings.items() for rate, value in each.seconds.items()}

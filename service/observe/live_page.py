@@ -34,11 +34,7 @@ Path = tuple[str, ...]
 
 
 class PageHistory:
-    """Samples of every number in a status, in a ring of fixed size. Thread-safe.
-
-    A number is known by its path. Numbers past the bound on series are not kept; those that no sample has any more make
-    room for others.
-    """
+    """Samples of a status's numbers by path, in a ring of fixed size; dead series make room. Thread-safe."""
 
     def __init__(self, parts: Sequence[str], *, kept: int = _KEPT, most: int = _MOST_SERIES) -> None:
         self._parts = tuple(parts)
@@ -50,7 +46,6 @@ class PageHistory:
         self._next = 0  # samples taken so far
 
     def add(self, status: Mapping[str, Any], at: float | None = None) -> None:
-        """Take a sample; `at` is seconds of the monotonic clock, None = now."""
         found = dict(_numbers({part: status[part] for part in self._parts if part in status}))
         with self._lock:
             row = self._next % len(self._at)
@@ -73,7 +68,6 @@ class PageHistory:
         return {"now": int(1000 * time.monotonic()), "period_s": PERIOD, "at": at, "series": series}
 
     def _make_room(self, found: Mapping[Path, float]) -> None:
-        """Columns for new paths, as far as there may be more. Under the lock."""
         new = [path for path in found if path not in self._columns]
         if len(self._columns) + len(new) > self._most:
             alive = ~np.isnan(self._values).all(0)
@@ -104,7 +98,6 @@ def _numbers(value: object, path: Path = ()) -> Iterator[tuple[Path, float]]:
 
 
 def _listed(values: "np.ndarray[Any, np.dtype[np.float64]]") -> Any:
-    """For JSON: whole numbers as such, and one for all if they are the same."""
     if len(values) and (values == values[0]).all():
         return _plain(float(values[0]))
     return [_plain(value) for value in values.tolist()]
@@ -218,8 +211,6 @@ class LivePage:
 
 
 class _WatchStream(StreamingResponse):
-    """One watcher's events. Ends in time for a reader who takes nothing, too."""
-
     def __init__(self, events: AsyncIterator[bytes], count: Callable[[int], None]) -> None:
         super().__init__(events, media_type="text/event-stream", headers=_HEADERS)
         self._count = count

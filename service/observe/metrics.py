@@ -1,9 +1,10 @@
 """What became of blocks, read from a model's metrics; and metrics in the text format that Prometheus scrapes."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from importlib import metadata
 from itertools import accumulate
-from typing import Any, Final
+from types import SimpleNamespace
+from typing import Any, Final, cast
 
 from prometheus_client import generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -24,7 +25,6 @@ def version() -> str:
 
 
 def figures(metrics: Metrics) -> BlockFigures:
-    """What became of blocks since the start: found, missed, stored, dropped, moved, and why."""
     values = MetricValues(metrics)
     lookups = values.by_first("kvtier_lookup_blocks")
     return BlockFigures(
@@ -52,7 +52,6 @@ class MetricValues:
         return {first: self.of(name, first) for first in found}
 
     def of(self, name: str, first: str) -> dict[str, int]:
-        """By the second label, for those with this first one."""
         mine = (each for each in self._samples if each.name == name and each.labels[0] == first)
         return {each.labels[1]: int(each.value) for each in mine if each.value}
 
@@ -67,7 +66,8 @@ Values = float | Mapping[Any, float]
 
 
 def text_of(families: Iterable[Metric]) -> str:
-    return generate_latest(_Collected(list(families))).decode()
+    families = list(families)
+    return generate_latest(cast(Collector, SimpleNamespace(collect=lambda: families))).decode()
 
 
 def counter(name: str, help_text: str, values: Values, *labels: str) -> Metric:
@@ -92,7 +92,6 @@ def histogram(name: str, help_text: str, counts: Mapping[str, int], total: float
 
 
 def labelled(metrics: Mapping[str, Metrics]) -> list[Metric]:
-    """The families of several models. Each sample gets its model's key here as the label `fingerprint`."""
     families: dict[str, Metric] = {}
     for name, each in metrics.items():
         for family in each.collect():
@@ -106,11 +105,3 @@ def _filled(family: CounterMetricFamily | GaugeMetricFamily, values: Values) -> 
     for key, value in sorted(values.items()) if isinstance(values, Mapping) else [((), values)]:
         family.add_metric([key] if isinstance(key, str) else key, value)
     return family
-
-
-class _Collected(Collector):
-    def __init__(self, families: list[Metric]) -> None:
-        self._families = families
-
-    def collect(self) -> Iterator[Metric]:
-        yield from self._families

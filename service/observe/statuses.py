@@ -67,8 +67,6 @@ class DegradedTier(StatusPart):
 
 
 class MemoryBudget(StatusPart):
-    """Host memory, in bytes."""
-
     bytes: int
     given: int  # of these, to models
 
@@ -186,8 +184,6 @@ class RefusedClient(StatusPart):
 
 
 class TierCaption(StatusPart):
-    """What a page calls a tier (`tiers/kinds.py`)."""
-
     name: str
     label: str
     shown: str
@@ -246,8 +242,6 @@ class ModelMemory(StatusPart):
 
 
 class MemoryStatus(StatusPart):
-    """What fills the tiers; up to some time old."""
-
     named: bool  # blocks by their names, as operators see them
     models: list[ModelMemory]
 
@@ -264,8 +258,6 @@ class SequenceCounts(StatusPart):
 
 
 class DeviceTierStatus(StatusPart):
-    """Blocks of L1."""
-
     blocks: int
     free: int
 
@@ -355,8 +347,6 @@ class ReplicaListStatus(StatusPart):
 
 @dataclass(frozen=True, slots=True)  # no pydantic model: the policy makes one for every replica and request
 class ReplicaScore:
-    """What spoke for and against one replica, in blocks."""
-
     name: str
     cached: int  # of the prompt, in any tier; 0 if it is not known for sure
     load: float

@@ -32,7 +32,6 @@ _STATES: Final = ("ready", "leased", "dirty", "tails", "filling", "quarantined",
 
 
 def hit_share(lookups: Mapping[str, int]) -> float:
-    """The share of blocks asked for that some tier had; 0 if none was asked for."""
     asked = sum(lookups.values())
     return (asked - lookups.get(MISS, 0)) / asked if asked else 0.0
 
@@ -72,7 +71,7 @@ _CLIENT: Final = "{:<24} {:<16} {:>10} {:>7} {:>7} {:>8}"
 
 
 def _model(model: ModelStatus) -> Iterable[str]:
-    l2, lookups = model.l2, model.lookups
+    l2 = model.l2
     yield (
         f"model {model.model}: blocks of {model.block_size} tokens in {show_size(model.block_bytes)}, "
         f"{_many(model.clients, 'client')}"
@@ -86,13 +85,17 @@ def _model(model: ModelStatus) -> Iterable[str]:
         saved = {way: show_size(num_bytes) for way, num_bytes in tier.saved.items() if num_bytes}
         less = f"; compression saved {counts(saved)}" if tier.saved else ""
         yield row(name, f"slots {counts(tier.slots)}; breakers {breakers}{less}")
-    found = counts(lookups)
-    yield row("lookups", f"{sum(lookups.values())} blocks, {hit_share(lookups):.1%} found; {found}")
-    yield row("not served", counts(model.missed))
-    yield row("stored", f"{counts(model.stored)}; evicted {counts(model.evicted)}")
+    yield from _figures(model)
     yield row("dropped", _by_tier(model.dropped, str))
     yield row("corrupted", counts(model.corrupted))
     yield row("moved", _by_tier(model.moved, show_size))
+
+
+def _figures(blocks: BlockFigures) -> Iterable[str]:
+    lookups = blocks.lookups
+    yield row("lookups", f"{sum(lookups.values())} blocks, {hit_share(lookups):.1%} found; {counts(lookups)}")
+    yield row("not served", counts(blocks.missed))
+    yield row("stored", f"{counts(blocks.stored)}; evicted {counts(blocks.evicted)}")
 
 
 def wanting(parts: Iterable[WantingPart]) -> Iterable[str]:
@@ -144,14 +147,7 @@ def engine_lines(status: EngineStatus) -> Iterable[str]:
     yield row("cached", f"tokens {counts(status.cached_tokens)}")
     yield row("steps", f"{status.steps.done:,}, {status.steps.failed} failed")
     if status.tiers is not None:
-        yield from _engine_tiers(status.tiers)
-
-
-def _engine_tiers(tiers: BlockFigures) -> Iterable[str]:
-    lookups = tiers.lookups
-    yield row("lookups", f"{sum(lookups.values())} blocks, {hit_share(lookups):.1%} found; {counts(lookups)}")
-    yield row("not served", counts(tiers.missed))
-    yield row("stored", f"{counts(tiers.stored)}; evicted {counts(tiers.evicted)}")
+        yield from _figures(status.tiers)
 
 
 # --- a router --------------------------------------------------------------------------------------------------------

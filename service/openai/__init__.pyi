@@ -13,6 +13,7 @@ from .chat import TokenizedPrompt as TokenizedPrompt
 from .chat import chat_of as chat_of
 from .chat import template_variables as template_variables
 from .errors import OpenAIError as OpenAIError
+from .errors import bad_field as bad_field
 from .errors import busy as busy
 from .errors import error_handlers as error_handlers
 from .errors import refusal as refusal

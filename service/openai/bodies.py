@@ -57,7 +57,6 @@ def options(value: object) -> object:
 
 
 def kind_of(value: object) -> str | None:
-    """The kind of a prompt or content, as a tag: =text, =texts, =tokens, =lists or =parts."""
     if isinstance(value, str):
         return "=text"
     if not isinstance(value, list):
@@ -69,10 +68,6 @@ def kind_of(value: object) -> str | None:
 def by_kind(field: str, message: str, kind: Callable[[Any], str | None] = kind_of) -> Discriminator:
     """Chooses among tagged types by the kind of a value; `message` says what one of no kind is."""
     return Discriminator(kind, custom_error_type=field, custom_error_message=message)
-
-
-def _ignored(value: object) -> None:
-    """Accept any value: the field changes no answer."""
 
 
 @cache
@@ -116,7 +111,7 @@ Documents = Annotated[
     | Annotated[ApiTokenIdLists, Tag("=lists")],
     by_kind("texts", "not texts; give a text, token ids, or a list of either"),
 ]
-Ignored = Annotated[None, BeforeValidator(_ignored)]
+Ignored = Annotated[None, BeforeValidator(lambda value: None)]  # any value: the field changes no answer
 Off = Annotated[None, must_be(False)]
 
 
@@ -131,8 +126,6 @@ def _shape(value: object) -> str:
 
 
 class RepairFields(Strict):
-    """How much of what is reused is computed anew; what is left out is as configured."""
-
     rule: Literal["deviation", "question", "first", "borders", "random"] | None = None
     share: Annotated[float, Field(ge=0, le=1)] | None = None
     check_layer: Annotated[int, Field(ge=1, le=MAX_NUMBER)] | None = None
@@ -143,7 +136,6 @@ SaidHint = Annotated[Hint, Field(strict=False)]  # JSON has words, no members of
 
 
 def _note_unknown(info: ValidationInfo, name: str) -> None:
-    """Count a field that says nothing with those that are unknown here."""
     if isinstance(info.context, set):
         info.context.add(name)
 
@@ -235,10 +227,6 @@ class ChosenTool(Tolerant):
     function: Annotated[_ChosenFunction, BeforeValidator(few_fields)]
 
 
-def _choice_kind(value: object) -> str:
-    return "=word" if isinstance(value, str) else "=tool"
-
-
 Tools = Annotated[
     list[Annotated[_Tool, BeforeValidator(few_fields), WrapValidator(_as_sent)]],
     Field(max_length=_MAX_TOOLS, fail_fast=True),
@@ -250,7 +238,7 @@ SentCalls = Annotated[
 ToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("=word")]
     | Annotated[ChosenTool, BeforeValidator(few_fields), Tag("=tool")],
-    Discriminator(_choice_kind),
+    Discriminator(lambda value: "=word" if isinstance(value, str) else "=tool"),
 ]
 
 
@@ -258,8 +246,6 @@ ToolChoice = Annotated[
 
 
 class PartOptions(Strict):
-    """What only kvtier's engine knows of a part."""
-
     segment: bool | None = None  # its KV may come from another place
 
 
@@ -316,7 +302,6 @@ class Message(Tolerant):
 
     @property
     def is_marked(self) -> bool:
-        """Whether the client says that the prompt up to here is asked for again."""
         parts = self.content if isinstance(self.content, list) else []
         return self.cache_control or any(part.cache_control for part in parts)
 
@@ -523,8 +508,6 @@ class CompletionPrompt(RequestBody):
 
 
 class TemplateFields(BaseModel):
-    """What a chat's template is given beside its messages; all but `tools` are vLLM's fields."""
-
     tools: Tools | None = None
     documents: list[Any] | None = None
     reasoning_effort: Text | None = None
@@ -613,7 +596,6 @@ class ChatBody(ChatPrompt, Sampling):
 
     @property
     def hint(self) -> Hint | None:
-        """Whether this conversation goes on, as the client says; a mark of `cache_control` says so, too."""
         if said := (None if self.kvtier is None else self.kvtier.hint) or self.kv_hints:
             return said
         tools: list[Any] = self.tools or []
@@ -686,8 +668,6 @@ def _refused(error: ValidationError) -> OpenAIError:
 
 
 class TokenizeBody(TemplateFields, Tolerant):
-    """A text, or a chat as `/v1/chat/completions` takes it; one of the two."""
-
     model_config = Tolerant.model_config
 
     model: Text | None = None
@@ -713,10 +693,8 @@ class DetokenizeBody(Tolerant):
     tokens: ApiTokenIds
 
 
-class ExplainBody(BaseModel):
+class ExplainBody(Strict):
     """`POST /explain`: a prompt as the API takes it, or a request's id; one of the three."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     model: Text | None = None
     cache_salt: ApiCacheSalt | None = None

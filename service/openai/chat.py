@@ -29,7 +29,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from kvtier.connector import AS_SENT, ChatPrefix
 from kvtier.service import shown
-from kvtier.service.openai.errors import OpenAIError
+from kvtier.service.openai.errors import OpenAIError, bad_field
 
 Turn = dict[str, Any]
 """`role`, `content` (a text, or parts of type text), and what else that role may have."""
@@ -54,21 +54,21 @@ class Chat:
 def chat_of(body: Mapping[str, Any], prefix: ChatPrefix = AS_SENT) -> Chat:
     """The chat of a request. Raises OpenAIError if it is wrong, or if only the replica can read it: an image, say."""
     body = prefix.body(body)
-    messages, tools = body.get("messages"), body.get("tools")
+    messages, tools, continues = (body.get(name) for name in ("messages", "tools", "continue_final_message"))
     if not isinstance(messages, list) or not messages:
-        raise _unreadable("messages", "not a list of messages")
+        raise bad_field("messages", "not a list of messages")
     for name in _ELSEWHERE:
         if body.get(name) is not None:
-            raise _unreadable(name, "only the replica can apply it")
+            raise bad_field(name, "only the replica can apply it")
     if tools is not None and not isinstance(tools, list):
-        raise _unreadable("tools", "not a list of tools")
+        raise bad_field("tools", "not a list of tools")
     return Chat(
         [_turn(message) for message in messages],
         [(number, part) for number, message in enumerate(messages) for part in _marked(message.get("content"))],
         None if tools is None else [_tool(tool) for tool in tools],
         _variables(body),
         body.get("add_generation_prompt") is None or bool(body["add_generation_prompt"]),
-        _continues(body.get("continue_final_message")),
+        "content" if continues is True else continues if isinstance(continues, str) else "",
         bool(body.get("add_special_tokens")),
     )
 
@@ -88,7 +88,7 @@ def join_texts(content: str | Sequence[Mapping[str, str]]) -> str:
 
 def _turn(message: object) -> Turn:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise _unreadable("messages", "not a message with a role")
+        raise bad_field("messages", "not a message with a role")
     role = message["role"]
     turn: Turn = {"role": role, "content": _content(message.get("content"))}
     if role == "assistant":
@@ -114,10 +114,10 @@ def _content(content: object) -> str | list[dict[str, str]]:
             part = {"type": "text", "text": part}
         name = _TEXTS.get(str(part.get("type"))) if isinstance(part, dict) else None
         if name is None:
-            raise _unreadable("content", "a part that is not text")
+            raise bad_field("content", "a part that is not text")
         if (text := part.get(name)) is not None:
             if not isinstance(text, str):
-                raise _unreadable("content", "a text that is not a string")
+                raise bad_field("content", "a text that is not a string")
             parts.append({"type": "text", "text": text})
     return parts
 
@@ -137,7 +137,7 @@ def _has_text(part: object) -> bool:
 def _call(call: object) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(call, dict) or not isinstance(function, dict) or call.get("type", "function") != "function":
-        raise _unreadable("tool_calls", "a call that is not a function call")
+        raise bad_field("tool_calls", "a call that is not a function call")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:
@@ -150,7 +150,7 @@ def _call(call: object) -> dict[str, Any]:
 def _tool(tool: object) -> dict[str, Any]:
     function = tool.get("function") if isinstance(tool, dict) else None
     if not isinstance(tool, dict) or not isinstance(function, dict) or tool.get("type", "function") != "function":
-        raise _unreadable("tools", "a tool that is not a function")
+        raise bad_field("tools", "a tool that is not a function")
     told = {name: function.get(name) for name in ("name", "description", "parameters")}
     later = function.get("defer_loading", tool.get("defer_loading"))
     told |= {"strict": function["strict"]} if function.get("strict") is not None else {}
@@ -162,24 +162,14 @@ def _tool(tool: object) -> dict[str, Any]:
 def _variables(body: Mapping[str, Any]) -> dict[str, Any]:
     given = body.get("chat_template_kwargs")
     if given is not None and (not isinstance(given, dict) or not _NOT_THEIRS.isdisjoint(given)):
-        raise _unreadable("chat_template_kwargs", "not an object of a template's variables")
+        raise bad_field("chat_template_kwargs", "not an object of a template's variables")
     return template_variables(body, given or {})
-
-
-def _continues(value: object) -> str:
-    if value is True:
-        return "content"
-    return value if isinstance(value, str) else ""
 
 
 def _list(param: str, value: object) -> list[Any]:
     if not isinstance(value, list):
-        raise _unreadable(param, "not a list")
+        raise bad_field(param, "not a list")
     return value
-
-
-def _unreadable(param: str, why: str) -> OpenAIError:
-    return OpenAIError(400, f"{param}: {why}", param=param, code="invalid_value")
 
 
 # --- prompts in pieces -----------------------------------------------------------------------------------------------
@@ -283,8 +273,6 @@ _MARK: Final = "\ue000kvtier: the answer goes on here\ue000"  # private use char
 
 
 class ChatTemplate:
-    """One template, compiled. Thread-safe."""
-
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         self._environment = _Environment()
         tree = self._environment.parse(source)
@@ -303,11 +291,7 @@ class ChatTemplate:
         return text in self._source
 
     def render(self, chat: Chat, most: int = _LONGEST) -> str:
-        """The chat's text. Raises TemplateError, TypeError, ValueError or LookupError if the template refuses the chat.
-
-        Raises TextTooLong for a text of more than `most` characters, and TemplateError for a template that takes too
-        long.
-        """
+        """The chat's text. TemplateError, TypeError, ValueError, LookupError: refused, or too slow. TextTooLong."""
         turns = self._turns(chat.turns)
         if chat.continues:
             _mark(turns[-1], chat.continues)
@@ -354,8 +338,6 @@ class TextTooLong(ValueError):
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """The environment chat templates expect. Loops check the clock, and no operator makes a huge value."""
-
     intercepted_binops = frozenset(["+", "*", "**"])
 
     def __init__(self) -> None:

@@ -48,6 +48,11 @@ class OpenAIError(KVTierError):
         return JSONResponse(self.content, self.status, self.headers)
 
 
+def bad_field(param: str, why: str, code: str = "invalid_value") -> OpenAIError:
+    """A field that cannot be taken; the message begins with its name."""
+    return OpenAIError(400, f"{param}: {why}", param=param, code=code)
+
+
 def error_handlers(refused: Counter[str]) -> dict[Any, ErrorHandler]:
     """Starlette's handlers: an OpenAIError for each, counted by status unless there is no such page."""
 

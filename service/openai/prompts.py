@@ -21,7 +21,7 @@ from kvtier.connector.models import REASONING_MARKS, Reasoning, ToolCalls, load_
 from kvtier.service import Json, writable
 from kvtier.service.openai.bodies import AnyPrompt, ChatPrompt, CompletionPrompt
 from kvtier.service.openai.chat import Chat, ChatTemplate, PromptPiece, TextTooLong, TokenizedPrompt, Turn, chat_pieces
-from kvtier.service.openai.errors import OpenAIError
+from kvtier.service.openai.errors import OpenAIError, bad_field
 from kvtier.tiers import ConfigError
 
 
@@ -96,7 +96,6 @@ class HermesReader:
         return AnswerPart("" if self.num_calls and not left.strip() else left)
 
     def _close(self, inside: str, whole: str, calls: list[ToolCall]) -> list[str]:
-        """A call's text is complete. Returns what of it is text, because it is no call."""
         try:
             name, arguments = _call_of(_read(inside), ("arguments", "parameters"))
         except (ValueError, RecursionError):
@@ -138,7 +137,6 @@ class LlamaReader:
         return AnswerPart("", calls)
 
     def _calls(self, text: str) -> Iterator[tuple[str, str]]:
-        """Names and arguments. ValueError if the text is anything else."""
         decoder, left = json.JSONDecoder(parse_constant=_no_json), text.strip()
         if not left:
             raise ValueError("no call")
@@ -210,8 +208,6 @@ _MOST: Final = 1 << 16  # tokens that are remembered
 
 
 class TokenTexts:
-    """Of one tokenizer. Thread-safe."""
-
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self.of = lru_cache(_MOST)(self._of)  # a token's text, and its bytes
@@ -231,7 +227,6 @@ class TokenTexts:
 
 @lru_cache(1)
 def _letters() -> dict[str, int]:
-    """The letters that stand for bytes in byte-level vocabularies (GPT-2's)."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     found = {chr(byte): byte for byte in plain}
     others = (byte for byte in range(256) if byte not in set(plain))
@@ -325,7 +320,7 @@ class Prompts:
         template = self._templates.get("tool_use" if has_own else "default")
         if template is None:
             why = "this model has no chat template; use /v1/completions, or save one with its tokenizer"
-            raise OpenAIError(400, f"messages: {why}", param="messages", code="unsupported_parameter")
+            raise bad_field("messages", why, "unsupported_parameter")
         limit = () if self._context is None else (self._context * self._longest,)
         try:
             return chat_pieces(chat, lambda each: template.render(each, *limit))
@@ -387,14 +382,12 @@ class Prompts:
             made = self._encode(piece.field or param, piece.text, add_special_tokens=False)
             if piece.is_segment:
                 if not made:
-                    why = "a segment without tokens; write some text, or leave out its mark"
-                    raise OpenAIError(400, f"{piece.field}: {why}", param=piece.field, code="invalid_value")
+                    raise bad_field(piece.field, "a segment without tokens; write some text, or leave out its mark")
                 segments.append((len(token_ids), len(token_ids) + len(made)))
             token_ids += made
         return TokenizedPrompt(token_ids + behind, segments)
 
     def _around(self) -> tuple[list[int], list[int]]:
-        """The special tokens that the tokenizer adds before and behind a text."""
         bare, full = (self._encode("prompt", "a", add_special_tokens=adds) for adds in (False, True))
         places = (at for at in range(len(full) - len(bare) + 1) if full[at : at + len(bare)] == bare)
         at = next(places, len(full))
@@ -405,7 +398,7 @@ class Prompts:
         try:
             writable(text)
         except ValueError as error:  # a chat's parts may hold anything that JSON allows
-            raise OpenAIError(400, f"{param}: {error}", param=param, code="invalid_value") from None
+            raise bad_field(param, str(error)) from None
         # `encode` keeps the GIL, which would stop every other thread
         (made,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = made.ids
@@ -417,8 +410,7 @@ class Prompts:
 
     def _too_long(self, param: str, length: int) -> OpenAIError:
         context = "" if self._context is None else f"; the model's context is {self._context} tokens"
-        message = f"{param}: {length} characters{context}: shorten it"
-        return OpenAIError(400, message, param=param, code="context_length_exceeded")
+        return bad_field(param, f"{length} characters{context}: shorten it", "context_length_exceeded")
 
 
 class Detokenizer:
@@ -457,7 +449,6 @@ class Detokenizer:
         return piece
 
     def end(self) -> str:
-        """The rest of the text; invalid bytes become replacement characters."""
         piece, self._ids = self._text()[self._num_returned :], []
         return piece
 

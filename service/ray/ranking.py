@@ -50,8 +50,6 @@ class EngineRequest:
 
 @dataclass(frozen=True, slots=True)
 class AnswerHead:
-    """The first thing a replica answers; the answer's bytes follow in pieces."""
-
     status: int
     headers: Headers
     replica: str  # `ReplicaID.unique_id`

@@ -1,4 +1,3 @@
-from .app import serve as serve
 from .client import Deadlines as Deadlines
 from .client import Failure as Failure
 from .client import Headers as Headers
@@ -24,4 +23,5 @@ from .replica_list import Publishers as Publishers
 from .replica_list import parse_replicas as parse_replicas
 from .router import READ as READ
 from .router import read_prompt as read_prompt
+from .router import serve as serve
 from .router import session_of as session_of

@@ -42,7 +42,6 @@ class ReplicaProfile:
 
     @property
     def bases(self) -> tuple[str, ...]:
-        """Names of its models that are no adapters."""
         return tuple(sorted(str(model["id"]) for model in self.models if not isinstance(model.get("parent"), str)))
 
     @classmethod
@@ -82,7 +81,6 @@ class ModelVersion:
         self._bases = profile.bases
 
     def takes(self, profile: ReplicaProfile, block_size: int | None) -> bool:
-        """Whether nothing that a replica reports contradicts this."""
         both_known = None not in (profile.fingerprint, self.fingerprint)
         if both_known and (profile.fingerprint, profile.namespace) != (self.fingerprint, self.namespace):
             return False
@@ -156,7 +154,6 @@ class Latencies:
         self._reads.append(found)
 
     def figures(self) -> dict[str, statuses.LatencyFigures]:
-        """By "ttft" and "itl"; without what nobody waited for in the last minute."""
         told = {}
         if self._reads:
             first, last = self._reads[0], self._reads[-1]
@@ -218,8 +215,6 @@ class ProbeSettings:
 
 
 class AssignedWork:
-    """A request's share of a replica's load, until `end`."""
-
     def __init__(self, replica: "Replica", num_blocks: float) -> None:
         self._replica = replica
         self._blocks = max(num_blocks, _RUNNING)
@@ -274,7 +269,6 @@ class Replica:
         return self.spec.name
 
     def serves(self, model: object) -> bool:
-        """Whether it lists a model of this name. No name: whatever it has."""
         return not isinstance(model, str) or self.profile is None or model in self._names
 
     @property
@@ -456,7 +450,6 @@ class LivingVersions:
     def joined(
         self, replica: Replica, profile: ReplicaProfile, block_size: int | None, fleet: Sequence[Replica]
     ) -> bool:
-        """Give a replica its version; whether none of the others had it."""
         living = self.of(each for each in fleet if each is not replica)
         version = next((each for each in living if each.takes(profile, block_size)), None)
         is_new = version is None
@@ -466,15 +459,11 @@ class LivingVersions:
 
     @staticmethod
     def of(replicas: Iterable[Replica]) -> list[ModelVersion]:
-        """What these replicas have, that of the most first."""
         found = Counter(each.version for each in replicas if each.version is not None and each.state in _PRESENT)
         return [version for version, _ in found.most_common()]
 
     def choose(self, replicas: Sequence[Replica], session: bytes | None, start: object) -> ModelVersion | None:
-        """The version for a request that these replicas could serve, those that are up first; None if there is none.
-
-        `session` identifies its conversation; without one, prompts of one `start` go to one version.
-        """
+        """The version for this conversation, or by `start`, first of replicas that are up; None: there is none."""
         able = [each for each in replicas if each.state is ReplicaState.UP] or list(replicas)
         number = Counter(each.version for each in able if each.version is not None)
         if session is None:
@@ -536,7 +525,6 @@ class Fleet:
 
     @property
     def version(self) -> ModelVersion | None:
-        """What most replicas have now; None until one has joined."""
         return next(iter(self._versions.of(self.replicas)), None)
 
     def version_for(self, model: object, session: bytes | None, start: object) -> ModelVersion | None:

@@ -41,10 +41,7 @@ class FeedsState(NamedTuple):
 
 
 class FleetHoldings(Mapping[V, "VersionHoldings"]):
-    """What all replicas hold, by the version of the model they have. Belongs to one thread.
-
-    A version may be any value: replicas with equal ones share an index. It is kept as long as a replica has it.
-    """
+    """What all replicas hold, by their model's version: any value, kept while a replica has it. For one thread."""
 
     def __init__(self, *, strict: bool, max_blocks: int = MAX_BLOCKS, keys: CurveKeys | None = None) -> None:
         self._make = partial(VersionHoldings, strict=strict, max_blocks=max_blocks, keys=keys)

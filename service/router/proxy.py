@@ -174,8 +174,6 @@ _PROMPT: Final = re.compile(rb'"prompt_tokens":\s*(\d{1,12})\b')
 
 @dataclass(slots=True)
 class Ledger:
-    """Counts since the router started. Written and read on one event loop."""
-
     requests: Counter[tuple[str, str]] = field(default_factory=Counter)  # (replica, reason) chosen
     answers: Counter[tuple[str, str]] = field(default_factory=Counter)  # (replica, "2xx") passed on
     retries: Counter[str] = field(default_factory=Counter)  # why another replica was tried before a byte was streamed
@@ -228,8 +226,6 @@ _LAST_WORD: Final = 1.0  # seconds a client may take to read the error that ends
 
 @dataclass(frozen=True, slots=True)
 class Relayed:
-    """A replica's refusal that no other replica could better; passed on as it is."""
-
     status: int
     headers: Headers
     body: bytes
@@ -298,10 +294,7 @@ class ClientReply:
 
 
 class WholeEvents:
-    """Cuts a stream of server-sent events at the end of events, so that an error event may follow at any point.
-
-    A replica usually sends whole events: then nothing is held back, and nothing is copied.
-    """
+    """Cuts a stream of events at their ends, so that an error event may follow. Whole events are not copied."""
 
     def __init__(self) -> None:
         self.is_done = False  # the stream's own last event has passed
@@ -371,8 +364,6 @@ class _Tries:
 
 
 class Proxy:
-    """Forwards requests to the fleet's replicas. Belongs to one event loop."""
-
     def __init__(self, fleet: Fleet, ledger: Ledger, deadlines: Deadlines, weights: Mapping[str, float]) -> None:
         self._fleet, self._ledger = fleet, ledger
         self._deadlines, self._weights = deadlines, weights

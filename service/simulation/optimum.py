@@ -22,10 +22,7 @@ class Optimum:
     """
 
     def __init__(self, chains: Sequence[Sequence[int]], num_prompt: Sequence[int] | None = None) -> None:
-        """`chains`: the numbers of each request's blocks, head first: its prompt's, then those its answer leaves.
-
-        `num_prompt`: how many of each chain are the prompt's, which alone are asked for; None: all of them.
-        """
+        """`chains`: each request's blocks, its prompt's first; `num_prompt`: how many are the prompt's (None: all)."""
         lengths = np.array([len(chain) for chain in chains], np.int64)
         flat = np.fromiter((block for chain in chains for block in chain), np.int64, int(lengths.sum()))
         asked = lengths if num_prompt is None else np.asarray(num_prompt, np.int64)

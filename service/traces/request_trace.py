@@ -18,10 +18,7 @@ from kvtier.tiers import ConfigError, FormatError
 
 @dataclass(frozen=True, slots=True)
 class TraceLine:
-    """One request. Equal `hash_ids` are equal blocks; a chain's come head first, each once.
-
-    What a form does not tell has its default; `None` where zero could be meant.
-    """
+    """One request. Equal `hash_ids` are equal blocks, head first. What is not told has its default."""
 
     timestamp: int  # milliseconds since the trace began
     input_length: int  # tokens
@@ -164,7 +161,6 @@ class LookupLog:
 
 
 def parser_of(form: str) -> Callable[[Fields], TraceLine]:
-    """What takes the lines of one file of this form apart, one after another."""
     return {MOONCAKE: mooncake, BAILIAN: bailian}.get(form) or LookupLog()
 
 

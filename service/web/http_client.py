@@ -34,10 +34,7 @@ class HttpClient:
         url: str | None = None,
         find_token: Callable[[Path, str], SecretStr] | None = None,
     ) -> None:
-        """`url`: where an engine or a router answers instead, as in http://HOST:PORT. ConfigError if it is none.
-
-        `find_token` reads the token of the daemon at an address from the file that its status names.
-        """
+        """`url`: of an engine or a router instead. ConfigError. `find_token` reads a daemon's from a file."""
         self._address = address
         self._no_token: ConfigError | None = None  # why the daemon's own could not be read
         self._find_token = find_token if url is None and token is None else None

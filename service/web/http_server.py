@@ -58,6 +58,12 @@ class Guard:
             raise HTTPException(415, f'content-type "{kind[:40]}": send application/json')
 
 
+async def disconnected(receive: Receive) -> None:
+    """Wait until the client has hung up."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
 async def read_body(request: Request, limit: int) -> bytes:
     """The request's body. Raises HTTPException if it has more than `limit` bytes, is too slow or is cut short."""
     too_large = HTTPException(413, f"body: more than {limit} bytes; send less at a time")
@@ -82,8 +88,6 @@ async def read_body(request: Request, limit: int) -> bytes:
 
 
 def page(path: str, answer: Callable[[], Response | Awaitable[Response]], guard: Guard | None = None) -> Route:
-    """`GET path`, called on the event loop. Without a guard everybody may read it."""
-
     async def endpoint(request: Request) -> Response:
         if guard is not None:
             guard.admit(request)
@@ -172,8 +176,6 @@ class _Listening(socket.socket):
 
 
 class HttpSocket:
-    """A bound, listening socket, made before there is an application to serve."""
-
     def __init__(self, address: str, section: str = "service", names: Iterable[str] = ()) -> None:
         """HOST:PORT from `http` of that section, port 0: any; `names`: its `allowed_hosts`. ConfigError."""
         self.section = section

@@ -45,7 +45,6 @@ class LoopFile:
 
     @classmethod
     async def open(cls, path: Path) -> "LoopFile":
-        """Open a regular file for reading. Raises ConfigError if it is not one."""
         try:
             if not await _in_time(asyncio.to_thread(path.is_file), path):
                 raise ConfigError(f"{path}: not a file; name a file that an export wrote")

@@ -75,7 +75,6 @@ def token_at(file: Path, http: str) -> SecretStr:
 
 
 def read_token(file: Path) -> tuple[str, SecretStr]:
-    """For which pages, and what it is. ConfigError as `token_at`."""
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with open(descriptor, "rb") as opened:

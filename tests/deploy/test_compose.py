@@ -17,8 +17,7 @@ from node_rig import ROOT
 
 from kvtier.cli import servers_cli
 from kvtier.cli.program import load
-from kvtier.service.cluster.cluster import _BRIEF, GRACE
-from kvtier.service.cluster.file import FIRST_PORT, Placeholders, Service, Topology
+from kvtier.service.cluster.cluster import _BRIEF, FIRST_PORT, GRACE, Placeholders, Service, Topology
 from kvtier.service.web import http_server
 from kvtier.service.web.http_server import HostNames
 from kvtier.tiers.config.config import Config
@@ -153,7 +152,7 @@ def test_every_service_is_restrained_and_watched() -> None:
 
 
 def test_whoever_is_stopped_has_the_time_it_takes() -> None:
-    from kvtier.service.engine import process as server_process  # takes torch along
+    from kvtier.service.engine import server as server_process  # takes torch along
 
     last_bytes = server_process._GRACE + http_server._STOPPED
     stores = last_bytes + server_process._STORES

@@ -19,7 +19,7 @@ from kvtier.connector.daemon.wire import (
     unpack_handshake_reply,
 )
 from kvtier.connector.plan import CopyOp, StepPlan
-from kvtier.service.archive.format import HEADER_BYTES, Header, Parser, decode_header, encode_header
+from kvtier.service.archive.archive import HEADER_BYTES, Header, Parser, decode_header, encode_header
 from kvtier.service.events.prefix_index import PrefixIndex
 from kvtier.service.events.wire import decode_batch
 from kvtier.service.traces.request_trace import parse_line

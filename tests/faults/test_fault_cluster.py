@@ -22,7 +22,7 @@ from extent import brief
 from http_rig import pester
 from redis_rig import NO_REDIS
 
-from kvtier.service.cluster.file import BESIDE_US, KEY
+from kvtier.service.cluster.cluster import BESIDE_US, KEY
 from kvtier.service.command_line import Exit
 
 pytestmark = [

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from command_rig import kvtier
 
-from kvtier.service.bench import bench, load
+from kvtier.service.bench import bench
 from kvtier.service.bench.bench import (
     PATTERNS,
     BenchOptions,
@@ -131,7 +131,7 @@ def test_whatever_goes_wrong_is_counted_by_kind(plain: tuple[str, type[Plain]]) 
 def test_rubbish_is_an_error_of_one_request_and_no_more(
     plain: tuple[str, type[Plain]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(load, "_MOST_ANSWER", 100_000)
+    monkeypatch.setattr(bench, "_MOST_ANSWER", 100_000)
     url, handler = plain
     handler.ways = {1: "deep", 2: "endless", 3: "odd", 4: "lines"}
     outcome = measured(url, num_requests=5, pace=LoadPace(1))
