@@ -20,30 +20,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from kvtier.service import Json, first_error, object_in, shown, writable
+from kvtier.service import Json, first_error, node, object_in, shown, writable
 from kvtier.service.archive import ArchiveProgress, export_blocks, import_blocks
-from kvtier.service.node import (
-    MAX_QUOTAS,
-    BlockSelection,
-    Daemon,
-    MemoryUse,
-    Namespace,
-    NotFound,
-    OperatorHold,
-    OptimumWatch,
-    Pins,
-    TraceRecorder,
-    WatchedModel,
-    degraded_tiers,
-    explain,
-    explain_request,
-    exposition,
-    held_open,
-    hold_open,
-    memory,
-    release_hold,
-    wanting_parts,
-)
+from kvtier.service.node import Daemon, Namespace, NotFound, Pins, explain, held_open, memory
 from kvtier.service.node import status as status_of
 from kvtier.service.observe import EXPOSITION, LivePage, daemon_lines, statuses
 from kvtier.service.web import Guard, HttpServer, HttpSocket, OperatorToken, page, read_body
@@ -134,14 +113,14 @@ class BlocksBody(Body):
             raise ValueError("hashes: a name is given twice; give each once")
 
     @property
-    def selection(self) -> BlockSelection | None:
+    def selection(self) -> node.BlockSelection | None:
         """The blocks meant; None if neither names nor tokens were given."""
         if self.hashes is None and self.tokens is None:
             return None
-        return BlockSelection(self.hashes or (), self.tokens or (), self.cache_salt)
+        return node.BlockSelection(self.hashes or (), self.tokens or (), self.cache_salt)
 
     @property
-    def blocks(self) -> BlockSelection:
+    def blocks(self) -> node.BlockSelection:
         if (selection := self.selection) is None:
             raise ConfigError("hashes, tokens: neither is given; say which blocks are meant by one of them")
         return selection
@@ -242,7 +221,7 @@ class Admin:
     def explain(self, body: ExplainedBody) -> Json:
         with held_open(self._daemon, body.model) as namespace:
             if body.request is not None:
-                return explain_request(namespace, body.request, body.cache_salt, _PATIENCE)
+                return node.explain_request(namespace, body.request, body.cache_salt, _PATIENCE)
             others = [each for each in self._open() if each is not namespace]
             return explain(namespace, others, body.blocks, _PATIENCE, self._daemon.config.file.path)
 
@@ -278,8 +257,8 @@ class Admin:
     def _note_quota(self, salt: str, size: int) -> list[Namespace]:
         """On the loop's thread."""
         limits, namespaces = self._daemon.limits, self._daemon.namespaces()
-        if len(limits) >= MAX_QUOTAS and salt not in limits:
-            raise ConfigError(f"cache_salt: {MAX_QUOTAS} tenants have a quota already; remove one first")
+        if len(limits) >= node.MAX_QUOTAS and salt not in limits:
+            raise ConfigError(f"cache_salt: {node.MAX_QUOTAS} tenants have a quota already; remove one first")
         for namespace in namespaces:
             namespace.tiers.quotas.require(size)
         limits[salt] = size
@@ -344,7 +323,7 @@ class Transfers:
             tiers = namespace.tiers
             if tiers.recorder is not None:
                 raise TierUnavailable("a trace of this model is being recorded already; wait for its end")
-            recorder = tiers.recorder = await TraceRecorder.start(await self._archive(body.file))
+            recorder = tiers.recorder = await node.TraceRecorder.start(await self._archive(body.file))
             until = time.monotonic() + (body.duration or float("inf"))
             try:
                 while time.monotonic() < until:
@@ -381,12 +360,12 @@ class Transfers:
 
     @asynccontextmanager
     async def _held_open(self, model: str | None) -> AsyncIterator[Namespace]:
-        hold = OperatorHold()
-        namespace = await asyncio.to_thread(hold_open, self._daemon, model, hold)
+        hold = node.OperatorHold()
+        namespace = await asyncio.to_thread(node.hold_open, self._daemon, model, hold)
         try:
             yield namespace
         finally:
-            release_hold(self._daemon, namespace, hold)
+            node.release_hold(self._daemon, namespace, hold)
 
 
 class RunningTransfer:
@@ -450,14 +429,9 @@ def _shown(namespace: Namespace, progress: ArchiveProgress) -> Json:
     }
 
 
-def _counts(namespace: Namespace, recorder: TraceRecorder) -> Json:
-    counts = recorder.counts()
-    return {
-        "model": namespace.name,
-        "recorded": counts.num_recorded,
-        "dropped": counts.num_dropped,
-        "bytes": counts.num_bytes,
-    }
+def _counts(namespace: Namespace, recorder: node.TraceRecorder) -> Json:
+    now = recorder.counts()
+    return {"model": namespace.name, "recorded": now.num_recorded, "dropped": now.num_dropped, "bytes": now.num_bytes}
 
 
 def _line(value: Json) -> bytes:
@@ -481,11 +455,10 @@ class Pages:
         self.pins = Pins(daemon)
         given = daemon.config.service.token
         self.token = OperatorToken.made(daemon.path, listening.address) if given is None else OperatorToken(given, None)
-        self._optimum = OptimumWatch(lambda: _watched(daemon))
+        self._optimum = node.OptimumWatch(lambda: _watched(daemon))
         stopping = Event()
-        self._server = HttpServer(
-            make_app(daemon, self.pins, stopping, self.token, self._optimum), listening, stopping=stopping
-        )
+        app = make_app(daemon, self.pins, stopping, self.token, self._optimum)
+        self._server = HttpServer(app, listening, stopping=stopping)
         self.address = self._server.address
 
     def start(self) -> None:
@@ -500,7 +473,7 @@ class Pages:
 
 
 def make_app(
-    daemon: Daemon, pins: Pins, stopping: Event, token: OperatorToken, optimum: OptimumWatch | None = None
+    daemon: Daemon, pins: Pins, stopping: Event, token: OperatorToken, optimum: node.OptimumWatch | None = None
 ) -> Starlette:
     """The application. What waits does so on threads, with deadlines. Verbs want the token, pages do not."""
     guard = Guard(token.secret)
@@ -509,7 +482,7 @@ def make_app(
         told = status_of(daemon, pins, optimum)
         return told if token.file is None else told.model_copy(update={"token_file": str(token.file)})
 
-    use = MemoryUse()
+    use = node.MemoryUse()
     admin, transfers = Admin(daemon, pins), Transfers(daemon)
     live = LivePage(lambda: run_in_threadpool(lambda: status().as_json()), stopping, _REMEMBERED)
 
@@ -550,7 +523,7 @@ def make_app(
         task.cancel()
 
     routes = [
-        get("/metrics", lambda: Response(exposition(daemon, pins, use, optimum), media_type=EXPOSITION)),
+        get("/metrics", lambda: Response(node.exposition(daemon, pins, use, optimum), media_type=EXPOSITION)),
         page("/healthz", lambda: _health(daemon)),
         page("/readyz", lambda: _readiness(daemon)),
         get("/summary", lambda: PlainTextResponse("\n".join([*daemon_lines(status()), ""]))),
@@ -579,10 +552,10 @@ async def _upkeep(pins: Pins, token: OperatorToken) -> None:
         await asyncio.to_thread(token.keep)
 
 
-def _watched(daemon: Daemon) -> list[WatchedModel]:
+def _watched(daemon: Daemon) -> list[node.WatchedModel]:
     """The models whose lookups are kept. Waits for the loop."""
     models = ((each, each.tiers.past) for each in daemon.call(daemon.namespaces))
-    return [WatchedModel(each.fingerprint, past, each.capacity) for each, past in models if past is not None]
+    return [node.WatchedModel(each.fingerprint, past, each.capacity) for each, past in models if past is not None]
 
 
 async def _health(daemon: Daemon) -> Response:
@@ -604,9 +577,9 @@ async def _readiness(daemon: Daemon) -> Response:
         namespaces, refused = await _on_loop(daemon, lambda: (daemon.namespaces(), daemon.refusals.all()))
     except TierUnavailable as error:
         return JSONResponse({"ready": False, "missing": [str(error)]} | _NOTHING_ELSE, 503)
-    degraded = [each.as_json() for each in degraded_tiers(namespaces)]
+    degraded = [each.as_json() for each in node.degraded_tiers(namespaces)]
     told = [each.as_json() for each in refused]
-    wanting = wanting_parts(daemon, namespaces)
+    wanting = node.wanting_parts(daemon, namespaces)
     missing = [each.why for each in wanting if each.is_needed]
     less = [each.why for each in wanting if not each.is_needed]
     page = {"ready": not missing, "missing": missing, "wanting": less, "degraded": degraded, "refused": told}

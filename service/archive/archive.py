@@ -14,22 +14,9 @@ from typing import Final
 
 import xxhash
 
+from kvtier import tiers
 from kvtier.service.web import LoopFile
-from kvtier.tiers import (
-    L2,
-    STAMP_BYTES,
-    BlockRecord,
-    ChainHash,
-    ConfigError,
-    Encryption,
-    FingerprintMismatch,
-    FormatError,
-    KVTierError,
-    Outcome,
-    RecordCipher,
-    checksum,
-    key_id,
-)
+from kvtier.tiers import BlockRecord, ChainHash, Encryption, FingerprintMismatch, FormatError, Outcome, checksum
 from kvtier.tiers.hierarchy import HeldRun, Hierarchy, bring, held_runs
 from kvtier.tiers.pool import Lease, Reservation
 
@@ -59,7 +46,7 @@ class Header:
     @property
     def entry_bytes(self) -> int:
         plain = _ENTRY.size + 4 * self.block_size + _CHECKSUM.size
-        return plain + (len(_SEALED) + 2 * STAMP_BYTES if self.encryption else 0)
+        return plain + (len(_SEALED) + 2 * tiers.STAMP_BYTES if self.encryption else 0)
 
     @property
     def record_bytes(self) -> int:
@@ -104,8 +91,8 @@ class ArchiveCipher:
     def __init__(self, header: Header, key: bytes) -> None:
         assert header.encryption is not None
         belongs_to = header.fingerprint + header.encryption.salt
-        self._entries = RecordCipher(key, b"archive-entry" + belongs_to)
-        self._payloads = RecordCipher(key, b"archive-payload" + belongs_to)
+        self._entries = tiers.RecordCipher(key, b"archive-entry" + belongs_to)
+        self._payloads = tiers.RecordCipher(key, b"archive-payload" + belongs_to)
 
     def seal(self, number: int, entry: bytes, chain_hash: ChainHash, payload: memoryview) -> tuple[bytes, memoryview]:
         """The encrypted entry of block `number`, and its encrypted payload. `entry` is what `encode_entry` made."""
@@ -116,10 +103,10 @@ class ArchiveCipher:
     def open(self, number: int, sealed: memoryview) -> bytes | None:
         if bytes(sealed[: len(_SEALED)]) != _SEALED:
             return None
-        return self._entries.open(sealed[len(_SEALED) : -STAMP_BYTES], _CHECKSUM.pack(number))
+        return self._entries.open(sealed[len(_SEALED) : -tiers.STAMP_BYTES], _CHECKSUM.pack(number))
 
     def show(self, sealed: memoryview, chain_hash: ChainHash, payload: memoryview) -> bool:
-        return self._payloads.decrypt_into(payload, bytes(sealed[-STAMP_BYTES:]), chain_hash, payload)
+        return self._payloads.decrypt_into(payload, bytes(sealed[-tiers.STAMP_BYTES :]), chain_hash, payload)
 
 
 class Parser:
@@ -290,7 +277,7 @@ class Export:
         self._num_blocks += num_copied
         _give_back(self._hierarchy, [h for h, held in zip(lease.hashes, was_held, strict=False) if not held])
         if corrupt:
-            self._hierarchy.metrics.corrupted(L2, 1)
+            self._hierarchy.metrics.corrupted(tiers.L2, 1)
             if corrupt[0] in self._corrupt:
                 return num_copied, Outcome.CHECKSUM
             self._corrupt.update(corrupt)
@@ -405,7 +392,9 @@ class Import:
         if self._hierarchy.settings.write_policy == "write_back" and self._hierarchy.ports:
             await asyncio.to_thread(self._hierarchy.drain, _SETTLE)
         if self._hierarchy.epoch != self._epoch:
-            raise KVTierError("import: the tiers were reset meanwhile, and imported blocks were dropped; start again")
+            raise tiers.KVTierError(
+                "import: the tiers were reset meanwhile, and imported blocks were dropped; start again"
+            )
         names = [name for name in hashes if name not in self._lost_names]
         held = _held_anywhere(self._hierarchy, names)
         self.num_blocks += sum(held)
@@ -442,7 +431,7 @@ class Import:
         if hashes:
             self._lost[reason] += len(hashes)
             self._lost_names.update(hashes)
-            self._hierarchy.metrics.dropped(L2, reason, len(hashes))
+            self._hierarchy.metrics.dropped(tiers.L2, reason, len(hashes))
 
 
 def _held_anywhere(hierarchy: Hierarchy, hashes: Sequence[ChainHash]) -> list[bool]:
@@ -512,9 +501,9 @@ async def export_blocks(
         published = True
         yield export.progress()
     except OSError as error:
-        raise KVTierError(f"{path}: {error.strerror}") from error
+        raise tiers.KVTierError(f"{path}: {error.strerror}") from error
     finally:
-        with contextlib.suppress(KVTierError):
+        with contextlib.suppress(tiers.KVTierError):
             await file.close()
         if not published:
             part.unlink(missing_ok=True)
@@ -591,21 +580,21 @@ def _require_names(fingerprint: bytes, hashes: Sequence[ChainHash] | None) -> No
 
 async def _require_vacant(path: Path, force: bool) -> None:
     if not force and await asyncio.to_thread(os.path.lexists, path):
-        raise ConfigError(f"{path}: exists already; choose another name, or overwrite it with --force")
+        raise tiers.ConfigError(f"{path}: exists already; choose another name, or overwrite it with --force")
 
 
 def _require_key(header: Header, key: bytes | None, path: Path, *, unsealed: bool) -> None:
     if header.encryption is None and key is not None and not unsealed:
-        raise ConfigError(
+        raise tiers.ConfigError(
             f"{path}: not encrypted, and [file] key_file is set: anybody may have made it; import it by --unsealed"
         )
-    if header.encryption is None or (key is not None and key_id(key) == header.encryption.key_id):
+    if header.encryption is None or (key is not None and tiers.key_id(key) == header.encryption.key_id):
         return
     there = header.encryption.key_id.hex()
     why = f"encrypted with key {there}, and no [file] key_file is set"
     if key is not None:
-        why = f"encrypted with key {there}, [file] key_file holds {key_id(key).hex()}"
-    raise ConfigError(f"{path}: {why}; set the key it was exported with")
+        why = f"encrypted with key {there}, [file] key_file holds {tiers.key_id(key).hex()}"
+    raise tiers.ConfigError(f"{path}: {why}; set the key it was exported with")
 
 
 def _require_same(archive: Header, own: Header) -> None:

@@ -520,9 +520,7 @@ def rows_of(figures: Sequence[LoadFigures]) -> list[tuple[str, ...]]:
             texts = ["–" if each is None else f"{getattr(each, share) * 1000:.1f}" for each in found]
             rows.append((f"{label} {share}, ms", *texts))
     rows.append(("output tokens/s", *(f"{each.output_tokens_per_second:.1f}" for each in figures)))
-    rows.append(
-        ("prompt tokens", *("?" if each.prompt_tokens is None else str(each.prompt_tokens) for each in figures))
-    )
+    rows.append(("prompt tokens", *("?" if one.prompt_tokens is None else str(one.prompt_tokens) for one in figures)))
     rows.append(
         (
             "cached, % of them",

@@ -274,9 +274,8 @@ def is_well(ready: Ready) -> bool:
     if ready.http is not None:
         parts = urlsplit(ready.http)
         try:
-            return (
-                get_page(f"{parts.hostname}:{parts.port or 80}", parts.path or "/", _ANSWER)[0] < HTTPStatus.BAD_REQUEST
-            )
+            status, _ = get_page(f"{parts.hostname}:{parts.port or 80}", parts.path or "/", _ANSWER)
+            return status < HTTPStatus.BAD_REQUEST
         except (OSError, ValueError, HTTPException):
             return False
     if ready.command is not None:

@@ -19,25 +19,17 @@ from itertools import chain
 from pathlib import Path
 from typing import Final
 
-from kvtier import __version__
+from kvtier import __version__, tiers
 from kvtier.connector.daemon import peer_of
 from kvtier.service import Exit
 from kvtier.service.observe import DaemonStatus
 from kvtier.service.web import get_page
-from kvtier.tiers import ConfigError, Finding, KVTierError, checksum, compiled, error, install_command, ok, warning
+from kvtier.tiers import ConfigError, Finding, KVTierError, checksum, compiled, error, naming, ok, warning
 from kvtier.tiers.config import Config, ServiceConfig, format_size, show_size
 from kvtier.tiers.copies import KeptChoice, KeptChoices
 from kvtier.tiers.file import SLAB_NAME, ReportProgress, SlabCheck, check_slab
 from kvtier.tiers.hierarchy import lower_modules
 from kvtier.tiers.host import Limits, available_bytes, limits, may_lock_all
-from kvtier.tiers.naming import (
-    VllmKeys,
-    chain_hashes,
-    dynamo_local_hashes,
-    dynamo_sequence_hashes,
-    root_hash,
-    sglang_hashes,
-)
 
 _HUGE_PAGES: Final = Path("/sys/kernel/mm/transparent_hugepage")
 FILES: Final = 2048  # 256 clients: sockets, processes and regions; HTTP; slabs
@@ -48,9 +40,8 @@ _COPY_BYTES: Final = 128 << 20  # bytes of each side; the probe needs twice that
 _COPY_SECONDS: Final = 10.0  # for one run of the probe, and after which no other pair is run
 _GPU_SECONDS: Final = 60.0  # seconds; a driver's first use is slow
 _LOST: Final = "small blocks are copied more slowly"
-_CUPY: Final = (
-    f"{install_command('cuda13', 'cupy')}; if the driver is older than 580, {install_command('cuda12', 'cupy')}"
-)
+_CUPY_13, _CUPY_12 = (tiers.install_command(extra, "cupy") for extra in ("cuda13", "cuda12"))
+_CUPY: Final = f"{_CUPY_13}; if the driver is older than 580, {_CUPY_12}"
 # Gathers scattered blocks of 512 KiB, as L2's copies do; prints the best of six rates in bytes per second.
 _COPY: Final = """
 import mmap, time
@@ -311,26 +302,26 @@ _TOKENS: Final = [1, 2, 3, 4, 5, 6, 7, 8]  # two blocks of four
 # The results on every machine: frozen with the formats, as in the tests.
 GOLDEN: Final[dict[str, tuple[Callable[[], object], object]]] = {
     "root": (
-        lambda: root_hash(bytes(range(32)), cache_salt="t1").hex(),
+        lambda: naming.root_hash(bytes(range(32)), cache_salt="t1").hex(),
         "903add6274630c74ab47231a6216ade49efb2e93d6561220a5fcddc0c867af81",
     ),
     "sha256": (
-        lambda: chain_hashes(root_hash(bytes(range(32)), cache_salt="t1"), _TOKENS, 4)[-1].hex(),
+        lambda: naming.chain_hashes(naming.root_hash(bytes(range(32)), cache_salt="t1"), _TOKENS, 4)[-1].hex(),
         "2b415bbdd82997dbe042e453a8855eaace236c3aab117bbb77af09404af76e44",
     ),
     "xxh3": (
-        lambda: chain_hashes(root_hash(bytes(range(32)), cache_salt="t1"), _TOKENS, 4, "xxh3")[-1].hex(),
+        lambda: naming.chain_hashes(naming.root_hash(bytes(range(32)), cache_salt="t1"), _TOKENS, 4, "xxh3")[-1].hex(),
         "8378bbe2198ce45c62f6e628949fdb23" * 2,
     ),
     "vLLM": (
-        lambda: VllmKeys("0").hashes(_TOKENS, 4)[-1].hex(),
+        lambda: naming.VllmKeys("0").hashes(_TOKENS, 4)[-1].hex(),
         "24125b23e68883b5c2141db2959d48433fe6bde2f26bd914efad121d154ab2d6",
     ),
     "SGLang": (
-        lambda: sglang_hashes(_TOKENS, 4)[-1].hex(),
+        lambda: naming.sglang_hashes(_TOKENS, 4)[-1].hex(),
         "4ebfa8a1f3c341517621838c6e1b9aa350307e3f00b3cbd1a07ef740f54396d6",
     ),
-    "Dynamo": (lambda: dynamo_sequence_hashes(dynamo_local_hashes(_TOKENS, 4))[-1], 4945711292740353085),
+    "Dynamo": (lambda: naming.dynamo_sequence_hashes(naming.dynamo_local_hashes(_TOKENS, 4))[-1], 4945711292740353085),
     "payload": (lambda: checksum(memoryview(bytes(range(256)) * 512)), 10263826733417234764),
 }
 

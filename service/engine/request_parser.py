@@ -13,37 +13,11 @@ from pydantic import BaseModel
 
 from kvtier.connector.segments import Repair, Segment
 from kvtier.engine import Engine, Guide, SamplingParams, wanted_reuse
-from kvtier.service import Json
-from kvtier.service.engine.completion import (
-    AnswerText,
-    ChatLogprobs,
-    CompletionRequest,
-    Echo,
-    PrecomputeRequest,
-    TextLogprobs,
-)
+from kvtier.service import Json, openai
+from kvtier.service.engine import completion
+from kvtier.service.engine.completion import ChatLogprobs, TextLogprobs
 from kvtier.service.engine.loop import EngineLoop, SequenceInput
-from kvtier.service.openai import (
-    MARKS,
-    CallForm,
-    CallReader,
-    ChatBody,
-    CompletionBody,
-    DetokenizeBody,
-    GuidedReader,
-    HermesReader,
-    LlamaReader,
-    OpenAIError,
-    PrecomputeBody,
-    Prompts,
-    TokenizeBody,
-    TokenizedPrompt,
-    bad_field,
-    parse,
-    schema_of,
-    too_long,
-    unknown_model,
-)
+from kvtier.service.openai import CallForm, ChatBody, CompletionBody, OpenAIError, Prompts, bad_field, parse
 from kvtier.tiers import MissingPackages, RequestError, require_extra
 from kvtier.tiers.config import ServerConfig
 
@@ -137,15 +111,15 @@ def _first_line(text: str) -> str:
     return text.strip().partition("\n")[0][:200]
 
 
+AnyBody = CompletionBody | ChatBody
+
 # --- sampling parameters ---------------------------------------------------------------------------------------------
 
 _SHORT_ANSWER: Final = 16  # OpenAI's default for max_tokens of a text completion
 _SEEDS: Final = 2**64
 
 
-def params_of(
-    loop: EngineLoop, body: CompletionBody | ChatBody, prompt: list[int], guide: Guide | None = None
-) -> SamplingParams:
+def params_of(loop: EngineLoop, body: AnyBody, prompt: list[int], guide: Guide | None = None) -> SamplingParams:
     """Those of the first choice. Raises OpenAIError if the engine cannot answer so."""
     is_chat = isinstance(body, ChatBody)
     left = loop.room - len(prompt)
@@ -180,7 +154,7 @@ def require_computable(loop: EngineLoop, param: str, prompt: list[int], num_aske
         raise bad_field(param, "it has no tokens; write some text")
     _require_tokens(loop, param, prompt)
     if num_asked > loop.room - len(prompt):
-        raise too_long(param, len(prompt), num_asked, loop.room)
+        raise openai.too_long(param, len(prompt), num_asked, loop.room)
 
 
 def _require_tokens(loop: EngineLoop, param: str, token_ids: Collection[int]) -> None:
@@ -189,7 +163,7 @@ def _require_tokens(loop: EngineLoop, param: str, token_ids: Collection[int]) ->
         raise bad_field(param, f"token id {largest}; this model's are 0 to {vocab_size - 1}")
 
 
-def _of_prompt(loop: EngineLoop, body: CompletionBody | ChatBody) -> int | None:
+def _of_prompt(loop: EngineLoop, body: AnyBody) -> int | None:
     """Of how many likeliest tokens the prompt's logprobs are told; None: they are not. Raises OpenAIError."""
     if isinstance(body, ChatBody) or not body.echo or body.logprobs is None:
         return None
@@ -207,7 +181,7 @@ _PAIRS: Final = "a list of pairs, [[start, end], …], for one prompt of token i
 
 
 def segments_of(
-    body: CompletionBody | ChatBody, prompts: Sequence[TokenizedPrompt], repair: Repair | None, engine: Engine
+    body: AnyBody, prompts: Sequence[openai.TokenizedPrompt], repair: Repair | None, engine: Engine
 ) -> list[list[Segment]]:
     """The segments of each prompt: marked parts, or `kvtier.segments`. Raises OpenAIError if the engine refuses one."""
     named = _named(body, len(prompts))
@@ -221,7 +195,7 @@ def segments_of(
     return wanted
 
 
-def repair_of(body: CompletionBody | ChatBody, engine: Engine) -> Repair | None:
+def repair_of(body: AnyBody, engine: Engine) -> Repair | None:
     wanted = None if body.kvtier is None else body.kvtier.repair
     if wanted is None:
         return None
@@ -229,7 +203,7 @@ def repair_of(body: CompletionBody | ChatBody, engine: Engine) -> Repair | None:
     return Repair(**{"rule": engine.config.repair_rule, "share": engine.config.repair_share, **given})
 
 
-def _named(body: CompletionBody | ChatBody, num_prompts: int) -> list[list[Segment]]:
+def _named(body: AnyBody, num_prompts: int) -> list[list[Segment]]:
     if isinstance(body, ChatBody) or body.kvtier is None or not body.kvtier.segments:
         return []
     first = body.prompt[0] if isinstance(body.prompt, list) else None
@@ -271,16 +245,16 @@ def form_of(configured: str, prompts: Prompts) -> CallForm | None:
     return "hermes" if configured == "hermes" else "llama" if configured == "llama" else None
 
 
-def reader_of(body: CompletionBody | ChatBody, form: CallForm | None) -> CallReader | None:
+def reader_of(body: AnyBody, form: CallForm | None) -> openai.CallReader | None:
     if isinstance(body, ChatBody) and body.must_call:
-        return GuidedReader(body.chosen_tool)
+        return openai.GuidedReader(body.chosen_tool)
     if form is None or isinstance(body, CompletionBody) or not _reads_calls(body):
         return None
     most = 1 if body.parallel_tool_calls is False else None
-    return HermesReader(most) if form == "hermes" else LlamaReader(body.tool_names, most)
+    return openai.HermesReader(most) if form == "hermes" else openai.LlamaReader(body.tool_names, most)
 
 
-def calls_schema(body: CompletionBody | ChatBody) -> Json | None:
+def calls_schema(body: AnyBody) -> Json | None:
     """What an answer must be that has to call a tool: the arguments of the chosen one, or a list of calls."""
     if isinstance(body, CompletionBody) or not body.must_call:
         return None
@@ -321,7 +295,7 @@ def _moved(schema: Json, place: str) -> Json:
     return copy
 
 
-def _reads_calls(body: CompletionBody | ChatBody) -> bool:
+def _reads_calls(body: AnyBody) -> bool:
     return isinstance(body, ChatBody) and bool(body.tools) and body.tool_choice != "none"
 
 
@@ -346,14 +320,12 @@ class Served:
 
 def require_model(served: Served, name: str | None) -> None:
     if name is not None and name != served.name:
-        raise unknown_model(name, served.name)
+        raise openai.unknown_model(name, served.name)
 
 
-def completion_of(
-    served: Served, body_type: type[CompletionBody] | type[ChatBody], data: bytes, deadline: float
-) -> CompletionRequest:
+def completion_of(served: Served, kind: type[AnyBody], data: bytes, deadline: float) -> completion.CompletionRequest:
     """What a body asks for, with `n` inputs for each prompt. Raises OpenAIError if it cannot be computed."""
-    body: CompletionBody | ChatBody = _parsed(served, body_type, data)
+    body: AnyBody = _parsed(served, kind, data)
     loop, num_choices = served.loop, body.n or 1
     require_model(served, body.model)
     num_prompts = 1 if isinstance(body, ChatBody) else len(body.prompts)
@@ -378,13 +350,13 @@ def completion_of(
         for choice in range(num_choices)
     ]
     echoes = _echoes(served.prompts, body, [prompt.token_ids for prompt in prompts])
-    marks = MARKS[served.call_form] if served.call_form is not None and _reads_calls(body) else ()
+    marks = openai.MARKS[served.call_form] if served.call_form is not None and _reads_calls(body) else ()
     told = None if body.num_logprobs is None else ChatLogprobs if isinstance(body, ChatBody) else TextLogprobs
-    return CompletionRequest(
+    return completion.CompletionRequest(
         model=served.name,
         fingerprint=f"kvtier-{loop.fingerprint[:16]}",
         inputs=inputs,
-        texts=[AnswerText(served.prompts.detokenizer(marks), body.stop or ()) for _ in inputs],
+        texts=[completion.AnswerText(served.prompts.detokenizer(marks), body.stop or ()) for _ in inputs],
         logprobs=[None if told is None else told(served.prompts.token_texts) for _ in inputs],
         readers=[reader_of(body, served.call_form) for _ in inputs],
         echoes=[echo for echo in echoes for _ in range(num_choices)],
@@ -395,9 +367,9 @@ def completion_of(
     )
 
 
-def precomputation_of(served: Served, data: bytes, deadline: float) -> PrecomputeRequest:
+def precomputation_of(served: Served, data: bytes, deadline: float) -> completion.PrecomputeRequest:
     """The texts to precompute. Raises OpenAIError if one cannot be computed."""
-    body, loop = parse(PrecomputeBody, data), served.loop
+    body, loop = parse(openai.PrecomputeBody, data), served.loop
     require_model(served, body.model)
     _require_room(loop, "texts", len(body.each))
     texts = [served.prompts.segment("texts", one) if isinstance(one, str) else one for one in body.each]
@@ -405,11 +377,11 @@ def precomputation_of(served: Served, data: bytes, deadline: float) -> Precomput
         require_computable(loop, "texts", text, 1)
     params = SamplingParams(max_tokens=1, ignore_eos=True)
     inputs = [SequenceInput(loop.engine.prompt(text, body.cache_salt), params) for text in texts]
-    return PrecomputeRequest(served.name, inputs, deadline)
+    return completion.PrecomputeRequest(served.name, inputs, deadline)
 
 
 def tokens_of(served: Served, data: bytes) -> Json:
-    body, prompts = _parsed(served, TokenizeBody, data), served.prompts
+    body, prompts = _parsed(served, openai.TokenizeBody, data), served.prompts
     require_model(served, body.model)
     if body.prompt is None:
         ids = prompts.chat(body.chat(prompts.prefix)).token_ids
@@ -421,7 +393,7 @@ def tokens_of(served: Served, data: bytes) -> Json:
 
 def text_of_tokens(served: Served, data: bytes) -> Json:
     """Answers `/detokenize` in vLLM's shape, special tokens too. Raises OpenAIError."""
-    body = _parsed(served, DetokenizeBody, data)
+    body = _parsed(served, openai.DetokenizeBody, data)
     require_model(served, body.model)
     _require_tokens(served.loop, "tokens", body.tokens)
     return {"prompt": served.prompts.text(body.tokens)}
@@ -443,7 +415,7 @@ def _require_room(loop: EngineLoop, param: str, num: int) -> None:
     loop.require_room(num)
 
 
-def _guide_of(served: Served, body: CompletionBody | ChatBody) -> Guide | None:
+def _guide_of(served: Served, body: AnyBody) -> Guide | None:
     """What the answer may be; None: any text. Raises OpenAIError if that cannot be."""
     if (calls := calls_schema(body)) is not None:
         try:
@@ -453,14 +425,14 @@ def _guide_of(served: Served, body: CompletionBody | ChatBody) -> Guide | None:
             for number, tool in enumerate(tools):
                 served.guides.of(tool["function"].get("parameters") or {}, f"tools.{number}.function.parameters")
             raise  # it is not one tool's schema alone
-    wanted = schema_of(body.response_format)
+    wanted = openai.schema_of(body.response_format)
     return None if wanted is None else served.guides.of(*wanted)
 
 
-def _echoes(prompts: Prompts, body: CompletionBody | ChatBody, token_ids: Sequence[list[int]]) -> Sequence[Echo | None]:
+def _echoes(prompts: Prompts, body: AnyBody, token_ids: Sequence[list[int]]) -> Sequence[completion.Echo | None]:
     if isinstance(body, ChatBody) or not body.echo:
         return [None] * len(token_ids)
     return [
-        Echo(given if isinstance(given, str) else prompts.text(tokens), tokens)
+        completion.Echo(given if isinstance(given, str) else prompts.text(tokens), tokens)
         for given, tokens in zip(body.prompts, token_ids, strict=True)
     ]

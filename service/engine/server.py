@@ -19,59 +19,20 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 from transformers.utils.logging import disable_progress_bar
 
+from kvtier import __version__
 from kvtier.connector import ChatPrefix, LocalConnector
 from kvtier.connector.models import name_of, require_checkpoint
 from kvtier.connector.segments import SEGMENT_OUTCOMES
 from kvtier.engine import Engine, NamedPrompt, open_engine
-from kvtier.service import Json
+from kvtier.service import Json, explain, openai
+from kvtier.service.engine import request_parser
 from kvtier.service.engine.completion import CHAT, TEXT, CompletionFormat, OpenAICompletion, Precomputation, late
 from kvtier.service.engine.loop import EngineLoop
-from kvtier.service.engine.request_parser import (
-    JsonGuides,
-    Served,
-    completion_of,
-    form_of,
-    precomputation_of,
-    require_model,
-    text_of_tokens,
-    tokens_of,
-)
+from kvtier.service.engine.request_parser import Served
 from kvtier.service.events import Publisher, Source, TierFeed, namespace_of
-from kvtier.service.explain import (
-    PromptChain,
-    RequestLog,
-    client_of,
-    explain_chain,
-    explained,
-    held_by_tenants,
-    is_unknown,
-    tenant_name,
-)
-from kvtier.service.observe import (
-    EXPOSITION,
-    EngineStatus,
-    counter,
-    figures,
-    gauge,
-    histogram,
-    labelled,
-    statuses,
-    text_of,
-    version,
-    wanting,
-)
-from kvtier.service.openai import (
-    ChatBody,
-    CompletionBody,
-    ExplainBody,
-    OpenAIError,
-    Prompts,
-    bad_field,
-    error_handlers,
-    parse,
-    refusal,
-    stopping_error,
-)
+from kvtier.service.explain import RequestLog
+from kvtier.service.observe import EXPOSITION, counter, figures, gauge, histogram, labelled, statuses, text_of, wanting
+from kvtier.service.openai import ChatBody, CompletionBody, OpenAIError, Prompts, bad_field
 from kvtier.service.web import Guard, HttpServer, HttpSocket, disconnected, page, read_body
 from kvtier.tiers import L1, ChainHash, RequestError
 from kvtier.tiers.config import Config
@@ -83,7 +44,7 @@ _LOCATE: Final = 5.0  # seconds for tiers of a daemon or of other nodes
 
 def explain_prompt(loop: EngineLoop, prompts: Prompts, data: bytes) -> Json:
     """What is held of a body's prompt, messages or request, why not the rest, and lines for people. OpenAIError."""
-    body, engine = parse(ExplainBody, data), loop.engine
+    body, engine = openai.parse(openai.ExplainBody, data), loop.engine
     salt = body.cache_salt
     if not engine.config.enable_prefix_caching:
         raise OpenAIError(400, "[l1] enable_prefix_caching: off, so that nothing is ever held; turn it on")
@@ -102,7 +63,7 @@ def explain_prompt(loop: EngineLoop, prompts: Prompts, data: bytes) -> Json:
         cut = _other_cut(tokens, body.tokens)
     answer = _explained(engine, asked)
     answer["other_cut"] = cut
-    answer["lines"] = list(explained(answer, prompts.text, asked.token_ids, prompts.special))
+    answer["lines"] = list(explain.explained(answer, prompts.text, asked.token_ids, prompts.special))
     return answer
 
 
@@ -114,19 +75,19 @@ def _explained(engine: Engine, asked: NamedPrompt) -> Json:
     hierarchy = tiers if isinstance(tiers, Hierarchy) else None
     names = list(chain.hashes)
     where = None if tiers is None else tiers.locate(names, _LOCATE)  # asks tiers that nodes share
-    asked_chain = PromptChain(names, chain.root, chain.block_size, asked.token_ids)
-    answer = explain_chain(fingerprint.hex()[:16], asked_chain, hierarchy, engine.pool)
+    asked_chain = explain.PromptChain(names, chain.root, chain.block_size, asked.token_ids)
+    answer = explain.explain_chain(fingerprint.hex()[:16], asked_chain, hierarchy, engine.pool)
     if where is not None and hierarchy is None:
         _add_below(answer, dict(where.by_tier))
         answer["unreachable"] = [] if tiers is None else [*tiers.wanting]
-    if is_unknown(answer["cause"]) and (unsalted := root_hash(fingerprint)) != chain.root:
+    if explain.is_unknown(answer["cause"]) and (unsalted := root_hash(fingerprint)) != chain.root:
         # what has no salt is everybody's; of other tenants nobody is told anything
 
         def held(some: Sequence[ChainHash]) -> int:
             return max(engine.pool.lookup(some), 0 if hierarchy is None else hierarchy.lookup(some).loadable)
 
-        roots = [(unsalted, tenant_name(unsalted, unsalted))]
-        answer["tenants"] = held_by_tenants(asked_chain, roots, held, answer["held"], engine.config.hash_scheme)
+        roots = [(unsalted, explain.tenant_name(unsalted, unsalted))]
+        answer["tenants"] = explain.held_by_tenants(asked_chain, roots, held, answer["held"], engine.config.hash_scheme)
     return answer
 
 
@@ -153,7 +114,7 @@ def _of_request(loop: EngineLoop, request: str, salt: str | None) -> NamedPrompt
     """The prompt of a request that ended lately. OpenAIError unless it is this tenant's."""
     own = loop.engine.config.cache_salt if salt is None else salt
     root = root_hash(loop.engine.identity.fingerprint(), cache_salt=own)
-    known = loop.ended.recent.find(client_of(root), request)
+    known = loop.ended.recent.find(explain.client_of(root), request)
     asked = None if known is None else loop.engine.prompt(known.tokens.tolist(), salt)
     if known is None or asked is None or asked.chain is None or asked.chain.root != known.root:
         why = f"request {request[:80]!r}: no request of this id and cache_salt ended here lately"
@@ -200,15 +161,15 @@ def model_entry(
     }
 
 
-def status(loop: EngineLoop, name: str) -> EngineStatus:
+def status(loop: EngineLoop, name: str) -> statuses.EngineStatus:
     engine, stats, tally = loop.engine, loop.stats, loop.tally
     connector = engine.connector
     own_tiers: Json = {"tiers": figures(connector.tiers.metrics)} if isinstance(connector, LocalConnector) else {}
     segments = _segments(loop)
     missed = loop.wanting
     reused: Json = {} if segments is None else {"segments": segments}
-    return EngineStatus(
-        version=version(),
+    return statuses.EngineStatus(
+        version=__version__,
         pid=os.getpid(),
         status=loop.ailment or ("stopping" if loop.is_stopping else "degraded" if missed else "ok"),
         wanting=[statuses.WantingPart(part=part, why=why) for part, why in missed.items()],
@@ -253,7 +214,7 @@ def exposition(loop: EngineLoop) -> str:
 
 def _own(loop: EngineLoop) -> Iterator[Metric]:
     stats, tally, pool = loop.stats, loop.tally, loop.engine.pool
-    yield gauge("kvtier_build_info", "The version in use", {version(): 1}, "version")
+    yield gauge("kvtier_build_info", "The version in use", {__version__: 1}, "version")
     yield wanting(loop.wanting)
     yield gauge("kvtier_engine_requests", "Sequences by state", {state: stats[state] for state in _STATES}, "state")
     yield gauge("kvtier_engine_live", "Sequences that wait or are computed", loop.num_live)
@@ -296,7 +257,7 @@ def make_app(served: Served) -> Starlette:
 
     async def model(request: Request) -> Response:
         guard.admit(request)
-        require_model(served, request.path_params["name"])
+        request_parser.require_model(served, request.path_params["name"])
         return JSONResponse(entry())
 
     async def read(request: Request, wanted: Callable[[bytes, float], T]) -> T:
@@ -317,13 +278,13 @@ def make_app(served: Served) -> Starlette:
 
     def post(path: str, body_type: type[CompletionBody] | type[ChatBody], form: CompletionFormat) -> Route:
         async def endpoint(request: Request) -> Response:
-            wanted = await read(request, partial(completion_of, served, body_type))
+            wanted = await read(request, partial(request_parser.completion_of, served, body_type))
             return await _answered(request, OpenAICompletion(wanted, form, served.loop))
 
         return Route(path, endpoint, methods=["POST"])
 
     async def precompute(request: Request) -> Response:
-        wanted = await read(request, partial(precomputation_of, served))
+        wanted = await read(request, partial(request_parser.precomputation_of, served))
         return await _answered(request, Precomputation(wanted, served.loop))
 
     async def explain(request: Request) -> Response:
@@ -340,8 +301,8 @@ def make_app(served: Served) -> Starlette:
         post("/v1/completions", CompletionBody, TEXT),
         post("/v1/chat/completions", ChatBody, CHAT),
         Route("/explain", explain, methods=["POST"]),
-        about_tokens("/tokenize", tokens_of),
-        about_tokens("/detokenize", text_of_tokens),
+        about_tokens("/tokenize", request_parser.tokens_of),
+        about_tokens("/detokenize", request_parser.text_of_tokens),
         _resetting(served, guard),
         Route("/v1/kvtier/precompute", precompute, methods=["POST"]),
         page("/v1/models", lambda: JSONResponse({"object": "list", "data": [entry()]}), guard),
@@ -349,11 +310,11 @@ def make_app(served: Served) -> Starlette:
         page("/metrics", lambda: Response(exposition(served.loop), media_type=EXPOSITION)),
         page("/healthz", lambda: _health(served.loop)),
         page("/health", lambda: Response(status_code=_health(served.loop).status_code)),  # vLLM's, without a body
-        page("/version", lambda: JSONResponse({"version": version()})),
+        page("/version", lambda: JSONResponse({"version": __version__})),
         page("/readyz", lambda: _readiness(served.loop)),
         page("/status", lambda: JSONResponse(status(served.loop, served.name).as_json())),
     ]
-    return Starlette(routes=routes, exception_handlers=error_handlers(served.loop.tally.refused))
+    return Starlette(routes=routes, exception_handlers=openai.error_handlers(served.loop.tally.refused))
 
 
 def _resetting(served: Served, guard: Guard) -> Route:
@@ -425,7 +386,7 @@ def _health(loop: EngineLoop) -> Response:
 
 
 def _readiness(loop: EngineLoop) -> Response:
-    missing = str(stopping_error()) if loop.is_stopping else loop.ailment
+    missing = str(openai.stopping_error()) if loop.is_stopping else loop.ailment
     page = {"ready": missing is None, "missing": [missing] if missing else [], "wanting": [*loop.wanting.values()]}
     return JSONResponse(page, 503 if missing else 200)
 
@@ -478,14 +439,16 @@ class EngineServer:
         self._feed = None if self.publisher is None else _feed(self.publisher, self.engine)
         self.loop = EngineLoop(self.engine, settings.max_waiting, self._feed, self._log)
         self.name, self._patience = settings.name or name_of(model), settings.patience
-        guides = JsonGuides(prompts.tokenizer_json, self.engine.model.vocab_size, self.engine.model.eos_token_ids)
-        form = form_of(settings.tool_parser, prompts)
+        guides = request_parser.JsonGuides(
+            prompts.tokenizer_json, self.engine.model.vocab_size, self.engine.model.eos_token_ids
+        )
+        form = request_parser.form_of(settings.tool_parser, prompts)
         told, publisher = config.events, self.publisher
         events = None if publisher is None else {"publish": publisher.endpoint, "replay": publisher.replay_endpoint}
         node = None if told.node is None else {"publish": told.node, "replay": told.node_replay}
         app = make_app(Served(self.loop, prompts, self.name, settings, guides, events, node, form))
         room = self.loop.capacity + _SPARE
-        self._http = HttpServer(app, listening, max_requests=room, refusal=refusal, grace=_GRACE)
+        self._http = HttpServer(app, listening, max_requests=room, refusal=openai.refusal, grace=_GRACE)
         self.address = self._http.address
 
     def run(self) -> None:

@@ -13,19 +13,9 @@ from typing import Final
 import numpy as np
 import zmq
 
+from kvtier.service.events import wire
 from kvtier.service.events.consumer import END, ZAP, CurveKeys, NumberedBatch, require_private, require_unused
-from kvtier.service.events.wire import (
-    MAX_PAYLOAD,
-    AllBlocksCleared,
-    BlockRemoved,
-    BlockStored,
-    EventBatch,
-    KVEvent,
-    encode_batch,
-    external_hash,
-    namespace_of,
-    topic_of,
-)
+from kvtier.service.events.wire import AllBlocksCleared, BlockStored, KVEvent, external_hash
 from kvtier.tiers import L2, TIERS, BlockRecord, ChainHash, ConfigError, TierKind
 from kvtier.tiers.config import EventsConfig
 from kvtier.tiers.hierarchy import Event, EventSource, Removed, TierEvents
@@ -68,7 +58,7 @@ class AnnouncedBlocks:
         """Chains begin at `root`, a tenant's or an adapter's: announce what is held behind it, now and later."""
         if root in self._roots:
             return []
-        self._roots[root] = namespace_of(root)
+        self._roots[root] = wire.namespace_of(root)
         lines = self._lines()
         for child in self._children.get(root, ()):
             self._spread(child, lines, is_whole=True)
@@ -216,7 +206,7 @@ class _Lines:
             for tier, names in self._gone.items():
                 for i in range(0, len(names), MAX_RUN):
                     hashes = [external_hash(name) for name in names[i : i + MAX_RUN]]
-                    self._events.append(BlockRemoved(hashes, self._tiers[tier].medium))
+                    self._events.append(wire.BlockRemoved(hashes, self._tiers[tier].medium))
             self._gone.clear()
 
     def _stored(self, tier: int, run: Sequence[tuple[ChainHash, _Block]]) -> BlockStored:
@@ -244,7 +234,7 @@ _log = logging.getLogger(__name__)
 
 MAX_WAITING: Final = 16_384  # blocks handed over and not yet published: past it `has_room` is false
 MAX_BATCH: Final = 4096  # blocks in one batch …
-MAX_BATCH_BYTES: Final = MAX_PAYLOAD // 4  # … and its bytes, unless one event alone has more, as of huge blocks
+MAX_BATCH_BYTES: Final = wire.MAX_PAYLOAD // 4  # … and its bytes, unless one event alone has more, as of huge blocks
 MOST: Final = 512  # blocks of one tier taken at a time …
 _PUMPS: Final = 4  # and how often in one go
 MAX_ROOTS: Final = 65_536  # tenants of one model whose blocks are announced; those of others are not
@@ -449,9 +439,9 @@ class Publisher:
         self._publish.send_multipart(sent.frames)  # a PUB socket never waits: it drops what nobody takes
 
     def _batch(self, seq: int, fingerprint: bytes, events: Sequence[KVEvent]) -> NumberedBatch:
-        topic = topic_of(fingerprint) if self._topic is None else self._topic
-        batch = EventBatch(time.time(), events, self._dp_rank)
-        return NumberedBatch(seq, topic.encode(), encode_batch(batch, self._form))
+        topic = wire.topic_of(fingerprint) if self._topic is None else self._topic
+        batch = wire.EventBatch(time.time(), events, self._dp_rank)
+        return NumberedBatch(seq, topic.encode(), wire.encode_batch(batch, self._form))
 
     def _accept(self, socket: "zmq.Socket[bytes]") -> None:
         for _ in range(_MAX_REPLAYS):

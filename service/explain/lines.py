@@ -94,9 +94,7 @@ class Difference(NamedTuple):
     advice: str
 
 
-def finding(
-    differs: dict[str, Any], decode: Decode | None, before: Sequence[int], special: Collection[int]
-) -> Difference:
+def finding(differs: Json, decode: Decode | None, before: Sequence[int], special: Collection[int]) -> Difference:
     at, mine, theirs = differs["same"], differs["tokens"], differs["held_tokens"]
     is_another = differs["token"] == at and not num_alike(
         mine, theirs
@@ -416,9 +414,7 @@ class PromptChain:
     tokens: Sequence[int] = ()  # the whole prompt; none: its blocks are known by name alone
 
 
-def explain_chain(
-    model: str, chain: PromptChain, hierarchy: Hierarchy | None, first: "BlockPool | None" = None
-) -> Json:
+def explain_chain(name: str, chain: PromptChain, hierarchy: Hierarchy | None, first: "BlockPool | None" = None) -> Json:
     """What is held of the chain, and why not the rest. `hierarchy`: None if the tiers below are not of this process.
 
     Looks at held blocks behind the chain's own only, so that no other tenant's tokens are told.
@@ -427,7 +423,7 @@ def explain_chain(
     tiers = _tiers_of(names, hierarchy, first)
     known = tiers.index(None) if None in tiers else len(names)
     answer: Json = {
-        "model": model,
+        "model": name,
         "block_size": size,
         "tokens": len(chain.tokens) or len(names) * size,
         "blocks": len(names),

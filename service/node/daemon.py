@@ -91,9 +91,7 @@ class Session:
         assert region.fd is not None
         block_size = namespace.blocks.block_size
         takes_parts = self.hello is None or self.hello.takes_parts
-        self.holdings = Holdings(
-            namespace.tiers, block_size, self._daemon.lease_deadline, self.version, takes_parts=takes_parts
-        )
+        self.holdings = Holdings(namespace.tiers, block_size, self._daemon.lease_deadline, self.version, takes_parts)
         self._verbs = {
             **self.holdings.verbs,
             wire.Lookup: self._look_up,

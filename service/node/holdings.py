@@ -103,14 +103,12 @@ class HeldCounts(NamedTuple):
 class Holdings:
     """One client's claims, leases and reservations, by the client's numbers; a number that has gone is passed over."""
 
-    def __init__(
-        self, tiers: ServedTiers, block_size: int, lease_deadline: float, version: int, *, takes_parts: bool
-    ) -> None:
+    def __init__(self, tiers: ServedTiers, block_size: int, deadline: float, version: int, takes_parts: bool) -> None:
         """`version`: of the protocol, as the client speaks it. `takes_parts`: it wants to know children."""
         self._tiers = tiers
         self._hierarchy = tiers.hierarchy
         self._token_bytes = 4 * block_size  # that a block can have
-        self._lease_deadline = lease_deadline
+        self._lease_deadline = deadline
         self._version = version
         self._takes_parts = takes_parts
         self._claims: dict[int, Claim] = {}

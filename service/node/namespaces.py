@@ -174,31 +174,28 @@ class Opening(NamedTuple):
             namespace.close()
 
     def run(self) -> Namespace:
+        fingerprint = self.hello.fingerprint
         blocks = BlockDimensions(self.hello.block_size, self.hello.block_bytes)
         host = self.config.host.model_copy(update={"size": self.size, "shared": True, "pin": False})
         config = self.config.model_copy(update={"host": host})
         lossy, packed = self.hello.lossy, self.hello.kv_probe
         probe = None if packed is None else KVProbe.unpack(packed)
-        hierarchy = open_hierarchy(
-            config, self.hello.fingerprint, blocks, lossy=lossy, lease_deadline=math.inf, kv_probe=probe
-        )
+        hierarchy = open_hierarchy(config, fingerprint, blocks, lossy=lossy, lease_deadline=math.inf, kv_probe=probe)
         service = config.service
         tiers = ServedTiers(
             hierarchy,
-            self.hello.fingerprint,
+            fingerprint,
             service.default_quota,
             assumed_rate=service.prefill_rate,
             kept_lookups=service.kept_lookups,
             log=self.log,
         )
         if config.file.path is not None and self.hello.about:
-            told = config.file.path, self.hello.fingerprint, dict(self.hello.about)
+            told = config.file.path, fingerprint, dict(self.hello.about)
             Thread(target=note_model, args=told, name="kvtier-note", daemon=True).start()  # its disk may hang
         source = EventSource(hierarchy) if config.events.publish is not None else None
         about = dict(self.hello.about)
-        return Namespace(
-            self.hello.fingerprint, blocks, self.size, tiers, source, lossy=lossy, kv_probe=probe, about=about
-        )
+        return Namespace(fingerprint, blocks, self.size, tiers, source, lossy=lossy, kv_probe=probe, about=about)
 
 
 class Namespaces:

@@ -12,23 +12,13 @@ from typing import Final
 
 import numpy as np
 
+from kvtier import tiers
 from kvtier.service import Crowd, events
-from kvtier.tiers import BATCH_BYTES, L2, TIERS, BlockRecord, BlockShape, ChainHash, ConfigError, Outcome, checksum
+from kvtier.tiers import L2, TIERS, BlockRecord, BlockShape, ChainHash, ConfigError, Outcome, checksum, peers
 from kvtier.tiers.config import EventsConfig, PeersConfig
 from kvtier.tiers.hierarchy import Hierarchy
 from kvtier.tiers.naming import KVProbe
-from kvtier.tiers.peers import (
-    RESETS,
-    TAG_BYTES,
-    AnnouncedNames,
-    EventsAt,
-    PeerFailed,
-    address_text,
-    prepare,
-    receive,
-    send,
-    wire,
-)
+from kvtier.tiers.peers import AnnouncedNames, EventsAt, PeerFailed, send, wire
 from kvtier.tiers.pool import Lease
 
 _log = logging.getLogger(__name__)
@@ -53,7 +43,7 @@ class LentModel:
         self.events: Callable[[], EventsAt] = EventsAt  # where they tell of these blocks; nowhere
         self.kv_probe: Callable[[], KVProbe | None] = lambda: None  # what the model computes, if that is known
         num_slots = hierarchy.host.pool.num_slots
-        self._tags = np.zeros((num_slots, TAG_BYTES), np.uint8)  # of the block in each slot …
+        self._tags = np.zeros((num_slots, peers.TAG_BYTES), np.uint8)  # of the block in each slot …
         self._tagged = np.full(num_slots, -1, np.int64)  # … of this generation
         self._idle = threading.Condition()
         self._users: set[socket.socket] = set()  # connections that a question about it is answered on
@@ -62,7 +52,7 @@ class LentModel:
     @property
     def is_lent(self) -> bool:
         """Not after a reset: who borrows may not have heard of it."""
-        return not self._closed and self.hierarchy.epoch == 0 and self.blocks.fingerprint not in RESETS
+        return not self._closed and self.hierarchy.epoch == 0 and self.blocks.fingerprint not in peers.RESETS
 
     def is_alike(self, session: wire.PeerSession) -> bool:
         """Whether whoever asks may have these blocks: nothing says that its model computes others."""
@@ -129,7 +119,7 @@ class PeerServer:
         self._in_flight = 0  # bytes of blocks leased for others
         self._closed = False
         self._listener = _listen(config.listen)
-        self.address = address_text(self._listener.getsockname())
+        self.address = peers.address_text(self._listener.getsockname())
         self._thread = threading.Thread(target=self._accept, name="kvtier-lend", daemon=True)
         self._thread.start()
 
@@ -228,10 +218,12 @@ class PeerServer:
 
     def _welcome(self, connection: socket.socket) -> wire.PeerSession:
         deadline = time.monotonic() + _HELLO_SECONDS
-        prepare(connection)
+        peers.prepare(connection)
         challenge = os.urandom(wire.NONCE_BYTES)
         send(connection, [wire.pack_challenge(challenge)], deadline)
-        session, _ = wire.PeerSession.accept(self._key, challenge, receive(connection, wire.HELLO_BYTES, deadline))
+        session, _ = wire.PeerSession.accept(
+            self._key, challenge, peers.receive(connection, wire.HELLO_BYTES, deadline)
+        )
         model = self._models.get(session.blocks.fingerprint)
         reply = wire.Greeting.WELCOME if model is None or model.blocks == session.blocks else wire.Greeting.OTHER_BLOCKS
         send(connection, [session.welcome(reply, self._node)], deadline)
@@ -240,9 +232,9 @@ class PeerServer:
         return session
 
     def _answer(self, connection: socket.socket, session: wire.PeerSession) -> None:
-        words = receive(connection, wire.WORDS_BYTES, time.monotonic() + _IDLE_SECONDS)
+        words = peers.receive(connection, wire.WORDS_BYTES, time.monotonic() + _IDLE_SECONDS)
         deadline = time.monotonic() + self._config.deadline
-        rest = receive(connection, session.question_bytes(words), deadline)
+        rest = peers.receive(connection, session.question_bytes(words), deadline)
         verb, names = session.read_question(words, rest)
         model = self._models.get(session.blocks.fingerprint)
         if verb is wire.PeerVerb.KV_PROBE:
@@ -264,11 +256,9 @@ class PeerServer:
             else:
                 self._lend_blocks(connection, session, model, names)
 
-    def _say_none(
-        self, connection: socket.socket, session: wire.PeerSession, verb: wire.PeerVerb, num_names: int
-    ) -> None:
-        nothing = {wire.PeerVerb.HELD: bytes(num_names), wire.PeerVerb.EVENTS: EventsAt().pack()}.get(verb, b"")
-        answer = session.answer(verb, num_names if verb is wire.PeerVerb.HELD else 0, nothing)
+    def _say_none(self, connection: socket.socket, session: wire.PeerSession, verb: wire.PeerVerb, num: int) -> None:
+        nothing = {wire.PeerVerb.HELD: bytes(num), wire.PeerVerb.EVENTS: EventsAt().pack()}.get(verb, b"")
+        answer = session.answer(verb, num if verb is wire.PeerVerb.HELD else 0, nothing)
         send(connection, [answer], time.monotonic() + self._config.deadline)
 
     def _held(self, model: LentModel, names: Sequence[ChainHash]) -> list[bool]:
@@ -283,7 +273,7 @@ class PeerServer:
         self, connection: socket.socket, session: wire.PeerSession, model: LentModel, names: Sequence[ChainHash]
     ) -> None:
         slot_bytes = session.blocks.slot_bytes
-        most = max(1, min(len(names), BATCH_BYTES // slot_bytes))
+        most = max(1, min(len(names), tiers.BATCH_BYTES // slot_bytes))
         deadline = time.monotonic() + self._config.deadline + most * slot_bytes / self._config.bandwidth
         with self._room(most * slot_bytes, deadline) as has_room:
             if not has_room:

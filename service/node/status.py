@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from prometheus_client.metrics_core import Metric
 
+from kvtier import __version__
 from kvtier.service.node.daemon import Daemon
 from kvtier.service.node.health import Wanting
 from kvtier.service.node.lookups import OptimumWatch
@@ -22,18 +23,7 @@ from kvtier.service.node.loop import now
 from kvtier.service.node.namespaces import Namespace
 from kvtier.service.node.operators import Pins
 from kvtier.service.node.served_tiers import MOST_HEADS, Tenants
-from kvtier.service.observe import (
-    DaemonStatus,
-    MetricValues,
-    counter,
-    figures,
-    gauge,
-    labelled,
-    statuses,
-    text_of,
-    version,
-    wanting,
-)
+from kvtier.service.observe import MetricValues, counter, figures, gauge, labelled, statuses, text_of, wanting
 from kvtier.tiers import ChainHash, Lineage, tier_captions
 from kvtier.tiers.hierarchy import Hierarchy, TierPort, lineages
 from kvtier.tiers.naming import root_hash
@@ -171,7 +161,7 @@ def memory(daemon: Daemon, use: MemoryUse, *, named: bool) -> statuses.MemorySta
     for namespace in namespaces:
         tiers = found.get(namespace.fingerprint, {})
         quotas = {root_hash(namespace.fingerprint, cache_salt=each): (each, limits[each]) for each in limits}
-        shown = _ShownNames(namespace.tiers.tenants, use, quotas if named else {}, named=named)
+        shown = _ShownNames(namespace.tiers.tenants, use, quotas if named else {}, named)
         told = {tier: _tier(each, namespace.blocks.block_size, namespace.blocks.block_bytes, shown)
                 for tier, each in tiers.items()}  # fmt: skip
         models.append(statuses.ModelMemory(model=namespace.name, tiers=told))
@@ -183,7 +173,7 @@ def memory_series(namespaces: list[Namespace], use: MemoryUse) -> Iterator[Metri
     blocks: dict[tuple[str, str, str], float] = {}
     tenants: dict[tuple[str, str], float] = {}
     for namespace in namespaces:
-        model, shown = namespace.name, _ShownNames(namespace.tiers.tenants, use, {}, named=False)
+        model, shown = namespace.name, _ShownNames(namespace.tiers.tenants, use, {}, False)
         for tier, each in found.get(namespace.fingerprint, {}).items():
             tenants[model, tier] = each.num_tenants
             for tenant in each.tenants:
@@ -200,9 +190,7 @@ def _models(namespaces: list[Namespace]) -> Mapping[bytes, tuple[Hierarchy, Tena
 
 
 class _ShownNames:
-    def __init__(
-        self, tenants: Tenants, use: MemoryUse, quotas: Mapping[ChainHash, tuple[str, int]], *, named: bool
-    ) -> None:
+    def __init__(self, tenants: Tenants, use: MemoryUse, quotas: dict[ChainHash, tuple[str, int]], named: bool) -> None:
         self._tenants, self._use, self.quotas, self._named = tenants, use, quotas, named
 
     def tenant(self, root: ChainHash | None) -> str:
@@ -276,33 +264,29 @@ def peers_series(daemon: Daemon, namespaces: Sequence[Namespace]) -> Iterator[Me
             total.update(stats)
         yield counter("kvtier_peer_failures", "Failures of other nodes to lend, by reason", _failures(total), "reason")
         text = "Batches asked of a node because its KV events name their blocks; wrong: one was not there"
-        yield counter(
-            "kvtier_peer_hints", text, {name: total[f"hints_{name}"] for name in ("right", "wrong")}, "result"
-        )
+        yield counter("kvtier_peer_hints", text, {way: total[f"hints_{way}"] for way in ("right", "wrong")}, "result")
         yield counter("kvtier_peer_questions", "Questions to other nodes which blocks they hold", total["questions"])
         for name, what, text in (
             ("answering", "answering", "Other nodes that answer"),
             ("sure", "sure", "Of these, whose KV events tell all"),
             ("told_blocks", "told", "Blocks of theirs known by events"),
         ):
-            yield gauge(
-                f"kvtier_peers_{name}", text, {model: each[what] for model, each in told.items()}, "fingerprint"
-            )
+            yield gauge(f"kvtier_peers_{name}", text, {m: each[what] for m, each in told.items()}, "fingerprint")
     if (peer_server := daemon.peer_server) is not None:
         text = "Blocks and bytes lent to other nodes, and why connections were ended"
         yield counter("kvtier_lent", text, dict(peer_server.counts), "event")
         yield gauge("kvtier_lending_connections", "Connections of other nodes", peer_server.num_connections)
 
 
-def status(daemon: Daemon, pins: Pins, optimum: OptimumWatch | None = None) -> DaemonStatus:
+def status(daemon: Daemon, pins: Pins, optimum: OptimumWatch | None = None) -> statuses.DaemonStatus:
     """Everything. Waits for the loop: TierUnavailable. `optimum`: of models whose lookups are kept."""
     namespaces, clients, given, refused = daemon.call(
         lambda: (daemon.namespaces(), daemon.clients(), daemon.host_bytes_given, daemon.refusals.all())
     )
     degraded, wanting = degraded_tiers(namespaces), wanting_parts(daemon, namespaces)
     pinned = pins.blocks_by_model()
-    return DaemonStatus(
-        version=version(),
+    return statuses.DaemonStatus(
+        version=__version__,
         pid=os.getpid(),
         uptime_s=round(now() - daemon.started, 3),
         status="degraded" if degraded or wanting else "ok",
@@ -440,7 +424,7 @@ def exposition(daemon: Daemon, pins: Pins, use: MemoryUse, optimum: OptimumWatch
 def _own(
     daemon: Daemon, namespaces: list[Namespace], clients: list[statuses.ClientStatus], pins: Pins
 ) -> Iterator[Metric]:
-    yield gauge("kvtier_build_info", "The version in use", {version(): 1}, "version")
+    yield gauge("kvtier_build_info", "The version in use", {__version__: 1}, "version")
     yield gauge("kvtier_uptime_seconds", "Since the daemon started", time.monotonic() - daemon.started)
     yield gauge("kvtier_clients", "Clients connected", sum(client.connected for client in clients))
     dead = sum(not client.connected for client in clients)
@@ -462,13 +446,11 @@ def _own(
 def _possible(namespaces: list[Namespace], watch: OptimumWatch | None) -> Iterator[Metric]:
     """What was found in the last hour, and what the best policy would have found. Of models whose lookups are kept."""
     looks = {each.name: watch.of(each.fingerprint) for each in namespaces if watch is not None}
-    known = {model: look for model, look in looks.items() if look is not None and look.asked}
+    told = {model: look for model, look in looks.items() if look is not None and look.asked}
     text = "Of the blocks asked for in the last hour, the share that the best possible policy would have found"
-    yield gauge(
-        "kvtier_optimum_share", text, {m: each.optimum / each.asked for m, each in known.items()}, "fingerprint"
-    )
+    yield gauge("kvtier_optimum_share", text, {m: each.optimum / each.asked for m, each in told.items()}, "fingerprint")
     text = "Of the same blocks, the share that was found"
-    yield gauge("kvtier_found_share", text, {m: each.found / each.asked for m, each in known.items()}, "fingerprint")
+    yield gauge("kvtier_found_share", text, {m: each.found / each.asked for m, each in told.items()}, "fingerprint")
     dropped = {each.name: each.tiers.past.num_dropped for each in namespaces if each.tiers.past is not None}
     yield counter("kvtier_lookups_not_kept", "Lookups and stores that this leaves out", dropped, "fingerprint")
 

@@ -8,7 +8,6 @@ from .metrics import gauge as gauge
 from .metrics import histogram as histogram
 from .metrics import labelled as labelled
 from .metrics import text_of as text_of
-from .metrics import version as version
 from .metrics import wanting as wanting
 from .statuses import DaemonStatus as DaemonStatus
 from .statuses import EngineStatus as EngineStatus

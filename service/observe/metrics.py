@@ -1,7 +1,6 @@
 """What became of blocks, read from a model's metrics; and metrics in the text format that Prometheus scrapes."""
 
 from collections.abc import Iterable, Mapping
-from importlib import metadata
 from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any, Final, cast
@@ -14,14 +13,6 @@ from kvtier.service.observe.statuses import BlockFigures
 from kvtier.tiers import Metrics, lookup_results
 
 # --- figures of a model's blocks -------------------------------------------------------------------------------------
-
-
-def version() -> str:
-    """The version of kvtier that is installed; "0" in a tree that is not."""
-    try:
-        return metadata.version("kvtier")
-    except metadata.PackageNotFoundError:
-        return "0"
 
 
 def figures(metrics: Metrics) -> BlockFigures:

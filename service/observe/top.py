@@ -13,15 +13,7 @@ from rich.live import Live
 from rich.table import Table
 
 from kvtier.service import Json
-from kvtier.service.observe.statuses import (
-    BlockFigures,
-    DaemonStatus,
-    EngineStatus,
-    ModelStatus,
-    ReplicaScore,
-    RouterStatus,
-    WantingPart,
-)
+from kvtier.service.observe import statuses
 from kvtier.tiers import L2, MISS, TIERS
 from kvtier.tiers.config import show_size
 
@@ -36,7 +28,7 @@ def hit_share(lookups: Mapping[str, int]) -> float:
     return (asked - lookups.get(MISS, 0)) / asked if asked else 0.0
 
 
-def daemon_lines(status: DaemonStatus) -> Iterable[str]:
+def daemon_lines(status: statuses.DaemonStatus) -> Iterable[str]:
     budget, clients = status.budget, status.clients
     yield (
         f"kvtier {status.version}, pid {status.pid}, up {brief_time(status.uptime_s)}: "
@@ -70,7 +62,7 @@ def daemon_lines(status: DaemonStatus) -> Iterable[str]:
 _CLIENT: Final = "{:<24} {:<16} {:>10} {:>7} {:>7} {:>8}"
 
 
-def _model(model: ModelStatus) -> Iterable[str]:
+def _model(model: statuses.ModelStatus) -> Iterable[str]:
     l2 = model.l2
     yield (
         f"model {model.model}: blocks of {model.block_size} tokens in {show_size(model.block_bytes)}, "
@@ -91,14 +83,14 @@ def _model(model: ModelStatus) -> Iterable[str]:
     yield row("moved", _by_tier(model.moved, show_size))
 
 
-def _figures(blocks: BlockFigures) -> Iterable[str]:
+def _figures(blocks: statuses.BlockFigures) -> Iterable[str]:
     lookups = blocks.lookups
     yield row("lookups", f"{sum(lookups.values())} blocks, {hit_share(lookups):.1%} found; {counts(lookups)}")
     yield row("not served", counts(blocks.missed))
     yield row("stored", f"{counts(blocks.stored)}; evicted {counts(blocks.evicted)}")
 
 
-def wanting(parts: Iterable[WantingPart]) -> Iterable[str]:
+def wanting(parts: Iterable[statuses.WantingPart]) -> Iterable[str]:
     return (f"  degraded: {each.part}: {each.why}" for each in parts)
 
 
@@ -132,7 +124,7 @@ def brief_time(seconds: float) -> str:
 # --- an engine -------------------------------------------------------------------------------------------------------
 
 
-def engine_lines(status: EngineStatus) -> Iterable[str]:
+def engine_lines(status: statuses.EngineStatus) -> Iterable[str]:
     requests, tokens, l1 = status.requests, status.tokens, status.l1
     yield f"kvtier {status.version} engine of {status.model}, pid {status.pid}: {status.status}"
     yield from wanting(status.wanting)
@@ -156,7 +148,7 @@ _SHOWN: Final = 12  # decisions shown
 _DECISION: Final = "{:<10} {:>7}  {:<22} {:<8} {}"
 
 
-def router_lines(status: RouterStatus) -> Iterable[str]:
+def router_lines(status: statuses.RouterStatus) -> Iterable[str]:
     replicas, tokens = status.replicas, status.tokens
     yield f"kvtier router, up {brief_time(status.uptime_s)}: {status.num_up} of {len(replicas)} replicas up"
     yield row("requests", f"{counts(status.requests)}; retries {counts(status.retries)}")
@@ -182,7 +174,7 @@ def router_lines(status: RouterStatus) -> Iterable[str]:
         yield _DECISION.format(at, decision.prompt_blocks, decision.chosen or "nobody", decision.reason, scores)
 
 
-def _score(score: ReplicaScore) -> str:
+def _score(score: statuses.ReplicaScore) -> str:
     work = "cannot take it" if score.work is None else f"{score.work:.0f}"
     return f"{score.name} {score.cached}, {work}"
 
@@ -253,7 +245,7 @@ def _table(view: TopView, rows: deque[list[str]]) -> Table:
 # --- what each shows
 
 
-def _daemon_row(before: DaemonStatus, after: DaemonStatus, seconds: float) -> TopRow:
+def _daemon_row(before: statuses.DaemonStatus, after: statuses.DaemonStatus, seconds: float) -> TopRow:
     changed = _daemon_totals(after) - _daemon_totals(before)
     models = after.models
     return {
@@ -270,7 +262,7 @@ def _daemon_row(before: DaemonStatus, after: DaemonStatus, seconds: float) -> To
     }
 
 
-def _daemon_totals(status: DaemonStatus) -> Counter[str]:
+def _daemon_totals(status: statuses.DaemonStatus) -> Counter[str]:
     """What only ever grows, over all models; a model that was closed takes its part along."""
     models = status.models
     moved = [by_direction for model in models for by_direction in model.moved.values()]
@@ -284,7 +276,7 @@ def _daemon_totals(status: DaemonStatus) -> Counter[str]:
     )
 
 
-def _router_row(before: RouterStatus, after: RouterStatus, seconds: float) -> TopRow:
+def _router_row(before: statuses.RouterStatus, after: statuses.RouterStatus, seconds: float) -> TopRow:
     asked = after.tokens.told_prompt - before.tokens.told_prompt
     cached = after.tokens.told_cached - before.tokens.told_cached
     return {
@@ -300,7 +292,7 @@ def _router_row(before: RouterStatus, after: RouterStatus, seconds: float) -> To
     }
 
 
-def _engine_row(before: EngineStatus, after: EngineStatus, seconds: float) -> TopRow:
+def _engine_row(before: statuses.EngineStatus, after: statuses.EngineStatus, seconds: float) -> TopRow:
     asked = after.tokens.prompt_tokens - before.tokens.prompt_tokens
     cached = _hits(after.cached_tokens) - _hits(before.cached_tokens)
     return {
@@ -338,19 +330,19 @@ _SHARE: Final = Column(lambda share: "-" if share is None else f"{share:.1%}", 7
 _BYTES: Final = Column(lambda rate: f"{show_size(rate, 1000)}/s", 12)
 _STATE: Final = Column(str, 9)
 _DAEMON: Final = TopView(
-    DaemonStatus.parse,
+    statuses.DaemonStatus.parse,
     _daemon_row,
     {"clients": _COUNT, "leased": _COUNT, "used": _SHARE, "lookups": _RATE, "hits": _SHARE}
     | {"stored": _RATE, "dropped": _RATE, "read": _BYTES, "written": _BYTES, "state": _STATE},
 )
 _ROUTER: Final = TopView(
-    RouterStatus.parse,
+    statuses.RouterStatus.parse,
     _router_row,
     {"replicas": _COUNT, "up": _COUNT, "in_flight": _RATE, "requests": _RATE, "tokens": _RATE}
     | {"cached": _SHARE, "retries": _RATE, "errors": _RATE, "state": _STATE},
 )
 _ENGINE: Final = TopView(
-    EngineStatus.parse,
+    statuses.EngineStatus.parse,
     _engine_row,
     {"running": _COUNT, "waiting": _COUNT, "used": _SHARE, "requests": _RATE, "tokens": _RATE}
     | {"cached": _SHARE, "generated": _RATE, "refused": _RATE, "state": _STATE},

@@ -4,20 +4,8 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Annotated, Any, Final, Literal, Self, TypeVar
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Discriminator,
-    Field,
-    Tag,
-    ValidationError,
-    ValidationInfo,
-    ValidatorFunctionWrapHandler,
-    WrapValidator,
-    model_validator,
-)
+import pydantic
+from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag, ValidationInfo, model_validator
 
 from kvtier.connector import ChatPrefix, hint_in, is_cache_mark
 from kvtier.service import Json, first_error, object_in, shown, writable
@@ -79,7 +67,7 @@ def _known(body_type: type[BaseModel]) -> frozenset[str]:
 class Strict(BaseModel):
     """An object of kvtier's own, in which an unknown field is a mistake."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class Tolerant(BaseModel):
@@ -88,7 +76,7 @@ class Tolerant(BaseModel):
     Its name is noted in the context of the validation, where that is a set.
     """
 
-    model_config = ConfigDict(frozen=True, extra="ignore", strict=True, allow_inf_nan=False)
+    model_config = pydantic.ConfigDict(frozen=True, extra="ignore", strict=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
@@ -98,7 +86,7 @@ class Tolerant(BaseModel):
         return value
 
 
-Text = Annotated[str, AfterValidator(writable)]
+Text = Annotated[str, pydantic.AfterValidator(writable)]
 ApiTokenId = Annotated[int, Field(ge=0, le=2**32 - 1)]
 ApiTokenIds = Annotated[list[ApiTokenId], Field(min_length=1, max_length=_MAX_TOKENS, fail_fast=True)]
 ApiCacheSalt = Annotated[Text, Field(min_length=1, max_length=1024)]
@@ -188,7 +176,7 @@ class CompletionReuse(Strict):
 _MAX_TOOLS: Final = 1024
 
 
-def _as_sent(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
+def _as_sent(value: Any, check: pydantic.ValidatorFunctionWrapHandler) -> Any:
     """Checked, and kept as it was sent: a template may read whatever stands there."""
     check(value)
     return value
@@ -228,11 +216,11 @@ class ChosenTool(Tolerant):
 
 
 Tools = Annotated[
-    list[Annotated[_Tool, BeforeValidator(few_fields), WrapValidator(_as_sent)]],
+    list[Annotated[_Tool, BeforeValidator(few_fields), pydantic.WrapValidator(_as_sent)]],
     Field(max_length=_MAX_TOOLS, fail_fast=True),
 ]
 SentCalls = Annotated[
-    list[Annotated[_SentCall, BeforeValidator(few_fields), WrapValidator(_as_sent)]],
+    list[Annotated[_SentCall, BeforeValidator(few_fields), pydantic.WrapValidator(_as_sent)]],
     Field(max_length=_MAX_TOOLS, fail_fast=True),
 ]
 ToolChoice = Annotated[
@@ -487,7 +475,7 @@ AnyPrompt = str | list[int] | tuple[PromptPiece, ...]
 class RequestBody(BaseModel):
     """The fields that decide which KV a request can use: all that a router reads."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore", strict=True, allow_inf_nan=False)
+    model_config = pydantic.ConfigDict(frozen=True, extra="ignore", strict=True, allow_inf_nan=False)
 
     model: Text
     cache_salt: ApiCacheSalt | None = None
@@ -645,13 +633,13 @@ def parse(body_type: type[B], data: bytes, unknown: set[str] | None = None) -> B
     values = json_object(data)
     try:
         return body_type.model_validate(few_fields(values), context=unknown)
-    except ValidationError as error:
+    except pydantic.ValidationError as error:
         raise _refused(error) from None
     except ValueError as error:
         raise OpenAIError(400, f"body: {error}", code="invalid_value") from None
 
 
-def _refused(error: ValidationError) -> OpenAIError:
+def _refused(error: pydantic.ValidationError) -> OpenAIError:
     field, why, kind, value = first_error(error)
     param = field[:80]
     if not param:

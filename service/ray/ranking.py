@@ -8,21 +8,9 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 from weakref import WeakSet
 
+from kvtier.service import router
 from kvtier.service.openai import OpenAIError, Prompts, json_object
-from kvtier.service.router import (
-    READ,
-    WEIGHTS,
-    Candidate,
-    FleetHoldings,
-    Headers,
-    Held,
-    Publishers,
-    ReplicaFailed,
-    ReplicaProfile,
-    choose_or_stick,
-    read_prompt,
-    session_of,
-)
+from kvtier.service.router import Candidate, Headers, Held, Publishers, ReplicaProfile
 from kvtier.tiers import KVTierError
 from kvtier.tiers.config import MAX_BLOCKS
 
@@ -96,7 +84,7 @@ class ReplicaRanking:
     """Belongs to one event loop, but for `begun` and `figures`, which any thread may call."""
 
     def __init__(
-        self, model: str | None = None, max_blocks: int = MAX_BLOCKS, weights: Mapping[str, float] = WEIGHTS
+        self, model: str | None = None, max_blocks: int = MAX_BLOCKS, weights: Mapping[str, float] = router.WEIGHTS
     ) -> None:
         """`model`: the folder whose tokenizer reads prompts. Without one, conversations stay at their replica."""
         self._prompts: Prompts | None = None
@@ -104,7 +92,7 @@ class ReplicaRanking:
             with suppress(KVTierError):
                 self._prompts = Prompts.open(Path(model))
         self._weights = weights
-        self._holdings = FleetHoldings[_ModelIndex](strict=False, max_blocks=max_blocks)
+        self._holdings = router.FleetHoldings[_ModelIndex](strict=False, max_blocks=max_blocks)
         self._models: dict[str, _ModelIndex] = {}  # by replica
         self._asked: OrderedDict[str, _RankedRequest] = OrderedDict()  # by the id that the caller gives a request
         self._turn = 0
@@ -135,8 +123,8 @@ class ReplicaRanking:
         for each in list(self._asked.values()):
             if each.replica is not None:
                 given.setdefault(each.replica, []).append(each.work)
-        candidates = [self._candidate(each, asked, given.get(each.name, [])) for each in left]
-        choice = choose_or_stick(candidates, asked.num_blocks, asked.session, weights=self._weights, turn=self._turn)
+        able = [self._candidate(each, asked, given.get(each.name, [])) for each in left]
+        choice = router.choose_or_stick(able, asked.num_blocks, asked.session, weights=self._weights, turn=self._turn)
         if choice.name is None:
             return None
         asked.reason = choice.reason
@@ -196,7 +184,7 @@ class ReplicaRanking:
     def _follow(self, name: str, told: Mapping[str, Any]) -> None:
         try:
             profile = ReplicaProfile.of(told.get("models"))
-        except ReplicaFailed:
+        except router.ReplicaFailed:
             profile = ReplicaProfile((), None, None, Publishers())
         model = _ModelIndex(profile.block_size or told.get("block_size"), profile.fingerprint, profile.namespace)
         publishers = profile.publishers.reached_at(str(told.get("node", "127.0.0.1")))
@@ -210,7 +198,7 @@ class ReplicaRanking:
         if request is None:
             return self._not_read("no_request", None)
         path = request.path.partition("?")[0]
-        if path not in READ:
+        if path not in router.READ:
             return self._not_read("passed_on", request)
         if request.body.count(b",") >= _MAX_ITEMS:
             return self._not_read("too_long", request)
@@ -218,8 +206,8 @@ class ReplicaRanking:
             fields = json_object(request.body)
         except OpenAIError:  # the engine reports what is wrong
             return self._not_read("unreadable", request)
-        session = session_of(path, fields)
-        known = await read_prompt(path, fields, len(request.body), self._prompts)
+        session = router.session_of(path, fields)
+        known = await router.read_prompt(path, fields, len(request.body), self._prompts)
         if known.unknown is not None:
             return self._not_read(known.unknown, request, session)
         held = {

@@ -447,14 +447,12 @@ class LivingVersions:
         self._numbers = itertools.count()
         self._of_session: OrderedDict[bytes, ModelVersion] = OrderedDict()  # the last used at the end
 
-    def joined(
-        self, replica: Replica, profile: ReplicaProfile, block_size: int | None, fleet: Sequence[Replica]
-    ) -> bool:
+    def joined(self, replica: Replica, profile: ReplicaProfile, size: int | None, fleet: Sequence[Replica]) -> bool:
         living = self.of(each for each in fleet if each is not replica)
-        version = next((each for each in living if each.takes(profile, block_size)), None)
+        version = next((each for each in living if each.takes(profile, size)), None)
         is_new = version is None
-        replica.version = version = version or ModelVersion(next(self._numbers), profile, block_size)
-        version.learn(profile, block_size)
+        replica.version = version = version or ModelVersion(next(self._numbers), profile, size)
+        version.learn(profile, size)
         return is_new
 
     @staticmethod

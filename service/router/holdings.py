@@ -58,15 +58,13 @@ class FleetHoldings(Mapping[V, "VersionHoldings"]):
     def __len__(self) -> int:
         return len(self._by_version)
 
-    def follow(
-        self, replica: str, version: V, publishers: Publishers, block_size: int | None, fingerprint: str | None
-    ) -> None:
-        """Follow a replica's publishers, in place of those it named before; `fingerprint` is in hexadecimal."""
+    def follow(self, replica: str, version: V, publishers: Publishers, size: int | None, digest: str | None) -> None:
+        """Follow a replica's publishers, in place of those it named before; `digest` is its fingerprint."""
         if self._versions.get(replica, version) != version:
             self.leave(replica)
         self._versions[replica] = version
         holdings = self._by_version.get(version) or self._by_version.setdefault(version, self._make())
-        holdings.follow(replica, publishers, block_size, None if fingerprint is None else bytes.fromhex(fingerprint))
+        holdings.follow(replica, publishers, size, None if digest is None else bytes.fromhex(digest))
 
     def leave(self, replica: str) -> None:
         """Stop following a replica, and forget its version if nobody else has that."""
@@ -154,9 +152,7 @@ class VersionHoldings:
             for address in self._consumers.keys() - named:
                 self._forget(self._consumers.pop(address), self.index)
 
-    def names(
-        self, tokens: Sequence[int], cache_salt: str | None, default: str | None, lora_name: str | None
-    ) -> list[int]:
+    def names(self, tokens: Sequence[int], cache_salt: str | None, default: str | None, lora: str | None) -> list[int]:
         """A prompt's leading blocks, as the index names them. Any thread. `default`: unsalted's namespace."""
         if self.index is None:
             return []
@@ -164,7 +160,7 @@ class VersionHoldings:
         if cache_salt is not None and self._fingerprint is not None:
             namespace = namespace_of(root_hash(self._fingerprint, cache_salt=cache_salt))
         leading = tokens[: _MOST * self.index.block_size]
-        return prompt_hashes(leading, self.index.block_size, lora_name, namespace)
+        return prompt_hashes(leading, self.index.block_size, lora, namespace)
 
     async def held(self, tokens: Sequence[int], cache_salt: str | None, default: str | None, lora: str | None) -> Held:
         """What the replicas hold of a prompt. The blocks of a long one are named on a thread."""

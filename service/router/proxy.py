@@ -395,7 +395,7 @@ class Proxy:
             work = AssignedWork(replica, request.held.num_blocks - cached)
             size = None if replica.version is None else replica.version.block_size
             try:
-                attempt = _Attempt(replica, work, self._ledger, reply, promised=cached * (size or 0))
+                attempt = _Attempt(replica, work, self._ledger, reply, cached * (size or 0))
                 refusal = await attempt.make(request, replace(self._deadlines, first_byte=due - loop.time()))
             except ReplicaFailed as error:
                 replica.failed(error.failure)
@@ -449,9 +449,7 @@ def _nobody(choice: Choice) -> OpenAIError:
 
 
 class _Attempt:
-    def __init__(
-        self, replica: Replica, work: AssignedWork, ledger: Ledger, reply: ClientReply, *, promised: int
-    ) -> None:
+    def __init__(self, replica: Replica, work: AssignedWork, ledger: Ledger, reply: ClientReply, promised: int) -> None:
         self._replica, self._work, self._ledger, self._reply = replica, work, ledger, reply
         self._promised = promised  # tokens that the replica holds of the prompt
 

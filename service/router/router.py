@@ -28,23 +28,10 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from kvtier.connector import AS_SENT, ChatPrefix
-from kvtier.service import Json
+from kvtier.service import Json, openai
 from kvtier.service.events import CurveKeys
 from kvtier.service.observe import EXPOSITION, LivePage, RouterStatus, counter, gauge, router_lines, statuses, text_of
-from kvtier.service.openai import (
-    CompletionPrompt,
-    OpenAIError,
-    Prompts,
-    RequestBody,
-    bad_field,
-    chat_of,
-    error_handlers,
-    json_object,
-    refusal,
-    stopping_error,
-    template_variables,
-    unknown_model,
-)
+from kvtier.service.openai import OpenAIError, Prompts, bad_field, json_object, unknown_model
 from kvtier.service.router.client import Deadlines, Headers, ReplicaFailed
 from kvtier.service.router.fleet import Fleet, ModelVersion, ProbeSettings, Replica, ReplicaState
 from kvtier.service.router.holdings import FleetHoldings, Held
@@ -128,15 +115,15 @@ async def read_prompt(path: str, value: Mapping[str, Any], num_bytes: int, promp
 
 def _read(path: str, value: Mapping[str, Any], prompts: Prompts | None) -> KnownPrompt:
     try:
-        cache_salt = RequestBody.model_validate(value).cache_salt
+        cache_salt = openai.RequestBody.model_validate(value).cache_salt
         if path == CHAT:
-            chat = chat_of(value)
-            return (
-                _no_tokenizer(cache_salt) if prompts is None else KnownPrompt(prompts.chat(chat).token_ids, cache_salt)
-            )
+            chat = openai.chat_of(value)
+            if prompts is None:
+                return _no_tokenizer(cache_salt)
+            return KnownPrompt(prompts.chat(chat).token_ids, cache_salt)
         if value.get("truncate_prompt_tokens") is not None or value.get("prompt_embeds") is not None:
             return KnownPrompt([], cache_salt, "unreadable")
-        first = CompletionPrompt.model_validate(value).prompts[0]
+        first = openai.CompletionPrompt.model_validate(value).prompts[0]
         if isinstance(first, list):
             return KnownPrompt(first, cache_salt)
         if prompts is None:
@@ -185,9 +172,7 @@ class ReplicaTokenizer:
         self._known: OrderedDict[bytes, array[int]] = OrderedDict()
         self._num_kept = 0
 
-    async def of(
-        self, replicas: Sequence[Replica], path: str, body: bytes, value: Mapping[str, Any]
-    ) -> list[int] | None:
+    async def of(self, replicas: Sequence[Replica], path: str, body: bytes, value: Json) -> list[int] | None:
         """A request's tokens from whichever replica can give them, or None. Raises nothing, and returns in time."""
         key = xxhash.xxh3_128_digest(body, len(path))
         if key in self._known:
@@ -221,9 +206,7 @@ class ReplicaTokenizer:
                 able.append(replica)
         return min(able, key=lambda replica: replica.in_flight, default=None)
 
-    async def _ask(
-        self, replica: Replica, page: _Page, path: str, body: bytes, value: Mapping[str, Any]
-    ) -> list[int] | None:
+    async def _ask(self, replica: Replica, page: _Page, path: str, body: bytes, value: Json) -> list[int] | None:
         if path == CHAT and page.has_render:
             status, found = await self._page(replica, _RENDER, body)
             if status not in (403, 404, 405, 501):  # otherwise the page does not exist, or is switched off
@@ -261,7 +244,7 @@ def _question(value: Mapping[str, Any]) -> dict[str, Any]:
     if "messages" not in asked:
         return asked
     given = value.get("chat_template_kwargs")
-    variables = template_variables(value, given if isinstance(given, dict) else {})
+    variables = openai.template_variables(value, given if isinstance(given, dict) else {})
     messages = asked["messages"] if isinstance(asked["messages"], list) else []
     return {**asked, "messages": [_renamed(message) for message in messages], "chat_template_kwargs": variables}
 
@@ -479,7 +462,7 @@ class Router:
         lora = self.fleet.adapter(model)
         return await self.holdings[version].held(known.tokens, known.cache_salt, version.namespace, lora)
 
-    async def _known(self, path: str, fields: Mapping[str, Any], body: bytes) -> KnownPrompt:
+    async def _known(self, path: str, fields: Json, body: bytes) -> KnownPrompt:
         """The prompt, tokenized by the router's own tokenizer, or by a replica if it has none."""
         known = await read_prompt(path, fields, len(body), self._prompts)
         if known.unknown != "no_tokenizer" or self._tokens is None:
@@ -636,7 +619,7 @@ def serve(config: RouterConfig, *, strict: bool = False, prefix: ChatPrefix = AS
     app = make_app(router, config.token, stopping)
     listening = HttpSocket(config.http, "router", config.allowed_hosts)
     return HttpServer(
-        app, listening, max_requests=_MAX_REQUESTS, refusal=refusal, drain=config.patience, stopping=stopping
+        app, listening, max_requests=_MAX_REQUESTS, refusal=openai.refusal, drain=config.patience, stopping=stopping
     )
 
 
@@ -683,7 +666,7 @@ def make_app(router: Router, token: SecretStr | None, stopping: Event) -> Starle
         page("/status", lambda: JSONResponse(router.status().as_json())),
         *live.routes(),
     ]
-    return Starlette(routes=routes, lifespan=lifespan, exception_handlers=error_handlers(router.ledger.errors))
+    return Starlette(routes=routes, lifespan=lifespan, exception_handlers=openai.error_handlers(router.ledger.errors))
 
 
 class _Forwarding:
@@ -697,7 +680,7 @@ class _Forwarding:
         request = Request(scope, receive)
         self._guard.admit(request, any_type=self._any_path)
         if self._stopping.is_set():
-            raise stopping_error()
+            raise openai.stopping_error()
         target = _target(scope) if self._any_path else request.url.path
         body = await read_body(request, MAX_BODY)
         reply = ClientReply(send, scope["state"]["pass_chunks"])

@@ -68,9 +68,7 @@ class Optimum:
         return float(self.hits(capacity).sum()) / self.num_asked if self.num_asked else 0.0
 
 
-def _next_asked(
-    blocks: NDArray[np.int64], request: NDArray[np.int64], is_asked: NDArray[np.bool_]
-) -> NDArray[np.int64]:
+def _next_asked(blocks: NDArray[np.int64], request: NDArray[np.int64], asked: NDArray[np.bool_]) -> NDArray[np.int64]:
     """For each block of each request the request that asks for it next; _NEVER if none does.
 
     A block that an answer leaves anew before it is asked for need not be kept until then: _NEVER, too.
@@ -78,7 +76,7 @@ def _next_asked(
     order = np.lexsort((request, blocks))
     sorted_blocks, sorted_requests = blocks[order], request[order]
     after = np.full(len(blocks), _NEVER)
-    is_next = (sorted_blocks[1:] == sorted_blocks[:-1]) & is_asked[order][1:]
+    is_next = (sorted_blocks[1:] == sorted_blocks[:-1]) & asked[order][1:]
     is_next &= sorted_requests[1:] > sorted_requests[:-1]
     after[:-1][is_next] = sorted_requests[1:][is_next]
     result = np.empty(len(blocks), np.int64)

@@ -310,7 +310,7 @@ def told_by_next_turns(lines: Sequence[TraceLine], prompts: Sequence[Ids], size:
     answers: list[Ids] = [line.answer_ids or () for line in lines]
     unknown = [line.answer_ids is None and line.output_length > 0 for line in lines]
     if any(unknown):
-        known = _from_next_turns(lines, prompts, size, unknown)
+        known = _from_next_turns(lines, prompts, unknown)
         fresh = 1 + max((number for line in lines for number in (*line.hash_ids, *(line.answer_ids or ()))), default=0)
         for i in (i for i, is_unknown in enumerate(unknown) if is_unknown):
             count = (lines[i].input_length + lines[i].output_length) // size - len(prompts[i])
@@ -326,9 +326,7 @@ def told_by_next_turns(lines: Sequence[TraceLine], prompts: Sequence[Ids], size:
     return answers
 
 
-def _from_next_turns(
-    lines: Sequence[TraceLine], prompts: Sequence[Ids], size: int, unknown: Sequence[bool]
-) -> dict[int, Ids]:
+def _from_next_turns(lines: Sequence[TraceLine], prompts: Sequence[Ids], unknown: Sequence[bool]) -> dict[int, Ids]:
     """Request → blocks of its next turn's prompt behind its own full blocks."""
     waiting: dict[int, int] = {}  # last full block of a prompt → the request, until its next turn has come
     known: dict[int, Ids] = {}

@@ -116,7 +116,7 @@ def test_one_that_goes_on_ending_waits_longer_each_time(home: Path, file: str, m
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(keeper, "_end", interrupted)
+    monkeypatch.setattr(keeper, "end", interrupted)
     with pytest.raises(KeyboardInterrupt):
         keeper.stop_service(made, "one", print)
     assert made.read().members["one"].stopped
