@@ -473,7 +473,10 @@ class LoadFigures:
     @classmethod
     def of(cls, url: str, model: str, answers: Sequence[Answer], seconds: float) -> "LoadFigures":
         good = [each for each in answers if each.error is None]
-        output = sum(_num_output(each) for each in good)
+        pieces = (
+            len(each.gaps) + (each.ttft is not None) if each.num_output is None else each.num_output for each in good
+        )
+        output = sum(pieces)
         told = [each for each in good if each.num_prompt is not None]
         says = [each for each in told if each.num_cached is not None]
         return cls(
@@ -488,12 +491,6 @@ class LoadFigures:
             sum(each.num_prompt or 0 for each in told) if told else None,
             sum(each.num_cached or 0 for each in says) if says else None,
         )
-
-
-def _num_output(answer: Answer) -> int:
-    if answer.num_output is not None:
-        return answer.num_output
-    return len(answer.gaps) + (answer.ttft is not None)
 
 
 def as_json(measured: MeasuredLoad, figures: Sequence[LoadFigures], asked: dict[str, Any]) -> dict[str, Any]:

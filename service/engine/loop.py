@@ -219,7 +219,7 @@ class EngineLoop:
         # Bounded: requests by the capacity, each aborted at most once; one reset, whose future has the new fingerprint.
         self._inbox: list[LiveRequest | _Abort | Future[str]] = []
         self.num_live = 0  # sequences that wait or are computed
-        self._stop_at: float | None = None
+        self.stop_at: float | None = None
         self._sequences: dict[str, _LiveSequence] = {}
         self._num_failures = 0  # in a row
         self._failed_at = 0.0
@@ -229,7 +229,7 @@ class EngineLoop:
 
     def require_room(self, num_sequences: int) -> None:
         """Raise OpenAIError if there is no room, or the server stops. Callers ask before they prepare a request."""
-        if self._stop_at is not None:
+        if self.stop_at is not None:
             raise stopping_error()
         if self.num_live + num_sequences > self.capacity:
             raise busy(f"{self.num_live} requests run or wait here, so there is no room; try again later")
@@ -261,12 +261,8 @@ class EngineLoop:
     def stop(self, patience: float) -> None:
         """Take nothing more. `run` returns once live sequences have ended, at most `patience` seconds from now."""
         with self._changed:
-            self._stop_at = time.monotonic() + patience
+            self.stop_at = time.monotonic() + patience
             self._changed.notify()
-
-    @property
-    def is_stopping(self) -> bool:
-        return self._stop_at is not None
 
     @property
     def ailment(self) -> str | None:
@@ -291,11 +287,11 @@ class EngineLoop:
             while self._goes_on():
                 self._turn()
         finally:
-            self._stop_at = time.monotonic()
+            self.stop_at = time.monotonic()
             self._give_up(stopping_error())
 
     def _goes_on(self) -> bool:
-        stop_at = self._stop_at
+        stop_at = self.stop_at
         return stop_at is None or (self.num_live > 0 and time.monotonic() < stop_at)
 
     def _turn(self) -> None:

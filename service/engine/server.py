@@ -171,7 +171,7 @@ def status(loop: EngineLoop, name: str) -> statuses.EngineStatus:
     return statuses.EngineStatus(
         version=__version__,
         pid=os.getpid(),
-        status=loop.ailment or ("stopping" if loop.is_stopping else "degraded" if missed else "ok"),
+        status=loop.ailment or ("stopping" if loop.stop_at is not None else "degraded" if missed else "ok"),
         wanting=[statuses.WantingPart(part=part, why=why) for part, why in missed.items()],
         model=name,
         fingerprint=loop.fingerprint,
@@ -386,7 +386,7 @@ def _health(loop: EngineLoop) -> Response:
 
 
 def _readiness(loop: EngineLoop) -> Response:
-    missing = str(openai.stopping_error()) if loop.is_stopping else loop.ailment
+    missing = str(openai.stopping_error()) if loop.stop_at is not None else loop.ailment
     page = {"ready": missing is None, "missing": [missing] if missing else [], "wanting": [*loop.wanting.values()]}
     return JSONResponse(page, 503 if missing else 200)
 

@@ -56,10 +56,6 @@ class CurveKeys:
             raise ConfigError(f"{option}: others can read this secret; chmod 600 it")
         return cls(public, secret, _certificate(f'[{section}] {other_name} "{other}"', other)[0])
 
-    def of_a_node(self) -> "CurveKeys":
-        """What a daemon presents to another one, whose publisher has the same pair and `lets_own_in`."""
-        return CurveKeys(self.public, self.secret, self.public)
-
     def guard(self, bound: "zmq.Socket[bytes]", domain: bytes = b"kvtier") -> None:
         """Before `bind`: let nobody in but whom `answer` does."""
         bound.curve_server = True

@@ -140,7 +140,7 @@ class PrefixIndex:
             tally, counted = Counter[int](), 0  # of leading blocks, by mask
             alive = frozenset(slot for slot, worker in enumerate(self._slots) if worker is not None)
             for mask in dict.fromkeys(masks):  # prefixes end where a mask appears first; few are different
-                held = self._holders(mask)
+                held = frozenset(slot for slot in alive if mask >> slot * self._width & self._every)
                 if not alive <= held:
                     end = masks.index(mask, counted)
                     tally.update(masks[counted:end])
@@ -334,9 +334,6 @@ class PrefixIndex:
                     if here := self._tiers(worker, name, worker.names[name]) & tiers:
                         self._release(worker, name, here)
             del names[-_PIECE:]
-
-    def _holders(self, mask: int) -> frozenset[int]:
-        return frozenset(slot for slot in range(len(self._slots)) if mask >> slot * self._width & self._every)
 
     def _split(self, slot: int, tally: Mapping[int, int]) -> tuple[str, dict[str, int]]:
         by_tier = [0] * self._width

@@ -387,7 +387,7 @@ class Daemon:
         self.limits: dict[str, int] = {}  # cache_salt → bytes of each model's L2 it may have; on the loop's thread
         self.buffers: Buffers[Session] = Buffers(self._cut_off)
         self.request_log = RequestLog.opened(config.service.request_log, "[service] request_log")
-        self._namespaces = Namespaces(config, self.request_log)
+        self.models = Namespaces(config, self.request_log)
         self._sessions: dict[bytes, Session] = {}
         self._waiting: dict[bytes, list[tuple[Session, Hello]]] = {}  # fingerprint being opened → who wants it
         self._openings: list[Opening] = []  # planned: room is made for one at a time
@@ -422,7 +422,7 @@ class Daemon:
             self.peer_server.close()
         threads = [
             threading.Thread(target=each.close, args=(timeout,), name="kvtier-close", daemon=True)
-            for each in self._namespaces.clear()
+            for each in self.models.clear()
         ]
         for thread in threads:
             thread.start()
@@ -436,11 +436,7 @@ class Daemon:
 
     def namespaces(self) -> list[Namespace]:
         """The models whose tiers are open. On the loop's thread: `submit` it."""
-        return list(self._namespaces)
-
-    @property
-    def host_bytes_given(self) -> int:
-        return self._namespaces.used
+        return list(self.models)
 
     def clients(self) -> list[statuses.ClientStatus]:
         return [_client(session) for session in self._sessions.values()]
@@ -458,21 +454,21 @@ class Daemon:
 
     def check(self) -> None:
         """Raise AssertionError if a law of the budget or of any namespace is broken. On the loop's thread."""
-        self._namespaces.check()
+        self.models.check()
         self.buffers.check()
         if self.peer_server is not None:
             self.peer_server.check()
-        for namespace in self._namespaces:
+        for namespace in self.models:
             namespace.hierarchy.check(in_use=namespace.in_use)
 
     # what sessions ask
 
     def admit(self, session: Session, hello: Hello) -> None:
         try:
-            namespace = self._namespaces.find(hello)
+            namespace = self.models.find(hello)
             if namespace is None:
-                if hello.fingerprint not in self._namespaces.opening:
-                    self._openings.append(self._namespaces.plan(hello))
+                if hello.fingerprint not in self.models.opening:
+                    self._openings.append(self.models.plan(hello))
                     for closing in self._openings[-1].close_first:
                         if closing.tiers.feed is not None:
                             closing.tiers.feed.close()
@@ -564,7 +560,7 @@ class Daemon:
         self.aside(work, done)
 
     def _look_around(self) -> None:
-        given = self.host_bytes_given
+        given = self.models.used
 
         def done(result: list[Wanting] | Exception) -> None:
             if isinstance(result, Exception):
@@ -637,7 +633,7 @@ class Daemon:
     def _opened(self, opening: Opening, result: Namespace | Exception) -> None:
         fingerprint = opening.hello.fingerprint
         waiting = self._waiting.pop(fingerprint, [])
-        self._namespaces.opened(fingerprint, result if isinstance(result, Namespace) else None)
+        self.models.opened(fingerprint, result if isinstance(result, Namespace) else None)
         if isinstance(result, Namespace):
             result.hierarchy.news.watch(lambda: self._note_progress(result))
             if self.peer_server is not None:
@@ -676,7 +672,7 @@ class Daemon:
         progressed, self._progressed = self._progressed, False
         feeds = False
         is_announced_soon = progressed and not is_due and self.publisher is not None
-        for namespace in self._namespaces if progressed or is_due else ():
+        for namespace in self.models if progressed or is_due else ():
             progressed, namespace.progressed = namespace.progressed, False
             if progressed or is_due:
                 if is_due:

@@ -393,7 +393,8 @@ class PeerFeeds:
 
     def __init__(self, config: EventsConfig) -> None:
         keys = events.CurveKeys.load("events", config.curve_key_file, "curve_reader_file", config.curve_reader_file)
-        self._keys = None if keys is None else keys.of_a_node()
+        # another daemon's publisher has the same pair, and `lets_own_in`
+        self._keys = None if keys is None else events.CurveKeys(keys.public, keys.secret, keys.public)
 
     def open(self, fingerprint: bytes, publish: str, replay: str, names: AnnouncedNames) -> events.EventConsumer:
         """As `tiers.peers.following.OpenFeed`."""

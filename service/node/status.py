@@ -281,7 +281,7 @@ def peers_series(daemon: Daemon, namespaces: Sequence[Namespace]) -> Iterator[Me
 def status(daemon: Daemon, pins: Pins, optimum: OptimumWatch | None = None) -> statuses.DaemonStatus:
     """Everything. Waits for the loop: TierUnavailable. `optimum`: of models whose lookups are kept."""
     namespaces, clients, given, refused = daemon.call(
-        lambda: (daemon.namespaces(), daemon.clients(), daemon.host_bytes_given, daemon.refusals.all())
+        lambda: (daemon.namespaces(), daemon.clients(), daemon.models.used, daemon.refusals.all())
     )
     degraded, wanting = degraded_tiers(namespaces), wanting_parts(daemon, namespaces)
     pinned = pins.blocks_by_model()

@@ -170,13 +170,9 @@ def router_lines(status: statuses.RouterStatus) -> Iterable[str]:
         yield _DECISION.format("at", "blocks", "sent to", "because", "blocks held, work left")
     for decision in status.decisions[:_SHOWN]:
         at = time.strftime("%H:%M:%S", time.localtime(decision.time))
-        scores = " · ".join(map(_score, decision.scores))
+        left = ((each, "cannot take it" if each.work is None else f"{each.work:.0f}") for each in decision.scores)
+        scores = " · ".join(f"{each.name} {each.cached}, {work}" for each, work in left)
         yield _DECISION.format(at, decision.prompt_blocks, decision.chosen or "nobody", decision.reason, scores)
-
-
-def _score(score: statuses.ReplicaScore) -> str:
-    work = "cannot take it" if score.work is None else f"{score.work:.0f}"
-    return f"{score.name} {score.cached}, {work}"
 
 
 # --- what changed between two looks ----------------------------------------------------------------------------------

@@ -242,7 +242,7 @@ class Replica:
         self, spec: ReplicaSpec, terms: ProbeSettings, judge: "Callable[[Replica, ReplicaProfile], str | None]"
     ) -> None:
         """`judge` takes a replica in, and gives it its version; or it returns why that cannot be."""
-        self.spec = spec
+        self.spec, self.name = spec, spec.name
         tls = terms.tls if spec.is_tls else None
         self.client = ReplicaClient(spec.host, spec.port, self._lost, tls, spec.server_name)
         self.state = ReplicaState.JOINING
@@ -263,10 +263,6 @@ class Replica:
         self._is_known = False  # nothing suggests that another process answers there now
         self._num_late = 0  # late probes in a row
         self._alarm = asyncio.Event()  # probe now
-
-    @property
-    def name(self) -> str:
-        return self.spec.name
 
     def serves(self, model: object) -> bool:
         return not isinstance(model, str) or self.profile is None or model in self._names

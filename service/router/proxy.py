@@ -346,10 +346,6 @@ class _Tries:
     num_broken: int = 0
     last: OpenAIError | Relayed | None = None
 
-    @property
-    def is_over(self) -> bool:
-        return self.num_failed >= _MAX_FAILED or self.num_broken >= _MAX_BROKEN
-
     def failed(self, error: ReplicaFailed) -> None:
         self.num_failed += 1
         self.num_broken += error.failure is Failure.BROKEN
@@ -385,7 +381,7 @@ class Proxy:
         tries, loop = _Tries(), asyncio.get_running_loop()
         due = request.arrived + self._deadlines.first_byte  # one deadline for all tries
         self._turn += 1
-        while not tries.is_over:
+        while tries.num_failed < _MAX_FAILED and tries.num_broken < _MAX_BROKEN:
             choice = self._choose(request, tries.tried)
             if choice.name is None:
                 return tries.last or _nobody(choice)

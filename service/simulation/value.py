@@ -153,7 +153,8 @@ class _ExpiringStore:
 
     def lookup(self, hashes: Sequence[ChainHash], now: float) -> int:
         """How many leading blocks it has; that counts as a use of each."""
-        self._expire(now)
+        while self._used and now - next(iter(self._used.values())) >= self._ttl:
+            self._used.popitem(last=False)
         count = next((i for i, name in enumerate(hashes) if name not in self._used), len(hashes))
         self.write(hashes[:count], now)
         return count
@@ -163,10 +164,6 @@ class _ExpiringStore:
             self._used[name] = now
             self._used.move_to_end(name)
         while len(self._used) > self._num_blocks:
-            self._used.popitem(last=False)
-
-    def _expire(self, now: float) -> None:
-        while self._used and now - next(iter(self._used.values())) >= self._ttl:
             self._used.popitem(last=False)
 
 
