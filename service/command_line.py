@@ -99,8 +99,7 @@ _OBEYED: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u
 _MOST_INSIDE: Final = 100_000  # lists and objects in one body: each costs far more to make than to send
 _TEXTS: Final = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 
-Json = dict[str, Any]
-"""A JSON object, whatever it holds."""
+Json = dict[str, Any]  # a JSON object, whatever it holds
 
 
 def writable(text: str) -> str:

@@ -33,7 +33,7 @@ A_REQUIREMENT: Final = re.compile(r"^kvtier(?![-\w])", re.MULTILINE)  # in a fil
 PROGRAM: Final = """
 from threading import Event
 import kvtier
-from kvtier.service.cluster.cluster import BESIDE_US
+from kvtier.service.cluster.defaults import BESIDE_US
 from kvtier.service.cluster.cluster import Placeholders, Topology
 from kvtier.service.observe.live_page import LivePage
 print(kvtier.__file__)

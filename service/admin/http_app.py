@@ -197,8 +197,7 @@ class Admin:
     """The verbs, for any thread but the loop's: each waits to a deadline. ConfigError, NotFound, TierUnavailable."""
 
     def __init__(self, daemon: Daemon, pins: Pins) -> None:
-        self._daemon = daemon
-        self._pins = pins
+        self._daemon, self._pins = daemon, pins
 
     def reset(self, body: ResetBody) -> Json:
         models = [each.fingerprint.hex() for each in self._open()] if body.all else [body.model]

@@ -227,8 +227,7 @@ class Export:
         self._cipher = ArchiveCipher(header, key) if key is not None else None
         self._hierarchy = hierarchy
         self._host = hierarchy.host
-        self._header = header
-        self._file = file
+        self._header, self._file = header, file
         self._window = max(1, min(self._host.pool.num_slots // _SHARE, _WINDOW_BYTES // header.slot_bytes))
         self._digest = xxhash.xxh3_128()
         self._num_blocks = self._num_bytes = self._num_synced = 0

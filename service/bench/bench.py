@@ -384,9 +384,7 @@ async def drive(
 class _Driver:
     def __init__(self, servers: Sequence[Server], measured: MeasuredLoad, done: Callable[[Answer], None]) -> None:
         self.in_flight = 0
-        self._servers = servers
-        self._measured = measured
-        self._done = done
+        self._servers, self._measured, self._done = servers, measured, done
 
     async def at_once(self, jobs: Sequence[tuple[int, ScriptedSession]], concurrency: int) -> None:
         left = iter(jobs)

@@ -27,14 +27,10 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from kvtier.service import first_error, harmless
+from kvtier.service.cluster.defaults import FIRST_PORT, NUM_PORTS
 from kvtier.service.web import get_page
 from kvtier.tiers import ConfigError, FormatError, KVTierError, StoreLocked
 from kvtier.tiers.config import child_environment
-
-BESIDE_US: Final = Path(__file__).parents[2] / "docker-compose.yml"  # this path holds in a checkout and in a wheel
-FIRST_PORT: Final = 7400
-NUM_PORTS: Final = 100  # ports from the first one on; a cluster uses no others
-
 
 KEY: Final = "x-kvtier"
 

@@ -91,8 +91,7 @@ class AnswerText:
 
     def __init__(self, detokenizer: Detokenizer, stops: Sequence[str]) -> None:
         self.is_stopped = False  # a stop string came: no more text is sent
-        self._detokenizer = detokenizer
-        self._stops = stops
+        self._detokenizer, self._stops = detokenizer, stops
         self._held = ""
 
     def push(self, token_id: int) -> str:
@@ -224,8 +223,7 @@ class OpenAICompletion:
         """Submits the request. Raises OpenAIError if the engine has no room for it."""
         self.streams = request.streams
         self._wanted = request
-        self._form = form
-        self._loop = loop
+        self._form, self._loop = form, loop
         name = f"{form.prefix}{request_id() or 'local'}-{secrets.token_hex(6)}"  # clients may send one id twice
         self._live = LiveRequest(request.inputs, name)
         self._unfinished = set(range(len(request.inputs)))

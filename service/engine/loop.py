@@ -140,8 +140,7 @@ class LiveRequest:
     """The sequences of one request, and their updates. All but `tell` is called on the event loop that made it."""
 
     def __init__(self, inputs: abc.Sequence[SequenceInput], name: str) -> None:
-        self.inputs = inputs
-        self.name = name
+        self.inputs, self.name = inputs, name
         self.request_ids: list[str | None] = [None] * len(inputs)  # written and read by the engine's thread
         self.unfinished = set(range(len(inputs)))  # the same
         self._loop = asyncio.get_running_loop()

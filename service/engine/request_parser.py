@@ -34,8 +34,7 @@ class JsonGuides:
 
     def __init__(self, tokenizer: Callable[[], str], vocab_size: int, eos_token_ids: Collection[int]) -> None:
         """`tokenizer` makes the content of a `tokenizer.json`: some ten megabytes, when they are needed."""
-        self._tokenizer = tokenizer
-        self._vocab_size = vocab_size
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._eos_token_ids = sorted(eos_token_ids)
         self._made: LLTokenizer | None = None
         self._lock = Lock()
@@ -87,10 +86,7 @@ class _SchemaAnswer:
     """Follows its answer by its tokens: a step that failed, or was made again, leaves no trace."""
 
     def __init__(self, matcher: "LLMatcher", ends: NDArray[np.uint32], token_ids: Sequence[int], num_seen: int) -> None:
-        self._matcher = matcher
-        self._ends = ends
-        self._token_ids = token_ids
-        self._num_seen = num_seen
+        self._matcher, self._ends, self._token_ids, self._num_seen = matcher, ends, token_ids, num_seen
         self.is_cut = False
 
     def allowed(self) -> NDArray[np.uint32]:

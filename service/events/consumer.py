@@ -24,8 +24,7 @@ from zmq.utils.monitor import recv_monitor_message
 from kvtier.service.events.wire import MAX_PAYLOAD, AllBlocksCleared, KVEvent, decode_batch, pieces
 from kvtier.tiers import ConfigError, FormatError
 
-ZAP: Final = "inproc://zeromq.zap.01"
-"""Where libzmq asks whether a key may connect (ZeroMQ RFC 27)."""
+ZAP: Final = "inproc://zeromq.zap.01"  # where libzmq asks whether a key may connect (ZeroMQ RFC 27)
 
 _MAKE: Final = "make one by zmq.auth.create_certificates (docs/routing.md)"
 _KEY_LENGTH: Final = 32  # bytes; 40 characters in Z85
@@ -125,8 +124,7 @@ def _certificate(option: str, path: Path) -> tuple[bytes, bytes | None]:
 
 # --- batches in order ------------------------------------------------------------------------------------------------
 
-END: Final = (-1).to_bytes(8, "big", signed=True)
-"""The sequence number behind the last replayed batch."""
+END: Final = (-1).to_bytes(8, "big", signed=True)  # the sequence number behind the last replayed batch
 
 MAX_HELD: Final = 4096  # batches that wait for earlier ones …
 MAX_HELD_BYTES: Final = 256 << 20  # … and their bytes
@@ -155,8 +153,7 @@ class ForgetAll(NamedTuple):
     """Forget everything that this publisher announced: what comes next stands alone."""
 
 
-Step = NumberedBatch | ForgetAll
-"""What to do next: apply a batch, or forget everything."""
+Step = NumberedBatch | ForgetAll  # what to do next: apply a batch, or forget everything
 
 
 class Sequencer:
@@ -387,9 +384,7 @@ class EventConsumer:
         keys: CurveKeys | None = None,
     ) -> None:
         """ConfigError if an address is none. The publisher need not run yet. `keys` are for tcp:// addresses."""
-        self.worker = worker
-        self._keys = keys
-        self._sink = sink
+        self.worker, self._keys, self._sink = worker, keys, sink
         self._publish_address = publish
         self._again_at = float("inf")  # when to connect anew: libzmq does not, once its key was refused
         self._topic = None if topic is None else topic.encode()
@@ -547,39 +542,33 @@ class EventConsumer:
                 self._subscriber.recv_multipart(zmq.DONTWAIT)
                 self._counts["dropped"] += 1
 
-    def _has_time(self) -> Iterator[None]:
+    def _received(self, socket: "zmq.Socket[bytes]", skip: int = 0) -> Iterator[NumberedBatch | FormatError | None]:
+        """What may be read in this turn, behind the first `skip` frames; None: a replay's end."""
         end = time.monotonic() + _TURN_TIME
         for _ in range(_TURN):
             if self._stopped or time.monotonic() >= end:
                 return
-            yield
-
-    def _read_live(self, socket: "zmq.Socket[bytes]") -> None:
-        for _ in self._has_time():
             try:
-                frames = socket.recv_multipart(zmq.DONTWAIT)
-            except zmq.Again:
-                return
-            self._last_message_at, self._answers = time.monotonic(), True
-            try:
-                batch = NumberedBatch.parse(frames)
-            except FormatError as error:
-                self._malformed(error)
-                continue
-            if batch is not None:
-                self._do(self._sequencer.live(batch))
-
-    def _read_replay(self, socket: "zmq.Socket[bytes]") -> None:
-        for _ in self._has_time():
-            try:
-                _, *frames = socket.recv_multipart(zmq.DONTWAIT)
+                frames = socket.recv_multipart(zmq.DONTWAIT)[skip:]
             except zmq.Again:
                 return
             self._answers = True
             try:
-                batch = NumberedBatch.parse(frames)
+                batch: NumberedBatch | FormatError | None = NumberedBatch.parse(frames)
             except FormatError as error:
                 self._malformed(error)
+                batch = error
+            yield batch
+
+    def _read_live(self, socket: "zmq.Socket[bytes]") -> None:
+        for batch in self._received(socket):
+            self._last_message_at = time.monotonic()
+            if isinstance(batch, NumberedBatch):
+                self._do(self._sequencer.live(batch))
+
+    def _read_replay(self, socket: "zmq.Socket[bytes]") -> None:
+        for batch in self._received(socket, 1):
+            if isinstance(batch, FormatError):
                 self._hang_up(_PAUSE)
                 return
             self._do(self._sequencer.ended() if batch is None else self._sequencer.replayed(batch))

@@ -173,8 +173,7 @@ class _Lines:
     """Events in the making: blocks that follow one another in a chain and a tier become one event."""
 
     def __init__(self, roots: Mapping[ChainHash, str | None], tiers: Sequence[TierKind]) -> None:
-        self._roots = roots
-        self._tiers = tiers
+        self._roots, self._tiers = roots, tiers
         self._runs: list[tuple[int, list[tuple[ChainHash, _Block]]]] = []
         self._gone: dict[int, list[ChainHash]] = {}
         self._events: list[KVEvent] = []
@@ -249,8 +248,7 @@ _POLL: Final = 1000  # milliseconds without anything to do
 _BUSY_POLL: Final = 5  # milliseconds while a subscriber reads its replay slowly
 
 
-Source = EventSource | TierEvents
-"""Tiers that say which blocks come and go."""
+Source = EventSource | TierEvents  # tiers that say which blocks come and go
 
 
 class Publisher:
@@ -497,9 +495,7 @@ class TierFeed:
     """Hands what changes in one model's tiers to a publisher. Their owner calls it, on one thread; it never waits."""
 
     def __init__(self, publisher: Publisher, fingerprint: bytes, sources: Sequence[Source]) -> None:
-        self._publisher = publisher
-        self._fingerprint = fingerprint
-        self._sources = sources
+        self._publisher, self._fingerprint, self._sources = publisher, fingerprint, sources
         self._roots: dict[ChainHash, None] = {}
         self._has_all_roots = True
 

@@ -402,8 +402,7 @@ class ExplainedLines(StatusPart):
 SHORT: Final = "short"  # the prompt has less than a block: nothing of it is ever stored
 ELSEWHERE: Final = "absent"  # nobody here knows: the daemon does
 
-LooksUp = Callable[[Sequence[ChainHash]], int]
-"""Names of a chain → how many leading ones are held."""
+LooksUp = Callable[[Sequence[ChainHash]], int]  # names of a chain → how many leading ones are held
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,11 +77,6 @@ class Session:
 
     # what the daemon calls
 
-    def enter(self, namespace: Namespace) -> None:
-        if self.connected:
-            self.namespace = namespace
-            namespace.members.add(self)
-
     def welcome(self) -> None:
         if self._socket is None or self.namespace is None:
             return
@@ -480,7 +475,9 @@ class Daemon:
             session.refuse(error)
             return
         namespace.about = namespace.about or dict(hello.about)
-        session.enter(namespace)
+        if session.connected:  # from here on the namespace stays open
+            session.namespace = namespace
+            namespace.members.add(session)
         if hello.reset:
             self.aside(namespace.hierarchy.reset, lambda result: self._reset(session, namespace, result))
         else:

@@ -31,8 +31,7 @@ class Health:
     """What is wanting. `look` waits, so one thread beside the loop calls it; `wanting` is read on any."""
 
     def __init__(self, config: Config, clock: Callable[[], float] = time.monotonic) -> None:
-        self._config = config
-        self._clock = clock
+        self._config, self._clock = config, clock
         self._asked_at: float | None = None
         self._socket: tuple[Wanting, ...] = ()
         self._memory: tuple[Wanting, ...] = ()

@@ -32,8 +32,7 @@ class Buffers(Generic[Who]):
     """
 
     def __init__(self, cut: Callable[[Who], None], limit: int = MAX_BUFFERED) -> None:
-        self._cut = cut
-        self.limit = limit
+        self._cut, self.limit = cut, limit
         self.used = 0  # bytes
         self._kept: dict[Who, int] = {}
 
@@ -54,8 +53,7 @@ class ClientProcesses:
     """Lives on the loop's thread. True while one of them lives."""
 
     def __init__(self, loop: Loop, all_ended: Callable[[], None]) -> None:
-        self._loop = loop
-        self._all_ended = all_ended
+        self._loop, self._all_ended = loop, all_ended
         self._pids: dict[int, int] = {}  # by pidfd, of those that live
 
     def __bool__(self) -> bool:
@@ -109,8 +107,7 @@ class Holdings:
         self._hierarchy = tiers.hierarchy
         self._token_bytes = 4 * block_size  # that a block can have
         self._lease_deadline = deadline
-        self._version = version
-        self._takes_parts = takes_parts
+        self._version, self._takes_parts = version, takes_parts
         self._claims: dict[int, Claim] = {}
         self._renewed: dict[int, float] = {}  # claim answered → when the client last wanted it
         self.waiting: dict[int, Claim] = {}  # those of the claims that have no answer yet

@@ -78,11 +78,8 @@ class TraceRecorder:
         patience: float = _PATIENCE,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._file = file
-        self._max_waiting = max_waiting
-        self._max_bytes = max_bytes
-        self._patience = patience
-        self._clock = clock
+        self._file, self._max_waiting, self._max_bytes = file, max_waiting, max_bytes
+        self._patience, self._clock = patience, clock
         self._start = clock()
         self._ids = _Numbers(max_known)
         self._lock = Lock()  # guards what follows; never held across I/O
@@ -265,8 +262,7 @@ class PastLookups:
 
     def __init__(self, most_blocks: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.num_dropped = 0  # lookups and stores
-        self._most_blocks = most_blocks
-        self._clock = clock
+        self._most_blocks, self._clock = most_blocks, clock
         self._told: deque[tuple[float, Sequence[ChainHash], int, int, int]] = deque()
         self._num_told = self._num_taken = 0  # blocks: each is counted by one thread alone
         self._past: deque[_PastRequest] = deque()

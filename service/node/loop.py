@@ -24,8 +24,7 @@ WRITABLE: Final = select.EPOLLOUT
 _MAX_CALLS: Final = 4096  # from other threads, waiting for their turn
 _BUFFER: Final = 256 << 10  # bytes read at once
 
-ReadyHandler = Callable[[int], object]
-"""Called with what is ready: READABLE, WRITABLE, or more of epoll's bits."""
+ReadyHandler = Callable[[int], object]  # called with what is ready: READABLE, WRITABLE, or more of epoll's bits
 
 
 class Loop:

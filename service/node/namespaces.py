@@ -203,8 +203,7 @@ class Namespaces:
 
     def __init__(self, config: Config, log: RequestLog | None = None) -> None:
         self.budget = config.host.size
-        self._config = config
-        self._log = log
+        self._config, self._log = config, log
         self._open: dict[bytes, Namespace] = {}
         self.opening: dict[bytes, int] = {}  # fingerprint → bytes of L2 set aside for it
 

@@ -37,8 +37,7 @@ class LentModel:
     def __init__(
         self, hierarchy: Hierarchy, fingerprint: bytes, sizes: BlockShape, forget: "Callable[[LentModel], None]"
     ) -> None:
-        self.hierarchy = hierarchy
-        self._forget = forget
+        self.hierarchy, self._forget = hierarchy, forget
         self.blocks = wire.LentBlocks(fingerprint, sizes.block_bytes, sizes.block_size)
         self.events: Callable[[], EventsAt] = EventsAt  # where they tell of these blocks; nowhere
         self.kv_probe: Callable[[], KVProbe | None] = lambda: None  # what the model computes, if that is known

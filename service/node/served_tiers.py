@@ -51,8 +51,7 @@ class Quotas:
         self._unsalted = root_hash(fingerprint)
         self._others: dict[ChainHash, _Tenant] = {}  # that have the default
         self._num_noted = 0  # blocks since theirs were last compared with those that are there
-        self._host = host
-        self._fingerprint = fingerprint
+        self._host, self._fingerprint = host, fingerprint
         self._lock = Lock()
         self._tenants: dict[ChainHash, _Tenant] = {}  # by the root
 
@@ -167,8 +166,7 @@ class _Tenant:
     """The blocks a tenant is held to have. No lock. The leaf stored least recently goes first, then its parent."""
 
     def __init__(self, cache_salt: str, num_bytes: int, limit: int) -> None:
-        self.cache_salt = cache_salt
-        self.num_bytes = num_bytes
+        self.cache_salt, self.num_bytes = cache_salt, num_bytes
         self.limit = limit  # blocks
         self._parents: dict[ChainHash, ChainHash] = {}
         self._absent: set[ChainHash] = set()  # at the last `keep`
@@ -288,8 +286,7 @@ class Savings:
     """Counts blocks taken, not computed: seconds as an engine measured or the operator assumes, or tokens alone."""
 
     def __init__(self, rates: Rates, assumed_rate: int | None) -> None:
-        self.rates = rates
-        self.assumed_rate = assumed_rate
+        self.rates, self.assumed_rate = rates, assumed_rate
         self.num_tokens = 0
         self.num_untimed = 0  # of these, no rate was known
         self.seconds = {MEASURED: 0.0, ASSUMED: 0.0}
@@ -330,8 +327,7 @@ class SeenRequests:
 
     def __init__(self, fingerprint: bytes, log: RequestLog | None = None) -> None:
         self.recent: Recent[Sequence[ChainHash]] = Recent(most_items=_MOST_NAMES)  # names of prompts
-        self._fingerprint = fingerprint
-        self._log = log
+        self._fingerprint, self._log = fingerprint, log
         self._open: OrderedDict[ChainHash, _AskedLookup] = OrderedDict()  # by the last block asked for
         self._num_names = 0
 

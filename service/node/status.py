@@ -369,7 +369,7 @@ def _lower(port: TierPort, values: MetricValues) -> statuses.LowerTierStatus:
 
 
 def _called(about: Mapping[str, str]) -> str | None:
-    name = about.get("model")
+    name = about.get("model")  # of a local folder its name alone: everybody may read the status
     return PurePath(name).name if name and name.startswith(("/", ".", "~")) else name
 
 

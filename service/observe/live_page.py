@@ -29,8 +29,7 @@ _MOST_SERIES: Final = 512  # series; with the samples that is 3 MiB, however lon
 _DEEPEST: Final = 6  # names in a path
 _IDENTITIES: Final = ("model", "name")  # the field by which an entry of a list is the same in two statuses
 
-Path = tuple[str, ...]
-"""Where a number stands in the status: keys, and for an entry of a list what names it."""
+Path = tuple[str, ...]  # where a number stands in the status: keys, and for an entry of a list what names it
 
 
 class PageHistory:

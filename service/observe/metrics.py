@@ -49,11 +49,9 @@ class MetricValues:
 
 # --- Prometheus' text format -----------------------------------------------------------------------------------------
 
-EXPOSITION: Final = "text/plain; version=0.0.4; charset=utf-8"
-"""The media type of the text format."""
+EXPOSITION: Final = "text/plain; version=0.0.4; charset=utf-8"  # the media type of the text format
 
-Values = float | Mapping[Any, float]
-"""One value; or one for each label, or for each tuple of labels."""
+Values = float | Mapping[Any, float]  # one value; or one for each label, or for each tuple of labels
 
 
 def text_of(families: Iterable[Metric]) -> str:

@@ -13,8 +13,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from kvtier.service import Json, first_error, shown
 from kvtier.tiers import FormatError
 
-Counts = dict[str, int]
-"""By reason, tier or event; usually without those that are zero."""
+Counts = dict[str, int]  # by reason, tier or event; usually without those that are zero
 
 
 class StatusPart(BaseModel):

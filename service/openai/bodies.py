@@ -376,10 +376,6 @@ _AS_FORMAT: Final = "send response_format instead"
 _DIGITS: Final = 11  # more than a token id has
 
 
-def _listed(value: object) -> object:
-    return [value] if isinstance(value, str) else value
-
-
 def _by_token(value: object) -> object:
     """JSON has names of fields only as texts."""
     if value is None:
@@ -413,7 +409,14 @@ class Sampling(Tolerant):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=MAX_NUMBER)] | None = None  # 0, -1: all
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: Annotated[list[Stop], Field(max_length=_MAX_STOPS, fail_fast=True), BeforeValidator(_listed)] | None = None
+    stop: (
+        Annotated[
+            list[Stop],
+            Field(max_length=_MAX_STOPS, fail_fast=True),
+            BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
+        ]
+        | None
+    ) = None
     stop_token_ids: Annotated[list[ApiTokenId], Field(max_length=_MAX_STOPS, fail_fast=True)] | None = None
     ignore_eos: bool | None = None
     stream_options: Annotated[StreamOptions | None, BeforeValidator(few_fields)] = None
@@ -468,8 +471,7 @@ _FOR_TEMPLATES: Final = (
 
 B = TypeVar("B", bound=BaseModel)
 
-AnyPrompt = str | list[int] | tuple[PromptPiece, ...]
-"""A text, token ids, or a text in pieces."""
+AnyPrompt = str | list[int] | tuple[PromptPiece, ...]  # a text, token ids, or a text in pieces
 
 
 class RequestBody(BaseModel):

@@ -31,8 +31,7 @@ from kvtier.connector import AS_SENT, ChatPrefix
 from kvtier.service import shown
 from kvtier.service.openai.errors import OpenAIError, bad_field
 
-Turn = dict[str, Any]
-"""`role`, `content` (a text, or parts of type text), and what else that role may have."""
+Turn = dict[str, Any]  # `role`, `content` (a text, or parts of type text), and what else that role may have
 
 _TEXTS: Final = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}  # type: its field
 _REASONING: Final = ("reasoning", "reasoning_content", "thinking")  # one field: a template reads one of the names

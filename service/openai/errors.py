@@ -33,9 +33,7 @@ class OpenAIError(KVTierError):
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        self.status = status
-        self.param = param
-        self.code = code
+        self.status, self.param, self.code = status, param, code
         self.headers = {**(headers or {}), **({"connection": "close"} if status in _CLOSING else {})}
 
     @property

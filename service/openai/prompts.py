@@ -111,8 +111,7 @@ class LlamaReader:
 
     def __init__(self, names: Collection[str], most: int | None = None) -> None:
         self.num_calls = 0
-        self._names = names
-        self._most = most
+        self._names, self._most = names, most
         self._held = ""
         self._is_text = False
 
@@ -268,9 +267,7 @@ class Prompts:
         self.prefix = prefix  # how bodies' chats begin
         self.calls_tool = ToolCalls(tokenizer)
         self.token_texts = TokenTexts(tokenizer)
-        self._tokenizer = tokenizer
-        self._templates = templates
-        self._context = context
+        self._tokenizer, self._templates, self._context = tokenizer, templates, context
         self._longest = max(map(len, tokenizer.get_vocab()), default=1)  # characters of a token
         added = tokenizer.get_added_tokens_decoder()
         # The special tokens, which templates write; answers do not show them.
@@ -420,8 +417,7 @@ class Detokenizer:
         self, tokenizer: Tokenizer, silent: frozenset[int] = frozenset(), spoken: Mapping[int, str] | None = None
     ) -> None:
         """`silent` are special tokens, which have no text and are left out of decoding; `spoken` ones have one."""
-        self._tokenizer = tokenizer
-        self._silent = silent
+        self._tokenizer, self._silent = tokenizer, silent
         self._spoken = spoken or {}
         self._ids: list[int] = []  # not returned yet, after the last returned ones: a decoder needs these as context
         self._num_context = 0

@@ -74,8 +74,7 @@ class ModelVersion:
     """What replicas must agree on so that one index serves them all. What one does not report, the next may."""
 
     def __init__(self, number: int, profile: ReplicaProfile, block_size: int | None) -> None:
-        self._number = number
-        self.block_size = block_size
+        self._number, self.block_size = number, block_size
         self.fingerprint = profile.fingerprint
         self.namespace = profile.namespace
         self._bases = profile.bases

@@ -186,8 +186,7 @@ class TraceReplay:
     """One trace, ready to be run at any capacity. Its blocks get names of 32 bytes, as in a pool."""
 
     def __init__(self, trace: RequestTrace, block_bytes: int) -> None:
-        self.trace = trace
-        self.block_bytes = block_bytes
+        self.trace, self.block_bytes = trace, block_bytes
         words = np.zeros((trace.num_names, 4), np.uint64)
         # Plain numbers: the index mixes them, and numbers in a row spread evenly over its buckets that way.
         words[:, 0] = np.arange(1, trace.num_names + 1)

@@ -17,7 +17,8 @@ from node_rig import ROOT
 
 from kvtier.cli import servers_cli
 from kvtier.cli.program import load
-from kvtier.service.cluster.cluster import _BRIEF, FIRST_PORT, GRACE, Placeholders, Service, Topology
+from kvtier.service.cluster.cluster import _BRIEF, GRACE, Placeholders, Service, Topology
+from kvtier.service.cluster.defaults import FIRST_PORT
 from kvtier.service.web import http_server
 from kvtier.service.web.http_server import HostNames
 from kvtier.tiers.config.config import Config

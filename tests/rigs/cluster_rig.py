@@ -17,7 +17,8 @@ from command_rig import kvtier, kvtier_process
 from fork_rig import ENGINE, SERVICES, Forked
 
 from kvtier.service.cluster import cluster, keeper
-from kvtier.service.cluster.cluster import NUM_PORTS, Cluster, Process, ServiceStatus, is_free, launch
+from kvtier.service.cluster.cluster import Cluster, Process, ServiceStatus, is_free, launch
+from kvtier.service.cluster.defaults import NUM_PORTS
 from kvtier.tiers.config.config import child_environment
 
 PORTS: Final = {"router": 0, "engine-a": 1, "engine-b": 2, "node-a": 11, "node-b": 12}  # of kvtier's own file
