@@ -6,16 +6,15 @@ import json
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Final, NamedTuple
-
-from rich.console import Console
-from rich.live import Live
-from rich.table import Table
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from kvtier.service import Json
 from kvtier.service.observe import statuses
 from kvtier.tiers import L2, MISS, TIERS
 from kvtier.tiers.config import show_size
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 # --- a daemon --------------------------------------------------------------------------------------------------------
 
@@ -196,6 +195,9 @@ class TopView(NamedTuple):
 
 def watch(ask: Callable[[], Json], interval: float, count: int, *, as_json: bool) -> None:
     """Show what changed in /status every `interval` seconds, `count` times or until Ctrl-C; `as_json`: as lines."""
+    from rich.console import Console  # a daemon has these pages too, and needs no terminal
+    from rich.live import Live
+
     told, at = ask(), time.monotonic()
     view = view_of(told)
     before = view.parse(told)
@@ -231,7 +233,9 @@ def _line(view: TopView, cells: Any) -> str:
     return " ".join(f"{cell:>{column.width}}" for cell, column in zip(cells, view.columns.values(), strict=True))
 
 
-def _table(view: TopView, rows: deque[list[str]]) -> Table:
+def _table(view: TopView, rows: deque[list[str]]) -> "Table":
+    from rich.table import Table
+
     table = Table(*(name.replace("_", " ").capitalize() for name in view.columns), box=None, pad_edge=False)
     for row in rows:
         table.add_row(*row)
