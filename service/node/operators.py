@@ -233,7 +233,7 @@ def _view(pin: _Pin, namespace: Namespace) -> Json:
 
 
 def explain(
-    namespace: Namespace, others: list[Namespace], blocks: BlockSelection, timeout: float, slabs: Path | None = None
+    namespace: Namespace, others: Sequence[Namespace], blocks: BlockSelection, timeout: float, slabs: Path | None = None
 ) -> Json:
     """What is held of the prompt, and why not the rest; `others` are the models that hold it perhaps.
 
@@ -283,7 +283,9 @@ def explain_request(namespace: Namespace, request_id: str, cache_salt: str | Non
     return explain(namespace, [], BlockSelection(names), timeout)
 
 
-def _elsewhere(own: Namespace, others: list[Namespace], blocks: BlockSelection, known: int, until: float) -> list[Json]:
+def _elsewhere(
+    own: Namespace, others: Sequence[Namespace], blocks: BlockSelection, known: int, until: float
+) -> list[Json]:
     found: list[Json] = []
     for other in others:
         try:
@@ -297,7 +299,7 @@ def _elsewhere(own: Namespace, others: list[Namespace], blocks: BlockSelection, 
     return found
 
 
-def _closed(own: Namespace, others: list[Namespace], slabs: Path | None) -> list[Json]:
+def _closed(own: Namespace, others: Sequence[Namespace], slabs: Path | None) -> list[Json]:
     """Closed slabs of the same weights or name, unread; none while the own slab is off: its disk may hang."""
     if "file" in own.hierarchy.wanting:
         return []
