@@ -1,32 +1,23 @@
-from .breakeven import Breakeven, breakeven_from, measured_by
-from .charts import Chart, Line, Table, draw, save_png
-from .command_line import REQUEST_ID, Exit, LogFormat, LogLevel, begin_request, log_to_stderr, request_id
-from .crowd import Crowd
-from .json_text import Json, first_error, harmless, object_in, shown, writable
-from .sizing import sizing_of
-
-__all__ = [
-    "REQUEST_ID",
-    "Breakeven",
-    "Chart",
-    "Crowd",
-    "Exit",
-    "Json",
-    "Line",
-    "LogFormat",
-    "LogLevel",
-    "Table",
-    "begin_request",
-    "breakeven_from",
-    "draw",
-    "first_error",
-    "harmless",
-    "log_to_stderr",
-    "measured_by",
-    "object_in",
-    "request_id",
-    "save_png",
-    "shown",
-    "sizing_of",
-    "writable",
-]
+from .breakeven import Breakeven as Breakeven
+from .breakeven import Chart as Chart
+from .breakeven import Line as Line
+from .breakeven import Table as Table
+from .breakeven import breakeven_from as breakeven_from
+from .breakeven import draw as draw
+from .breakeven import measured_by as measured_by
+from .breakeven import save_png as save_png
+from .command_line import REQUEST_ID as REQUEST_ID
+from .command_line import Crowd as Crowd
+from .command_line import Exit as Exit
+from .command_line import Json as Json
+from .command_line import LogFormat as LogFormat
+from .command_line import LogLevel as LogLevel
+from .command_line import begin_request as begin_request
+from .command_line import first_error as first_error
+from .command_line import harmless as harmless
+from .command_line import log_to_stderr as log_to_stderr
+from .command_line import object_in as object_in
+from .command_line import request_id as request_id
+from .command_line import shown as shown
+from .command_line import writable as writable
+from .sizing import sizing_of as sizing_of

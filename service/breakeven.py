@@ -1,13 +1,112 @@
-"""What loading is worth beside computing: seconds and money by length and tier, and from how many tokens on it wins."""
+"""What loading is worth beside computing, by length and tier; charts and tables as a PNG or as one HTML page."""
 
+import html
+import io
 import json
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
-from kvtier.service.charts import Chart, Line, Table
-from kvtier.tiers import ConfigError
+from kvtier.tiers import ConfigError, KVTierError, require_extra
+
+_INCHES: Final = (8.0, 4.5)  # of one chart
+_STYLE: Final = (
+    "body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}"
+    "table{border-collapse:collapse;margin:1rem 0}"
+    "td,th{padding:.2rem .8rem;text-align:right;border-bottom:1px solid #ccc}"
+    "td:first-child,th:first-child{text-align:left}svg{max-width:100%;height:auto}p{white-space:pre-line}"
+)
+
+
+class Line(NamedTuple):
+    label: str
+    xs: Sequence[float]
+    ys: Sequence[float]
+    is_dashed: bool = False  # what others are held against
+
+
+class Chart(NamedTuple):
+    title: str
+    x_label: str  # with its unit
+    y_label: str  # with its unit
+    lines: Sequence[Line]
+    log_x: bool = False
+    log_y: bool = False
+
+
+class Table(NamedTuple):
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    note: str = ""
+
+
+def draw(title: str, tables: Sequence[Table], charts: Sequence[Chart], png: Path | None, html: Path | None) -> None:
+    if png is not None:
+        save_png(png, charts)
+    if html is not None:
+        html_page(html, title, tables, charts)
+
+
+def save_png(path: Path, charts: Sequence[Chart]) -> None:
+    """All charts below each other as one picture. KVTierError without matplotlib, or if the file cannot be written."""
+    _write(path, _drawn(charts, "png"))
+
+
+def html_page(path: Path, title: str, tables: Sequence[Table], charts: Sequence[Chart]) -> None:
+    """One page with everything in it: no script, nothing from elsewhere. Errors as `save_png`."""
+    parts = [f"<!doctype html><html lang=en><meta charset=utf-8><title>{html.escape(title)}</title>"]
+    parts.append(f"<style>{_STYLE}</style><h1>{html.escape(title)}</h1>")
+    parts += map(_table, tables)
+    for chart in charts:
+        picture = _drawn([chart], "svg").decode()
+        parts.append(f"<h2>{html.escape(chart.title)}</h2>{picture[picture.index('<svg') :]}")
+    _write(path, "\n".join(parts).encode())
+
+
+def _table(table: Table) -> str:
+    def row(cells: Sequence[str], tag: str) -> str:
+        return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+
+    rows = "".join(row(cells, "td") for cells in table.rows)
+    note = f"<p>{html.escape(table.note)}</p>" if table.note else ""
+    return f"<h2>{html.escape(table.title)}</h2><table>{row(table.columns, 'th')}{rows}</table>{note}"
+
+
+def _drawn(charts: Sequence[Chart], form: str) -> bytes:
+    require_extra("drawing", "charts")
+    from matplotlib.figure import Figure
+
+    figure: Figure = Figure((_INCHES[0], _INCHES[1] * max(1, len(charts))), layout="constrained")
+    panes = figure.subplots(max(1, len(charts)), 1, squeeze=False)[:, 0]
+    for pane, chart in zip(panes, charts, strict=False):
+        for line in chart.lines:
+            pane.plot(line.xs, line.ys, "--" if line.is_dashed else ".-", label=line.label)
+        pane.set(title=chart.title, xlabel=chart.x_label, ylabel=chart.y_label)
+        if chart.log_x:
+            pane.set_xscale("log")
+        if chart.log_y:
+            pane.set_yscale("log")
+        if chart.lines:
+            pane.legend()
+        pane.grid(visible=True, alpha=0.3)
+    written = io.BytesIO()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Creating legend")  # said where the machine is busy; it is done then
+        figure.savefig(written, format=form, dpi=120)
+    return written.getvalue()
+
+
+def _write(path: Path, data: bytes) -> None:
+    try:
+        path.write_bytes(data)
+    except OSError as error:
+        raise KVTierError(f"{path}: {error.strerror}; choose another file") from None
+
+
+# --- what loading is worth -------------------------------------------------------------------------------------------
 
 FORM: Final = 1  # of the JSON: `kvtier_worth`
 _PROMPTS: Final = 1000  # that money is told for
@@ -34,10 +133,7 @@ class Breakeven:
             raise ConfigError(f"--gpu-hour {self.gpu_hour:g}: use a price above 0 and below {_MOST_PRICE:g}")
 
     def wins_from(self, tier: str) -> int | None:
-        """The fewest tokens from which on loading is faster, up to the longest measured; None: it is not, there.
-
-        Between two lengths both ways count as straight lines. Below the shortest nothing is said: it is the least.
-        """
+        """The fewest tokens from which on loading is faster (straight lines between lengths); None: never."""
         loaded = self.by_tier[tier]
         lengths = sorted(loaded)
         gains = [self.compute[length] - loaded[length] for length in lengths]
@@ -84,7 +180,6 @@ class Breakeven:
 
     @property
     def verdict(self) -> str:
-        """One sentence for each tier."""
         said = []
         for tier, times in self.by_tier.items():
             what = "it did not have the prompts; give it more room"

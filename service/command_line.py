@@ -1,5 +1,6 @@
-"""What every verb and every process shares: exit statuses, and log lines as text or as JSON."""
+"""What every verb and every process shares: exit statuses, log lines, JSON from outside, and who of too many goes."""
 
+import itertools
 import json
 import logging
 import re
@@ -8,7 +9,10 @@ import sys
 import time
 from contextvars import ContextVar
 from enum import IntEnum
-from typing import Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Generic, Literal, TypeVar
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 
 class Exit(IntEnum):
@@ -27,7 +31,6 @@ _BREAKS: Final = str.maketrans({"\n": "\\n", "\r": "\\r"})  # a line is a record
 
 
 def request_id() -> str | None:
-    """The id of the HTTP request that this code runs for; None outside of any."""
     return _under_way.get()
 
 
@@ -82,8 +85,108 @@ class JsonLine(logging.Formatter):
 
 
 def log_to_stderr(level: LogLevel, form: LogFormat) -> None:
-    """Have all loggers of this process write to stderr, from `level` on."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLine() if form == "json" else TextLine())
     logging.basicConfig(level=level.upper(), handlers=[handler])
     logging.captureWarnings(True)  # Python's own would be lines of no form
+
+
+# --- JSON from outside -----------------------------------------------------------------------------------------------
+
+# Control characters, those that turn the direction of text, and halves of surrogates.
+_OBEYED: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+_MOST_INSIDE: Final = 100_000  # lists and objects in one body: each costs far more to make than to send
+_TEXTS: Final = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+
+Json = dict[str, Any]  # a JSON object, whatever it holds
+
+
+def writable(text: str) -> str:
+    """The text. ValueError if UTF-8 cannot write it, like a lone surrogate from JSON's escapes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("not a text that UTF-8 can write") from None
+    return text
+
+
+def harmless(text: str) -> str:
+    """The text for a terminal: what one would obey, or could not write, as Python's escapes. Lines and tabs stay."""
+    return _OBEYED.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+def shown(value: object) -> str:
+    """A value as JSON, whatever it is: one line of ASCII, 60 characters at most."""
+    pieces = json.JSONEncoder(default=str).iterencode(value)  # of a long list, no more than is shown
+    text = "".join(itertools.islice(pieces, 61))
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def object_in(data: bytes) -> Json:
+    """The JSON object in a request's body. ValueError says in one line what is there instead."""
+    if _num_inside(data) > _MOST_INSIDE and (num := _num_inside(_TEXTS.sub(b"", data))) > _MOST_INSIDE:
+        raise ValueError(f"body: {num} lists and objects; at most {_MOST_INSIDE} are taken, so send fewer")
+    try:
+        values = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"body: not JSON ({flat(str(error))[:100]}); send an object") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"body {shown(values)}: not a JSON object; send one")
+    return values
+
+
+def _num_inside(data: bytes) -> int:
+    """Lists and objects that JSON has, and brackets in its texts."""
+    return data.count(b"[") + data.count(b"{")
+
+
+def first_error(error: "ValidationError") -> tuple[str, str, str, object]:
+    """Of the first wrong field: name in ASCII without a union's tags (=…), what is wrong, its kind, and the value."""
+    first = error.errors(include_url=False)[0]
+    name = ".".join(str(part) for i, part in enumerate(first["loc"]) if not i or not str(part).startswith("="))
+    why = str(first["ctx"]["error"]) if first["type"] == "value_error" else flat(first["msg"])
+    return json.dumps(name)[1:-1], why, first["type"], first["input"]
+
+
+def flat(text: str) -> str:
+    return " ".join(text.split())
+
+
+# --- who gives way ---------------------------------------------------------------------------------------------------
+
+T = TypeVar("T")
+
+
+class Crowd(Generic[T]):
+    """Connections that wait, by the address they come from. Each call looks at one of them. Not thread-safe."""
+
+    def __init__(self, most: int) -> None:
+        """`most` may wait at once, so there are no more addresses."""
+        self._most = most
+        self._by_address: dict[str, dict[T, None]] = {}  # the longest waiting first
+        self._addresses: dict[T, str] = {}
+
+    def __len__(self) -> int:
+        return len(self._addresses)
+
+    def add(self, one: T, address: str) -> None:
+        self.discard(one)
+        self._by_address.setdefault(address, {})[one] = None
+        self._addresses[one] = address
+
+    def discard(self, one: T) -> None:
+        if (address := self._addresses.pop(one, None)) is not None:
+            own = self._by_address[address]
+            del own[one]
+            if not own:
+                del self._by_address[address]
+
+    def surplus(self) -> T | None:
+        """Who gives way if there are too many; it waits no more."""
+        if len(self) <= self._most:
+            return None
+        most = max(self._by_address, key=lambda address: len(self._by_address[address]))
+        victim = next(iter(self._by_address[most]))
+        self.discard(victim)
+        return victim

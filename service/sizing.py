@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvtier.connector.transformers import CacheForm, form_of_config
-from kvtier.service.charts import Table
+from kvtier.service.breakeven import Table
 from kvtier.tiers import L2, ConfigError
 from kvtier.tiers.config import show_size
 from kvtier.tiers.file import BareSlab
@@ -21,8 +21,6 @@ _NOBODY: Final = bytes(32)
 
 @dataclass(frozen=True, slots=True)
 class TierRoom:
-    """What one tier of so many bytes holds, its own layout counted."""
-
     tier: str
     room_bytes: int
     blocks: int
@@ -78,10 +76,7 @@ class ModelSize:
 def sizing_of(
     path: Path, rooms: Mapping[str, int], *, block_size: int, dtype: str, tensor_parallel: int, conversation: int
 ) -> ModelSize:
-    """The sizes of the model whose config.json is at `path`. `rooms`: tier → bytes, of l2, file and redis.
-
-    ConfigError names the field of the configuration, or the option, that is wrong.
-    """
+    """The sizes of the model whose config.json is at `path`. `rooms`: bytes of l2, file, redis. ConfigError."""
     kind, form = form_of_config(path, block_size, dtype)
     state_bytes = form.states.num_bytes if form.states is not None else 0
     slots = -(-conversation // block_size) if form.layers else 0

@@ -34,7 +34,7 @@ PROGRAM: Final = """
 from threading import Event
 import kvtier
 from kvtier.service.cluster.defaults import BESIDE_US
-from kvtier.service.cluster.file import Placeholders, Topology
+from kvtier.service.cluster.cluster import Placeholders, Topology
 from kvtier.service.observe.live_page import LivePage
 print(kvtier.__file__)
 print(*(route.path for route in LivePage(dict, Event()).routes()))

@@ -1,5 +1,1 @@
-from .http_app import Pages
-
-__all__ = [
-    "Pages",
-]
+from .http_app import Pages as Pages

@@ -1,14 +1,18 @@
-"""The daemon's pages and admin verbs over HTTP: who may, what was asked, and every error as one line of JSON."""
+"""What operators ask of a running daemon over HTTP: pages, verbs and transfers, each error as one line of JSON."""
 
 import asyncio
 import contextlib
+import json
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from contextlib import aclosing, asynccontextmanager
 from functools import partial
+from pathlib import Path
 from threading import Event
-from typing import Any, Final, TypeVar
+from typing import Annotated, Any, Final, Self, TypeVar
 
-from pydantic import BaseModel
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
@@ -16,28 +20,424 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from kvtier.service import Json
-from kvtier.service.admin import bodies
-from kvtier.service.admin.admin import Admin
-from kvtier.service.admin.transfers import RunningTransfer, Steps, Transfers
-from kvtier.service.node import (
-    Daemon,
-    MemoryUse,
-    Namespace,
-    NotFound,
-    OptimumWatch,
-    Pins,
-    WatchedModel,
-    degraded_tiers,
-    exposition,
-    memory,
-    refused_clients,
-    wanting_parts,
-)
+from kvtier.service import Json, first_error, node, object_in, shown, writable
+from kvtier.service.archive import ArchiveProgress, export_blocks, import_blocks
+from kvtier.service.node import Daemon, Namespace, NotFound, Pins, explain, held_open, memory
 from kvtier.service.node import status as status_of
 from kvtier.service.observe import EXPOSITION, LivePage, daemon_lines, statuses
 from kvtier.service.web import Guard, HttpServer, HttpSocket, OperatorToken, page, read_body
-from kvtier.tiers import ConfigError, FingerprintMismatch, FormatError, KVTierError, TierUnavailable
+from kvtier.tiers import ConfigError, FingerprintMismatch, FormatError, KVTierError, TierUnavailable, load_key
+from kvtier.tiers.config import ByteSize, Lifetime
+from kvtier.tiers.hierarchy import evict_everywhere
+
+# --- what requests may say -------------------------------------------------------------------------------------------
+
+MAX_BODY: Final = 1 << 20  # bytes
+B = TypeVar("B", bound=BaseModel)
+
+_MAX_NUMBER: Final = 2**32 - 1
+
+
+def _model(value: object) -> object:
+    digits = set("0123456789abcdef")
+    if not isinstance(value, str) or not 4 <= len(value) <= 64 or not digits.issuperset(value):
+        raise ValueError("not the first 4 to 64 hexadecimal digits of a fingerprint; `kvtier status` shows them")
+    return value
+
+
+def _chain_hash(value: object) -> object:
+    try:
+        name = bytes.fromhex(value) if isinstance(value, str) and len(value) == 64 else b""
+    except ValueError:
+        name = b""
+    if len(name) != 32:
+        raise ValueError("not a block's name; write 64 hexadecimal digits")
+    return name
+
+
+def _salt(value: object) -> object:
+    if not isinstance(value, str) or not 1 <= len(value) <= 1024:
+        raise ValueError("not a text of 1 to 1024 characters")
+    return writable(value)
+
+
+def _file(value: object) -> object:
+    if not isinstance(value, str) or not value or "\0" in value or len(value) > 4096:
+        raise ValueError("not a file on the daemon's machine; write its name below [service] archives")
+    return Path(writable(value))
+
+
+FingerprintDigits = Annotated[str, BeforeValidator(_model)]
+BlockName = Annotated[bytes, BeforeValidator(_chain_hash)]
+TokenId = Annotated[int, Field(ge=0, le=_MAX_NUMBER)]
+TenantSalt = Annotated[str, BeforeValidator(_salt)]
+DaemonFile = Annotated[Path, BeforeValidator(_file)]
+
+
+class Body(BaseModel):
+    """A request about the model whose fingerprint begins with `model`, or the only one there is."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, hide_input_in_errors=False)
+
+    model: FingerprintDigits | None = None
+
+
+class ResetBody(Body):
+    all: bool = False
+
+    @model_validator(mode="after")
+    def _one(self) -> Self:
+        if self.all == (self.model is not None):
+            raise ValueError("model, all: name a model, or say that all are meant")
+        return self
+
+
+class BlocksBody(Body):
+    """Consecutive blocks: by name, or by a prompt's tokens and its tenant's salt."""
+
+    hashes: Annotated[list[BlockName], Field(min_length=1)] | None = None
+    tokens: Annotated[list[TokenId], Field(min_length=1)] | None = None
+    cache_salt: TenantSalt | None = None
+
+    @model_validator(mode="after")
+    def _one_way(self) -> Self:
+        self._check_way()
+        return self
+
+    def _check_way(self) -> None:
+        if self.hashes is not None and self.tokens is not None:
+            raise ValueError("hashes, tokens: give one of the two")
+        if self.tokens is None and self.cache_salt is not None:
+            raise ValueError("cache_salt: belongs to tokens; the names of blocks have it in them")
+        if self.hashes is not None and len(set(self.hashes)) < len(self.hashes):
+            raise ValueError("hashes: a name is given twice; give each once")
+
+    @property
+    def selection(self) -> node.BlockSelection | None:
+        """The blocks meant; None if neither names nor tokens were given."""
+        if self.hashes is None and self.tokens is None:
+            return None
+        return node.BlockSelection(self.hashes or (), self.tokens or (), self.cache_salt)
+
+    @property
+    def blocks(self) -> node.BlockSelection:
+        if (selection := self.selection) is None:
+            raise ConfigError("hashes, tokens: neither is given; say which blocks are meant by one of them")
+        return selection
+
+
+class ExplainedBody(BlocksBody):
+    request: Annotated[str, Field(min_length=1, max_length=512)] | None = None
+
+    def _check_way(self) -> None:
+        if sum(each is not None for each in (self.hashes, self.tokens, self.request)) > 1:
+            raise ValueError("hashes, tokens, request: give one of the three")
+        if self.request is None:
+            super()._check_way()
+
+
+class PinBody(BlocksBody):
+    ttl: Lifetime
+
+
+class UnpinBody(BaseModel):
+    model_config = Body.model_config
+
+    pin: Annotated[int, Field(ge=1, le=_MAX_NUMBER)]
+
+
+class QuotaBody(BaseModel):
+    model_config = Body.model_config
+
+    cache_salt: TenantSalt
+    size: ByteSize | None = None
+
+
+class ExportBody(BlocksBody):
+    file: DaemonFile
+    force: bool = False
+
+
+class ImportBody(Body):
+    file: DaemonFile
+    unsealed: bool = False
+
+
+class TraceBody(Body):
+    file: DaemonFile
+    duration: Lifetime | None = None
+
+
+def parse(body_type: type[B], data: bytes) -> B:
+    try:
+        return body_type.model_validate(object_in(data))
+    except ValidationError as error:
+        raise ConfigError(_one_line(error, ", ".join(body_type.model_fields))) from None
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _one_line(error: ValidationError, known: str) -> str:
+    field, why, kind, value = first_error(error)
+    if not field:
+        return why
+    if kind == "missing":
+        return f"{field}: missing; the fields are {known}"
+    if kind == "extra_forbidden":
+        return f"{field[:60]} {shown(value)}: unknown field; known are {known}"
+    return f"{field} {shown(value)}: {why}"
+
+
+# --- the verbs -------------------------------------------------------------------------------------------------------
+
+_PATIENCE: Final = 15.0  # seconds for lower tiers
+
+
+class Admin:
+    """The verbs, for any thread but the loop's: each waits to a deadline. ConfigError, NotFound, TierUnavailable."""
+
+    def __init__(self, daemon: Daemon, pins: Pins) -> None:
+        self._daemon, self._pins = daemon, pins
+
+    def reset(self, body: ResetBody) -> Json:
+        models = [each.fingerprint.hex() for each in self._open()] if body.all else [body.model]
+        names = []
+        for model in models:
+            with held_open(self._daemon, model) as namespace:
+                namespace.hierarchy.reset()
+                self._daemon.submit(partial(_tell, namespace))  # clients forget what they were promised before
+                names.append(namespace.name)
+        self._pins.expire()
+        return {"reset": names}
+
+    def evict(self, body: BlocksBody) -> Json:
+        with held_open(self._daemon, body.model) as namespace:
+            hashes, _ = body.blocks.names(namespace, _PATIENCE)
+            num_unpinned = self._pins.unpin_blocks(namespace, hashes)
+            evicted = evict_everywhere(namespace.hierarchy, hashes, _PATIENCE)
+            return {"model": namespace.name, "evicted": evicted, "unpinned": num_unpinned}
+
+    def explain(self, body: ExplainedBody) -> Json:
+        with held_open(self._daemon, body.model) as namespace:
+            if body.request is not None:
+                return node.explain_request(namespace, body.request, body.cache_salt, _PATIENCE)
+            others = [each for each in self._open() if each is not namespace]
+            return explain(namespace, others, body.blocks, _PATIENCE, self._daemon.config.file.path)
+
+    def pin(self, body: PinBody) -> Json:
+        return self._pins.pin(body.model, body.blocks, body.ttl, _PATIENCE)
+
+    def unpin(self, body: UnpinBody) -> Json:
+        self._pins.unpin(body.pin)
+        return {"unpinned": body.pin}
+
+    def pins(self) -> Json:
+        return {"pins": self._pins.listing()}
+
+    def quota(self, body: QuotaBody) -> Json:
+        salt, size = body.cache_salt, body.size
+        if size is None:
+            for namespace in self._daemon.call(lambda: self._forget_quota(salt)):
+                namespace.tiers.quotas.remove(salt)
+            return {"removed": salt}
+        namespaces = self._daemon.call(lambda: self._note_quota(salt, size))
+        for namespace in namespaces:
+            namespace.tiers.quotas.set(salt, size)
+        return {"cache_salt": salt, "size": size, "models": [each.name for each in namespaces]}
+
+    def quotas(self) -> Json:
+        limits = self._daemon.call(lambda: dict(self._daemon.limits))
+        used: dict[str, dict[str, int]] = {salt: {} for salt in limits}
+        for namespace in self._open():
+            for quota in namespace.tiers.quotas.listing():
+                used.setdefault(quota.cache_salt, {})[namespace.name] = quota.used
+        return {"quotas": [{"cache_salt": salt, "size": size, "used": used[salt]} for salt, size in limits.items()]}
+
+    def _note_quota(self, salt: str, size: int) -> list[Namespace]:
+        """On the loop's thread."""
+        limits, namespaces = self._daemon.limits, self._daemon.namespaces()
+        if len(limits) >= node.MAX_QUOTAS and salt not in limits:
+            raise ConfigError(f"cache_salt: {node.MAX_QUOTAS} tenants have a quota already; remove one first")
+        for namespace in namespaces:
+            namespace.tiers.quotas.require(size)
+        limits[salt] = size
+        return namespaces
+
+    def _forget_quota(self, salt: str) -> list[Namespace]:
+        """On the loop's thread."""
+        if self._daemon.limits.pop(salt, None) is None:
+            raise NotFound("cache_salt: this tenant has no quota; `kvtier quota` lists those that have")
+        return self._daemon.namespaces()
+
+    def _open(self) -> list[Namespace]:
+        return self._daemon.call(self._daemon.namespaces)
+
+
+def _tell(namespace: Namespace) -> None:
+    """On the loop's thread."""
+    for member in list(namespace.members):
+        member.notify()
+
+
+# --- exports, imports and traces -------------------------------------------------------------------------------------
+
+Steps = AsyncGenerator[Json, None]
+
+PERIOD: Final = 0.25  # seconds between lines
+
+
+class Transfers:
+    """What is under way: one export or import at a time, and one trace of each model. On the HTTP loop alone."""
+
+    def __init__(self, daemon: Daemon) -> None:
+        self._daemon = daemon
+        self._is_copying = False
+
+    async def export(self, body: ExportBody) -> Steps:
+        async with self._copying(), self._held_open(body.model) as namespace:
+            names = None
+            if (selection := body.selection) is not None:
+                names, _ = await asyncio.to_thread(selection.names, namespace, _PATIENCE)
+            what = namespace.hierarchy, namespace.fingerprint, namespace.blocks.block_size
+            file = await self._archive(body.file)
+            steps = export_blocks(*what, file, names, force=body.force, key=await self._key())
+            async with aclosing(steps):
+                async for progress in steps:
+                    yield _shown(namespace, progress)
+
+    async def import_(self, body: ImportBody) -> Steps:
+        async with self._copying(), self._held_open(body.model) as namespace:
+            what = namespace.hierarchy, namespace.fingerprint, namespace.blocks.block_size
+            file = await self._archive(body.file)
+            steps = import_blocks(*what, file, await self._key(), unsealed=body.unsealed)
+            try:
+                async with aclosing(steps):
+                    async for progress in steps:
+                        yield _shown(namespace, progress)
+            finally:
+                await asyncio.to_thread(namespace.tiers.quotas.recount)
+
+    async def trace(self, body: TraceBody) -> Steps:
+        async with self._held_open(body.model) as namespace:
+            tiers = namespace.tiers
+            if tiers.recorder is not None:
+                raise TierUnavailable("a trace of this model is being recorded already; wait for its end")
+            recorder = tiers.recorder = await node.TraceRecorder.start(await self._archive(body.file))
+            until = time.monotonic() + (body.duration or float("inf"))
+            try:
+                while time.monotonic() < until:
+                    yield _counts(namespace, recorder)
+                    await asyncio.sleep(min(PERIOD, max(0.0, until - time.monotonic())))
+            finally:
+                tiers.recorder = None
+                await recorder.stop()
+            yield _counts(namespace, recorder)
+
+    async def _archive(self, file: Path) -> Path:
+        """Where a file of this name lies: below one directory, so that nobody has the daemon write anywhere else."""
+        service, slabs = self._daemon.config.service, self._daemon.config.file.path
+        root = service.archives or (slabs and slabs / "archives")
+        if root is None:
+            raise ConfigError(
+                "[service] archives none: there is no [file] path either; name a directory for such files"
+            )
+        return await asyncio.to_thread(_below, root, file)
+
+    async def _key(self) -> bytes | None:
+        path = self._daemon.config.file.key_file
+        return await asyncio.to_thread(load_key, path, "[file] key_file") if path is not None else None
+
+    @asynccontextmanager
+    async def _copying(self) -> AsyncIterator[None]:
+        if self._is_copying:
+            raise TierUnavailable("an export or import is under way already; wait for its end")
+        self._is_copying = True
+        try:
+            yield
+        finally:
+            self._is_copying = False
+
+    @asynccontextmanager
+    async def _held_open(self, model: str | None) -> AsyncIterator[Namespace]:
+        hold = node.OperatorHold()
+        namespace = await asyncio.to_thread(node.hold_open, self._daemon, model, hold)
+        try:
+            yield namespace
+        finally:
+            node.release_hold(self._daemon, namespace, hold)
+
+
+class RunningTransfer:
+    """A transfer as lines of JSON, in a task of its own: cancelled if nobody reads, or when `stopping` is set."""
+
+    def __init__(self, steps: Steps, stopping: Event) -> None:
+        self._latest: Json = {}
+        self._stopping = stopping
+        self._task = asyncio.create_task(self._run(steps))
+
+    async def begun(self) -> None:
+        await asyncio.wait({self._task}, timeout=PERIOD)
+        if self._task.done():
+            self._task.result()
+
+    async def lines(self) -> AsyncIterator[bytes]:
+        try:
+            while not self._task.done():
+                yield _line(self._latest)
+                await asyncio.wait({self._task}, timeout=PERIOD)
+                if self._stopping.is_set():
+                    self._task.cancel()
+            yield _line(self._ending())
+        finally:
+            self._task.cancel()
+
+    async def _run(self, steps: Steps) -> None:
+        async with aclosing(steps):
+            async for self._latest in steps:
+                pass
+
+    def _ending(self) -> Json:
+        try:
+            self._task.result()
+        except (KVTierError, asyncio.CancelledError) as error:
+            # status 400, had it been told at once
+            is_mistake = isinstance(error, ConfigError | FormatError | FingerprintMismatch)
+            return {**self._latest, "error": str(error) or "the daemon is stopping", "mistake": is_mistake}
+        return {**self._latest, "done": True}
+
+
+def _below(root: Path, file: Path) -> Path:
+    """The file below this directory, which is made. ConfigError if it would lie elsewhere, by links as well."""
+    try:
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder = (root / file).parent.resolve()
+        if folder.is_relative_to(root.resolve()) and file.name not in ("", ".."):
+            return folder / file.name
+    except (OSError, RuntimeError) as error:
+        raise ConfigError(f'[service] archives "{root}": {error}; name a directory that the daemon can use') from None
+    raise ConfigError(f'file "{file}": not below [service] archives "{root}"; choose a name there, or set that')
+
+
+def _shown(namespace: Namespace, progress: ArchiveProgress) -> Json:
+    return {
+        "model": namespace.name,
+        "blocks": progress.num_blocks,
+        "planned": progress.num_planned,
+        "bytes": progress.num_bytes,
+        "lost": dict(progress.lost),
+    }
+
+
+def _counts(namespace: Namespace, recorder: node.TraceRecorder) -> Json:
+    now = recorder.counts()
+    return {"model": namespace.name, "recorded": now.num_recorded, "dropped": now.num_dropped, "bytes": now.num_bytes}
+
+
+def _line(value: Json) -> bytes:
+    return json.dumps(value).encode() + b"\n"
+
+
+# --- the pages -------------------------------------------------------------------------------------------------------
 
 T = TypeVar("T")
 
@@ -50,18 +450,14 @@ _REMEMBERED: Final = ("uptime_s", "budget", "models")  # of a status, for the li
 
 
 class Pages:
-    """The daemon's HTTP server, and the pins that live as long as it."""
-
     def __init__(self, daemon: Daemon, listening: HttpSocket) -> None:
-        """Takes the socket over."""
         self.pins = Pins(daemon)
         given = daemon.config.service.token
         self.token = OperatorToken.made(daemon.path, listening.address) if given is None else OperatorToken(given, None)
-        self._optimum = OptimumWatch(lambda: _watched(daemon))
+        self._optimum = node.OptimumWatch(lambda: _watched(daemon))
         stopping = Event()
-        self._server = HttpServer(
-            make_app(daemon, self.pins, stopping, self.token, self._optimum), listening, stopping=stopping
-        )
+        app = make_app(daemon, self.pins, stopping, self.token, self._optimum)
+        self._server = HttpServer(app, listening, stopping=stopping)
         self.address = self._server.address
 
     def start(self) -> None:
@@ -69,7 +465,6 @@ class Pages:
         self._optimum.start()
 
     def stop(self) -> None:
-        """End requests under way, let every pin go, close the socket: within seconds. Idempotent."""
         self._optimum.stop()
         self._server.stop()
         self.pins.clear()
@@ -77,18 +472,16 @@ class Pages:
 
 
 def make_app(
-    daemon: Daemon, pins: Pins, stopping: Event, token: OperatorToken, optimum: OptimumWatch | None = None
+    daemon: Daemon, pins: Pins, stopping: Event, token: OperatorToken, optimum: node.OptimumWatch | None = None
 ) -> Starlette:
-    """The application. What waits does so on threads, with deadlines. Verbs want the token, pages do not.
-
-    `optimum` is what the status tells of it; `stopping` ends what would go on.
-    """
+    """The application. What waits does so on threads, with deadlines. Verbs want the token, pages do not."""
     guard = Guard(token.secret)
 
     def status() -> statuses.DaemonStatus:
-        return _status(daemon, pins, optimum, token)
+        told = status_of(daemon, pins, optimum)
+        return told if token.file is None else told.model_copy(update={"token_file": str(token.file)})
 
-    use = MemoryUse()
+    use = node.MemoryUse()
     admin, transfers = Admin(daemon, pins), Transfers(daemon)
     live = LivePage(lambda: run_in_threadpool(lambda: status().as_json()), stopping, _REMEMBERED)
 
@@ -98,7 +491,7 @@ def make_app(
     def do(path: str, body_type: type[BaseModel], verb: Callable[[Any], Mapping[str, Any]]) -> Route:
         async def endpoint(request: Request) -> Response:
             guard.admit(request)
-            body = bodies.parse(body_type, await read_body(request, bodies.MAX_BODY))
+            body = parse(body_type, await read_body(request, MAX_BODY))
             return JSONResponse(await run_in_threadpool(verb, body))
 
         return Route(path, endpoint, methods=["POST"])
@@ -106,7 +499,7 @@ def make_app(
     def tell(path: str, body_type: type[BaseModel], verb: Callable[[Any], Steps]) -> Route:
         async def endpoint(request: Request) -> Response:
             guard.admit(request)
-            body = bodies.parse(body_type, await read_body(request, bodies.MAX_BODY))
+            body = parse(body_type, await read_body(request, MAX_BODY))
             running = RunningTransfer(verb(body), stopping)
             await running.begun()
             return StreamingResponse(running.lines(), media_type="application/x-ndjson")
@@ -114,75 +507,54 @@ def make_app(
         return Route(path, endpoint, methods=["POST"])
 
     async def tell_memory(request: Request) -> Response:
-        named = _is_operator(guard, request)
+        named = True  # everybody may read the page, operators more of it
+        try:
+            guard.admit(request)
+        except HTTPException:
+            named = False
         return JSONResponse((await run_in_threadpool(partial(memory, daemon, use, named=named))).as_json())
-
-    async def expire() -> None:
-        while True:
-            await asyncio.sleep(_EXPIRY)
-            await asyncio.to_thread(_upkeep, pins, token)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        task = asyncio.create_task(expire())
+        task = asyncio.create_task(_upkeep(pins, token))
         async with live.remembering():
             yield
         task.cancel()
 
     routes = [
-        get("/metrics", lambda: Response(exposition(daemon, pins, use, optimum), media_type=EXPOSITION)),
+        get("/metrics", lambda: Response(node.exposition(daemon, pins, use, optimum), media_type=EXPOSITION)),
         page("/healthz", lambda: _health(daemon)),
         page("/readyz", lambda: _readiness(daemon)),
         get("/summary", lambda: PlainTextResponse("\n".join([*daemon_lines(status()), ""]))),
         get("/status", lambda: JSONResponse(status().as_json())),
         *live.routes(),
         Route("/memory", tell_memory, methods=["GET"]),
-        do("/admin/reset", bodies.ResetBody, admin.reset),
-        do("/admin/evict", bodies.BlocksBody, admin.evict),
-        do("/admin/explain", bodies.ExplainedBody, admin.explain),
-        do("/admin/pin", bodies.PinBody, admin.pin),
-        do("/admin/unpin", bodies.UnpinBody, admin.unpin),
+        do("/admin/reset", ResetBody, admin.reset),
+        do("/admin/evict", BlocksBody, admin.evict),
+        do("/admin/explain", ExplainedBody, admin.explain),
+        do("/admin/pin", PinBody, admin.pin),
+        do("/admin/unpin", UnpinBody, admin.unpin),
         get("/admin/pins", lambda: JSONResponse(admin.pins()), guard),
-        do("/admin/quota", bodies.QuotaBody, admin.quota),
+        do("/admin/quota", QuotaBody, admin.quota),
         get("/admin/quotas", lambda: JSONResponse(admin.quotas()), guard),
-        tell("/admin/export", bodies.ExportBody, transfers.export),
-        tell("/admin/import", bodies.ImportBody, transfers.import_),
-        tell("/admin/trace", bodies.TraceBody, transfers.trace),
+        tell("/admin/export", ExportBody, transfers.export),
+        tell("/admin/import", ImportBody, transfers.import_),
+        tell("/admin/trace", TraceBody, transfers.trace),
     ]
     return Starlette(routes=routes, lifespan=lifespan, exception_handlers=_HANDLERS)
 
 
-def _upkeep(pins: Pins, token: OperatorToken) -> None:
-    pins.expire()
-    token.keep()
+async def _upkeep(pins: Pins, token: OperatorToken) -> None:
+    while True:
+        await asyncio.sleep(_EXPIRY)
+        await asyncio.to_thread(pins.expire)
+        await asyncio.to_thread(token.keep)
 
 
-def _status(daemon: Daemon, pins: Pins, optimum: OptimumWatch | None, token: OperatorToken) -> statuses.DaemonStatus:
-    told = status_of(daemon, pins, optimum)
-    return told if token.file is None else told.model_copy(update={"token_file": str(token.file)})
-
-
-def _watched(daemon: Daemon) -> list[WatchedModel]:
+def _watched(daemon: Daemon) -> list[node.WatchedModel]:
     """The models whose lookups are kept. Waits for the loop."""
-    namespaces = daemon.call(daemon.namespaces)
-    return [
-        WatchedModel(each.fingerprint, each.tiers.past, partial(_capacity, each))
-        for each in namespaces
-        if each.tiers.past is not None
-    ]
-
-
-def _capacity(namespace: Namespace) -> int:
-    return namespace.capacity
-
-
-def _is_operator(guard: Guard, request: Request) -> bool:
-    """Whether names may be told: everybody may read the page, operators more of it."""
-    try:
-        guard.admit(request)
-    except HTTPException:
-        return False
-    return True
+    models = ((each, each.tiers.past) for each in daemon.call(daemon.namespaces))
+    return [node.WatchedModel(each.fingerprint, past, each.capacity) for each, past in models if past is not None]
 
 
 async def _health(daemon: Daemon) -> Response:
@@ -201,12 +573,12 @@ async def _on_loop(daemon: Daemon, function: Callable[[], T]) -> T:
 async def _readiness(daemon: Daemon) -> Response:
     """Ready: engines find the socket, and [host] size can be had. What else is wanting is named: a miss, no outage."""
     try:
-        namespaces, refused = await _on_loop(daemon, lambda: (daemon.namespaces(), refused_clients(daemon)))
+        namespaces, refused = await _on_loop(daemon, lambda: (daemon.namespaces(), daemon.refusals.all()))
     except TierUnavailable as error:
         return JSONResponse({"ready": False, "missing": [str(error)]} | _NOTHING_ELSE, 503)
-    degraded = [each.as_json() for each in degraded_tiers(namespaces)]
+    degraded = [each.as_json() for each in node.degraded_tiers(namespaces)]
     told = [each.as_json() for each in refused]
-    wanting = wanting_parts(daemon, namespaces)
+    wanting = node.wanting_parts(daemon, namespaces)
     missing = [each.why for each in wanting if each.is_needed]
     less = [each.why for each in wanting if not each.is_needed]
     page = {"ready": not missing, "missing": missing, "wanting": less, "degraded": degraded, "refused": told}

@@ -1,8 +1,3 @@
-from .archive import export_blocks, import_blocks
-from .copying import ArchiveProgress
-
-__all__ = [
-    "ArchiveProgress",
-    "export_blocks",
-    "import_blocks",
-]
+from .archive import ArchiveProgress as ArchiveProgress
+from .archive import export_blocks as export_blocks
+from .archive import import_blocks as import_blocks

@@ -1,5 +1,3 @@
-from .bench import BenchOptions, run_bench
-from .load import LoadPace
-from .patterns import Shape
+from .bench import BenchOptions, LoadPace, Shape, run_bench
 
 __all__ = ["BenchOptions", "LoadPace", "Shape", "run_bench"]

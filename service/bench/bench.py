@@ -1,18 +1,437 @@
 """`kvtier bench`: asks, measures, and says it as figures, charts and pages."""
 
 import asyncio
+import json
+import random
+import re
+import ssl
+import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from itertools import cycle
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
+import httpx2
 import numpy as np
 
 from kvtier.service import Chart, Line, Table
-from kvtier.service.bench.load import Answer, Api, LoadPace, MeasuredLoad, Server, drive
-from kvtier.service.bench.patterns import ScriptedSession, Shape, sessions_of, sessions_of_trace
+from kvtier.service.traces import TraceLine, load_lines
+from kvtier.tiers import ConfigError
+
+# --- made up ---------------------------------------------------------------------------------------------------------
+
+Pattern = Literal["shared", "turns", "rag", "agents"]
+
+PATTERNS: Final[tuple[Pattern, ...]] = ("shared", "turns", "rag", "agents")
+_WORDS: Final = tuple(  # short English words
+    re.findall(
+        r"\w+",
+        """
+        time year people way day man thing woman life child world school state family student group country problem
+        hand part place case week company system program question work government number night point home water room
+        mother area money story fact month lot right study book eye job word business issue side kind head house
+        service friend father power hour game line end member law car city community name president team minute idea
+        body information
+        """,
+    )
+)
+_PREFIXES: Final = 8  # different shared beginnings, or documents for each that a prompt takes
+_DOCUMENTS: Final = 3  # in a prompt of the pattern "rag"
+_KEPT: Final = 0.75  # share of a first prompt that others share
+_MOST: Final = 1 << 20  # of each figure of a shape
+_MOST_WORDS: Final = 1 << 28  # of all that is made up before anybody is asked
+_TOOL: Final = 4  # times a turn's tokens: what a tool answers
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptedTurn:
+    text: str
+    max_tokens: int
+    wait: float = 0.0  # seconds behind the answer before: a person reads, a tool runs
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptedSession:
+    number: int
+    system: str  # what its first prompt begins with
+    turns: Sequence[ScriptedTurn]
+    at: float | None = None  # seconds from the start, where a trace says so
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How large what is asked is. Words stand for tokens: most tokenizers have one for each of these."""
+
+    pattern: Pattern = "shared"
+    num_requests: int = 64
+    prompt_tokens: int = 512  # of a session's first prompt
+    turn_tokens: int = 64  # that each further turn adds
+    answer_tokens: int = 32
+    num_turns: int = 4  # of "turns" and "agents"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("num_requests", "prompt_tokens", "turn_tokens", "answer_tokens", "num_turns"):
+            if not 1 <= (value := getattr(self, name)) <= _MOST:
+                raise ConfigError(
+                    f"--{name.removeprefix('num_').replace('_', '-')} {value}: use a whole number from 1 to {_MOST}"
+                )
+        if (num_words := self.num_requests * max(self.prompt_tokens, _TOOL * self.turn_tokens)) > _MOST_WORDS:
+            raise ConfigError(f"--requests {self.num_requests}: {num_words} tokens in all; at most {_MOST_WORDS}")
+
+
+def sessions_of(shape: Shape) -> list[ScriptedSession]:
+    dice = random.Random(shape.seed)
+    found, left = list[ScriptedSession](), shape.num_requests
+    for session in _sessions(shape, dice):
+        turns = session.turns[:left]
+        found.append(ScriptedSession(session.number, session.system, turns))
+        left -= len(turns)
+        if not left:
+            break
+    return found
+
+
+def _sessions(shape: Shape, dice: random.Random) -> Iterator[ScriptedSession]:
+    kept = int(shape.prompt_tokens * _KEPT)
+    own = shape.prompt_tokens - kept
+    beginnings = [words(dice, kept) for _ in range(_PREFIXES)]
+    documents = [words(dice, kept // _DOCUMENTS) for _ in range(_PREFIXES * _DOCUMENTS)]
+    for number in cycle(range(1 << 30)):
+        system = dice.choice(beginnings)
+        if shape.pattern == "rag":
+            system = "\n\n".join(dice.sample(documents, _DOCUMENTS))
+        first = ScriptedTurn(words(dice, own), shape.answer_tokens)
+        turns = [first]
+        if shape.pattern in ("turns", "agents"):
+            turns += [_further(shape, dice) for _ in range(min(shape.num_turns, shape.num_requests) - 1)]
+        yield ScriptedSession(number, system, turns)
+
+
+def _further(shape: Shape, dice: random.Random) -> ScriptedTurn:
+    size = shape.turn_tokens * (_TOOL if shape.pattern == "agents" and dice.random() < 0.5 else 1)
+    text = words(dice, size)
+    return ScriptedTurn(f"Tool result:\n{text}" if shape.pattern == "agents" else text, shape.answer_tokens)
+
+
+def words(dice: random.Random, number: int) -> str:
+    return " ".join(dice.choices(_WORDS, k=max(1, number)))
+
+
+# --- of a trace ------------------------------------------------------------------------------------------------------
+
+_BLOCK: Final = 512  # tokens of a block where the trace does not say
+_MOST_TOKENS: Final = 1 << 28  # tokens of all requests: their texts are made before anybody is asked
+
+
+def sessions_of_trace(path: Path, num_requests: int, answer_tokens: int, speed: float) -> list[ScriptedSession]:
+    """One session for each of the first requests; times are divided by `speed`. ConfigError as `load_lines`."""
+    if not speed > 0:
+        raise ConfigError(f"speed {speed}: use a number above 0; 2 is twice as fast as the trace")
+    lines = load_lines(path, num_requests)
+    if (num_tokens := sum(line.input_length for line in lines)) > _MOST_TOKENS:
+        fix = f"ask for at most {_MOST_TOKENS}, by fewer --requests"
+        raise ConfigError(f"{path}: input_length: {num_tokens} tokens in {len(lines)} requests; {fix}")
+    return [_session(number, line, answer_tokens, speed) for number, line in enumerate(lines)]
+
+
+def _session(number: int, line: TraceLine, answer_tokens: int, speed: float) -> ScriptedSession:
+    """A block's words follow from its number. Without times, sessions begin at the pace that is asked for."""
+    size, left, texts = line.block_size or _BLOCK, line.input_length, []
+    for name in line.hash_ids:
+        texts.append(words(random.Random(name), min(size, left)))
+        left -= size
+        if left <= 0:
+            break
+    at = line.timestamp / 1000 / speed if line.has_time else None
+    return ScriptedSession(number, "", [ScriptedTurn(" ".join(texts), line.output_length or answer_tokens)], at)
+
+
+# --- one server, asked -----------------------------------------------------------------------------------------------
+
+Api = Literal["chat", "completions"]
+
+_CONNECT: Final = 5.0  # seconds
+_MOST_ANSWER: Final = 16 << 20  # bytes of one answer, so that a stream without an end is no memory without one
+_NO_USAGE: Final = (400, 422)  # what servers answer that know no `stream_options`
+_MALFORMED: Final = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
+
+
+@dataclass(slots=True)
+class Answer:
+    began: float = 0.0  # after the load's start
+    error: str | None = None  # its kind; None: it went well
+    ttft: float | None = None  # from the request to the first text
+    gaps: list[float] = field(default_factory=list)  # between two pieces of text
+    seconds: float = 0.0  # from the request to the end
+    text: str = ""
+    num_prompt: int | None = None  # tokens; None: the server does not say
+    num_cached: int | None = None
+    num_output: int | None = None  # None: as many as there were pieces
+
+
+class Server:
+    def __init__(self, url: str, *, api: Api, model: str | None, token: str | None, deadline: float) -> None:
+        """`url` is http://HOST:PORT, or with a path up to /v1; `deadline` is in seconds for each request."""
+        self.url = url.rstrip("/").removesuffix("/v1")
+        try:
+            given = httpx2.URL(self.url)
+            is_url = given.scheme in ("http", "https") and bool(given.host) and (given.port or 0) < 1 << 16
+        except httpx2.InvalidURL:
+            is_url = False
+        if not is_url:
+            raise ConfigError(f"URL {url!r}: write it as in http://127.0.0.1:8000")
+        self.model = model or ""
+        self._api, self._deadline = api, deadline
+        self._tells_usage = True
+        plain = self.url.startswith("http://")
+        self._client = httpx2.AsyncClient(
+            base_url=self.url,
+            headers={} if token is None else {b"authorization": b"Bearer " + token.encode(errors="surrogateescape")},
+            timeout=httpx2.Timeout(deadline, connect=min(_CONNECT, deadline)),
+            limits=httpx2.Limits(max_connections=None),
+            trust_env=False,
+            verify=ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT) if plain else True,  # certificates take 20 ms to read
+        )
+
+    async def find_model(self) -> None:
+        """Take the first model it has, unless one was named. ConfigError if it does not answer, or has none."""
+        if self.model:
+            return
+        try:
+            async with asyncio.timeout(self._deadline), self._client.stream("GET", "/v1/models") as answer:
+                if answer.status_code != 200:
+                    fix = "check the URL, and --token if it wants one"
+                    raise ConfigError(f"{self.url}/v1/models: status {answer.status_code}; {fix}")
+                lines = [line async for line in _lines(answer)]
+            names = [each["id"] for each in json.loads("\n".join(lines))["data"]]
+        except TimeoutError:
+            raise ConfigError(f"{self.url}: no answer within {self._deadline:g} s; is the server up?") from None
+        except (httpx2.HTTPError, httpx2.InvalidURL, OverflowError) as error:
+            raise ConfigError(f"{self.url}: {str(error) or type(error).__name__}; is the server up?") from None
+        except _MALFORMED:
+            names = [None]
+        if not names:
+            raise ConfigError(f"{self.url}: it has no model; start one, or name it with --model")
+        if not isinstance(names[0], str):
+            raise ConfigError(f"{self.url}/v1/models: not an OpenAI server's answer; check the URL")
+        self.model = names[0]
+
+    async def ask(self, system: str, said: Sequence[str], max_tokens: int) -> Answer:
+        """Ask; `said` are the user's texts and the answers in turns. Raises nothing but a cancellation."""
+        answer, began = Answer(), time.perf_counter()
+        try:
+            async with asyncio.timeout(self._deadline):
+                await self._stream(self._body(system, said, max_tokens), answer, began)
+        except TimeoutError:
+            answer.error = f"no end within {self._deadline:g} s"
+        except httpx2.ConnectError:
+            answer.error = "connection refused"
+        except httpx2.TimeoutException:
+            answer.error = "no answer in time"
+        except (httpx2.HTTPError, httpx2.StreamError):
+            answer.error = "connection broken"
+        except _MALFORMED:
+            answer.error = "malformed answer"
+        answer.seconds = time.perf_counter() - began
+        return answer
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    def _body(self, system: str, said: Sequence[str], max_tokens: int) -> dict[str, Any]:
+        body: dict[str, Any] = {"model": self.model, "max_tokens": max_tokens, "temperature": 0, "stream": True}
+        if self._tells_usage:
+            body["stream_options"] = {"include_usage": True}
+        if self._api == "chat":
+            roles = ("user", "assistant")
+            turns = [{"role": roles[i % 2], "content": text or " "} for i, text in enumerate(said)]
+            first = [{"role": "system", "content": system}] if system else []
+            return {**body, "messages": [*first, *turns]}
+        return {**body, "prompt": "\n".join((system, *said) if system else said)}
+
+    async def _stream(self, body: Mapping[str, Any], answer: Answer, began: float) -> None:
+        path = "/v1/chat/completions" if self._api == "chat" else "/v1/completions"
+        async with self._client.stream("POST", path, json=body) as response:
+            if response.status_code in _NO_USAGE and "stream_options" in body:
+                self._tells_usage = False  # asked again without, from here on
+            elif response.status_code != 200:
+                answer.error = f"status {response.status_code}"
+                return
+            else:
+                await self._read(response, answer, began)
+                return
+        await self._stream({key: value for key, value in body.items() if key != "stream_options"}, answer, began)
+
+    async def _read(self, response: httpx2.Response, answer: Answer, began: float) -> None:
+        last, ended = began, False
+        async for line in _lines(response):
+            data = line.removeprefix("data:").strip()
+            if not line.startswith("data:") or not data:
+                continue
+            if data == "[DONE]":
+                ended = True
+                break
+            event = json.loads(data)
+            if event.get("error") is not None:
+                answer.error = "error in the stream"
+                return
+            _note_usage(answer, event.get("usage"))
+            for choice in event.get("choices") or ():
+                ended |= choice.get("finish_reason") is not None
+                piece = choice.get("text") or (choice.get("delta") or {}).get("content")
+                if not piece:
+                    continue
+                now = time.perf_counter()
+                if answer.ttft is None:
+                    answer.ttft = now - began
+                else:
+                    answer.gaps.append(now - last)
+                last = now
+                answer.text += piece
+        if not ended:
+            answer.error = "stream cut off"
+
+
+async def _lines(response: httpx2.Response) -> AsyncIterator[str]:
+    """Lines as JSON has them: other separators of lines may stand within one. ValueError past _MOST_ANSWER bytes."""
+    begun: list[bytes] = []  # pieces of a line that has no end yet
+    num_bytes = 0
+    async for piece in response.aiter_bytes():
+        num_bytes += len(piece)
+        if num_bytes > _MOST_ANSWER:
+            raise ValueError(f"more than {_MOST_ANSWER} bytes")
+        *ends, rest = piece.split(b"\n")
+        for end in ends:
+            yield b"".join([*begun, end]).decode()
+            begun = []
+        begun.append(rest)
+    yield b"".join(begun).decode()
+
+
+def _note_usage(answer: Answer, usage: Any) -> None:
+    if not isinstance(usage, Mapping):
+        return
+    answer.num_prompt, answer.num_output = _count(usage.get("prompt_tokens")), _count(usage.get("completion_tokens"))
+    details = usage.get("prompt_tokens_details")
+    answer.num_cached = _count(details.get("cached_tokens")) if isinstance(details, Mapping) else None
+
+
+def _count(value: object) -> int | None:
+    return value if type(value) is int and 0 <= value < 1 << 53 else None
+
+
+# --- the load --------------------------------------------------------------------------------------------------------
+
+_MOST_SESSIONS: Final = (
+    4096  # sessions under way at once: a server that falls behind at a rate must not take all memory
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPace:
+    """How fast sessions begin: `concurrency` at once, or `rate` a second on average (Poisson) if that is given."""
+
+    concurrency: int = 4
+    rate: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.concurrency < 1:
+            raise ConfigError(f"--concurrency {self.concurrency}: use a whole number from 1 on")
+        if self.rate is not None and not self.rate > 0:
+            raise ConfigError(f"rate {self.rate}: use a number of sessions a second above 0")
+
+
+@dataclass(slots=True)
+class MeasuredLoad:
+    answers: list[list[Answer]]
+    seconds: float = 0.0
+    is_whole: bool = True  # False: it was interrupted
+    in_flight: int = 0  # requests that were under way then
+    began: float = field(default_factory=time.perf_counter)
+
+
+async def drive(
+    servers: Sequence[Server],
+    sessions: Sequence[ScriptedSession],
+    pace: LoadPace,
+    done: Callable[[Answer], None],
+    seed: int = 0,
+) -> MeasuredLoad:
+    """Ask everything of every server, each session of both by turns; cancelled, it returns what there is."""
+    measured = MeasuredLoad([[] for _ in servers])
+    jobs = [
+        (number, session)
+        for session in sessions
+        for number in (range(len(servers)) if session.number % 2 else reversed(range(len(servers))))
+    ]
+    driver = _Driver(servers, measured, done)
+    try:
+        if pace.rate is None and all(session.at is None for session in sessions):
+            await driver.at_once(jobs, pace.concurrency)
+        else:
+            await driver.at_rate(jobs, (pace.rate or 1.0) * len(servers), random.Random(seed))
+    except asyncio.CancelledError:
+        measured.is_whole = False
+    measured.seconds = time.perf_counter() - measured.began
+    measured.in_flight = driver.in_flight
+    return measured
+
+
+class _Driver:
+    def __init__(self, servers: Sequence[Server], measured: MeasuredLoad, done: Callable[[Answer], None]) -> None:
+        self.in_flight = 0
+        self._servers, self._measured, self._done = servers, measured, done
+
+    async def at_once(self, jobs: Sequence[tuple[int, ScriptedSession]], concurrency: int) -> None:
+        left = iter(jobs)
+
+        async def work() -> None:
+            for number, session in left:
+                await self._run(number, session)
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(min(concurrency, len(jobs))):
+                group.create_task(work())
+
+    async def at_rate(self, jobs: Sequence[tuple[int, ScriptedSession]], rate: float, dice: random.Random) -> None:
+        """Each at its time, whether the ones before have ended or not; a trace's sessions at their own times."""
+        room, at = asyncio.Semaphore(_MOST_SESSIONS), 0.0
+
+        async def work(number: int, session: ScriptedSession) -> None:
+            try:
+                await self._run(number, session)
+            finally:
+                room.release()
+
+        async with asyncio.TaskGroup() as group:
+            for number, session in jobs:
+                at = session.at if session.at is not None else at + dice.expovariate(rate)
+                await asyncio.sleep(max(0.0, self._measured.began + at - time.perf_counter()))
+                await room.acquire()
+                group.create_task(work(number, session))
+
+    async def _run(self, number: int, session: ScriptedSession) -> None:
+        """A session's turns. One that fails ends it: the next turn would have no answer to go on from."""
+        said: list[str] = []
+        for turn in session.turns:
+            if said and turn.wait:
+                await asyncio.sleep(turn.wait)
+            said.append(turn.text)
+            began = time.perf_counter() - self._measured.began
+            self.in_flight += 1
+            answer = await self._servers[number].ask(session.system, said, turn.max_tokens)
+            self.in_flight -= 1
+            answer.began = began
+            self._measured.answers[number].append(answer)
+            self._done(answer)
+            if answer.error is not None:
+                return
+            said.append(answer.text)
+
 
 # --- what answers came to --------------------------------------------------------------------------------------------
 
@@ -21,8 +440,6 @@ FORM: Final = 1  # of the JSON: `kvtier_bench`
 
 @dataclass(frozen=True, slots=True)
 class Percentiles:
-    """In seconds."""
-
     p50: float
     p90: float
     p99: float
@@ -34,8 +451,6 @@ class Percentiles:
 
 @dataclass(frozen=True, slots=True)
 class LoadFigures:
-    """One server's. None: the server did not say, or nothing was measured."""
-
     url: str
     model: str
     requests: int
@@ -55,9 +470,11 @@ class LoadFigures:
 
     @classmethod
     def of(cls, url: str, model: str, answers: Sequence[Answer], seconds: float) -> "LoadFigures":
-        """`seconds` is how long the load ran."""
         good = [each for each in answers if each.error is None]
-        output = sum(_num_output(each) for each in good)
+        pieces = (
+            len(each.gaps) + (each.ttft is not None) if each.num_output is None else each.num_output for each in good
+        )
+        output = sum(pieces)
         told = [each for each in good if each.num_prompt is not None]
         says = [each for each in told if each.num_cached is not None]
         return cls(
@@ -74,14 +491,7 @@ class LoadFigures:
         )
 
 
-def _num_output(answer: Answer) -> int:
-    if answer.num_output is not None:
-        return answer.num_output
-    return len(answer.gaps) + (answer.ttft is not None)
-
-
 def as_json(measured: MeasuredLoad, figures: Sequence[LoadFigures], asked: dict[str, Any]) -> dict[str, Any]:
-    """The document of `--json`. `asked` is what was asked for, by option."""
     servers = [{**asdict(each), "cached_share": each.cached_share} for each in figures]
     return {
         "kvtier_bench": FORM,
@@ -95,31 +505,26 @@ def as_json(measured: MeasuredLoad, figures: Sequence[LoadFigures], asked: dict[
 
 
 def rows_of(figures: Sequence[LoadFigures]) -> list[tuple[str, ...]]:
-    """The table: a label, and a text for each server."""
     rows: list[tuple[str, ...]] = [
         ("requests", *(str(each.requests) for each in figures)),
         ("failed", *(str(sum(each.errors.values())) for each in figures)),
     ]
     for name, label in (("ttft", "TTFT"), ("inter_token", "inter-token")):
         for share in ("p50", "p90", "p99"):
-            texts = (_milliseconds(getattr(each, name), share) for each in figures)
+            found = [getattr(each, name) for each in figures]
+            texts = ["–" if each is None else f"{getattr(each, share) * 1000:.1f}" for each in found]
             rows.append((f"{label} {share}, ms", *texts))
     rows.append(("output tokens/s", *(f"{each.output_tokens_per_second:.1f}" for each in figures)))
+    rows.append(("prompt tokens", *("?" if one.prompt_tokens is None else str(one.prompt_tokens) for one in figures)))
     rows.append(
-        ("prompt tokens", *("?" if each.prompt_tokens is None else str(each.prompt_tokens) for each in figures))
+        (
+            "cached, % of them",
+            *("?" if (part := each.cached_share) is None else f"{100 * part:.1f}" for each in figures),
+        )
     )
-    rows.append(("cached, % of them", *(_percent(each.cached_share) for each in figures)))
     kinds = sorted({kind for each in figures for kind in each.errors})
     rows += [(kind, *(str(each.errors.get(kind, 0)) for each in figures)) for kind in kinds]
     return rows
-
-
-def _milliseconds(percentiles: Percentiles | None, share: str) -> str:
-    return "–" if percentiles is None else f"{getattr(percentiles, share) * 1000:.1f}"
-
-
-def _percent(share: float | None) -> str:
-    return "?" if share is None else f"{share:.1%}".removesuffix("%")
 
 
 # --- the whole -------------------------------------------------------------------------------------------------------
@@ -129,8 +534,6 @@ _SHARES: Final = np.linspace(0.0, 100.0, 101)
 
 @dataclass(frozen=True, slots=True)
 class BenchOptions:
-    """What is asked of whom. The second URL is what the first is compared with."""
-
     urls: tuple[str, ...]
     shape: Shape
     pace: LoadPace
@@ -144,8 +547,6 @@ class BenchOptions:
 
 @dataclass(frozen=True, slots=True)
 class BenchResult:
-    """What was measured, in the forms in which it is shown."""
-
     measured: MeasuredLoad
     figures: list[LoadFigures]
     asked: dict[str, Any]

@@ -1,19 +1,11 @@
-from .cluster import Cluster
-from .defaults import BESIDE_US, FIRST_PORT, NUM_PORTS
-from .file import Placeholders, Topology
-from .keeper import restart_service, start_keeper, stop_service
-from .process import is_installed, show_logs
-
-__all__ = [
-    "BESIDE_US",
-    "FIRST_PORT",
-    "NUM_PORTS",
-    "Cluster",
-    "Placeholders",
-    "Topology",
-    "is_installed",
-    "restart_service",
-    "show_logs",
-    "start_keeper",
-    "stop_service",
-]
+from .cluster import Cluster as Cluster
+from .cluster import Placeholders as Placeholders
+from .cluster import Topology as Topology
+from .cluster import is_installed as is_installed
+from .cluster import show_logs as show_logs
+from .defaults import BESIDE_US as BESIDE_US
+from .defaults import FIRST_PORT as FIRST_PORT
+from .defaults import NUM_PORTS as NUM_PORTS
+from .keeper import restart_service as restart_service
+from .keeper import start_keeper as start_keeper
+from .keeper import stop_service as stop_service

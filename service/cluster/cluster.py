@@ -1,24 +1,335 @@
-"""Starts, watches and stops a cluster of plain processes; its state is one directory."""
+"""A cluster of plain processes, read from a compose file: started, watched, stopped; its state is one directory."""
 
 import fcntl
 import os
+import re
+import select
 import shutil
+import signal
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
+from http import HTTPStatus
+from http.client import HTTPException
 from pathlib import Path
 from subprocess import Popen
 from threading import Event
-from typing import Final, Literal
+from typing import Annotated, Any, Final, Literal, NamedTuple, Self
+from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from kvtier.service import first_error
-from kvtier.service.cluster.file import Ready, Service, Topology
-from kvtier.service.cluster.process import Process, is_free, is_well, launch
+from kvtier.service import first_error, harmless
+from kvtier.service.cluster.defaults import FIRST_PORT, NUM_PORTS
+from kvtier.service.web import get_page
 from kvtier.tiers import ConfigError, FormatError, KVTierError, StoreLocked
+from kvtier.tiers.config import child_environment
+
+KEY: Final = "x-kvtier"
+
+_PLACE: Final = re.compile(r"\{(\w+)(?::(\d+))?\}")
+
+
+class _Entry(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, hide_input_in_errors=False)
+
+
+class Ready(_Entry):
+    """How to tell that a service is ready, and still is: one of three ways."""
+
+    http: str | None = None  # this URL answers with a status below 400
+    command: list[str] | None = None  # this command ends with status 0
+    exits: bool = False  # the service itself ends with status 0
+
+    @model_validator(mode="after")
+    def _one(self) -> Self:
+        if (self.http is not None) + (self.command is not None) + self.exits != 1:
+            raise ValueError("not one of http, command, exits; give one")
+        return self
+
+
+class ServiceFile(_Entry):
+    source: str
+    target: str
+    replace: dict[str, str] = {}
+
+    def write(self) -> None:
+        text = Path(self.source).read_text(encoding="utf-8")
+        for container, process in self.replace.items():
+            text = text.replace(container, process)
+        Path(self.target).parent.mkdir(parents=True, exist_ok=True)
+        Path(self.target).write_text(text, encoding="utf-8")
+
+
+class Service(_Entry):
+    """One `x-kvtier`. In a `Topology` its placeholders are filled in."""
+
+    argv: Annotated[list[str], Field(min_length=1)]
+    env: dict[str, str] = {}
+    ports: list[int] = []  # ports it listens on; counted from the cluster's first one until they are resolved
+    ready: Ready
+    after: list[str] = []  # services that must be ready or done first
+    profiles: Annotated[list[str], Field(min_length=1)]
+    directories: list[str] = []  # directories made for it, removed with the cluster
+    kept: list[str] = []  # directories made for it, and kept
+    files: list[ServiceFile] = []  # files written before it starts, in its directories
+    address: str | None = None  # its address for users
+    optional: bool = False  # if it fails, the others start without it
+
+
+@dataclass(frozen=True, slots=True)
+class Placeholders:
+    state: Path
+    deploy: Path
+    model: Path
+    first_port: int = FIRST_PORT
+
+    def fill(self, text: str) -> str:
+        """The text with `{state}`, `{deploy}`, `{model}` and `{port:N}` filled in. Raises ValueError for any other."""
+
+        def value(found: re.Match[str]) -> str:
+            name, number = found.groups()
+            if name == "port" and number is not None and int(number) < NUM_PORTS:
+                return str(self.first_port + int(number))
+            if name in ("state", "deploy", "model") and number is None:
+                return str(getattr(self, name))
+            known = "{state}, {deploy}, {model} and {port:0}"
+            raise ValueError(f"{found[0]} is not a placeholder; known are {known}")
+
+        return _PLACE.sub(value, text)
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    services: Mapping[str, Service]
+
+    @classmethod
+    def read(cls, file: Path, places: Placeholders, profiles: Sequence[str]) -> "Topology":
+        """Read the services of these profiles. Raises ConfigError, which names service, entry, error and fix."""
+        entries = {name: _service(f"{file}: {name}", data, places) for name, data in _entries(file).items()}
+        known = sorted({profile for service in entries.values() for profile in service.profiles})
+        for profile in profiles:
+            if profile not in known:
+                raise ConfigError(f'--profile "{profile}": not in {file}; known are {", ".join(known)}')
+        chosen = {name: each for name, each in entries.items() if not set(profiles).isdisjoint(each.profiles)}
+        for name, service in chosen.items():
+            for other in service.after:
+                if other not in chosen:
+                    is_known = other in entries
+                    fix = f"add --profile {entries[other].profiles[-1]}" if is_known else "no such service exists"
+                    raise ConfigError(f'{file}: {name}: after "{other}": that service is not selected; {fix}')
+        return cls({name: chosen[name] for name in _in_order(file, chosen)})
+
+    def without(self, names: Sequence[str]) -> "Topology":
+        left: dict[str, Service] = {}
+        for name, service in self.services.items():
+            if name not in names and left.keys() >= set(service.after):
+                left[name] = service
+        return Topology(left)
+
+
+def _entries(file: Path) -> dict[str, Any]:
+    try:
+        parsed = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f'--file "{file}": {error.strerror}; name a compose file with {KEY} in it') from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f'--file "{file}": not YAML, {" ".join(str(error).split())}; fix that line') from None
+    services = parsed.get("services") if isinstance(parsed, dict) else None
+    services = services if isinstance(services, dict) else {}
+    found = {name: data[KEY] for name, data in services.items() if isinstance(data, dict) and KEY in data}
+    if not found:
+        raise ConfigError(f'--file "{file}": no service in it has {KEY}; name kvtier\'s docker-compose.yml')
+    return found
+
+
+def _service(place: str, data: object, places: Placeholders) -> Service:
+    try:
+        raw = Service.model_validate(data)
+        values = _filled(raw.model_dump(), places.fill)
+        values["ports"] = [places.first_port + port for port in raw.ports]
+        return Service.model_validate(values)
+    except ValidationError as error:
+        entry, why, *_ = first_error(error)
+        raise ConfigError(f"{place}: {entry or KEY}: {why}; fix {KEY} there") from None
+    except ValueError as error:
+        raise ConfigError(f"{place}: {error}") from None
+
+
+def _filled(value: Any, fill: Callable[[str], str]) -> Any:
+    if isinstance(value, str):
+        return fill(value)
+    if isinstance(value, list):
+        return [_filled(each, fill) for each in value]
+    if isinstance(value, dict):
+        return {key: _filled(each, fill) for key, each in value.items()}
+    return value
+
+
+def _in_order(file: Path, services: Mapping[str, Service]) -> Iterator[str]:
+    try:
+        yield from TopologicalSorter({name: each.after for name, each in services.items()}).static_order()
+    except CycleError as error:
+        circle = " after ".join(error.args[1])
+        raise ConfigError(f"{file}: {circle}: they depend on each other; remove one dependency") from None
+
+
+# --- processes -------------------------------------------------------------------------------------------------------
+
+_ANSWER: Final = 2.0  # seconds in which a health check must answer
+_KILLED: Final = 10.0  # seconds from SIGKILL to the end: a process of 100 GB needs time to free its memory
+_BRIEF: Final = {"KVTIER_SERVER__DRAIN": "20s", "KVTIER_ROUTER__DRAIN": "20s"}  # a person waits for the end
+_LOOPBACK: Final = "127.0.0.1"
+_BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
+
+
+class Process(NamedTuple):
+    """A process, by pid and start time: a new process with the same pid is not it."""
+
+    pid: int
+    start: str  # boot id, and clock ticks since the boot
+
+    @classmethod
+    def of(cls, pid: int) -> "Process | None":
+        try:
+            fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        except OSError:
+            return None
+        return None if fields[0] in "ZX" else cls(pid, f"{_BOOT.read_text().strip()}/{fields[19]}")
+
+    @property
+    def runs(self) -> bool:
+        return Process.of(self.pid) == self
+
+    def stop(self, grace: float) -> bool:
+        """SIGTERM, and SIGKILL to all of its session after `grace` seconds. False if SIGKILL was needed to end it."""
+        try:
+            fd = os.pidfd_open(self.pid)
+        except OSError:
+            return True
+        try:
+            if not self.runs:  # checked after opening the descriptor: from here on it is this process or none
+                return True
+            signal.pidfd_send_signal(fd, signal.SIGTERM)
+            in_time = _has_ended(fd, grace)
+            if not in_time:
+                signal.pidfd_send_signal(fd, signal.SIGKILL)
+                if not _has_ended(fd, _KILLED):
+                    raise KVTierError(
+                        f"process {self.pid} does not end, {_KILLED:g} s after SIGKILL; it hangs in the kernel"
+                    )
+            with suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)  # the number cannot be in use again so soon
+            return in_time
+        except ProcessLookupError:
+            return True
+        finally:
+            os.close(fd)
+
+
+def launch(argv: Sequence[str], env: Mapping[str, str], log: Path) -> "subprocess.Popen[bytes]":
+    with log.open("ab") as output:
+        return subprocess.Popen(
+            program(argv),
+            env=child_environment(env, under=_BRIEF),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+
+
+def program(argv: Sequence[str]) -> list[str]:
+    """The command of a service's argv: `kvtier` is this installation, whatever PATH says."""
+    return [sys.executable, "-P", "-m", "kvtier.cli", *argv[1:]] if argv[0] == "kvtier" else list(argv)
+
+
+def is_installed(name: str) -> bool:
+    return name == "kvtier" or shutil.which(name) is not None
+
+
+def is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((_LOOPBACK, port))
+        except OSError:
+            return False
+        return True
+
+
+def is_well(ready: Ready) -> bool:
+    """Whether a running service is healthy. A job that ends by itself never counts as healthy."""
+    if ready.http is not None:
+        parts = urlsplit(ready.http)
+        try:
+            status, _ = get_page(f"{parts.hostname}:{parts.port or 80}", parts.path or "/", _ANSWER)
+            return status < HTTPStatus.BAD_REQUEST
+        except (OSError, ValueError, HTTPException):
+            return False
+    if ready.command is not None:
+        try:
+            done = subprocess.run(
+                program(ready.command),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                timeout=_ANSWER,
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return False
+        return done.returncode == 0
+    return False
+
+
+def _has_ended(process: int, timeout: float) -> bool:
+    """Whether the process behind a descriptor ends in `timeout` seconds. `select` fails for descriptors past 1023."""
+    ends = select.poll()
+    ends.register(process, select.POLLIN)
+    return bool(ends.poll(timeout * 1000))
+
+
+# --- their logs ------------------------------------------------------------------------------------------------------
+
+_TAIL_BYTES: Final = 1 << 20  # of a log, searched for its last lines
+_LOOK: Final = 0.25  # seconds between two looks at what was added
+
+
+def show_logs(logs: Sequence[tuple[str, Path]], num_lines: int, tell: Callable[[str], None], *, follow: bool) -> None:
+    """Tell the last lines of each log, its service's name before each, and with `follow` those added, until Ctrl-C."""
+    width = max((len(name) for name, _ in logs), default=0)
+    ends = {name: _show(f"{name:<{width}} | ", path, None, num_lines, tell) for name, path in logs}
+    while follow:
+        time.sleep(_LOOK)
+        for name, path in logs:
+            ends[name] = _show(f"{name:<{width}} | ", path, ends[name], None, tell)
+
+
+def _show(prefix: str, path: Path, start: int | None, num_lines: int | None, tell: Callable[[str], None]) -> int:
+    """Tell whole lines from `start`, None for near the end, or the last of them; returns where they end."""
+    try:
+        with path.open("rb") as log:
+            size = os.fstat(log.fileno()).st_size
+            begin = max(0, size - _TAIL_BYTES) if start is None else start if start <= size else 0
+            log.seek(begin)
+            data = log.read(size - begin)
+    except FileNotFoundError:  # it has said nothing yet
+        return 0
+    whole = data[: data.rfind(b"\n") + 1] if num_lines is None else data
+    lines = whole.decode(errors="replace").splitlines()
+    for line in lines if num_lines is None else lines[max(0, len(lines) - num_lines) :]:
+        tell(harmless(prefix + line))
+    return begin + len(whole)
+
+
+# --- the cluster -----------------------------------------------------------------------------------------------------
 
 Print = Callable[[str], None]
 
@@ -64,15 +375,12 @@ class ClusterRecord(_Recorded):
         return any(member.process is not None and member.process.runs for member in self.members.values())
 
     def runs(self, name: str) -> bool:
-        """Whether a service need not be started: it runs, or is done."""
         member = self.members.get(name)
         return member is not None and (member.process is None or member.process.runs)
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceStatus:
-    """The status of one service; `state` is running, done, stopped (by an operator) or dead."""
-
     name: str
     state: str
     healthy: bool
@@ -141,10 +449,7 @@ class Cluster:
             return list(threads.map(_status_of, record.members, record.members.values()))
 
     def down(self, tell: Print, *, purge: bool) -> bool:
-        """End every process, each after those that depend on it, and remove the state.
-
-        Keeps slabs and models unless `purge` is set. False if there was no cluster.
-        """
+        """End every process, dependents first, and remove the state; slabs and models only with `purge`."""
         if not self._file.exists():
             return False
         with self.locked():
@@ -160,12 +465,11 @@ class Cluster:
         return True
 
     def stop(self, record: ClusterRecord, names: Sequence[str], tell: Print) -> None:
-        """End these services, each after those that depend on it, and forget them."""
         left = list(names)
         while left:
             wave = [name for name in left if not any(name in record.members[other].after for other in left)]
             with ThreadPoolExecutor(len(wave)) as threads:
-                lines = threads.map(_stop, wave, [record.members[name] for name in wave])
+                lines = threads.map(end, wave, [record.members[name] for name in wave])
                 for name, line in zip(wave, lines, strict=True):
                     if line is not None:
                         tell(line)
@@ -174,7 +478,6 @@ class Cluster:
                     self.write(record)
 
     def write(self, record: ClusterRecord) -> None:
-        """Replace the record atomically: a reader sees the old one or the new one."""
         draft = self._file.with_suffix(".new")
         draft.write_text(record.model_dump_json(indent=1), encoding="utf-8")
         draft.replace(self._file)
@@ -207,10 +510,7 @@ class Cluster:
 
     @contextmanager
     def locked(self, *, make: bool = False, wait: float | None = None) -> Iterator[None]:
-        """Alone with the state. StoreLocked if somebody else still is after `wait` seconds.
-
-        ConfigError if no cluster has been there, or with `make` if the directory holds what is somebody else's.
-        """
+        """Alone with the state. StoreLocked if somebody else still is after `wait` seconds; ConfigError: not ours."""
         lock = self.state / "lock"
         try:
             if make:
@@ -225,7 +525,10 @@ class Cluster:
             raise ConfigError(f'--state "{self.state}": {error.strerror}; name another directory') from None
         try:
             until = time.monotonic() + (_WAIT if wait is None else wait)
-            while not _is_locked(fd):
+            while True:
+                with suppress(OSError):
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
                 if time.monotonic() >= until:
                     why = "another `kvtier cluster` is using it; wait until it ends"
                     raise StoreLocked(f'--state "{self.state}": {why}')
@@ -254,7 +557,6 @@ class _Start:
         self._logged: dict[str, int] = {}  # bytes of its log from earlier starts
 
     def run(self) -> None:
-        """Start all. If one fails, stop all that this call started."""
         try:
             while self._waiting or self._starting:
                 pending = {*self._waiting, *self._starting}
@@ -336,17 +638,7 @@ class _Start:
         return text.splitlines()[-_LAST_LINES:]
 
 
-def _is_locked(fd: int) -> bool:
-    """Take the lock, unless somebody else has it."""
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
-
-
 def _missing(record: ClusterRecord, topology: Topology) -> dict[str, Service]:
-    """Services to start: those that do not run, and jobs whose dependencies start again, as compose does."""
     missing: dict[str, Service] = {}
     for name, service in topology.services.items():
         if not record.runs(name) or (service.ready.exits and not missing.keys().isdisjoint(service.after)):
@@ -354,8 +646,8 @@ def _missing(record: ClusterRecord, topology: Topology) -> dict[str, Service]:
     return missing
 
 
-def _stop(name: str, member: StartedService) -> str | None:
-    """End a service's process if it runs. Returns what to print about it."""
+def end(name: str, member: StartedService) -> str | None:
+    """End a service's process. What to print about it; None: it does not run."""
     if member.process is None or not member.process.runs:
         return None
     in_time = member.process.stop(GRACE)

@@ -1,4 +1,4 @@
-"""Where a cluster starts if nobody says otherwise: its compose file and its ports."""
+"""Where a cluster starts by default: its compose file and its ports. Help reads it, and needs nothing else."""
 
 from pathlib import Path
 from typing import Final

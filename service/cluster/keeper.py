@@ -10,8 +10,7 @@ from threading import Event
 from typing import Final
 
 from kvtier.service import log_to_stderr
-from kvtier.service.cluster.cluster import GRACE, Cluster, ClusterRecord, Print, StartedService
-from kvtier.service.cluster.process import Process, launch
+from kvtier.service.cluster.cluster import Cluster, ClusterRecord, Print, Process, StartedService, end, launch
 from kvtier.tiers import ConfigError, KVTierError, StoreLocked
 
 _log = logging.getLogger(__name__)
@@ -29,24 +28,18 @@ def stop_service(cluster: Cluster, name: str, tell: Print) -> None:
         member = _member(cluster, record, name)
         member.stopped = True
         cluster.write(record)  # before it ends: who interrupts this would have it started again
-        if member.process is None or not member.process.runs:
-            tell(f"{name} does not run")
-        else:
-            _end(name, member.process, tell)
+        tell(end(name, member) or f"{name} does not run")
 
 
 def restart_service(cluster: Cluster, name: str, tell: Print, stopping: Event) -> None:
-    """End one service if it runs, start it, and wait until it is ready.
-
-    ConfigError if the cluster has none of that name, KVTierError with the end of its log if it does not get ready.
-    """
+    """End one service if it runs, start it, and wait until it is ready. ConfigError; KVTierError with its log's end."""
     with cluster.locked():
         record = cluster.read()
         member = _member(cluster, record, name)
         if member.service is None:
             raise ConfigError(f'"{name}": an older kvtier started it; take the cluster down, and up again')
-        if member.process is not None:
-            _end(name, member.process, tell)
+        if (line := end(name, member)) is not None:
+            tell(line)
         try:
             cluster.start(record, {name: member.service}, tell, stopping)
         except BaseException:
@@ -56,10 +49,7 @@ def restart_service(cluster: Cluster, name: str, tell: Print, stopping: Event) -
 
 
 def mend(cluster: Cluster, started: "list[subprocess.Popen[bytes]]", now: Callable[[], float] = time.time) -> bool:
-    """Start what ended by itself, once its wait is over; new processes go to `started`. False if no cluster is there.
-
-    StoreLocked while a verb is at work.
-    """
+    """Start what ended by itself, once its wait is over, into `started`. False: no cluster. StoreLocked."""
     record = cluster.read()
     if not any(_needs_a_look(member, now()) for member in record.members.values()):
         return bool(record.members)
@@ -121,7 +111,6 @@ def start_keeper(cluster: Cluster) -> None:
 
 
 def keep(state: Path) -> None:
-    """Look after a cluster until it is down."""
     cluster, started = Cluster(state), list[subprocess.Popen[bytes]]()
     while True:
         time.sleep(_LOOK)
@@ -142,11 +131,6 @@ def _member(cluster: Cluster, record: ClusterRecord, name: str) -> StartedServic
         known = ", ".join(record.members) or "none: start a cluster with `kvtier cluster up`"
         raise ConfigError(f'"{name}": no service of the cluster in {cluster.state}; known are {known}')
     return member
-
-
-def _end(name: str, process: Process, tell: Print) -> None:
-    if process.runs:
-        tell(f"{name} stopped" if process.stop(GRACE) else f"{name} killed: it did not end within {GRACE:g} s")
 
 
 if __name__ == "__main__":

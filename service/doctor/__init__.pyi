@@ -1,4 +1,3 @@
-from .doctor import examine
-from .verify import Verdict, find_slabs, verify_slab, worst
+from .doctor import Verdict, examine, find_slabs, verify_slab, worst
 
 __all__ = ["Verdict", "examine", "find_slabs", "verify_slab", "worst"]

@@ -1,3 +1,1 @@
-from .process import EngineServer
-
-__all__ = ["EngineServer"]
+from .server import EngineServer as EngineServer

@@ -26,12 +26,10 @@ class ChatLogprobs:
         self._content: list[Json] = []
 
     def add(self, told: TokenLogprobs) -> None:
-        """One more token."""
         likeliest = [self._entry(*each) for each in told.likeliest]
         self._content.append({**self._entry(told.token_id, told.logprob), "top_logprobs": likeliest})
 
     def taken(self) -> Json:
-        """Of the tokens since the last call."""
         content, self._content = self._content, []
         return {"content": content, "refusal": None}
 
@@ -57,7 +55,6 @@ class TextLogprobs:
         self._likeliest.append(found)
 
     def add_first(self, token_id: int) -> None:
-        """A prompt's first token, of which nothing is said: nothing stands before it."""
         self._note(token_id)
         self._logprobs.append(None)
         self._likeliest.append(None)
@@ -94,8 +91,7 @@ class AnswerText:
 
     def __init__(self, detokenizer: Detokenizer, stops: Sequence[str]) -> None:
         self.is_stopped = False  # a stop string came: no more text is sent
-        self._detokenizer = detokenizer
-        self._stops = stops
+        self._detokenizer, self._stops = detokenizer, stops
         self._held = ""
 
     def push(self, token_id: int) -> str:
@@ -171,8 +167,6 @@ CHAT: Final = CompletionFormat("chatcmpl-", "chat.completion", "chat.completion.
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """A prompt that its answers begin with."""
-
     text: str
     token_ids: Sequence[int]
 
@@ -229,8 +223,7 @@ class OpenAICompletion:
         """Submits the request. Raises OpenAIError if the engine has no room for it."""
         self.streams = request.streams
         self._wanted = request
-        self._form = form
-        self._loop = loop
+        self._form, self._loop = form, loop
         name = f"{form.prefix}{request_id() or 'local'}-{secrets.token_hex(6)}"  # clients may send one id twice
         self._live = LiveRequest(request.inputs, name)
         self._unfinished = set(range(len(request.inputs)))
@@ -306,7 +299,6 @@ class OpenAICompletion:
             self._unfinished.clear()
 
     async def _pieces(self) -> AsyncIterator[Piece]:
-        """Text that can be sent, until every choice has ended."""
         while self._unfinished:
             update = await self._next()
             if update.index not in self._unfinished:

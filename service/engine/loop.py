@@ -40,7 +40,6 @@ class IgnoredFields:
         self._lock = Lock()
 
     def note(self, names: Iterable[str]) -> None:
-        """One request had these."""
         with self._lock:
             for name in sorted({name if _NAME.fullmatch(name) else OTHER for name in names}):
                 if name not in self._counts and len(self._counts) >= _MOST:
@@ -60,13 +59,10 @@ class IgnoredFields:
 
 @dataclass(frozen=True, slots=True)
 class FinishedPrompt:
-    """A prompt that was asked for."""
-
     tokens: "array[int]"
     root: ChainHash  # of its tenant's chains
 
-    @property
-    def num_items(self) -> int:
+    def __len__(self) -> int:
         return len(self.tokens)
 
 
@@ -80,7 +76,6 @@ class FinishedSequences:
         self._engine = engine
 
     def note(self, sequence: Sequence, end: str) -> None:
-        """`end`: how it ended."""
         client = None
         if self._names_blocks:
             root = sequence.chain.root
@@ -134,8 +129,6 @@ class PromptSource:
 
 @dataclass(frozen=True, slots=True)
 class SequenceUpdate:
-    """One step's result for one sequence of a request: a token, its end, or both."""
-
     index: int
     token_id: int
     finish_reason: FinishReason | None
@@ -147,16 +140,13 @@ class LiveRequest:
     """The sequences of one request, and their updates. All but `tell` is called on the event loop that made it."""
 
     def __init__(self, inputs: abc.Sequence[SequenceInput], name: str) -> None:
-        """`name`: its id for the client, which no other request has."""
-        self.inputs = inputs
-        self.name = name
+        self.inputs, self.name = inputs, name
         self.request_ids: list[str | None] = [None] * len(inputs)  # written and read by the engine's thread
         self.unfinished = set(range(len(inputs)))  # the same
         self._loop = asyncio.get_running_loop()
         self._updates: asyncio.Queue[SequenceUpdate | OpenAIError] = asyncio.Queue()  # bounded by the tokens asked for
 
     def tell(self, updates: abc.Sequence[SequenceUpdate | OpenAIError]) -> None:
-        """Pass updates on, from the engine's thread."""
         try:
             self._loop.call_soon_threadsafe(self._take, updates)
         except RuntimeError:  # the loop is closed: nobody waits for them
@@ -185,24 +175,13 @@ class _LiveSequence:
 
 @dataclass(slots=True)
 class _Abort:
-    """Sequences that nobody waits for any more, and the outcome to count them under."""
-
     request: LiveRequest
     indices: abc.Sequence[int]
     outcome: str
 
 
 @dataclass(slots=True)
-class _Reset:
-    """Somebody waits for the name that blocks have once all before are forgotten."""
-
-    done: Future[str]
-
-
-@dataclass(slots=True)
 class Tally:
-    """Counts since the start. Written by the engine's thread."""
-
     outcomes: Counter[str] = field(default_factory=Counter)  # of sequences
     cached: Counter[str] = field(default_factory=Counter)  # prompt tokens by the tier they came from
     failed_steps: int = 0
@@ -221,10 +200,7 @@ class Tally:
 
 
 class EngineLoop:
-    """One thread steps the engine; others submit and abort. One lock, held for moments, never across a step.
-
-    At most `max_num_seqs + max_waiting` sequences are live; a request beyond that is refused.
-    """
+    """One thread steps the engine; others submit and abort. One lock, never across a step. Bounded by `capacity`."""
 
     def __init__(
         self, engine: Engine, max_waiting: int, feed: TierFeed | None = None, log: RequestLog | None = None
@@ -239,10 +215,10 @@ class EngineLoop:
         self.tally = Tally()
         self.stats: Mapping[str, int] = engine.stats  # as it was after the last turn
         self._changed = threading.Condition()
-        # Bounded: requests by the capacity, each aborted at most once; one reset.
-        self._inbox: list[LiveRequest | _Abort | _Reset] = []
+        # Bounded: requests by the capacity, each aborted at most once; one reset, whose future has the new fingerprint.
+        self._inbox: list[LiveRequest | _Abort | Future[str]] = []
         self.num_live = 0  # sequences that wait or are computed
-        self._stop_at: float | None = None
+        self.stop_at: float | None = None
         self._sequences: dict[str, _LiveSequence] = {}
         self._num_failures = 0  # in a row
         self._failed_at = 0.0
@@ -252,7 +228,7 @@ class EngineLoop:
 
     def require_room(self, num_sequences: int) -> None:
         """Raise OpenAIError if there is no room, or the server stops. Callers ask before they prepare a request."""
-        if self._stop_at is not None:
+        if self.stop_at is not None:
             raise stopping_error()
         if self.num_live + num_sequences > self.capacity:
             raise busy(f"{self.num_live} requests run or wait here, so there is no room; try again later")
@@ -266,38 +242,29 @@ class EngineLoop:
             self._changed.notify()
 
     def abort(self, request: LiveRequest, indices: abc.Sequence[int], outcome: str = "aborted") -> None:
-        """Stop computing these sequences of a request. Those that have ended are left alone."""
         with self._changed:
             self._inbox.append(_Abort(request, indices, outcome))
             self._changed.notify()
 
     def reset(self) -> Future[str]:
-        """Forget every block in every tier, and name new ones after the weights as they are now.
-
-        The future has the fingerprint from then on, or OpenAIError: requests are live, or the server stops.
-        """
+        """Forget every block, and name new ones after the weights as they are: the fingerprint, or OpenAIError."""
         done: Future[str] = Future()
         with self._changed:
             self.require_room(0)
-            if any(isinstance(item, _Reset) for item in self._inbox):
+            if any(isinstance(item, Future) for item in self._inbox):
                 raise busy("another reset is under way; try again later")
-            self._inbox.append(_Reset(done))
+            self._inbox.append(done)
             self._changed.notify()
         return done
 
     def stop(self, patience: float) -> None:
         """Take nothing more. `run` returns once live sequences have ended, at most `patience` seconds from now."""
         with self._changed:
-            self._stop_at = time.monotonic() + patience
+            self.stop_at = time.monotonic() + patience
             self._changed.notify()
 
     @property
-    def is_stopping(self) -> bool:
-        return self._stop_at is not None
-
-    @property
     def ailment(self) -> str | None:
-        """Why the server is unhealthy; None if it is healthy."""
         if self._num_failures >= _PATIENCE and time.monotonic() - self._failed_at < _AILING:
             return f"the last {self._num_failures} steps failed; see the log"
         if (seconds := time.monotonic() - self._turned) > _STUCK:
@@ -315,16 +282,15 @@ class EngineLoop:
     # called on the engine's thread
 
     def run(self) -> None:
-        """Step until stopped; requests that are still live then fail."""
         try:
             while self._goes_on():
                 self._turn()
         finally:
-            self._stop_at = time.monotonic()
+            self.stop_at = time.monotonic()
             self._give_up(stopping_error())
 
     def _goes_on(self) -> bool:
-        stop_at = self._stop_at
+        stop_at = self.stop_at
         return stop_at is None or (self.num_live > 0 and time.monotonic() < stop_at)
 
     def _turn(self) -> None:
@@ -338,8 +304,8 @@ class EngineLoop:
         for item in inbox:
             if isinstance(item, _Abort):
                 self._abort(item)
-            elif isinstance(item, _Reset):
-                self._reset(item.done)
+            elif isinstance(item, Future):
+                self._reset(item)
             else:
                 self._admit(item)
         if is_busy or inbox:
@@ -400,7 +366,6 @@ class EngineLoop:
             done.set_result(self.fingerprint)
 
     def _refuse(self, request: LiveRequest, error: OpenAIError) -> None:
-        """End the rest of a request, and tell its client why."""
         self._abort(_Abort(request, range(len(request.inputs)), "failed"))
         request.tell([error])
 
@@ -427,8 +392,8 @@ class EngineLoop:
         for request in dict.fromkeys([*stepped, *(item for item in inbox if isinstance(item, LiveRequest))]):
             self._refuse(request, error)
         for item in inbox:
-            if isinstance(item, _Reset) and item.done.set_running_or_notify_cancel():
-                item.done.set_exception(error)
+            if isinstance(item, Future) and item.set_running_or_notify_cancel():
+                item.set_exception(error)
 
     def _pass_on(self, outputs: abc.Sequence[Output]) -> None:
         told: dict[LiveRequest, list[SequenceUpdate | OpenAIError]] = {}

@@ -1,47 +1,113 @@
 """Request bodies become the engine's inputs: read, checked, converted. Called on any thread."""
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, TypeVar
+from threading import Lock
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import BaseModel
 
 from kvtier.connector.segments import Repair, Segment
 from kvtier.engine import Engine, Guide, SamplingParams, wanted_reuse
-from kvtier.service import Json
-from kvtier.service.engine.completion import (
-    AnswerText,
-    ChatLogprobs,
-    CompletionRequest,
-    Echo,
-    PrecomputeRequest,
-    TextLogprobs,
-)
-from kvtier.service.engine.guides import JsonGuides
+from kvtier.service import Json, openai
+from kvtier.service.engine import completion
+from kvtier.service.engine.completion import ChatLogprobs, TextLogprobs
 from kvtier.service.engine.loop import EngineLoop, SequenceInput
-from kvtier.service.openai import (
-    MARKS,
-    CallForm,
-    CallReader,
-    ChatBody,
-    CompletionBody,
-    DetokenizeBody,
-    GuidedReader,
-    HermesReader,
-    LlamaReader,
-    OpenAIError,
-    PrecomputeBody,
-    Prompts,
-    TokenizeBody,
-    TokenizedPrompt,
-    parse,
-    schema_of,
-    too_long,
-    unknown_model,
-)
-from kvtier.tiers import RequestError
+from kvtier.service.openai import CallForm, ChatBody, CompletionBody, OpenAIError, Prompts, bad_field, parse
+from kvtier.tiers import MissingPackages, RequestError, require_extra
 from kvtier.tiers.config import ServerConfig
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+_log = logging.getLogger(__name__)
+
+_SPACE: Final = r"[ \t\n\r]{0,16}"  # between JSON's tokens: a model that writes nothing else comes to an end
+
+
+class JsonGuides:
+    """Of one model. Thread-safe."""
+
+    def __init__(self, tokenizer: Callable[[], str], vocab_size: int, eos_token_ids: Collection[int]) -> None:
+        """`tokenizer` makes the content of a `tokenizer.json`: some ten megabytes, when they are needed."""
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._eos_token_ids = sorted(eos_token_ids)
+        self._made: LLTokenizer | None = None
+        self._lock = Lock()
+
+    def of(self, schema: Json, param: str) -> Guide:
+        """A guide of a JSON schema. Raises OpenAIError, about the field `param`, if there can be none."""
+        if not self._eos_token_ids:
+            raise bad_field(param, "this model has no token that ends an answer", "unsupported_parameter")
+        try:
+            require_extra(param, "engine")
+            from llguidance import LLMatcher
+        except MissingPackages as error:
+            raise bad_field(param, str(error), "unsupported_parameter") from None
+        try:
+            grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides={"whitespace_pattern": _SPACE})
+        except (ValueError, RecursionError) as error:
+            raise bad_field(param, f"no JSON schema ({_first_line(str(error))}); fix it") from None
+        tokenizer = self._opened()
+        is_wrong, why = LLMatcher.validate_grammar_with_warnings(grammar, tokenizer)
+        if is_wrong:
+            raise bad_field(param, f"a schema that cannot be followed ({_first_line(' '.join(why))}); fix it")
+        matcher = LLMatcher(tokenizer, grammar, log_level=0)
+        matcher.compute_bitmask()  # what never begins: a reference to itself, say
+        if matcher.is_error():
+            raise bad_field(param, f"a schema that cannot be followed ({_first_line(matcher.get_error())}); fix it")
+        return _SchemaGuide(matcher, self._vocab_size, self._eos_token_ids)
+
+    def _opened(self) -> "LLTokenizer":
+        from llguidance import LLTokenizer
+
+        with self._lock:
+            if self._made is None:
+                self._made = LLTokenizer(self._tokenizer(), n_vocab=self._vocab_size, eos_token=self._eos_token_ids)
+            return self._made
+
+
+class _SchemaGuide:
+    def __init__(self, matcher: "LLMatcher", vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        self._matcher = matcher
+        self._ends = np.zeros(-(-vocab_size // 32), np.uint32)
+        for token_id in eos_token_ids:
+            self._ends[token_id // 32] |= np.uint32(1 << token_id % 32)
+
+    def start(self, token_ids: Sequence[int], num_prompt_tokens: int) -> "_SchemaAnswer":
+        return _SchemaAnswer(self._matcher.deep_copy(), self._ends, token_ids, num_prompt_tokens)
+
+
+class _SchemaAnswer:
+    """Follows its answer by its tokens: a step that failed, or was made again, leaves no trace."""
+
+    def __init__(self, matcher: "LLMatcher", ends: NDArray[np.uint32], token_ids: Sequence[int], num_seen: int) -> None:
+        self._matcher, self._ends, self._token_ids, self._num_seen = matcher, ends, token_ids, num_seen
+        self.is_cut = False
+
+    def allowed(self) -> NDArray[np.uint32]:
+        if len(self._token_ids) > self._num_seen:
+            self._matcher.consume_tokens(list(self._token_ids[self._num_seen :]))
+            self._num_seen = len(self._token_ids)
+        mask = self._ends if self._matcher.is_error() else np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
+        if self._matcher.is_error():  # too complex to go on with: the answer ends here
+            if not self.is_cut:
+                _log.warning("a guided answer ended early: %s", _first_line(self._matcher.get_error()))
+            self.is_cut = True
+            return self._ends
+        return mask[: len(self._ends)]
+
+
+def _first_line(text: str) -> str:
+    """Of what llguidance says: behind it come its state, and the client's schema."""
+    return text.strip().partition("\n")[0][:200]
+
+
+AnyBody = CompletionBody | ChatBody
 
 # --- sampling parameters ---------------------------------------------------------------------------------------------
 
@@ -49,9 +115,7 @@ _SHORT_ANSWER: Final = 16  # OpenAI's default for max_tokens of a text completio
 _SEEDS: Final = 2**64
 
 
-def params_of(
-    loop: EngineLoop, body: CompletionBody | ChatBody, prompt: list[int], guide: Guide | None = None
-) -> SamplingParams:
+def params_of(loop: EngineLoop, body: AnyBody, prompt: list[int], guide: Guide | None = None) -> SamplingParams:
     """Those of the first choice. Raises OpenAIError if the engine cannot answer so."""
     is_chat = isinstance(body, ChatBody)
     left = loop.room - len(prompt)
@@ -80,28 +144,22 @@ def params_of(
     )
 
 
-def _of_choice(params: SamplingParams, choice: int) -> SamplingParams:
-    """Each choice of a prompt has its own random stream."""
-    return params if params.seed is None else replace(params, seed=(params.seed + choice) % _SEEDS)
-
-
 def require_computable(loop: EngineLoop, param: str, prompt: list[int], num_asked: int) -> None:
     """Raise OpenAIError if the model cannot compute a prompt, and an answer of so many tokens."""
     if not prompt:
-        raise OpenAIError(400, f"{param}: it has no tokens; write some text", param=param, code="invalid_value")
+        raise bad_field(param, "it has no tokens; write some text")
     _require_tokens(loop, param, prompt)
     if num_asked > loop.room - len(prompt):
-        raise too_long(param, len(prompt), num_asked, loop.room)
+        raise openai.too_long(param, len(prompt), num_asked, loop.room)
 
 
 def _require_tokens(loop: EngineLoop, param: str, token_ids: Collection[int]) -> None:
     vocab_size = loop.engine.model.vocab_size
     if token_ids and (largest := max(token_ids)) >= vocab_size:
-        message = f"{param}: token id {largest}; this model's are 0 to {vocab_size - 1}"
-        raise OpenAIError(400, message, param=param, code="invalid_value")
+        raise bad_field(param, f"token id {largest}; this model's are 0 to {vocab_size - 1}")
 
 
-def _of_prompt(loop: EngineLoop, body: CompletionBody | ChatBody) -> int | None:
+def _of_prompt(loop: EngineLoop, body: AnyBody) -> int | None:
     """Of how many likeliest tokens the prompt's logprobs are told; None: they are not. Raises OpenAIError."""
     if isinstance(body, ChatBody) or not body.echo or body.logprobs is None:
         return None
@@ -119,12 +177,9 @@ _PAIRS: Final = "a list of pairs, [[start, end], …], for one prompt of token i
 
 
 def segments_of(
-    body: CompletionBody | ChatBody, prompts: Sequence[TokenizedPrompt], repair: Repair | None, engine: Engine
+    body: AnyBody, prompts: Sequence[openai.TokenizedPrompt], repair: Repair | None, engine: Engine
 ) -> list[list[Segment]]:
-    """The segments of each prompt: the parts that are marked, or what `kvtier.segments` names.
-
-    Raises OpenAIError if the latter do not fit the prompts, or the engine would refuse one of them.
-    """
+    """The segments of each prompt: marked parts, or `kvtier.segments`. Raises OpenAIError if the engine refuses one."""
     named = _named(body, len(prompts))
     field = _SEGMENTS if named else "messages" if isinstance(body, ChatBody) else "prompt"
     wanted = named or [_segments(prompt.segments) for prompt in prompts]
@@ -136,8 +191,7 @@ def segments_of(
     return wanted
 
 
-def repair_of(body: CompletionBody | ChatBody, engine: Engine) -> Repair | None:
-    """How the request wants its segments repaired; None: as configured."""
+def repair_of(body: AnyBody, engine: Engine) -> Repair | None:
     wanted = None if body.kvtier is None else body.kvtier.repair
     if wanted is None:
         return None
@@ -145,19 +199,20 @@ def repair_of(body: CompletionBody | ChatBody, engine: Engine) -> Repair | None:
     return Repair(**{"rule": engine.config.repair_rule, "share": engine.config.repair_share, **given})
 
 
-def _named(body: CompletionBody | ChatBody, num_prompts: int) -> list[list[Segment]]:
-    """The segments that `kvtier.segments` names, a list for each prompt; none: it names none."""
+def _named(body: AnyBody, num_prompts: int) -> list[list[Segment]]:
     if isinstance(body, ChatBody) or body.kvtier is None or not body.kvtier.segments:
         return []
     first = body.prompt[0] if isinstance(body.prompt, list) else None
     if not isinstance(first, int | list):
-        raise _bad_segments("they count tokens, but the prompt is text; give token ids, or mark parts of type text")
+        raise bad_field(
+            _SEGMENTS, "they count tokens, but the prompt is text; give token ids, or mark parts of type text"
+        )
     named: list[Any] = body.kvtier.segments
     is_several = not any(named) or any(isinstance(each, list) for one in named for each in one)
     if isinstance(first, list) != is_several:
-        raise _bad_segments(f"not of the prompt's shape; give {_PAIRS}")
+        raise bad_field(_SEGMENTS, f"not of the prompt's shape; give {_PAIRS}")
     if is_several and len(named) != num_prompts:
-        raise _bad_segments(f"{len(named)} lists for {num_prompts} prompts; give {_PAIRS}")
+        raise bad_field(_SEGMENTS, f"{len(named)} lists for {num_prompts} prompts; give {_PAIRS}")
     return [_segments(pairs) for pairs in named] if is_several else [_segments(named)]
 
 
@@ -166,49 +221,36 @@ def _segments(pairs: Sequence[Any]) -> list[Segment]:
 
 
 def _bad_reuse(engine: Engine, field: str, why: str) -> OpenAIError:
-    """What the engine says of segments, with the field at fault."""
     if engine.segments is None or engine.config.exact:
         message = f"{field}: {why}" if field != _SEGMENTS else f"kvtier.{why}"
         return OpenAIError(400, message, param=field, code="unsupported_parameter")
     if why.startswith("check_layer"):
         return OpenAIError(400, f"kvtier.repair.{why}", param="kvtier.repair.check_layer", code="invalid_value")
-    return OpenAIError(400, f"{field}: {why}", param=field, code="invalid_value")
-
-
-def _bad_segments(why: str) -> OpenAIError:
-    return OpenAIError(400, f"{_SEGMENTS}: {why}", param=_SEGMENTS, code="invalid_value")
+    return bad_field(field, why)
 
 
 # --- tool calls ------------------------------------------------------------------------------------------------------
 
-_NO_MARKS: Final[tuple[str, ...]] = ()
 _VALUES: Final = ("const", "enum", "default", "examples")  # of a schema: what they hold is none
 _NO_ARGUMENTS: Final[Json] = {"type": "object", "properties": {}}
 
 
 def form_of(configured: str, prompts: Prompts) -> CallForm | None:
-    """The form of `[server] tool_parser`; None: answers are not read."""
     if configured == "auto":
         return prompts.call_form
     return "hermes" if configured == "hermes" else "llama" if configured == "llama" else None
 
 
-def marks_of(body: CompletionBody | ChatBody, form: CallForm | None) -> tuple[str, ...]:
-    """Special tokens that are text of this request's answers."""
-    return MARKS[form] if form is not None and _reads_calls(body) else _NO_MARKS
-
-
-def reader_of(body: CompletionBody | ChatBody, form: CallForm | None) -> CallReader | None:
-    """What reads one answer to this request; None: all of it is text."""
+def reader_of(body: AnyBody, form: CallForm | None) -> openai.CallReader | None:
     if isinstance(body, ChatBody) and body.must_call:
-        return GuidedReader(body.chosen_tool)
+        return openai.GuidedReader(body.chosen_tool)
     if form is None or isinstance(body, CompletionBody) or not _reads_calls(body):
         return None
     most = 1 if body.parallel_tool_calls is False else None
-    return HermesReader(most) if form == "hermes" else LlamaReader(body.tool_names, most)
+    return openai.HermesReader(most) if form == "hermes" else openai.LlamaReader(body.tool_names, most)
 
 
-def calls_schema(body: CompletionBody | ChatBody) -> Json | None:
+def calls_schema(body: AnyBody) -> Json | None:
     """What an answer must be that has to call a tool: the arguments of the chosen one, or a list of calls."""
     if isinstance(body, CompletionBody) or not body.must_call:
         return None
@@ -249,7 +291,7 @@ def _moved(schema: Json, place: str) -> Json:
     return copy
 
 
-def _reads_calls(body: CompletionBody | ChatBody) -> bool:
+def _reads_calls(body: AnyBody) -> bool:
     return isinstance(body, ChatBody) and bool(body.tools) and body.tool_choice != "none"
 
 
@@ -273,23 +315,20 @@ class Served:
 
 
 def require_model(served: Served, name: str | None) -> None:
-    """Raise OpenAIError if that is not the model here; None is."""
     if name is not None and name != served.name:
-        raise unknown_model(name, served.name)
+        raise openai.unknown_model(name, served.name)
 
 
-def completion_of(
-    served: Served, body_type: type[CompletionBody] | type[ChatBody], data: bytes, deadline: float
-) -> CompletionRequest:
+def completion_of(served: Served, kind: type[AnyBody], data: bytes, deadline: float) -> completion.CompletionRequest:
     """What a body asks for, with `n` inputs for each prompt. Raises OpenAIError if it cannot be computed."""
-    body: CompletionBody | ChatBody = _parsed(served, body_type, data)
+    body: AnyBody = _parsed(served, kind, data)
     loop, num_choices = served.loop, body.n or 1
     require_model(served, body.model)
     num_prompts = 1 if isinstance(body, ChatBody) else len(body.prompts)
     _require_room(loop, "n" if num_choices > 1 else "prompt", num_prompts * num_choices)
     if isinstance(body, ChatBody) and body.tools and not (body.must_call or served.prompts.takes_tools):
         why = "this model's chat template has no place for them; leave them out, or require a call by tool_choice"
-        raise OpenAIError(400, f"tools: {why}", param="tools", code="unsupported_parameter")
+        raise bad_field("tools", why, "unsupported_parameter")
     prompts = served.prompts.tokenized(body)
     guide = _guide_of(served, body)
     params = [params_of(loop, body, prompt.token_ids, guide) for prompt in prompts]
@@ -297,18 +336,24 @@ def completion_of(
     segments = segments_of(body, prompts, repair, loop.engine)
     named = [loop.engine.prompt(prompt.token_ids, body.cache_salt) for prompt in prompts]
     inputs = [
-        SequenceInput(prompt, _of_choice(options, choice), some, repair)
+        SequenceInput(
+            prompt,
+            options if options.seed is None else replace(options, seed=(options.seed + choice) % _SEEDS),  # its own
+            some,
+            repair,
+        )
         for prompt, options, some in zip(named, params, segments, strict=True)
         for choice in range(num_choices)
     ]
     echoes = _echoes(served.prompts, body, [prompt.token_ids for prompt in prompts])
-    marks = marks_of(body, served.call_form)
-    return CompletionRequest(
+    marks = openai.MARKS[served.call_form] if served.call_form is not None and _reads_calls(body) else ()
+    told = None if body.num_logprobs is None else ChatLogprobs if isinstance(body, ChatBody) else TextLogprobs
+    return completion.CompletionRequest(
         model=served.name,
         fingerprint=f"kvtier-{loop.fingerprint[:16]}",
         inputs=inputs,
-        texts=[AnswerText(served.prompts.detokenizer(marks), body.stop or ()) for _ in inputs],
-        logprobs=[_logprobs_of(served.prompts, body) for _ in inputs],
+        texts=[completion.AnswerText(served.prompts.detokenizer(marks), body.stop or ()) for _ in inputs],
+        logprobs=[None if told is None else told(served.prompts.token_texts) for _ in inputs],
         readers=[reader_of(body, served.call_form) for _ in inputs],
         echoes=[echo for echo in echoes for _ in range(num_choices)],
         num_choices=num_choices,
@@ -318,9 +363,9 @@ def completion_of(
     )
 
 
-def precomputation_of(served: Served, data: bytes, deadline: float) -> PrecomputeRequest:
+def precomputation_of(served: Served, data: bytes, deadline: float) -> completion.PrecomputeRequest:
     """The texts to precompute. Raises OpenAIError if one cannot be computed."""
-    body, loop = parse(PrecomputeBody, data), served.loop
+    body, loop = parse(openai.PrecomputeBody, data), served.loop
     require_model(served, body.model)
     _require_room(loop, "texts", len(body.each))
     texts = [served.prompts.segment("texts", one) if isinstance(one, str) else one for one in body.each]
@@ -328,12 +373,11 @@ def precomputation_of(served: Served, data: bytes, deadline: float) -> Precomput
         require_computable(loop, "texts", text, 1)
     params = SamplingParams(max_tokens=1, ignore_eos=True)
     inputs = [SequenceInput(loop.engine.prompt(text, body.cache_salt), params) for text in texts]
-    return PrecomputeRequest(served.name, inputs, deadline)
+    return completion.PrecomputeRequest(served.name, inputs, deadline)
 
 
 def tokens_of(served: Served, data: bytes) -> Json:
-    """Answers `/tokenize` in vLLM's shape. Raises OpenAIError."""
-    body, prompts = _parsed(served, TokenizeBody, data), served.prompts
+    body, prompts = _parsed(served, openai.TokenizeBody, data), served.prompts
     require_model(served, body.model)
     if body.prompt is None:
         ids = prompts.chat(body.chat(prompts.prefix)).token_ids
@@ -345,7 +389,7 @@ def tokens_of(served: Served, data: bytes) -> Json:
 
 def text_of_tokens(served: Served, data: bytes) -> Json:
     """Answers `/detokenize` in vLLM's shape, special tokens too. Raises OpenAIError."""
-    body = _parsed(served, DetokenizeBody, data)
+    body = _parsed(served, openai.DetokenizeBody, data)
     require_model(served, body.model)
     _require_tokens(served.loop, "tokens", body.tokens)
     return {"prompt": served.prompts.text(body.tokens)}
@@ -363,19 +407,11 @@ def _parsed(served: Served, body_type: type[B], data: bytes) -> B:
 def _require_room(loop: EngineLoop, param: str, num: int) -> None:
     """Raise OpenAIError if there is no room for so many sequences, now or ever; called before work is done."""
     if num > loop.capacity:
-        message = f"{param}: {num} answers at once; this server has room for {loop.capacity}: ask for fewer"
-        raise OpenAIError(400, message, param=param, code="invalid_value")
+        raise bad_field(param, f"{num} answers at once; this server has room for {loop.capacity}: ask for fewer")
     loop.require_room(num)
 
 
-def _logprobs_of(prompts: Prompts, body: CompletionBody | ChatBody) -> ChatLogprobs | TextLogprobs | None:
-    """What tells how likely the tokens of one choice were; None: nobody asks."""
-    if body.num_logprobs is None:
-        return None
-    return ChatLogprobs(prompts.token_texts) if isinstance(body, ChatBody) else TextLogprobs(prompts.token_texts)
-
-
-def _guide_of(served: Served, body: CompletionBody | ChatBody) -> Guide | None:
+def _guide_of(served: Served, body: AnyBody) -> Guide | None:
     """What the answer may be; None: any text. Raises OpenAIError if that cannot be."""
     if (calls := calls_schema(body)) is not None:
         try:
@@ -385,15 +421,14 @@ def _guide_of(served: Served, body: CompletionBody | ChatBody) -> Guide | None:
             for number, tool in enumerate(tools):
                 served.guides.of(tool["function"].get("parameters") or {}, f"tools.{number}.function.parameters")
             raise  # it is not one tool's schema alone
-    wanted = schema_of(body.response_format)
+    wanted = openai.schema_of(body.response_format)
     return None if wanted is None else served.guides.of(*wanted)
 
 
-def _echoes(prompts: Prompts, body: CompletionBody | ChatBody, token_ids: Sequence[list[int]]) -> Sequence[Echo | None]:
-    """What each prompt's answers begin with."""
+def _echoes(prompts: Prompts, body: AnyBody, token_ids: Sequence[list[int]]) -> Sequence[completion.Echo | None]:
     if isinstance(body, ChatBody) or not body.echo:
         return [None] * len(token_ids)
     return [
-        Echo(given if isinstance(given, str) else prompts.text(tokens), tokens)
+        completion.Echo(given if isinstance(given, str) else prompts.text(tokens), tokens)
         for given, tokens in zip(body.prompts, token_ids, strict=True)
     ]

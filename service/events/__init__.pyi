@@ -1,23 +1,15 @@
-from .consumer import EventConsumer
-from .guard import CurveKeys
-from .prefix_index import PrefixIndex, prompt_hashes
-from .publisher import AnnouncedBlocks, Publisher, Source, TierFeed
-from .wire import MAX_BLOCK_SIZE, BlockRemoved, BlockStored, KVEvent, as_u64, namespace_of, topic_of
-
-__all__ = [
-    "MAX_BLOCK_SIZE",
-    "AnnouncedBlocks",
-    "BlockRemoved",
-    "BlockStored",
-    "CurveKeys",
-    "EventConsumer",
-    "KVEvent",
-    "PrefixIndex",
-    "Publisher",
-    "Source",
-    "TierFeed",
-    "as_u64",
-    "namespace_of",
-    "prompt_hashes",
-    "topic_of",
-]
+from .consumer import CurveKeys as CurveKeys
+from .consumer import EventConsumer as EventConsumer
+from .prefix_index import PrefixIndex as PrefixIndex
+from .prefix_index import prompt_hashes as prompt_hashes
+from .publisher import AnnouncedBlocks as AnnouncedBlocks
+from .publisher import Publisher as Publisher
+from .publisher import Source as Source
+from .publisher import TierFeed as TierFeed
+from .wire import MAX_BLOCK_SIZE as MAX_BLOCK_SIZE
+from .wire import BlockRemoved as BlockRemoved
+from .wire import BlockStored as BlockStored
+from .wire import KVEvent as KVEvent
+from .wire import as_u64 as as_u64
+from .wire import namespace_of as namespace_of
+from .wire import topic_of as topic_of

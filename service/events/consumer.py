@@ -1,25 +1,130 @@
-"""EventConsumer: follows one publisher's KV events over ZMQ, whoever it is, and keeps an index right about it."""
+"""EventConsumer follows a publisher's KV events over ZMQ, and keeps an index right; who may read them: CURVE keys."""
 
 import contextlib
 import logging
 import os
 import re
+import socket
+import stat
+import struct
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Final, Literal, NamedTuple, Protocol, TypeAlias
 
 import xxhash
 import zmq
+from zmq.auth import load_certificate
+from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
-from kvtier.service.events.guard import CurveKeys
 from kvtier.service.events.wire import MAX_PAYLOAD, AllBlocksCleared, KVEvent, decode_batch, pieces
 from kvtier.tiers import ConfigError, FormatError
 
-END: Final = (-1).to_bytes(8, "big", signed=True)
-"""The sequence number behind the last replayed batch."""
+ZAP: Final = "inproc://zeromq.zap.01"  # where libzmq asks whether a key may connect (ZeroMQ RFC 27)
+
+_MAKE: Final = "make one by zmq.auth.create_certificates (docs/routing.md)"
+_KEY_LENGTH: Final = 32  # bytes; 40 characters in Z85
+_OTHERS: Final = stat.S_IRWXG | stat.S_IRWXO
+
+
+@dataclass(frozen=True, slots=True)
+class CurveKeys:
+    """One side's key pair and the other side's public key, in Z85. They count at tcp:// addresses alone."""
+
+    public: bytes
+    secret: bytes
+    other: bytes
+    lets_own_in: bool = False  # whoever has this very pair may connect, too: another node's daemon
+
+    @classmethod
+    def load(cls, section: str, own: Path | None, other_name: str, other: Path | None) -> "CurveKeys | None":
+        """From `[section] curve_key_file`, private, and the other side's file; None without them. ConfigError."""
+        if own is None or other is None:  # the configuration has both or none
+            return None
+        option = f'[{section}] curve_key_file "{own}"'
+        if not zmq.has("curve"):
+            raise ConfigError(f"{option}: this libzmq knows no CURVE; install pyzmq from a wheel")
+        public, secret = _certificate(option, own)
+        if secret is None:
+            raise ConfigError(f"{option}: no secret key in it; name the file that ends with .key_secret")
+        if own.stat().st_mode & _OTHERS:
+            raise ConfigError(f"{option}: others can read this secret; chmod 600 it")
+        return cls(public, secret, _certificate(f'[{section}] {other_name} "{other}"', other)[0])
+
+    def guard(self, bound: "zmq.Socket[bytes]", domain: bytes = b"kvtier") -> None:
+        """Before `bind`: let nobody in but whom `answer` does."""
+        bound.curve_server = True
+        bound.curve_publickey, bound.curve_secretkey = self.public, self.secret
+        bound.zap_domain = domain
+
+    def present(self, connecting: "zmq.Socket[bytes]") -> None:
+        """Before `connect`: say who we are, and talk to nobody but who has the other key."""
+        connecting.curve_serverkey = self.other
+        connecting.curve_publickey, connecting.curve_secretkey = self.public, self.secret
+
+    def answer(self, request: Sequence[bytes]) -> tuple[list[bytes], bool]:
+        """Reply to [version, number, domain, address, identity, mechanism, key] at `ZAP`; whether it lets in."""
+        mechanism, key = request[5:7] if len(request) == 7 else (b"", b"")
+        accepted = [z85.decode(each) for each in ([self.other, self.public] if self.lets_own_in else [self.other])]
+        known = mechanism == b"CURVE" and key in accepted
+        number = request[1] if len(request) > 1 else b""
+        return [b"1.0", number, *((b"200", b"OK") if known else (b"400", b"unknown key")), b"", b""], known
+
+
+def require_private(option: str, address: str) -> None:
+    """ConfigError if other users of this machine can reach an ipc:// address."""
+    name = address.removeprefix("ipc://")
+    if not address.startswith("ipc://") or name == "*":  # for which libzmq makes a directory of its own
+        return
+    where = f'[events] {option} "{address}"'
+    if name.startswith("@"):
+        raise ConfigError(f"{where}: everybody reaches a name without a file; use a path in a directory of mode 0700")
+    path = Path(name)
+    try:
+        mode = path.parent.stat().st_mode
+    except OSError as error:
+        raise ConfigError(f"{where}: {error.strerror}; make that directory, of mode 0700") from None
+    if mode & _OTHERS:
+        fix = "chmod 700 it, or set allow_remote"
+        raise ConfigError(f"{where}: others can enter {path.parent}, and events hold prompts; {fix}")
+
+
+def require_unused(option: str, address: str) -> None:
+    """ConfigError if somebody listens at an ipc:// address: libzmq would take it from them without notice."""
+    if not address.startswith("ipc://") or address == "ipc://*":
+        return
+    name = address.removeprefix("ipc://")
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect("\0" + name[1:] if name.startswith("@") else name)
+        except OSError:
+            return
+    raise ConfigError(f'[events] {option} "{address}": another process listens there; choose another path')
+
+
+def _certificate(option: str, path: Path) -> tuple[bytes, bytes | None]:
+    try:
+        public, secret = load_certificate(path)
+    except (OSError, ValueError):
+        raise ConfigError(f"{option}: no file with a CURVE key; {_MAKE}") from None
+    try:
+        keys = [z85.decode(key) for key in (public, secret) if key is not None]
+    except (KeyError, ValueError, struct.error):
+        keys = [b""]
+    if not all(len(key) == _KEY_LENGTH for key in keys):
+        raise ConfigError(f"{option}: a key in it is not {_KEY_LENGTH} bytes in Z85; {_MAKE}")
+    if secret is not None and zmq.curve_public(secret) != public:
+        raise ConfigError(f"{option}: the two keys in it are no pair; {_MAKE}")
+    return public, secret
+
+
+# --- batches in order ------------------------------------------------------------------------------------------------
+
+END: Final = (-1).to_bytes(8, "big", signed=True)  # the sequence number behind the last replayed batch
 
 MAX_HELD: Final = 4096  # batches that wait for earlier ones …
 MAX_HELD_BYTES: Final = 256 << 20  # … and their bytes
@@ -48,8 +153,7 @@ class ForgetAll(NamedTuple):
     """Forget everything that this publisher announced: what comes next stands alone."""
 
 
-Step = NumberedBatch | ForgetAll
-"""What to do next: apply a batch, or forget everything."""
+Step = NumberedBatch | ForgetAll  # what to do next: apply a batch, or forget everything
 
 
 class Sequencer:
@@ -76,7 +180,6 @@ class Sequencer:
 
     @property
     def wants(self) -> int | None:
-        """Where a replay has to begin. None if none is needed, or one is under way."""
         if not self._can_replay or self._asked is not None:
             return None
         if self.next is None:
@@ -89,7 +192,6 @@ class Sequencer:
 
     @property
     def is_live(self) -> bool:
-        """Whether everything that arrived was applied."""
         return self.next is not None and self.next > self._seen
 
     def start_over(self) -> None:
@@ -142,7 +244,6 @@ class Sequencer:
         return [] if batch.seq < self.next else [self._apply(batch)]
 
     def ended(self) -> list[Step]:
-        """The replay under way has brought all there is."""
         asked, self._asked = self._asked, None
         if asked is None:
             return []
@@ -156,7 +257,6 @@ class Sequencer:
         return steps
 
     def failed(self) -> list[Step]:
-        """The replay under way broke off: ask for it anew."""
         if self._asked is None:
             return []
         self.counts["failed_replays"] += 1
@@ -188,7 +288,6 @@ class Sequencer:
             self._num_held -= len(self._held.pop(seq).payload)
 
     def _skip(self) -> list[Step]:
-        """Go on with what there is behind the hole."""
         self.next = min(self._held, default=self._seen + 1)
         return [ForgetAll(), *self._drain()]
 
@@ -246,8 +345,6 @@ refused: its topic is of no model, or a key is wrong.
 
 
 class FeedState(NamedTuple):
-    """How far one publisher's events are to be trusted."""
-
     state: Standing
     seconds: float  # for how long
     seq: int | None  # of the last batch applied
@@ -287,9 +384,7 @@ class EventConsumer:
         keys: CurveKeys | None = None,
     ) -> None:
         """ConfigError if an address is none. The publisher need not run yet. `keys` are for tcp:// addresses."""
-        self.worker = worker
-        self._keys = keys
-        self._sink = sink
+        self.worker, self._keys, self._sink = worker, keys, sink
         self._publish_address = publish
         self._again_at = float("inf")  # when to connect anew: libzmq does not, once its key was refused
         self._topic = None if topic is None else topic.encode()
@@ -326,7 +421,6 @@ class EventConsumer:
 
     @property
     def state(self) -> FeedState:
-        """As of now; for any thread."""
         now, following = time.monotonic(), self._sequencer.next
         return FeedState(
             self._shown,
@@ -339,7 +433,6 @@ class EventConsumer:
 
     @property
     def is_live(self) -> bool:
-        """Whether what is known can be believed; for any thread."""
         return self._shown == "live"
 
     def stop(self) -> None:
@@ -350,11 +443,7 @@ class EventConsumer:
                 os.eventfd_write(self._wake, 1)
 
     def close(self, timeout: float = _LAST) -> bool:
-        """Read no more. What the worker held stays in the sink: drop it there. Idempotent.
-
-        False if the thread has not ended after `timeout` seconds. It ends once it has unpacked a batch, and does not
-        keep the process from ending.
-        """
+        """Read no more; what was held stays in the sink. False: it still unpacks a batch. Idempotent."""
         self.stop()
         self._thread.join(timeout)
         return not self._thread.is_alive()
@@ -399,12 +488,12 @@ class EventConsumer:
             os.close(self._wake)
 
     def _turn(self) -> None:
-        for socket in self._wait():
-            if socket is self._monitor:
+        for ready in self._wait():
+            if ready is self._monitor:
                 self._take_notice()
-            elif socket is self._subscriber:
+            elif ready is self._subscriber:
                 self._read_live(self._subscriber)
-            elif socket is self._replay:
+            elif ready is self._replay:
                 self._read_replay(self._replay)
         self._pass_time()
 
@@ -412,17 +501,16 @@ class EventConsumer:
         poller = zmq.Poller()
         poller.register(self._wake, zmq.POLLIN)
         sockets = [self._monitor, self._subscriber, *([self._replay] if self._replay is not None else [])]
-        for socket in sockets:
-            poller.register(socket, zmq.POLLIN)
+        for each in sockets:
+            poller.register(each, zmq.POLLIN)
         seconds = min(_SILENCE, max(0.0, min(self._due, self._again_at) - time.monotonic()))
         ready = dict(poller.poll(int(1000 * seconds) + 1))
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake)
-        return [socket for socket in sockets if socket in ready]
+        return [each for each in sockets if each in ready]
 
     @property
     def _due(self) -> float:
-        """When something is due without a message: never, if there is no replay to ask for."""
         if self._replay is not None:
             return self._replay_due
         if self._replay_address is None or not self._connected:
@@ -454,40 +542,33 @@ class EventConsumer:
                 self._subscriber.recv_multipart(zmq.DONTWAIT)
                 self._counts["dropped"] += 1
 
-    def _has_time(self) -> Iterator[None]:
-        """Once for each batch that may still be read in this turn."""
+    def _received(self, socket: "zmq.Socket[bytes]", skip: int = 0) -> Iterator[NumberedBatch | FormatError | None]:
+        """What may be read in this turn, behind the first `skip` frames; None: a replay's end."""
         end = time.monotonic() + _TURN_TIME
         for _ in range(_TURN):
             if self._stopped or time.monotonic() >= end:
                 return
-            yield
-
-    def _read_live(self, socket: "zmq.Socket[bytes]") -> None:
-        for _ in self._has_time():
             try:
-                frames = socket.recv_multipart(zmq.DONTWAIT)
-            except zmq.Again:
-                return
-            self._last_message_at, self._answers = time.monotonic(), True
-            try:
-                batch = NumberedBatch.parse(frames)
-            except FormatError as error:
-                self._malformed(error)
-                continue
-            if batch is not None:
-                self._do(self._sequencer.live(batch))
-
-    def _read_replay(self, socket: "zmq.Socket[bytes]") -> None:
-        for _ in self._has_time():
-            try:
-                _, *frames = socket.recv_multipart(zmq.DONTWAIT)
+                frames = socket.recv_multipart(zmq.DONTWAIT)[skip:]
             except zmq.Again:
                 return
             self._answers = True
             try:
-                batch = NumberedBatch.parse(frames)
+                batch: NumberedBatch | FormatError | None = NumberedBatch.parse(frames)
             except FormatError as error:
                 self._malformed(error)
+                batch = error
+            yield batch
+
+    def _read_live(self, socket: "zmq.Socket[bytes]") -> None:
+        for batch in self._received(socket):
+            self._last_message_at = time.monotonic()
+            if isinstance(batch, NumberedBatch):
+                self._do(self._sequencer.live(batch))
+
+    def _read_replay(self, socket: "zmq.Socket[bytes]") -> None:
+        for batch in self._received(socket, 1):
+            if isinstance(batch, FormatError):
                 self._hang_up(_PAUSE)
                 return
             self._do(self._sequencer.ended() if batch is None else self._sequencer.replayed(batch))
@@ -498,7 +579,6 @@ class EventConsumer:
                 return
 
     def _pass_time(self) -> None:
-        """Connect anew if that is due, give up a replay that is late, ask for one that is due."""
         now = time.monotonic()
         if now >= self._again_at:
             self._again_at = float("inf")
@@ -523,7 +603,6 @@ class EventConsumer:
         self._sequencer.asked(first)
 
     def _hang_up(self, pause: float) -> None:
-        """No replay is read any more; the next may be asked for after `pause` seconds."""
         self._do(self._sequencer.failed())
         self._replay_due = time.monotonic() + pause
         if self._replay is not None:

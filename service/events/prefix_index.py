@@ -95,7 +95,6 @@ class PrefixIndex:
 
     @property
     def num_blocks(self) -> int:
-        """Different blocks that any worker holds."""
         return len(self._masks)
 
     def holdings(self, worker: str) -> dict[str, int]:
@@ -105,8 +104,11 @@ class PrefixIndex:
 
     def apply(self, worker: str, event: KVEvent) -> None:
         """Apply what a worker announced. The caller keeps the order in which it did."""
-        if isinstance(event, AllBlocksCleared):
-            self._clear(worker)
+        if isinstance(event, AllBlocksCleared):  # of vLLM, whose events name KV groups, only what is on the GPU
+            with self._lock:
+                known = self._worker(worker)
+            self._release_all(known, self._every if known.group is None else 1)
+            known.has_forgotten = known.has_forgotten and bool(known.names)
             return
         with self._lock:
             known = self._worker(worker)
@@ -121,7 +123,6 @@ class PrefixIndex:
                     self._make_room()
 
     def drop(self, worker: str) -> None:
-        """Forget a worker and all it holds. Others are served meanwhile."""
         with self._lock:
             known = self._workers.pop(worker, None)
             if known is None:
@@ -132,17 +133,14 @@ class PrefixIndex:
             self._free.append(known.slot)
 
     def matches(self, sequence_hashes: Sequence[int]) -> dict[str, dict[str, int]]:
-        """For each worker that holds the first block: how many leading blocks it holds, by the best tier of each.
-
-        `sequence_hashes` from `prompt_hashes`, with this index's block size.
-        """
+        """For each worker with the first block: its leading blocks, by the best tier of each."""
         with self._lock:
             found: dict[str, dict[str, int]] = {}
             masks = list(takewhile(bool, map(self._masks.get, sequence_hashes, repeat(0))))
             tally, counted = Counter[int](), 0  # of leading blocks, by mask
             alive = frozenset(slot for slot, worker in enumerate(self._slots) if worker is not None)
             for mask in dict.fromkeys(masks):  # prefixes end where a mask appears first; few are different
-                held = self._holders(mask)
+                held = frozenset(slot for slot in alive if mask >> slot * self._width & self._every)
                 if not alive <= held:
                     end = masks.index(mask, counted)
                     tally.update(masks[counted:end])
@@ -263,7 +261,6 @@ class PrefixIndex:
                 )
 
     def _tiers(self, worker: _Worker, name: int, sequence: int) -> int:
-        """The tiers in which the worker has the block under this name, as bits."""
         if sequence in worker.several:
             return worker.several[sequence][worker.key(name, sequence)]
         return self._masks[sequence] >> worker.shift & self._every
@@ -328,13 +325,6 @@ class PrefixIndex:
             self._shared.clear()
         self._masks[sequence] = self._shared.setdefault(mask, mask)
 
-    def _clear(self, who: str) -> None:
-        """Drop all that a worker holds. Of vLLM, whose events name KV groups, only what is on the GPU."""
-        with self._lock:
-            worker = self._worker(who)
-        self._release_all(worker, self._every if worker.group is None else 1)
-        worker.has_forgotten = worker.has_forgotten and bool(worker.names)
-
     def _release_all(self, worker: _Worker, tiers: int) -> None:
         """Drop what it has in these tiers, the last stored first. In pieces, so that others get the lock in between."""
         names = list(worker.names)
@@ -345,11 +335,7 @@ class PrefixIndex:
                         self._release(worker, name, here)
             del names[-_PIECE:]
 
-    def _holders(self, mask: int) -> frozenset[int]:
-        return frozenset(slot for slot in range(len(self._slots)) if mask >> slot * self._width & self._every)
-
     def _split(self, slot: int, tally: Mapping[int, int]) -> tuple[str, dict[str, int]]:
-        """The worker's name, and the counted blocks by the best tier it has each in."""
         by_tier = [0] * self._width
         for mask, count in tally.items():
             bits = mask >> slot * self._width & self._every

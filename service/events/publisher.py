@@ -8,28 +8,17 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 import zmq
 
-from kvtier.service.events.consumer import END, NumberedBatch
-from kvtier.service.events.guard import ZAP, CurveKeys, require_private, require_unused
-from kvtier.service.events.wire import (
-    MAX_PAYLOAD,
-    AllBlocksCleared,
-    BlockRemoved,
-    BlockStored,
-    EventBatch,
-    KVEvent,
-    encode_batch,
-    external_hash,
-    namespace_of,
-    topic_of,
-)
+from kvtier.service.events import wire
+from kvtier.service.events.consumer import END, ZAP, CurveKeys, NumberedBatch, require_private, require_unused
+from kvtier.service.events.wire import AllBlocksCleared, BlockStored, KVEvent, external_hash
 from kvtier.tiers import L2, TIERS, BlockRecord, ChainHash, ConfigError, TierKind
 from kvtier.tiers.config import EventsConfig
-from kvtier.tiers.hierarchy import Event, Removed
+from kvtier.tiers.hierarchy import Event, EventSource, Removed, TierEvents
 from kvtier.tiers.naming import is_named_by, root_hash
 
 MAX_RUN: Final = 512  # blocks in one event
@@ -55,7 +44,6 @@ class AnnouncedBlocks:
     """
 
     def __init__(self, fingerprint: bytes) -> None:
-        """Reads the table of tiers, once."""
         self._tiers = tuple(TIERS.values())
         self._places = {kind.name: place for place, kind in enumerate(self._tiers)}  # a tier → its bit
         self._roots: dict[ChainHash, str | None] = {root_hash(fingerprint): None}  # a root → its namespace
@@ -70,10 +58,10 @@ class AnnouncedBlocks:
         """Chains begin at `root`, a tenant's or an adapter's: announce what is held behind it, now and later."""
         if root in self._roots:
             return []
-        self._roots[root] = namespace_of(root)
+        self._roots[root] = wire.namespace_of(root)
         lines = self._lines()
         for child in self._children.get(root, ()):
-            self._announce(child, lines)
+            self._spread(child, lines, is_whole=True)
         return lines.events
 
     def apply(self, event: Event) -> list[KVEvent]:
@@ -89,7 +77,6 @@ class AnnouncedBlocks:
         return lines.events
 
     def clear(self) -> list[KVEvent]:
-        """The tiers are closed: they hold nothing any more."""
         lines = self._lines()
         for name, block in self._blocks.items():
             for tier in _bits(block.tiers) if block.is_announced else ():
@@ -100,7 +87,6 @@ class AnnouncedBlocks:
         return lines.events
 
     def snapshot(self) -> list[KVEvent]:
-        """All that is announced, for a reader who knows nothing: parents first."""
         lines = self._lines()
         for name in self._in_order():
             for tier in _bits(self._blocks[name].tiers):
@@ -124,7 +110,6 @@ class AnnouncedBlocks:
         return _Lines(self._roots, self._tiers)
 
     def _in_order(self) -> Iterator[ChainHash]:
-        """Blocks whose chain is held, chain by chain."""
         waiting = [child for root in self._roots for child in self._children.get(root, ())]
         while waiting:
             name = waiting.pop()
@@ -146,7 +131,7 @@ class AnnouncedBlocks:
         if block.is_announced:
             lines.stored(name, block, tier)
         elif block.parent in self._roots or (block.parent in self._blocks and self._blocks[block.parent].is_announced):
-            self._announce(name, lines)
+            self._spread(name, lines, is_whole=True)
 
     def _remove(self, name: ChainHash, tier: int, lines: "_Lines") -> None:
         block = self._blocks.get(name)
@@ -159,38 +144,28 @@ class AnnouncedBlocks:
             self.num_hidden -= 1
         if block.tiers:
             return
-        self._retract(name, lines)
+        self._spread(name, lines, is_whole=False)
         del self._blocks[name]
         siblings = self._children[block.parent]
         del siblings[name]
         if not siblings:
             del self._children[block.parent]
 
-    def _announce(self, name: ChainHash, lines: "_Lines") -> None:
-        """The block's chain is whole: announce it and what waits behind it."""
-        waiting = [name]
+    def _spread(self, name: ChainHash, lines: "_Lines", *, is_whole: bool) -> None:
+        """The block's chain is whole now, or broken: say so of it and of what stands behind it."""
+        waiting, sign = [name], 1 if is_whole else -1
         while waiting:
             name = waiting.pop()
             block = self._blocks[name]
-            block.is_announced = True
-            self.num_announced += 1
-            self.num_hidden -= bool(block.tiers & self._in_host)
-            for tier in _bits(block.tiers):
-                lines.stored(name, block, tier)
-            waiting += self._children.get(name, ())
-
-    def _retract(self, name: ChainHash, lines: "_Lines") -> None:
-        """The block's chain is broken: announce it and what stands behind it as removed."""
-        waiting = [name]
-        while waiting:
-            name = waiting.pop()
-            block = self._blocks[name]
-            if block.is_announced:
-                block.is_announced = False
-                self.num_announced -= 1
-                self.num_hidden += bool(block.tiers & self._in_host)
+            if block.is_announced is not is_whole:
+                block.is_announced = is_whole
+                self.num_announced += sign
+                self.num_hidden -= sign * bool(block.tiers & self._in_host)
                 for tier in _bits(block.tiers):
-                    lines.removed(name, tier)
+                    if is_whole:
+                        lines.stored(name, block, tier)
+                    else:
+                        lines.removed(name, tier)
                 waiting += self._children.get(name, ())
 
 
@@ -198,14 +173,12 @@ class _Lines:
     """Events in the making: blocks that follow one another in a chain and a tier become one event."""
 
     def __init__(self, roots: Mapping[ChainHash, str | None], tiers: Sequence[TierKind]) -> None:
-        self._roots = roots
-        self._tiers = tiers
+        self._roots, self._tiers = roots, tiers
         self._runs: list[tuple[int, list[tuple[ChainHash, _Block]]]] = []
         self._gone: dict[int, list[ChainHash]] = {}
         self._events: list[KVEvent] = []
 
     def stored(self, name: ChainHash, block: _Block, tier: int) -> None:
-        """A block is in a tier; its parent is known to the reader."""
         self._close(removed=True)
         for number, run in reversed(self._runs):
             if number == tier and run[-1][0] == block.parent and len(run) < MAX_RUN:
@@ -221,7 +194,6 @@ class _Lines:
 
     @property
     def events(self) -> list[KVEvent]:
-        """All of them; call it once, at the end."""
         self._close(stored=True, removed=True)
         return self._events
 
@@ -233,7 +205,7 @@ class _Lines:
             for tier, names in self._gone.items():
                 for i in range(0, len(names), MAX_RUN):
                     hashes = [external_hash(name) for name in names[i : i + MAX_RUN]]
-                    self._events.append(BlockRemoved(hashes, self._tiers[tier].medium))
+                    self._events.append(wire.BlockRemoved(hashes, self._tiers[tier].medium))
             self._gone.clear()
 
     def _stored(self, tier: int, run: Sequence[tuple[ChainHash, _Block]]) -> BlockStored:
@@ -261,7 +233,7 @@ _log = logging.getLogger(__name__)
 
 MAX_WAITING: Final = 16_384  # blocks handed over and not yet published: past it `has_room` is false
 MAX_BATCH: Final = 4096  # blocks in one batch …
-MAX_BATCH_BYTES: Final = MAX_PAYLOAD // 4  # … and its bytes, unless one event alone has more, as of huge blocks
+MAX_BATCH_BYTES: Final = wire.MAX_PAYLOAD // 4  # … and its bytes, unless one event alone has more, as of huge blocks
 MOST: Final = 512  # blocks of one tier taken at a time …
 _PUMPS: Final = 4  # and how often in one go
 MAX_ROOTS: Final = 65_536  # tenants of one model whose blocks are announced; those of others are not
@@ -276,15 +248,7 @@ _POLL: Final = 1000  # milliseconds without anything to do
 _BUSY_POLL: Final = 5  # milliseconds while a subscriber reads its replay slowly
 
 
-class Source(Protocol):
-    """Tiers that say which blocks come and go: an `EventSource` or a `TierEvents` of the hierarchy."""
-
-    @property
-    def waiting(self) -> bool:
-        """Whether there may be something to take."""
-
-    def take(self, limit: int) -> list[Event]:
-        """What happened since the last time; at most `limit` new blocks of each tier."""
+Source = EventSource | TierEvents  # tiers that say which blocks come and go
 
 
 class Publisher:
@@ -296,10 +260,7 @@ class Publisher:
     """
 
     def __init__(self, config: EventsConfig, dp_rank: int = 0, *, has_peers: bool = False) -> None:
-        """Bind. Raises ConfigError if an address cannot be bound.
-
-        With `has_peers` other nodes' daemons may follow, too: with CURVE keys, whoever has the publishers' own pair.
-        """
+        """Bind. ConfigError. `has_peers`: with CURVE keys, whoever has the publishers' own pair may follow, too."""
         assert config.publish is not None
         self._dp_rank = dp_rank
         self._topic, self._form = config.topic, config.form
@@ -342,11 +303,9 @@ class Publisher:
         return self._num_waiting < MAX_WAITING
 
     def feed(self, fingerprint: bytes, *sources: Source) -> "TierFeed":
-        """A feed that announces what a model's tiers hold, from now on, whenever it is `pump`ed."""
         return TierFeed(self, fingerprint, sources)
 
     def announce(self, fingerprint: bytes, events: Sequence[Event]) -> None:
-        """Publish what changed in a model's tiers, soon, in the order of the calls."""
         num_blocks = sum(len(event.hashes) if isinstance(event, Removed) else len(event.blocks) for event in events)
         self._submit(num_blocks, lambda: self._apply(fingerprint, events))
 
@@ -355,7 +314,6 @@ class Publisher:
         self._submit(1, lambda: self._send(fingerprint, self._announced_of(fingerprint).begin_at(root)))
 
     def forget(self, fingerprint: bytes) -> None:
-        """The model's tiers are closed: nothing of it is held any more."""
         self._submit(1, lambda: self._send(fingerprint, self._announced_of(fingerprint).clear()))
 
     def tells_all(self, fingerprint: bytes) -> bool:
@@ -448,7 +406,6 @@ class Publisher:
             self._serve(client)
 
     def _judge(self) -> None:
-        """Say whether somebody's key may connect."""
         request = self._asking.recv_multipart()
         assert self._keys is not None
         reply, is_known = self._keys.answer(request)
@@ -480,12 +437,11 @@ class Publisher:
         self._publish.send_multipart(sent.frames)  # a PUB socket never waits: it drops what nobody takes
 
     def _batch(self, seq: int, fingerprint: bytes, events: Sequence[KVEvent]) -> NumberedBatch:
-        topic = topic_of(fingerprint) if self._topic is None else self._topic
-        batch = EventBatch(time.time(), events, self._dp_rank)
-        return NumberedBatch(seq, topic.encode(), encode_batch(batch, self._form))
+        topic = wire.topic_of(fingerprint) if self._topic is None else self._topic
+        batch = wire.EventBatch(time.time(), events, self._dp_rank)
+        return NumberedBatch(seq, topic.encode(), wire.encode_batch(batch, self._form))
 
     def _accept(self, socket: "zmq.Socket[bytes]") -> None:
-        """Take in requests: `[client, "", first wanted]`."""
         for _ in range(_MAX_REPLAYS):
             try:
                 frames = socket.recv_multipart(zmq.DONTWAIT)
@@ -499,7 +455,6 @@ class Publisher:
             self._replays[frames[0]] = _Replay(self._from(first))
 
     def _from(self, first: int) -> Iterator[list[bytes]]:
-        """The frames that answer whoever wants all from `first` on, as of now."""
         kept = [sent for sent in self._buffer if sent.seq >= first]
         if self.seq > first and (not kept or kept[0].seq > first):
             self.counts["snapshots"] += 1
@@ -540,15 +495,11 @@ class TierFeed:
     """Hands what changes in one model's tiers to a publisher. Their owner calls it, on one thread; it never waits."""
 
     def __init__(self, publisher: Publisher, fingerprint: bytes, sources: Sequence[Source]) -> None:
-        """`sources` are of different tiers, and have no reader yet."""
-        self._publisher = publisher
-        self._fingerprint = fingerprint
-        self._sources = sources
+        self._publisher, self._fingerprint, self._sources = publisher, fingerprint, sources
         self._roots: dict[ChainHash, None] = {}
         self._has_all_roots = True
 
     def begin_at(self, root: ChainHash) -> None:
-        """Chains begin at `root`, a tenant's or an adapter's: say so when it is first met."""
         if root not in self._roots:
             if len(self._roots) >= MAX_ROOTS:
                 self._has_all_roots = False
@@ -581,7 +532,6 @@ class _Replay:
         self.advance()
 
     def advance(self) -> None:
-        """Go on to the next message. `frames` is None if none is left."""
         self.frames = next(self._messages, None)
         self._moved = time.monotonic()
 

@@ -77,10 +77,7 @@ def external_hash(digest: bytes) -> int:
 
 
 def namespace_of(root: ChainHash) -> str:
-    """What stands for a chain's root in events: an extra key of its first block, unless it is its model's plain root.
-
-    Nobody can compute the salt or the adapter from it.
-    """
+    """Stands in events for a chain's root that is not its model's plain one; nobody can compute the salt from it."""
     return hashlib.sha256(_NAMESPACE_TAG + root).hexdigest()[:32]
 
 
@@ -94,10 +91,7 @@ def as_u64(name: ExternalHash) -> int:
 
 
 def pieces(event: KVEvent, most: int) -> Iterator[KVEvent]:
-    """The event as several of at most `most` blocks each, which say the same one after another.
-
-    The whole event if its tokens do not fill its blocks: then it cannot be cut.
-    """
+    """The event as several of at most `most` blocks each; whole if its tokens do not fill its blocks."""
     if isinstance(event, AllBlocksCleared) or len(event.block_hashes) <= most:
         yield event
         return
@@ -209,8 +203,6 @@ _Name: TypeAlias = int | Annotated[bytes, Meta(min_length=8, max_length=_MAX_NAM
 
 
 class _Stored(Struct, tag_field="type", tag="BlockStored"):
-    """What a publisher of any version says of stored blocks."""
-
     block_hashes: tuple[_Name, ...]
     parent_block_hash: _Name | None
     token_ids: list[int]

@@ -1,20 +1,14 @@
-from .chain import PromptChain, explain_chain, held_by_tenants, is_unknown, tenant_name
-from .lines import ExplainedLines, Explanation, explained
-from .request_log import UNSALTED, LoggedRequest, Recent, RequestLog, client_of, tenant_of
-
-__all__ = [
-    "UNSALTED",
-    "ExplainedLines",
-    "Explanation",
-    "LoggedRequest",
-    "PromptChain",
-    "Recent",
-    "RequestLog",
-    "client_of",
-    "explain_chain",
-    "explained",
-    "held_by_tenants",
-    "is_unknown",
-    "tenant_name",
-    "tenant_of",
-]
+from .chain import PromptChain as PromptChain
+from .chain import explain_chain as explain_chain
+from .chain import held_by_tenants as held_by_tenants
+from .chain import is_unknown as is_unknown
+from .chain import tenant_name as tenant_name
+from .lines import ExplainedLines as ExplainedLines
+from .lines import Explanation as Explanation
+from .lines import explained as explained
+from .request_log import UNSALTED as UNSALTED
+from .request_log import LoggedRequest as LoggedRequest
+from .request_log import Recent as Recent
+from .request_log import RequestLog as RequestLog
+from .request_log import client_of as client_of
+from .request_log import tenant_of as tenant_of

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -16,34 +16,24 @@ from kvtier.tiers.hierarchy import Hierarchy
 from kvtier.tiers.naming import chain_hashes, is_named_by
 from kvtier.tiers.pool import MAX_CHILDREN, NEVER_SEEN, Departure
 
+if TYPE_CHECKING:
+    from kvtier.tiers.copies import BlockPool
+
 SHORT: Final = "short"  # the prompt has less than a block: nothing of it is ever stored
 ELSEWHERE: Final = "absent"  # nobody here knows: the daemon does
 
-LooksUp = Callable[[Sequence[ChainHash]], int]
-"""Names of a chain → how many leading ones are held."""
-
-
-class FirstTier(Protocol):
-    """An engine's own blocks."""
-
-    def lookup(self, hashes: Sequence[ChainHash]) -> int:
-        """How many leading blocks are held."""
-
-    def children(self, parent: ChainHash, start: bytes = b"") -> Sequence[ChildBlock]:
-        """Held blocks that follow this one."""
+LooksUp = Callable[[Sequence[ChainHash]], int]  # names of a chain → how many leading ones are held
 
 
 @dataclass(frozen=True, slots=True)
 class PromptChain:
-    """The blocks of one prompt."""
-
     names: Sequence[ChainHash]
     root: ChainHash  # the name before the first
     block_size: int  # tokens
     tokens: Sequence[int] = ()  # the whole prompt; none: its blocks are known by name alone
 
 
-def explain_chain(model: str, chain: PromptChain, hierarchy: Hierarchy | None, first: FirstTier | None = None) -> Json:
+def explain_chain(name: str, chain: PromptChain, hierarchy: Hierarchy | None, first: "BlockPool | None" = None) -> Json:
     """What is held of the chain, and why not the rest. `hierarchy`: None if the tiers below are not of this process.
 
     Looks at held blocks behind the chain's own only, so that no other tenant's tokens are told.
@@ -52,7 +42,7 @@ def explain_chain(model: str, chain: PromptChain, hierarchy: Hierarchy | None, f
     tiers = _tiers_of(names, hierarchy, first)
     known = tiers.index(None) if None in tiers else len(names)
     answer: Json = {
-        "model": model,
+        "model": name,
         "block_size": size,
         "tokens": len(chain.tokens) or len(names) * size,
         "blocks": len(names),
@@ -87,10 +77,7 @@ def explain_chain(model: str, chain: PromptChain, hierarchy: Hierarchy | None, f
 def held_by_tenants(
     chain: PromptChain, roots: Iterable[tuple[ChainHash, str]], lookup: LooksUp, least: int, scheme: str
 ) -> list[Json]:
-    """Other tenants that hold more than `least` blocks of the same tokens: whose they are, and how many.
-
-    `roots`: those of their chains, with what to call them.
-    """
+    """Other tenants that hold more than `least` blocks of the same tokens. `roots`: their chains', and their names."""
     found: list[Json] = []
     first = chain.tokens[: chain.block_size]
     for root, name in roots:
@@ -102,17 +89,14 @@ def held_by_tenants(
 
 
 def tenant_name(root: ChainHash, unsalted: ChainHash) -> str:
-    """As the request log calls the tenant whose chains begin there."""
     return UNSALTED if root == unsalted else f"{client_of(root):08x}"
 
 
 def is_unknown(cause: Json | None) -> bool:
-    """Whether nothing is known of the missing block itself."""
     return cause is not None and cause["name"] in (NEVER_SEEN, ELSEWHERE)
 
 
-def _tiers_of(names: Sequence[ChainHash], hierarchy: Hierarchy | None, first: FirstTier | None) -> list[str | None]:
-    """The tier nearest to the engine that holds each block; None: none does."""
+def _tiers_of(names: Sequence[ChainHash], hierarchy: Hierarchy | None, first: "BlockPool | None") -> list[str | None]:
     tiers: list[str | None] = [None] * len(names)
     held: list[tuple[str, Sequence[bool]]] = []
     if hierarchy is not None:
@@ -134,7 +118,6 @@ def _quicker_computed(tiers: Sequence[str | None], hierarchy: Hierarchy, size: i
 
 
 def _runs(tiers: Sequence[str | None]) -> list[Json]:
-    """Consecutive blocks of one tier as one row."""
     runs: list[Json] = []
     first = 0
     for tier, group in groupby(tiers):
@@ -144,7 +127,7 @@ def _runs(tiers: Sequence[str | None]) -> list[Json]:
     return runs
 
 
-def _children(hierarchy: Hierarchy | None, first: FirstTier | None, parent: ChainHash) -> list[ChildBlock]:
+def _children(hierarchy: Hierarchy | None, first: "BlockPool | None", parent: ChainHash) -> list[ChildBlock]:
     """Held blocks that follow the same block as the missing one; behind a block they are of the same salt as it."""
     found = [] if first is None else [*first.children(parent)]
     if hierarchy is not None:

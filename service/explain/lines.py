@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 from kvtier.connector import named_line
+from kvtier.service import Json
 from kvtier.service.observe import StatusPart
 from kvtier.tiers import TIERS
 from kvtier.tiers.config import show_size
@@ -18,12 +19,12 @@ _PART: Final = 4  # a quarter of a block has to be the same, or it is another pr
 def num_alike(mine: Sequence[int], theirs: Sequence[int]) -> int:
     """Tokens that are the same: of their beginnings, or of runs at any place. 0 if that is less than a quarter."""
     same = next((i for i, (one, other) in enumerate(zip(mine, theirs, strict=False)) if one != other), len(theirs))
-    runs = len(_runs(mine) & _runs(theirs))
+    runs = len(_token_runs(mine) & _token_runs(theirs))
     alike = max(same, runs and runs + _RUN - 1)
     return alike if _PART * alike >= len(mine) else 0
 
 
-def _runs(tokens: Sequence[int]) -> set[tuple[int, ...]]:
+def _token_runs(tokens: Sequence[int]) -> set[tuple[int, ...]]:
     return {tuple(tokens[at : at + _RUN]) for at in range(len(tokens) - _RUN + 1)}
 
 
@@ -77,16 +78,11 @@ _FURTHER: Final = 16  # places
 
 
 class Difference(NamedTuple):
-    """What differs, in words."""
-
     line: str
     advice: str
 
 
-def finding(
-    differs: dict[str, Any], decode: Decode | None, before: Sequence[int], special: Collection[int]
-) -> Difference:
-    """What differs, as far as can be told. Both prompts have the tokens `before` in front of these."""
+def finding(differs: Json, decode: Decode | None, before: Sequence[int], special: Collection[int]) -> Difference:
     at, mine, theirs = differs["same"], differs["tokens"], differs["held_tokens"]
     is_another = differs["token"] == at and not num_alike(
         mine, theirs
@@ -137,7 +133,6 @@ _KEY: Final = re.compile(r'"[\w.$-]*(?:"\s*:|"?$)')  # of a JSON object; perhaps
 
 
 def _known_cause(mine: str, theirs: str) -> Difference | None:
-    """What an option of ours helps against; None: it is nothing of these."""
     same = _same(mine, theirs)
     if same < 0:
         return None
@@ -159,12 +154,10 @@ def _known_cause(mine: str, theirs: str) -> Difference | None:
 
 
 def _same(mine: str, theirs: str) -> int:
-    """Where two texts part."""
     return next((i for i, (one, other) in enumerate(zip(mine, theirs, strict=False)) if one != other), -1)
 
 
 def _at(pattern: re.Pattern[str], text: str, place: int) -> str | None:
-    """What matches there."""
     return next((m.group() for m in pattern.finditer(text) if m.start() <= place < m.end()), None)
 
 
@@ -196,7 +189,6 @@ def changing_part(mine: str, theirs: str) -> tuple[str, str, str] | None:
 
 
 def _shifted(mine: Sequence[int], theirs: Sequence[int]) -> tuple[str, list[int]] | None:
-    """Whose prompt has some tokens more at the difference, and which; None: neither has."""
     size = min(len(mine), len(theirs))
     for more in range(1, min(_FURTHER, size // 2, size - _MANY) + 1):
         if list(mine[more:size]) == list(theirs[: size - more]):
@@ -258,10 +250,7 @@ _CAUSES: Final = {
 def explained(
     answer: dict[str, Any], decode: Decode | None = None, tokens: Sequence[int] = (), special: Collection[int] = ()
 ) -> Iterator[str]:
-    """Lines for people; the last one says what to do.
-
-    `tokens` is the prompt, `decode` makes text of some, `special` are those that templates write.
-    """
+    """Lines for people, advice last. `tokens`: the prompt; `special`: tokens that templates write."""
     size = answer["block_size"]
     for run in answer["runs"]:
         last = run["first"] + run["blocks"] - 1
@@ -379,8 +368,6 @@ class OtherTenant(StatusPart):
 
 
 class Explanation(StatusPart):
-    """A daemon's answer; `explained` makes lines of it."""
-
     block_size: int
     tokens: int
     runs: list[BlockRun]
@@ -395,6 +382,4 @@ class Explanation(StatusPart):
 
 
 class ExplainedLines(StatusPart):
-    """What an engine's answer has for people, or a router's."""
-
     lines: list[str]

@@ -4,14 +4,14 @@ import json
 import logging
 import os
 from collections import Counter, OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from queue import Empty, Full, Queue
 from threading import Lock, Thread
-from typing import Final, Generic, Protocol, Self, TypeVar
+from typing import Final, Generic, Self, TypeVar
 
 from kvtier.tiers import ChainHash, ConfigError
 from kvtier.tiers.naming import root_hash
@@ -24,19 +24,11 @@ MOST_ITEMS: Final = 1 << 20  # tokens, or names of blocks
 UNSALTED: Final = "no salt"
 
 
-class Sized(Protocol):
-    """What is known of one request."""
-
-    @property
-    def num_items(self) -> int:
-        """Tokens or names that it keeps."""
-
-
 T = TypeVar("T", bound=Sized)
 
 
 class Recent(Generic[T]):
-    """What ended last, the oldest goes first. Thread-safe."""
+    """What ended last, of so many tokens or names in all; the oldest goes first. Thread-safe."""
 
     def __init__(self, most_requests: int = MOST_REQUESTS, most_items: int = MOST_ITEMS) -> None:
         self._lock = Lock()
@@ -49,11 +41,11 @@ class Recent(Generic[T]):
         key = client, request_id
         with self._lock:
             if (before := self._known.pop(key, None)) is not None:
-                self._num_items -= before.num_items
+                self._num_items -= len(before)
             self._known[key] = request
-            self._num_items += request.num_items
+            self._num_items += len(request)
             while len(self._known) > self._most_requests or self._num_items > self._most_items:
-                self._num_items -= self._known.popitem(last=False)[1].num_items
+                self._num_items -= len(self._known.popitem(last=False)[1])
 
     def find(self, client: int, request_id: str) -> T | None:
         with self._lock:
@@ -85,8 +77,6 @@ _FLAGS: Final = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NON
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoggedRequest:
-    """What is told of one request."""
-
     id: str  # "": it had none
     tenant: str  # as `tenant_of` has it
     prompt_tokens: int
@@ -98,7 +88,6 @@ class LoggedRequest:
     end: str = "ended"  # how it ended, as far as that is known
 
     def line(self) -> bytes:
-        """As JSON, with the time now."""
         told = {
             "time": datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z"),
             "id": self.id or None,
@@ -115,10 +104,7 @@ class LoggedRequest:
 
 
 class RequestLog:
-    """Appends lines to one file. `write` never waits: a line too many, or one that the disk refuses, is counted.
-
-    A file that was moved or removed is made anew, so that logs may be rotated.
-    """
+    """Appends lines to one file, anew where it was rotated. `write` never waits: a lost line is counted."""
 
     def __init__(self, path: Path, option: str, *, most_waiting: int = _MOST_WAITING) -> None:
         """Opens the file. ConfigError, which names the `option`, if it cannot be written."""
@@ -136,18 +122,15 @@ class RequestLog:
 
     @classmethod
     def opened(cls, path: Path | None, option: str) -> Self | None:
-        """The log, if there is to be one."""
         return None if path is None else cls(path, option)
 
     def write(self, request: LoggedRequest) -> None:
-        """Have a line written. From any thread."""
         try:
             self._waiting.put_nowait(request)
         except Full:
             self.counts["queue_full"] += 1
 
     def close(self) -> None:
-        """Write what waits, for some seconds at most. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True

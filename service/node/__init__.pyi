@@ -1,48 +1,23 @@
-from .daemon import Daemon
-from .lookups import OptimumWatch, TraceRecorder, WatchedModel
-from .memory_use import MemoryUse, memory
-from .namespaces import Namespace, OperatorHold
-from .operators import (
-    BlockSelection,
-    NotFound,
-    Pins,
-    PinView,
-    explain,
-    explain_request,
-    held_open,
-    hold_open,
-    name_of,
-    release_hold,
-)
-from .peer_server import PeerFeeds, PeerServer
-from .quota import MAX_QUOTAS
-from .status import degraded_tiers, exposition, refused_clients, status, wanting_parts
-
-__all__ = [
-    "MAX_QUOTAS",
-    "BlockSelection",
-    "Daemon",
-    "MemoryUse",
-    "Namespace",
-    "NotFound",
-    "OperatorHold",
-    "OptimumWatch",
-    "PeerFeeds",
-    "PeerServer",
-    "PinView",
-    "Pins",
-    "TraceRecorder",
-    "WatchedModel",
-    "degraded_tiers",
-    "explain",
-    "explain_request",
-    "exposition",
-    "held_open",
-    "hold_open",
-    "memory",
-    "name_of",
-    "refused_clients",
-    "release_hold",
-    "status",
-    "wanting_parts",
-]
+from .daemon import Daemon as Daemon
+from .lookups import OptimumWatch as OptimumWatch
+from .lookups import TraceRecorder as TraceRecorder
+from .lookups import WatchedModel as WatchedModel
+from .namespaces import Namespace as Namespace
+from .namespaces import OperatorHold as OperatorHold
+from .operators import BlockSelection as BlockSelection
+from .operators import NotFound as NotFound
+from .operators import Pins as Pins
+from .operators import explain as explain
+from .operators import explain_request as explain_request
+from .operators import held_open as held_open
+from .operators import hold_open as hold_open
+from .operators import release_hold as release_hold
+from .peer_server import PeerFeeds as PeerFeeds
+from .peer_server import PeerServer as PeerServer
+from .served_tiers import MAX_QUOTAS as MAX_QUOTAS
+from .status import MemoryUse as MemoryUse
+from .status import degraded_tiers as degraded_tiers
+from .status import exposition as exposition
+from .status import memory as memory
+from .status import status as status
+from .status import wanting_parts as wanting_parts

@@ -1,8 +1,10 @@
-"""The daemon: takes clients in, gives each the tiers of its model, and gives back what dead ones held."""
+"""The daemon and its clients: takes them in, gives each the tiers of its model, takes back what dead ones held."""
 
+import contextlib
 import logging
 import math
 import os
+import secrets
 import socket
 import threading
 import time
@@ -13,20 +15,337 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
-from kvtier.connector.daemon import Hello, Peer, is_trusted, peer_of, wire
+from kvtier.connector.daemon import ID_BYTES, FrameReader, Hello, Peer, is_trusted, peer_of, wire
 from kvtier.service.explain import RequestLog
 from kvtier.service.node.health import Health, Refusals, Wanting
-from kvtier.service.node.listener import Listener
-from kvtier.service.node.loop import Loop, now
+from kvtier.service.node.holdings import Buffers, ClientProcesses, HeldCounts, Holdings
+from kvtier.service.node.loop import READABLE, WRITABLE, Listener, Loop, now
 from kvtier.service.node.namespaces import Namespace, Namespaces, Opening
 from kvtier.service.node.peer_server import PeerFeeds, PeerServer
-from kvtier.service.node.session import Buffers, Session
+from kvtier.service.observe import statuses
 from kvtier.tiers import ConfigError, FormatError, KVMismatch, TierUnavailable
 from kvtier.tiers.config import Config
 from kvtier.tiers.peers import FEEDS, EventsAt
 
 if TYPE_CHECKING:
     from kvtier.service.events import Publisher
+
+
+_MAX_OUTPUT: Final = 4 << 20  # bytes a client may leave unread
+_MAX_TURN: Final = 16  # readings in a row, so that one client does not keep the loop for itself
+_MAX_WAIT: Final = 600.0  # seconds
+
+
+class Session:
+    """One client, from its connection to the end of its last process: one of their copies may outlive the socket."""
+
+    def __init__(self, daemon: "Daemon", connection: socket.socket, peer: Peer) -> None:
+        self.peer = peer
+        self.client = secrets.token_bytes(ID_BYTES)
+        self.since = now()
+        self.namespace: Namespace | None = None
+        self.holdings: Holdings | None = None
+        self.said_hello = False
+        self.hello: Hello | None = None
+        self._daemon = daemon
+        self._socket: socket.socket | None = connection
+        self._reader = FrameReader[Any](wire.MAX_HELLO)
+        self._output = bytearray()
+        self._num_kept = 0  # bytes noted last: half sent or unread
+        self._over = False
+        self._corked = False  # while a batch of frames is taken in
+        self._blocked = False  # the client's socket took no more
+        self._verbs: dict[type[wire.Operation], Callable[[Any], Any]] = {}  # what serves each operation, once welcomed
+        self._busy = False  # with an operation that waits, on a thread of its own
+        self._told_epoch = 0
+        self.version = wire.VERSION  # of the protocol, as the client speaks it
+        self.processes = ClientProcesses(daemon.loop, self._all_ended)
+        self.process = self.processes.watch(connection, peer)  # the client's own
+        daemon.loop.watch(connection.fileno(), self._ready)
+
+    @property
+    def connected(self) -> bool:
+        return self._socket is not None
+
+    @property
+    def counts(self) -> HeldCounts:
+        return self.holdings.counts if self.holdings is not None else HeldCounts(0, 0, 0)
+
+    @property
+    def holds_slots(self) -> bool:
+        return self.counts.leases > 0 or self.counts.reservations > 0
+
+    # what the daemon calls
+
+    def welcome(self) -> None:
+        if self._socket is None or self.namespace is None:
+            return
+        namespace, tiers = self.namespace, self.namespace.hierarchy
+        region = tiers.region
+        assert region is not None
+        assert region.fd is not None
+        block_size = namespace.blocks.block_size
+        takes_parts = self.hello is None or self.hello.takes_parts
+        self.holdings = Holdings(namespace.tiers, block_size, self._daemon.lease_deadline, self.version, takes_parts)
+        self._verbs = {
+            **self.holdings.verbs,
+            wire.Lookup: self._look_up,
+            wire.Ended: lambda op: self._daemon.copies_ended(self, op.client),
+            wire.Bye: lambda op: self.end("bye"),
+            wire.Reset: lambda op: _Waits(tiers.reset),
+            wire.Drain: lambda op: _Waits(lambda: tiers.drain(min(op.timeout, _MAX_WAIT), below=op.below)),
+            wire.Check: self._check,
+        }
+        self._told_epoch = tiers.epoch
+        self._daemon.refusals.welcomed(namespace.fingerprint)
+        self._reader.limit, self._reader.decoder = wire.MAX_FRAME, wire.REQUESTS
+        welcome = wire.Welcome(
+            self.client,
+            namespace.instance,
+            region.num_slots,
+            region.slot_bytes,
+            tiers.epoch,
+            tiers.has_lower,
+            self._daemon.lease_deadline,
+        )
+        try:
+            # the first bytes: they all fit
+            socket.send_fds(self._socket, [wire.pack_handshake(welcome, self.version)], [region.fd])
+        except OSError:
+            self.end_connection("died")
+
+    def refuse(self, why: Exception | str, reason: str = "refused") -> None:
+        is_other_kv, why = isinstance(why, KVMismatch), str(why)
+        if self._daemon.refusals.note(why, self.peer, self.hello.fingerprint if self.hello else None):
+            self._daemon.log(f"client {self.peer.pid} is refused: {why}")
+        self._send_handshake_reply(wire.Refused(why[:500], is_other_kv))
+        self.end_connection(reason)
+
+    def notify(self) -> None:
+        if self.holdings is None or self.namespace is None or self._socket is None:
+            return
+        if self.holdings.waiting:
+            self.holdings.look()
+        if self.holdings.news or self._told_epoch != self.namespace.hierarchy.epoch:
+            self._reply(0, [])
+
+    def pass_time(self, at: float) -> None:
+        """Let promises expire that nobody has renewed, once all that the client has sent was read."""
+        holdings = self.holdings
+        if holdings is not None and self.connected and holdings.may_expire(at) and self._ready():
+            self._daemon.counts["promises_lapsed"] += holdings.expire(at)
+
+    def copies_for(self, client: "Session") -> None:
+        """Have that client's blocks held until this session's process has ended, too. OSError as `watch`."""
+        if self._socket is not None:
+            client.processes.watch(self._socket, self.peer)
+
+    def end_connection(self, reason: str) -> None:
+        """Hang up. Promises go; leases and reservations stay while a process lives, which is counted. Idempotent."""
+        if self._socket is None:
+            return
+        self._daemon.loop.forget(self._socket.fileno())
+        self._socket.close()
+        self._socket = None
+        self._output.clear()
+        self._reader = FrameReader[Any](wire.MAX_HELLO)
+        self._num_kept = 0
+        self._daemon.buffers.note(self, 0)
+        if self.holdings is not None:
+            self.holdings.drop_claims()
+        if self.holdings is None or not any(self.holdings.counts) or not self.processes:
+            self.end(reason)
+        else:
+            self._daemon.counts[f"{reason}_holding"] += 1
+
+    def end(self, reason: str) -> None:
+        """No copy of this client's is under way: take all it holds, forget it, count the reason. Idempotent."""
+        self.end_connection(reason)
+        if self._over:  # it held nothing, and so has ended with its connection
+            return
+        self._over = True
+        self._daemon.counts[reason] += 1
+        self.processes.forget()
+        if self.holdings is not None:
+            gone = self.holdings.release_all()
+            self._daemon.counts["leases_reclaimed"] += gone.leases
+            self._daemon.counts["reservations_reclaimed"] += gone.reservations
+            self.holdings = None
+        self._daemon.ended(self)
+
+    # what the loop calls
+
+    def _all_ended(self) -> None:
+        if self._socket is None:  # else a child it forked may live, with socket and region
+            self.end("died")
+
+    def _ready(self, events: int = READABLE) -> bool:
+        """Read and do what the client has sent, and write what it left unread; True if that was all of it."""
+        if events & WRITABLE:
+            self._flush()
+            if events == WRITABLE:
+                return True
+        buffer = self._daemon.loop.buffer
+        for _ in range(_MAX_TURN):
+            if self._socket is None:
+                return True
+            try:
+                size = self._socket.recv_into(buffer)
+            except BlockingIOError:
+                return True
+            except OSError:
+                size = 0
+            if not size:
+                self.end_connection("died")
+                return True
+            self._corked = True  # what several frames of a batch are answered goes out at once
+            try:
+                for each in self._reader.feed(buffer[:size]):
+                    if isinstance(each, wire.Request):
+                        self._serve(each)
+                    elif self._socket is not None:  # else cut off by an earlier frame
+                        self._greet(each)
+            except FormatError as error:
+                if self.holdings is None:
+                    self.refuse(error, "malformed")
+                else:
+                    self._daemon.log(f"client {self.peer.pid} is cut off: {error}")
+                    self.end_connection("malformed")
+            except Exception as error:  # whatever one client's words led to must not end the others' service
+                self._daemon.log(f"client {self.peer.pid} is cut off: {error!r}")
+                self.end_connection("error")
+            self._corked = False
+            if self._output or self._reader.num_waiting or self._num_kept:
+                self._flush()
+            if self.holdings is not None and self.holdings.sealed:
+                self.holdings.publish()
+            if size < len(buffer):
+                return True  # a later byte makes the socket readable again
+        return False
+
+    def _greet(self, body: memoryview) -> None:
+        if self.said_hello:
+            raise FormatError("a second frame before the first was answered")
+        self.said_hello = True
+        self.version = wire.version_of(body)
+        match wire.unpack_handshake(body):
+            case Hello() as hello:
+                self.hello = hello
+                self._daemon.admit(self, hello)
+            case wire.Join(client):
+                self._daemon.join(self, client)
+
+    def _serve(self, request: wire.Request) -> None:
+        if self._socket is None or self.holdings is None:  # cut off by an earlier frame
+            return
+        answers: list[Any] = []
+        for operation in request.operations:
+            answer = self._verbs[type(operation)](operation)
+            if self._over:
+                return
+            if isinstance(answer, _Waits):
+                if len(request.operations) > 1 or self._busy:
+                    raise FormatError("an operation that waits comes alone, one at a time")
+                self._serve_aside(request.number, answer.work)
+                return
+            if answer is not None:
+                answers.append(answer)
+        if request.number or self.holdings.news:
+            self._reply(request.number, answers)
+        if self.holdings.waiting:
+            self._daemon.has_waiting = True
+
+    def _look_up(self, op: wire.Lookup) -> "wire.Found | _Waits":
+        namespace, names = self.namespace, wire.unpack_hashes(op.hashes)
+        assert namespace is not None
+        if not namespace.is_shared:
+            return wire.pack_found(namespace.hierarchy.lookup(names), self.version)
+        timeout = min(op.timeout, _MAX_WAIT)
+        return _Waits(lambda: wire.pack_found(namespace.hierarchy.locate(names, timeout), self.version))
+
+    def _check(self, op: wire.Check) -> "_Waits":
+        namespace = self.namespace
+        assert namespace is not None
+        in_use = namespace.in_use
+        return _Waits(lambda: _broken(lambda: namespace.hierarchy.check(in_use=in_use)))
+
+    def _serve_aside(self, request: int, work: Callable[[], Any]) -> None:
+        assert self.holdings is not None
+        self.holdings.publish()  # it is waited for, or counted
+
+        def done(answer: Any) -> None:
+            self._busy = False
+            if isinstance(answer, Exception):
+                self._daemon.log(f"client {self.peer.pid} is cut off: {answer!r}")
+                self.end_connection("error")
+            elif self._socket is not None and self.holdings is not None:
+                self._reply(request, [True if answer is None else answer])
+            if self.namespace is not None:  # the epoch may be another one: all who use it want to know
+                for member in list(self.namespace.members):
+                    member.notify()
+
+        self._busy = True
+        self._daemon.aside(work, done)
+
+    # writing
+
+    def _reply(self, request: int, answers: list[Any]) -> None:
+        assert self.namespace is not None
+        assert self.holdings is not None
+        news, self.holdings.news = self.holdings.news, []
+        epoch = self._told_epoch = self.namespace.hierarchy.epoch
+        room = max(0, wire.MAX_CHILDREN_BYTES - len(self._output))  # who does not read is told less
+        self._output += wire.pack_reply(request, epoch, answers, news, room)
+        if not self._corked:
+            self._flush()
+
+    def joined(self) -> None:
+        self._send_handshake_reply(wire.Joined())
+        self.end_connection("joined")
+
+    def _send_handshake_reply(self, reply: wire.HandshakeReply) -> None:
+        if self._socket is not None:
+            with contextlib.suppress(OSError):
+                self._socket.send(wire.pack_handshake(reply, self.version))
+
+    def _flush(self) -> None:
+        if self._socket is None:
+            return
+        try:
+            if self._output:
+                del self._output[: self._socket.send(self._output)]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self.end_connection("died")
+            return
+        if len(self._output) > _MAX_OUTPUT:
+            self._daemon.log(f"client {self.peer.pid} is cut off: it does not read what it is sent")
+            self.end_connection("slow_reader")
+        elif self._blocked != bool(self._output):
+            self._blocked = bool(self._output)
+            self._daemon.loop.change(self._socket.fileno(), READABLE | WRITABLE if self._blocked else READABLE)
+        num_kept = self._reader.num_waiting + len(self._output)
+        if num_kept or self._num_kept:  # both are 0 once it has hung up
+            self._num_kept = num_kept  # before anybody is cut off for it
+            self._daemon.buffers.note(self, num_kept)
+
+
+class _Waits(NamedTuple):
+    """An operation that takes time: `work` returns its answer, on a thread of its own."""
+
+    work: Callable[[], Any]
+
+
+def _broken(check: Callable[[], None]) -> str:
+    try:
+        check()
+    except AssertionError as error:
+        return str(error)[:500] or "a law does not hold"
+    return ""
+
+
+# --- the daemon ------------------------------------------------------------------------------------------------------
 
 T = TypeVar("T")
 
@@ -41,35 +360,16 @@ _LOG_PAUSE: Final = 1.0  # seconds
 _SUBMIT_DEADLINE: Final = 5.0  # seconds a call from another thread waits for the loop
 
 
-class ClientView(NamedTuple):
-    """One client, for people: alive, or dead with processes that may still copy."""
-
-    pids: list[int]
-    uid: int
-    connected: bool
-    fingerprint: bytes | None  # of its model; None before it was welcomed
-    seconds: float  # since it connected
-    protocol: int  # version
-    claims: int
-    leases: int
-    reservations: int
-
-
 class Daemon:
     """One node's tiers behind a Unix socket. `run` serves on the calling thread until `stop`, then `close`.
 
     Everything lives on that thread; from others: `submit`, `call`, `stop`, and the hierarchies, which are thread-safe.
-    Implements `session.SessionOwner`.
     """
 
     def __init__(
         self, config: Config, path: Path, *, lease_deadline: float = 60.0, publisher: "Publisher | None" = None
     ) -> None:
-        """Take the socket at `path`. Raises ConfigError as `Listener` and `PeerServer` do.
-
-        A promise its client does not renew is kept for `lease_deadline` seconds. `publisher` is told what the tiers
-        hold; it stays the caller's.
-        """
+        """Take the socket. ConfigError. Promises not renewed last `lease_deadline` s; `publisher` is the caller's."""
         self.config, self.path = config, path
         self.publisher = publisher
         if config.peers.nodes and config.peers.events:
@@ -82,7 +382,7 @@ class Daemon:
         self.limits: dict[str, int] = {}  # cache_salt → bytes of each model's L2 it may have; on the loop's thread
         self.buffers: Buffers[Session] = Buffers(self._cut_off)
         self.request_log = RequestLog.opened(config.service.request_log, "[service] request_log")
-        self._namespaces = Namespaces(config, self.request_log)
+        self.models = Namespaces(config, self.request_log)
         self._sessions: dict[bytes, Session] = {}
         self._waiting: dict[bytes, list[tuple[Session, Hello]]] = {}  # fingerprint being opened → who wants it
         self._openings: list[Opening] = []  # planned: room is made for one at a time
@@ -117,7 +417,7 @@ class Daemon:
             self.peer_server.close()
         threads = [
             threading.Thread(target=each.close, args=(timeout,), name="kvtier-close", daemon=True)
-            for each in self._namespaces.clear()
+            for each in self.models.clear()
         ]
         for thread in threads:
             thread.start()
@@ -131,15 +431,9 @@ class Daemon:
 
     def namespaces(self) -> list[Namespace]:
         """The models whose tiers are open. On the loop's thread: `submit` it."""
-        return list(self._namespaces)
+        return list(self.models)
 
-    @property
-    def host_bytes_given(self) -> int:
-        """Of the budget, to models open or being opened. On the loop's thread."""
-        return self._namespaces.used
-
-    def clients(self) -> list[ClientView]:
-        """Who is there. On the loop's thread: `submit` it."""
+    def clients(self) -> list[statuses.ClientStatus]:
         return [_client(session) for session in self._sessions.values()]
 
     def submit(self, function: Callable[[], T]) -> "Future[T]":
@@ -155,22 +449,21 @@ class Daemon:
 
     def check(self) -> None:
         """Raise AssertionError if a law of the budget or of any namespace is broken. On the loop's thread."""
-        self._namespaces.check()
+        self.models.check()
         self.buffers.check()
         if self.peer_server is not None:
             self.peer_server.check()
-        for namespace in self._namespaces:
+        for namespace in self.models:
             namespace.hierarchy.check(in_use=namespace.in_use)
 
-    # what sessions ask: `session.SessionOwner`
+    # what sessions ask
 
     def admit(self, session: Session, hello: Hello) -> None:
-        """Give the session its model's tiers, opening them first if they are closed; refuse it if that fails."""
         try:
-            namespace = self._namespaces.find(hello)
+            namespace = self.models.find(hello)
             if namespace is None:
-                if not self._namespaces.is_opening(hello.fingerprint):
-                    self._openings.append(self._namespaces.plan(hello))
+                if hello.fingerprint not in self.models.opening:
+                    self._openings.append(self.models.plan(hello))
                     for closing in self._openings[-1].close_first:
                         if closing.tiers.feed is not None:
                             closing.tiers.feed.close()
@@ -182,7 +475,9 @@ class Daemon:
             session.refuse(error)
             return
         namespace.about = namespace.about or dict(hello.about)
-        session.enter(namespace)
+        if session.connected:  # from here on the namespace stays open
+            session.namespace = namespace
+            namespace.members.add(session)
         if hello.reset:
             self.aside(namespace.hierarchy.reset, lambda result: self._reset(session, namespace, result))
         else:
@@ -214,10 +509,7 @@ class Daemon:
             namespace.idle_since = now()
 
     def aside(self, work: Callable[[], Any], done: Callable[[Any], None]) -> None:
-        """Do what waits on a thread of its own: a session has one such thing going at most.
-
-        `done` gets the result, or the exception it has ended with.
-        """
+        """Do what waits on a thread of its own, one for a session at most. `done` gets the result or the exception."""
 
         def run() -> None:
             try:
@@ -265,7 +557,7 @@ class Daemon:
         self.aside(work, done)
 
     def _look_around(self) -> None:
-        given = self.host_bytes_given
+        given = self.models.used
 
         def done(result: list[Wanting] | Exception) -> None:
             if isinstance(result, Exception):
@@ -338,7 +630,7 @@ class Daemon:
     def _opened(self, opening: Opening, result: Namespace | Exception) -> None:
         fingerprint = opening.hello.fingerprint
         waiting = self._waiting.pop(fingerprint, [])
-        self._namespaces.opened(fingerprint, result if isinstance(result, Namespace) else None)
+        self.models.opened(fingerprint, result if isinstance(result, Namespace) else None)
         if isinstance(result, Namespace):
             result.hierarchy.news.watch(lambda: self._note_progress(result))
             if self.peer_server is not None:
@@ -366,7 +658,6 @@ class Daemon:
             member.notify()
 
     def _note_progress(self, namespace: Namespace) -> None:
-        """On any thread, under the hierarchy's lock: leave a note, wake the loop."""
         if not namespace.progressed:
             namespace.progressed = self._progressed = True
             self.loop.wake()
@@ -378,7 +669,7 @@ class Daemon:
         progressed, self._progressed = self._progressed, False
         feeds = False
         is_announced_soon = progressed and not is_due and self.publisher is not None
-        for namespace in self._namespaces if progressed or is_due else ():
+        for namespace in self.models if progressed or is_due else ():
             progressed, namespace.progressed = namespace.progressed, False
             if progressed or is_due:
                 if is_due:
@@ -402,14 +693,13 @@ class Daemon:
         return _TICK if self.has_waiting or is_announced_soon else _IDLE_TICK
 
 
-def _client(session: Session) -> ClientView:
-    namespace, held = session.namespace, session.counts
-    return ClientView(
-        session.processes.pids,
-        session.peer.uid,
-        session.connected,
-        namespace.fingerprint if namespace is not None else None,
-        now() - session.since,
-        session.version,
-        *held,
+def _client(session: Session) -> statuses.ClientStatus:
+    return statuses.ClientStatus(
+        pids=session.processes.pids,
+        uid=session.peer.uid,
+        connected=session.connected,
+        seconds=round(now() - session.since, 3),
+        protocol=session.version,
+        **session.counts._asdict(),
+        model=None if session.namespace is None else session.namespace.name,
     )

@@ -4,12 +4,13 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
 from functools import partial
 from typing import Final, NamedTuple
 
 from kvtier.connector.daemon import Peer
 from kvtier.service.node.loop import now
+from kvtier.service.node.namespaces import name_of
+from kvtier.service.observe import statuses
 from kvtier.tiers import L2, Finding, Status
 from kvtier.tiers.config import Config, format_size, show_size
 from kvtier.tiers.hierarchy import begun, lower_modules
@@ -21,8 +22,6 @@ _PATIENCE: Final = 10.0  # seconds for their answers, which have deadlines of th
 
 
 class Wanting(NamedTuple):
-    """One part that is not as configured."""
-
     part: str  # SOCKET, or a tier
     why: str
     is_needed: bool  # not ready without it: a rollout stops there, though an engine that wants less may attach
@@ -32,8 +31,7 @@ class Health:
     """What is wanting. `look` waits, so one thread beside the loop calls it; `wanting` is read on any."""
 
     def __init__(self, config: Config, clock: Callable[[], float] = time.monotonic) -> None:
-        self._config = config
-        self._clock = clock
+        self._config, self._clock = config, clock
         self._asked_at: float | None = None
         self._socket: tuple[Wanting, ...] = ()
         self._memory: tuple[Wanting, ...] = ()
@@ -50,11 +48,7 @@ class Health:
         return bool(before) != bool(self._socket)
 
     def look(self, given: int) -> list[Wanting]:
-        """Look at memory, and at servers now and then; returns what is newly wanting.
-
-        `given`: bytes of [host] size that models have already. Servers are looked at whether or not a model is open:
-        the breakers of one that nobody uses stay closed whatever happens.
-        """
+        """Look at memory, and now and then at servers, used or not; what is newly wanting. `given`: models' bytes."""
         before = {each.part for each in self.wanting}
         self._memory = tuple(_memory(self._config.host.size, given))
         if self._asked_at is None or self._clock() - self._asked_at >= _ASK:
@@ -70,7 +64,9 @@ class Health:
         wait(self._answers.values(), _PATIENCE)
         for name, answer in self._answers.items():
             if answer.done():
-                yield from _errors(name, answer.result())
+                for each in (one for one in answer.result() if one.status is Status.ERROR):
+                    found = each.found if each.check == name else f"{each.check}: {each.found}"
+                    yield Wanting(name, f"{found}; {each.fix}", False)
             else:
                 yield Wanting(name, f"[{name}] hangs: no answer within {_PATIENCE:g} s; look at its storage", False)
 
@@ -86,51 +82,38 @@ def _memory(size: int, given: int) -> list[Wanting]:
     return []
 
 
-def _errors(name: str, findings: list[Finding]) -> list[Wanting]:
-    wrong = [each for each in findings if each.status is Status.ERROR]
-    found = (each.found if each.check == name else f"{each.check}: {each.found}" for each in wrong)
-    return [Wanting(name, f"{why}; {each.fix}", False) for why, each in zip(found, wrong, strict=True)]
-
-
 _MOST: Final = 16  # reasons; the one that was last given longest ago goes first
 _LONGEST: Final = 500  # characters of one
-
-
-@dataclass(slots=True)
-class RefusalReason:
-    """A reason, and whom it was last given."""
-
-    why: str
-    count: int
-    pid: int  # 0: of a pid namespace that the daemon does not see
-    uid: int
-    model: bytes | None  # its fingerprint, if the client said which
-    at: float  # seconds, as `now`
-
-    @property
-    def seconds_ago(self) -> float:
-        return now() - self.at
 
 
 class Refusals:
     """Bounded, the last one first. Lives on the loop's thread."""
 
     def __init__(self) -> None:
-        self._by_reason: OrderedDict[tuple[str, bytes | None], RefusalReason] = OrderedDict()
+        self._by_reason: OrderedDict[tuple[str, bytes | None], tuple[int, Peer, float]] = OrderedDict()  # count, last
 
     def note(self, why: str, peer: Peer, model: bytes | None = None) -> bool:
         """True if it is not known yet: whoever is refused tries again every few seconds."""
         why = why[:_LONGEST]
         before = self._by_reason.pop((why, model), None)
-        self._by_reason[why, model] = RefusalReason(why, before.count + 1 if before else 1, *peer, model, now())
+        self._by_reason[why, model] = (before[0] + 1 if before else 1, peer, now())
         if len(self._by_reason) > _MOST:
             self._by_reason.popitem(last=False)
         return before is None
 
     def welcomed(self, model: bytes) -> None:
-        """An engine of that model is in: what kept it out is over."""
         for key in [key for key in self._by_reason if key[1] == model]:
             del self._by_reason[key]
 
-    def all(self) -> list[RefusalReason]:
-        return list(reversed(self._by_reason.values()))
+    def all(self) -> list[statuses.RefusedClient]:
+        return [
+            statuses.RefusedClient(
+                why=why,
+                count=count,
+                seconds_ago=round(now() - at, 1),
+                pid=peer.pid,  # 0: of a pid namespace that the daemon does not see
+                uid=peer.uid,
+                model=None if model is None else name_of(model),
+            )
+            for (why, model), (count, peer, at) in reversed(self._by_reason.items())
+        ]

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import json
 import logging
 import threading
@@ -16,6 +17,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from kvtier.service.observe import statuses
 from kvtier.service.simulation import Optimum
 from kvtier.service.web import LoopFile
 from kvtier.tiers import ChainHash, KVTierError
@@ -34,8 +36,6 @@ _LAST: Final = 2  # blocks of a prompt by which its lookup is known: the last ma
 
 @dataclass(frozen=True, slots=True)
 class TraceCounts:
-    """What became of the lookups told to a recorder so far."""
-
     num_recorded: int
     num_dropped: int  # the writer had fallen behind, the trace was full, or the disk refused it
     num_bytes: int
@@ -43,8 +43,6 @@ class TraceCounts:
 
 @dataclass(eq=False, slots=True)
 class _RecordedLookup:
-    """One that waits to be written: for its turn, and for the end of its request."""
-
     when: float
     hashes: Sequence[ChainHash]
     input_length: int
@@ -80,12 +78,8 @@ class TraceRecorder:
         patience: float = _PATIENCE,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Use `start`."""
-        self._file = file
-        self._max_waiting = max_waiting
-        self._max_bytes = max_bytes
-        self._patience = patience
-        self._clock = clock
+        self._file, self._max_waiting, self._max_bytes = file, max_waiting, max_bytes
+        self._patience, self._clock = patience, clock
         self._start = clock()
         self._ids = _Numbers(max_known)
         self._lock = Lock()  # guards what follows; never held across I/O
@@ -138,7 +132,6 @@ class TraceRecorder:
             return TraceCounts(self._num_recorded + len(self._waiting), self._num_dropped, self._num_bytes)
 
     async def stop(self) -> TraceCounts:
-        """Write what waits, and close the file. Idempotent."""
         self._stopping.set()
         await self._writer
         return self.counts()
@@ -147,7 +140,9 @@ class TraceRecorder:
         try:
             stopping = False
             while not stopping:
-                stopping = await _is_set_within(self._stopping, _PERIOD)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_PERIOD):
+                        stopping = await self._stopping.wait()
                 await self._write_waiting()
         except KVTierError as error:
             _log.warning("trace: recording ends: %s", error)
@@ -163,8 +158,9 @@ class TraceRecorder:
         if not lookups:
             return
         try:
-            lines = await asyncio.to_thread(self._lines, lookups)
-            fitting = self._fitting(lines)
+            lines = await asyncio.to_thread(lambda: [self._line(lookup) for lookup in lookups])
+            room = self._max_bytes - self._num_bytes
+            fitting = sum(size <= room for size in itertools.accumulate(map(len, lines)))
             await self._file.write(lines[:fitting])
         except BaseException:
             self._settle(lookups, 0, 0)
@@ -190,10 +186,7 @@ class TraceRecorder:
                 lookups.append(self._waiting.popleft())
         return lookups
 
-    def _lines(self, lookups: Sequence[_RecordedLookup]) -> list[bytes]:
-        return [json.dumps(self._fields(lookup)).encode() + b"\n" for lookup in lookups]
-
-    def _fields(self, lookup: _RecordedLookup) -> dict[str, Any]:
+    def _line(self, lookup: _RecordedLookup) -> bytes:
         fields: dict[str, Any] = {
             "timestamp": int(1000 * (lookup.when - self._start)),
             "input_length": lookup.input_length,
@@ -205,15 +198,7 @@ class TraceRecorder:
         if lookup.ended is not None:
             fields["answer_ids"] = self._ids.of(lookup.answer)
             fields["ended"] = int(1000 * (lookup.ended - self._start))
-        return fields | lookup.told
-
-    def _fitting(self, lines: Sequence[bytes]) -> int:
-        room = self._max_bytes - self._num_bytes
-        for count, line in enumerate(lines):
-            room -= len(line)
-            if room < 0:
-                return count
-        return len(lines)
+        return json.dumps(fields | lookup.told).encode() + b"\n"
 
     def _settle(self, lookups: Sequence[_RecordedLookup], num_written: int, num_bytes: int) -> None:
         with self._lock:
@@ -223,7 +208,6 @@ class TraceRecorder:
             self._num_bytes += num_bytes
 
     def _end(self) -> None:
-        """Nothing is taken any more; what waits is dropped."""
         with self._lock:
             self._ended = True
             self._num_dropped += len(self._waiting)
@@ -255,14 +239,6 @@ class _Numbers:
         return number
 
 
-async def _is_set_within(event: asyncio.Event, seconds: float) -> bool:
-    try:
-        async with asyncio.timeout(seconds):
-            return await event.wait()
-    except TimeoutError:
-        return False
-
-
 _KEPT: Final = 3600.0  # seconds
 _MOST_REQUESTS: Final = 1 << 16
 _MOST_WAITING: Final = 1 << 16  # blocks told and not taken in yet
@@ -271,35 +247,6 @@ _PAUSE: Final = 30.0  # seconds between two looks, at least
 _RARELY: Final = 50.0  # times as long as a look took
 _TICK: Final = 1.0  # seconds between two times that what was told is taken in
 _MIX: Final = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x27D4EB2F165667C5], np.uint64)
-
-
-class PastStep(NamedTuple):
-    """Some time of the past hour."""
-
-    age_s: float  # of its middle
-    asked: int  # blocks
-    found: int
-    optimum: int  # blocks that the best policy would have found
-
-
-class OptimumSoFar(NamedTuple):
-    """What was found of the last hour's lookups, and what could have been with all of them known in advance."""
-
-    capacity: int  # blocks that all tiers of this node hold
-    seconds: float  # that the lookups are of
-    steps: Sequence[PastStep]
-
-    @property
-    def asked(self) -> int:
-        return sum(step.asked for step in self.steps)
-
-    @property
-    def found(self) -> int:
-        return sum(step.found for step in self.steps)
-
-    @property
-    def optimum(self) -> int:
-        return sum(step.optimum for step in self.steps)
 
 
 class _PastRequest(NamedTuple):
@@ -311,26 +258,18 @@ class _PastRequest(NamedTuple):
 
 
 class PastLookups:
-    """Told of every lookup and store by the daemon's loop, in some hundred nanoseconds; the rest is another thread's.
-
-    Bounded: at most `most_blocks` blocks, eight bytes each, an hour and 65,536 requests; the oldest go. What is told
-    while too much waits to be taken in is dropped and counted.
-    """
+    """Every lookup and store of the last hour, bounded; recorded on the loop's thread, taken in on another."""
 
     def __init__(self, most_blocks: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.num_dropped = 0  # lookups and stores
-        self._most_blocks = most_blocks
-        self._clock = clock
+        self._most_blocks, self._clock = most_blocks, clock
         self._told: deque[tuple[float, Sequence[ChainHash], int, int, int]] = deque()
         self._num_told = self._num_taken = 0  # blocks: each is counted by one thread alone
         self._past: deque[_PastRequest] = deque()
         self._num_blocks = 0
 
     def record(self, hashes: Sequence[ChainHash], num_asked: int = 0, num_found: int = 0, num_l1: int = 0) -> None:
-        """A request asked for these blocks, or they were offered. A list nobody changes any more. On the loop's thread.
-
-        `num_asked`: all of them, 0 if they were offered.
-        """
+        """A request asked for these blocks (`num_asked`: all), or they were offered (0). On the loop's thread."""
         if self._num_told - self._num_taken > _MOST_WAITING:
             self.num_dropped += 1
             return
@@ -351,12 +290,8 @@ class PastLookups:
         ):
             self._num_blocks -= len(self._past.popleft().blocks)
 
-    def look(self, capacity: int) -> OptimumSoFar | None:
-        """What was found and could have been; None if nobody has asked. On the thread of `take_in`.
-
-        The best policy begins without a block; what was found from before it is given to it, and so is what an engine's
-        L1 had.
-        """
+    def look(self, capacity: int) -> statuses.OptimumFigures | None:
+        """What was found and could have been; what was there before counts for both. On the thread of `take_in`."""
         past = list(self._past)
         if not any(request.num_asked for request in past):
             return None
@@ -370,14 +305,19 @@ class PastLookups:
             np.bincount(places, numbers, _NUM_STEPS).astype(np.int64).tolist()
             for numbers in ([request.num_asked for request in past], [request.num_found for request in past], best)
         ]
-        ages = [now - first - width * (place + 0.5) for place in range(_NUM_STEPS)]
-        steps = [PastStep(age, *counts) for age, *counts in zip(ages, *sums, strict=True)]
-        return OptimumSoFar(capacity, now - first, steps)
+        asked, found, best_found = map(sum, sums)
+        ages = [round(now - first - width * (place + 0.5), 1) for place in range(_NUM_STEPS)]
+        return statuses.OptimumFigures(
+            capacity=capacity,
+            seconds=round(now - first, 1),
+            asked=asked,
+            found=found,
+            optimum=best_found,
+            steps=list(zip(ages, *sums, strict=True)),
+        )
 
 
 class WatchedModel(NamedTuple):
-    """A model whose lookups are looked at."""
-
     fingerprint: bytes
     past: PastLookups
     capacity: Callable[[], int]  # blocks that the tiers hold
@@ -389,7 +329,7 @@ class OptimumWatch:
     def __init__(self, models: Callable[[], Iterable[WatchedModel]]) -> None:
         """`models` raises KVTierError where it cannot say."""
         self._models = models
-        self._found: dict[bytes, OptimumSoFar] = {}
+        self._found: dict[bytes, statuses.OptimumFigures] = {}
         self._due: dict[bytes, float] = {}
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvtier-optimum", daemon=True)
@@ -403,8 +343,7 @@ class OptimumWatch:
         if self._thread.is_alive():
             self._thread.join(timeout)
 
-    def of(self, fingerprint: bytes) -> OptimumSoFar | None:
-        """The last look at a model's lookups; None before the first."""
+    def of(self, fingerprint: bytes) -> statuses.OptimumFigures | None:
         return self._found.get(fingerprint)
 
     def look(self) -> None:

@@ -25,14 +25,17 @@ from kvtier.tiers.host import available_bytes, slot_stride
 from kvtier.tiers.naming import KVProbe
 
 _log = logging.getLogger(__name__)
+NAME_DIGITS = 16  # hexadecimal ones of a fingerprint that people and Prometheus see
 _ABOUT_SUFFIX: Final = ".about.json"
 _MOST_CLOSED: Final = 16  # slabs that are told
 _LONGEST_ABOUT: Final = 1 << 16  # bytes of such a file
 
 
-class ClosedModel(NamedTuple):
-    """A slab that no engine of this daemon has open, and the fields its fingerprint was made from."""
+def name_of(fingerprint: bytes) -> str:
+    return fingerprint.hex()[:NAME_DIGITS]
 
+
+class ClosedModel(NamedTuple):
     fingerprint: bytes
     num_bytes: int
     about: dict[str, str]
@@ -56,21 +59,16 @@ def note_model(directory: Path, fingerprint: bytes, about: Mapping[str, str]) ->
 
 def closed_models(directory: Path | None, known: Collection[bytes]) -> list[ClosedModel]:
     """The directory's slabs of other fingerprints than those `known`, the last used first. Torn files are left out."""
-    if directory is None:
-        return []
-    found = [each for each in _read_all(directory) if each[1].fingerprint not in known]
-    return [model for _, model in sorted(found, key=lambda each: -each[0])[:_MOST_CLOSED]]
-
-
-def _read_all(directory: Path) -> Iterator[tuple[float, ClosedModel]]:
-    for path in directory.glob(f"*{_ABOUT_SUFFIX}"):
+    found: list[tuple[float, ClosedModel]] = []
+    for path in () if directory is None else directory.glob(f"*{_ABOUT_SUFFIX}"):
         slab = _slab_of(path)
         with suppress(OSError, ValueError, RecursionError):
             if SLAB_NAME.fullmatch(slab.name) and path.stat().st_size <= _LONGEST_ABOUT:
                 stat, about = slab.stat(), json.loads(path.read_bytes())
-                if isinstance(about, dict):
+                if isinstance(about, dict) and (fingerprint := bytes.fromhex(slab.stem)) not in known:
                     fields = {str(name): str(value) for name, value in about.items()}
-                    yield stat.st_mtime, ClosedModel(bytes.fromhex(slab.stem), stat.st_size, fields)
+                    found.append((stat.st_mtime, ClosedModel(fingerprint, stat.st_size, fields)))
+    return [model for _, model in sorted(found, key=lambda each: -each[0])[:_MOST_CLOSED]]
 
 
 def _slab_of(path: Path) -> Path:
@@ -102,16 +100,12 @@ class OperatorHold:
 
 
 class BlockDimensions(NamedTuple):
-    """The blocks of one model. Implements `BlockShape`."""
-
     block_size: int
     block_bytes: int
 
 
 @dataclass(eq=False)
 class Namespace:
-    """One model's tiers, while they are open."""
-
     fingerprint: bytes
     blocks: BlockDimensions
     size: int  # bytes of L2
@@ -131,7 +125,6 @@ class Namespace:
         self.hierarchy = self.tiers.hierarchy
 
     def close(self, timeout: float = 5.0) -> None:
-        """Lend nothing any more, then close the tiers: I/O, so not on the loop's thread."""
         if self.lent is not None:
             self.lent.close()
         self.hierarchy.close(timeout)
@@ -148,11 +141,14 @@ class Namespace:
         require_alike(self.kv_probe, probe, "host memory")
 
     @property
+    def name(self) -> str:
+        return name_of(self.fingerprint)
+
+    @property
     def is_shared(self) -> bool:
         """Whether other nodes put blocks into one of the tiers, so that looking them up waits."""
         return any(port.locates for port in self.hierarchy.ports)
 
-    @property
     def capacity(self) -> int:
         """Blocks that the tiers of this node hold at most; a tier that nodes share is left out."""
         below = [port.tier.stats() for port in self.hierarchy.ports if port.tier is not None and not port.is_shared]
@@ -161,7 +157,6 @@ class Namespace:
 
     @property
     def in_use(self) -> bool:
-        """Whether somebody has leases, or slots to fill. On the loop's thread."""
         return any(member.holds_slots for member in self.members)
 
 
@@ -179,78 +174,63 @@ class Opening(NamedTuple):
             namespace.close()
 
     def run(self) -> Namespace:
-        """Raises what `open_hierarchy` does."""
+        fingerprint = self.hello.fingerprint
         blocks = BlockDimensions(self.hello.block_size, self.hello.block_bytes)
         host = self.config.host.model_copy(update={"size": self.size, "shared": True, "pin": False})
         config = self.config.model_copy(update={"host": host})
         lossy, packed = self.hello.lossy, self.hello.kv_probe
         probe = None if packed is None else KVProbe.unpack(packed)
-        hierarchy = open_hierarchy(
-            config, self.hello.fingerprint, blocks, lossy=lossy, lease_deadline=math.inf, kv_probe=probe
-        )
+        hierarchy = open_hierarchy(config, fingerprint, blocks, lossy=lossy, lease_deadline=math.inf, kv_probe=probe)
         service = config.service
         tiers = ServedTiers(
             hierarchy,
-            self.hello.fingerprint,
+            fingerprint,
             service.default_quota,
             assumed_rate=service.prefill_rate,
             kept_lookups=service.kept_lookups,
             log=self.log,
         )
         if config.file.path is not None and self.hello.about:
-            told = config.file.path, self.hello.fingerprint, dict(self.hello.about)
+            told = config.file.path, fingerprint, dict(self.hello.about)
             Thread(target=note_model, args=told, name="kvtier-note", daemon=True).start()  # its disk may hang
         source = EventSource(hierarchy) if config.events.publish is not None else None
         about = dict(self.hello.about)
-        return Namespace(
-            self.hello.fingerprint, blocks, self.size, tiers, source, lossy=lossy, kv_probe=probe, about=about
-        )
+        return Namespace(fingerprint, blocks, self.size, tiers, source, lossy=lossy, kv_probe=probe, about=about)
 
 
 class Namespaces:
-    """Which models are open, and how much host memory each has. Lives on the loop's thread.
-
-    Law (`check`): what the namespaces have, those being opened included, is within the budget.
-    """
+    """Which models are open, and their host memory, those being opened included: within the budget (`check`)."""
 
     def __init__(self, config: Config, log: RequestLog | None = None) -> None:
         self.budget = config.host.size
-        self._config = config
-        self._log = log
+        self._config, self._log = config, log
         self._open: dict[bytes, Namespace] = {}
-        self._opening: dict[bytes, int] = {}  # fingerprint → bytes of L2 set aside for it
+        self.opening: dict[bytes, int] = {}  # fingerprint → bytes of L2 set aside for it
 
     def __iter__(self) -> Iterator[Namespace]:
         return iter(list(self._open.values()))
 
     @property
     def used(self) -> int:
-        """Bytes of L2 given away."""
-        return sum(namespace.size for namespace in self._open.values()) + sum(self._opening.values())
+        return sum(namespace.size for namespace in self._open.values()) + sum(self.opening.values())
 
     def find(self, hello: Hello) -> Namespace | None:
-        """The model's namespace if it is open. ConfigError if its blocks are not those the client speaks of.
-
-        KVMismatch if they are those of a model that computes something else.
-        """
-        namespace = self._open.get(hello.fingerprint)
-        blocks = BlockDimensions(hello.block_size, hello.block_bytes)
-        if namespace is not None and namespace.blocks != blocks:
+        """The model's namespace, if open. ConfigError: of other blocks; KVMismatch: it computes other KV."""
+        if (namespace := self._open.get(hello.fingerprint)) is None:
+            return None
+        here, blocks = namespace.blocks, BlockDimensions(hello.block_size, hello.block_bytes)
+        if here != blocks:
             raise ConfigError(
                 f"blocks of {blocks.block_size} tokens in {blocks.block_bytes} bytes: this model's here are "
-                f"{namespace.blocks.block_size} tokens in {namespace.blocks.block_bytes}; run one kvtier everywhere"
+                f"{here.block_size} tokens in {here.block_bytes}; run one kvtier everywhere"
             )
-        if namespace is not None and namespace.lossy != hello.lossy:
+        if namespace.lossy != hello.lossy:
             raise ConfigError(
                 f"[cache] lossy: blocks as {hello.lossy or 'exact'}: this model's here are "
                 f"{namespace.lossy or 'exact'}; run one kvtier everywhere"
             )
-        if namespace is not None:
-            namespace.require_alike(hello.kv_probe)
+        namespace.require_alike(hello.kv_probe)
         return namespace
-
-    def is_opening(self, fingerprint: bytes) -> bool:
-        return fingerprint in self._opening
 
     def plan(self, hello: Hello) -> Opening:
         """Set memory aside for a model, taking it from those nobody uses, longest unused first.
@@ -277,12 +257,11 @@ class Namespaces:
             left += victims[-1].size
             del self._open[victims[-1].fingerprint]
         size = min(wanted, left) // stride * stride
-        self._opening[hello.fingerprint] = size
+        self.opening[hello.fingerprint] = size
         return Opening(hello, size, victims, self._config, self._log)
 
     def opened(self, fingerprint: bytes, namespace: Namespace | None) -> None:
-        """An opening has ended, well or with nothing."""
-        del self._opening[fingerprint]
+        del self.opening[fingerprint]
         if namespace is not None:
             self._open[fingerprint] = namespace
 
@@ -290,7 +269,6 @@ class Namespaces:
         assert self.used <= self.budget, f"{self.used} bytes of L2 given away, {self.budget} is the budget"
 
     def clear(self) -> list[Namespace]:
-        """Take them all away; the caller closes them."""
         namespaces = list(self)
         self._open.clear()
         return namespaces

@@ -8,36 +8,25 @@ from itertools import takewhile
 from pathlib import Path
 from threading import Lock
 from time import monotonic
-from typing import Final, NamedTuple
+from typing import Final
 
 from kvtier.service import Json
 from kvtier.service.explain import PromptChain, client_of, explain_chain, held_by_tenants, is_unknown, tenant_name
 from kvtier.service.node.daemon import Daemon
 from kvtier.service.node.loop import now
-from kvtier.service.node.namespaces import Namespace, OperatorHold, closed_models
+from kvtier.service.node.namespaces import Namespace, OperatorHold, closed_models, name_of
 from kvtier.tiers import ChainHash, ConfigError, KVTierError, TierUnavailable
 from kvtier.tiers.hierarchy import Hierarchy, bring
 from kvtier.tiers.naming import chain_hashes, root_hash
 from kvtier.tiers.pool import Lease
-
-NAME_DIGITS = 16  # hexadecimal ones of a fingerprint that people and Prometheus see
 
 
 class NotFound(KVTierError):
     """Nothing of that name is here."""
 
 
-def name_of(fingerprint: bytes) -> str:
-    """How people see a model."""
-    return fingerprint.hex()[:NAME_DIGITS]
-
-
 def hold_open(daemon: Daemon, model: str | None, hold: OperatorHold) -> Namespace:
-    """Keep the model open whose fingerprint begins with `model` (None: the only one), until `release_hold`.
-
-    Waits for the loop. NotFound and ConfigError if that names none or several, TierUnavailable if the loop does not
-    answer.
-    """
+    """Keep the one model open whose fingerprint begins with `model`, until `release_hold`. NotFound; ConfigError."""
 
     def enter() -> Namespace:
         namespace = _choose(daemon.namespaces(), model)
@@ -48,8 +37,6 @@ def hold_open(daemon: Daemon, model: str | None, hold: OperatorHold) -> Namespac
 
 
 def release_hold(daemon: Daemon, namespace: Namespace, hold: OperatorHold) -> None:
-    """End a hold: its owner uses nothing of the model any more. Does not wait; from any thread."""
-
     def exit() -> None:
         namespace.members.discard(hold)
         namespace.idle_since = now()
@@ -59,7 +46,6 @@ def release_hold(daemon: Daemon, namespace: Namespace, hold: OperatorHold) -> No
 
 @contextmanager
 def held_open(daemon: Daemon, model: str | None) -> Iterator[Namespace]:
-    """As `hold_open`, until the block ends."""
     hold = OperatorHold()
     namespace = hold_open(daemon, model, hold)
     try:
@@ -72,7 +58,7 @@ def _choose(namespaces: Sequence[Namespace], model: str | None) -> Namespace:
     found = [each for each in namespaces if model is None or each.fingerprint.hex().startswith(model)]
     if len(found) == 1:
         return found[0]
-    names = ", ".join(name_of(each.fingerprint) for each in namespaces)
+    names = ", ".join(each.name for each in namespaces)
     if not namespaces:
         raise NotFound("no model is open; an engine has to attach first")
     if found:
@@ -94,11 +80,7 @@ class BlockSelection:
     cache_salt: str | None = None
 
     def names(self, namespace: Namespace, timeout: float) -> tuple[Sequence[ChainHash], ChainHash]:
-        """The blocks' names in this model, and the name before the first.
-
-        Waits up to `timeout` seconds for tiers that nodes share, which know of the blocks then. Which hash the engine
-        names blocks by is found out: the one by which something is held. ConfigError for less than a block.
-        """
+        """Names by the hash under which something is held, and that before the first. ConfigError."""
         if self.hashes:
             namespace.hierarchy.locate(self.hashes, timeout)
             return self.hashes, UNKNOWN
@@ -112,23 +94,12 @@ class BlockSelection:
         return chains[found.index(max(found))], root
 
     def scheme_of(self, names: Sequence[ChainHash], root: ChainHash, block_size: int) -> str:
-        """By which hash the blocks of these tokens were named."""
         first = self.tokens[:block_size]
         return next(each for each in _SCHEMES if chain_hashes(root, first, block_size, each)[0] == names[0])
 
 
 MAX_PINS: Final = 256
 SHARE: Final = 4  # of a model's L2 at most this part is pinned
-
-
-class PinView(NamedTuple):
-    """One pin, for people."""
-
-    number: int
-    fingerprint: bytes
-    num_blocks: int
-    num_bytes: int
-    seconds: float  # that it has left
 
 
 @dataclass(eq=False)
@@ -143,17 +114,14 @@ class _Pin(OperatorHold):
 
 @dataclass(eq=False)
 class Pins:
-    """All pins of a daemon. Thread-safe, for any thread but the loop's. What a reset or an evict took is unpinned.
-
-    Lock: `_lock` guards `_pins`; never held while anything waits, but the pool's lock is taken inside it.
-    """
+    """All pins of a daemon, for any thread but the loop's. `_lock` guards `_pins`, never while anything waits."""
 
     daemon: Daemon
     _lock: Lock = field(default_factory=Lock)
     _pins: dict[int, _Pin] = field(default_factory=dict)
     _numbers: "itertools.count[int]" = field(default_factory=lambda: itertools.count(1))
 
-    def pin(self, model: str | None, blocks: BlockSelection, seconds: float, timeout: float) -> PinView:
+    def pin(self, model: str | None, blocks: BlockSelection, seconds: float, timeout: float) -> Json:
         """Have the leading blocks that any tier holds in L2, and keep them there for `seconds`.
 
         Waits up to `timeout` seconds for lower tiers. ConfigError past a quarter of L2 or too many pins, NotFound if
@@ -177,7 +145,6 @@ class Pins:
             raise
 
     def unpin(self, number: int) -> None:
-        """Let go of one. NotFound if there is none of that number."""
         with self._lock:
             pin = self._pins.get(number)
         if pin is None:
@@ -185,27 +152,23 @@ class Pins:
         self._end(pin)
 
     def unpin_blocks(self, namespace: Namespace, hashes: Sequence[ChainHash]) -> int:
-        """Let go of those that hold any of the blocks; returns how many there were."""
         names = frozenset(hashes)
         return self._end_all(lambda pin: pin.namespace is namespace and not names.isdisjoint(pin.hashes))
 
     def expire(self) -> None:
-        """Let go of those whose time is over, or whose blocks a reset took. Called now and then."""
         at = monotonic()
         self._end_all(
             lambda pin: pin.until <= at or (pin.namespace is not None and pin.namespace.hierarchy.epoch != pin.epoch)
         )
 
     def clear(self) -> int:
-        """Let go of all; returns how many there were."""
         return self._end_all(lambda pin: True)
 
-    def listing(self) -> list[PinView]:
+    def listing(self) -> list[Json]:
         with self._lock:
             return [_view(pin, pin.namespace) for pin in self._pins.values() if pin.lease is not None and pin.namespace]
 
     def blocks_by_model(self) -> dict[str, int]:
-        """How many blocks of each model are pinned, by the name people see."""
         with self._lock:
             pins = [(pin.namespace.fingerprint, pin.hashes) for pin in self._pins.values() if pin.namespace is not None]
         names = {fingerprint: frozenset[ChainHash]() for fingerprint, _ in pins}
@@ -259,20 +222,18 @@ def _lease(hierarchy: Hierarchy, hashes: Sequence[ChainHash], parent: ChainHash,
     return best
 
 
-def _view(pin: _Pin, namespace: Namespace) -> PinView:
-    num_blocks = len(pin.hashes)
-    left = max(0.0, pin.until - monotonic())
-    return PinView(
-        pin.number, namespace.fingerprint, num_blocks, num_blocks * namespace.hierarchy.host.region.slot_stride, left
-    )
+def _view(pin: _Pin, namespace: Namespace) -> Json:
+    return {
+        "pin": pin.number,
+        "model": namespace.name,
+        "blocks": len(pin.hashes),
+        "bytes": len(pin.hashes) * namespace.hierarchy.host.region.slot_stride,
+        "seconds_left": round(max(0.0, pin.until - monotonic()), 1),
+    }
 
 
 def explain(
-    namespace: Namespace,
-    others: Sequence[Namespace],
-    blocks: BlockSelection,
-    timeout: float,
-    slabs: Path | None = None,
+    namespace: Namespace, others: Sequence[Namespace], blocks: BlockSelection, timeout: float, slabs: Path | None = None
 ) -> Json:
     """What is held of the prompt, and why not the rest; `others` are the models that hold it perhaps.
 
@@ -283,7 +244,7 @@ def explain(
     """
     until = monotonic() + timeout
     shared_until = until - timeout / 2
-    hierarchy, size, model = namespace.hierarchy, namespace.blocks.block_size, name_of(namespace.fingerprint)
+    hierarchy, size, model = namespace.hierarchy, namespace.blocks.block_size, namespace.name
     own_root = root_hash(namespace.fingerprint, cache_salt=blocks.cache_salt)
     if blocks.tokens and len(blocks.tokens) < size:
         answer = explain_chain(model, PromptChain((), own_root, size, blocks.tokens), hierarchy)
@@ -313,19 +274,18 @@ def explain(
 def explain_request(namespace: Namespace, request_id: str, cache_salt: str | None, timeout: float) -> Json:
     """The same of a request that ended lately. NotFound if none of that id and tenant did."""
     root = root_hash(namespace.fingerprint, cache_salt=cache_salt)
-    seen = namespace.tiers.seen.recent.find(client_of(root), request_id)
-    if seen is None:
+    names = namespace.tiers.seen.recent.find(client_of(root), request_id)
+    if names is None:
         why = "no request of this id and cache salt ended here lately; `kvtier explain --blocks` takes its tokens"
         raise NotFound(f'request "{request_id}": {why}')
-    if not seen.names:
-        return explain_chain(name_of(namespace.fingerprint), PromptChain((), root, namespace.blocks.block_size), None)
-    return explain(namespace, [], BlockSelection(seen.names), timeout)
+    if not names:
+        return explain_chain(namespace.name, PromptChain((), root, namespace.blocks.block_size), None)
+    return explain(namespace, [], BlockSelection(names), timeout)
 
 
 def _elsewhere(
     own: Namespace, others: Sequence[Namespace], blocks: BlockSelection, known: int, until: float
 ) -> list[Json]:
-    """Other models of this daemon that hold more of the same tokens, under the same salt."""
     found: list[Json] = []
     for other in others:
         try:
@@ -334,16 +294,13 @@ def _elsewhere(
             continue
         held = other.hierarchy.lookup(names).loadable
         if held * other.blocks.block_size > known:
-            row = {"model": name_of(other.fingerprint), "blocks": held, "block_size": other.blocks.block_size}
+            row = {"model": other.name, "blocks": held, "block_size": other.blocks.block_size}
             found.append({**row, "fields": _differing(own.about, other.about)})
     return found
 
 
 def _closed(own: Namespace, others: Sequence[Namespace], slabs: Path | None) -> list[Json]:
-    """Closed slabs of the same weights, or of a model with the same name. Nobody reads whether they hold the prompt.
-
-    None while the own slab is off: its disk may hang.
-    """
+    """Closed slabs of the same weights or name, unread; none while the own slab is off: its disk may hang."""
     if "file" in own.hierarchy.wanting:
         return []
     closed = closed_models(slabs, {own.fingerprint, *(other.fingerprint for other in others)})
@@ -355,7 +312,6 @@ def _closed(own: Namespace, others: Sequence[Namespace], slabs: Path | None) -> 
 
 
 def _differing(here: Mapping[str, str], there: Mapping[str, str]) -> list[Json]:
-    """The fields by which two models are not one, if both engines have said what theirs are."""
     if not here or not there:
         return []
     fields = dict.fromkeys([*here, *there])

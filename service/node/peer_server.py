@@ -12,23 +12,13 @@ from typing import Final
 
 import numpy as np
 
+from kvtier import tiers
 from kvtier.service import Crowd, events
-from kvtier.tiers import BATCH_BYTES, L2, TIERS, BlockRecord, BlockShape, ChainHash, ConfigError, Outcome, checksum
+from kvtier.tiers import L2, TIERS, BlockRecord, BlockShape, ChainHash, ConfigError, Outcome, checksum, peers
 from kvtier.tiers.config import EventsConfig, PeersConfig
 from kvtier.tiers.hierarchy import Hierarchy
 from kvtier.tiers.naming import KVProbe
-from kvtier.tiers.peers import (
-    RESETS,
-    TAG_BYTES,
-    AnnouncedNames,
-    EventsAt,
-    PeerFailed,
-    address_text,
-    prepare,
-    receive,
-    send,
-    wire,
-)
+from kvtier.tiers.peers import AnnouncedNames, EventsAt, PeerFailed, send, wire
 from kvtier.tiers.pool import Lease
 
 _log = logging.getLogger(__name__)
@@ -44,19 +34,15 @@ _CLOSE_SECONDS: Final = 5.0
 
 
 class LentModel:
-    """One model's blocks, as long as they are lent. Made by `PeerServer.lend`."""
-
     def __init__(
         self, hierarchy: Hierarchy, fingerprint: bytes, sizes: BlockShape, forget: "Callable[[LentModel], None]"
     ) -> None:
-        """`forget` is told when it is lent no more."""
-        self.hierarchy = hierarchy
-        self._forget = forget
+        self.hierarchy, self._forget = hierarchy, forget
         self.blocks = wire.LentBlocks(fingerprint, sizes.block_bytes, sizes.block_size)
         self.events: Callable[[], EventsAt] = EventsAt  # where they tell of these blocks; nowhere
         self.kv_probe: Callable[[], KVProbe | None] = lambda: None  # what the model computes, if that is known
         num_slots = hierarchy.host.pool.num_slots
-        self._tags = np.zeros((num_slots, TAG_BYTES), np.uint8)  # of the block in each slot …
+        self._tags = np.zeros((num_slots, peers.TAG_BYTES), np.uint8)  # of the block in each slot …
         self._tagged = np.full(num_slots, -1, np.int64)  # … of this generation
         self._idle = threading.Condition()
         self._users: set[socket.socket] = set()  # connections that a question about it is answered on
@@ -65,7 +51,7 @@ class LentModel:
     @property
     def is_lent(self) -> bool:
         """Not after a reset: who borrows may not have heard of it."""
-        return not self._closed and self.hierarchy.epoch == 0 and self.blocks.fingerprint not in RESETS
+        return not self._closed and self.hierarchy.epoch == 0 and self.blocks.fingerprint not in peers.RESETS
 
     def is_alike(self, session: wire.PeerSession) -> bool:
         """Whether whoever asks may have these blocks: nothing says that its model computes others."""
@@ -78,7 +64,6 @@ class LentModel:
 
     @contextmanager
     def used_by(self, connection: socket.socket) -> Iterator[bool]:
-        """Meanwhile the memory stays; whether blocks may be lent at all."""
         with self._idle:
             may = self.is_lent
             if may:
@@ -133,7 +118,7 @@ class PeerServer:
         self._in_flight = 0  # bytes of blocks leased for others
         self._closed = False
         self._listener = _listen(config.listen)
-        self.address = address_text(self._listener.getsockname())
+        self.address = peers.address_text(self._listener.getsockname())
         self._thread = threading.Thread(target=self._accept, name="kvtier-lend", daemon=True)
         self._thread.start()
 
@@ -142,7 +127,6 @@ class PeerServer:
         return len(self._connections)
 
     def lend(self, hierarchy: Hierarchy, fingerprint: bytes, sizes: BlockShape) -> LentModel:
-        """From now on the blocks in L2 of this hierarchy. Close it before the hierarchy is closed."""
         model = LentModel(hierarchy, fingerprint, sizes, self._forget)
         with self._lock:
             self._models[fingerprint] = model
@@ -169,7 +153,6 @@ class PeerServer:
             self._lock.wait_for(lambda: not self._connections, _CLOSE_SECONDS)
 
     def check(self) -> None:
-        """Raise AssertionError if more is lent than may be."""
         with self._lock:
             assert 0 <= self._in_flight, f"{self._in_flight} bytes in flight"
             assert len(self._strangers) <= len(self._connections) <= MAX_CONNECTIONS, "connections"
@@ -177,7 +160,6 @@ class PeerServer:
     # connections
 
     def _accept(self) -> None:
-        """Thread: take connections in."""
         while not self._closed:
             try:
                 connection, peer = self._listener.accept()
@@ -206,7 +188,6 @@ class PeerServer:
                 self._end(connection)
 
     def _serve(self, connection: socket.socket) -> None:
-        """Thread: one connection, from its handshake to its end."""
         is_stranger = True
         try:
             session = self._welcome(connection)
@@ -235,12 +216,13 @@ class PeerServer:
             self._lock.notify_all()
 
     def _welcome(self, connection: socket.socket) -> wire.PeerSession:
-        """Prove the key to each other. ProtocolError; PeerFailed."""
         deadline = time.monotonic() + _HELLO_SECONDS
-        prepare(connection)
+        peers.prepare(connection)
         challenge = os.urandom(wire.NONCE_BYTES)
         send(connection, [wire.pack_challenge(challenge)], deadline)
-        session, _ = wire.PeerSession.accept(self._key, challenge, receive(connection, wire.HELLO_BYTES, deadline))
+        session, _ = wire.PeerSession.accept(
+            self._key, challenge, peers.receive(connection, wire.HELLO_BYTES, deadline)
+        )
         model = self._models.get(session.blocks.fingerprint)
         reply = wire.Greeting.WELCOME if model is None or model.blocks == session.blocks else wire.Greeting.OTHER_BLOCKS
         send(connection, [session.welcome(reply, self._node)], deadline)
@@ -249,10 +231,9 @@ class PeerServer:
         return session
 
     def _answer(self, connection: socket.socket, session: wire.PeerSession) -> None:
-        """Wait for a question, and answer it."""
-        words = receive(connection, wire.WORDS_BYTES, time.monotonic() + _IDLE_SECONDS)
+        words = peers.receive(connection, wire.WORDS_BYTES, time.monotonic() + _IDLE_SECONDS)
         deadline = time.monotonic() + self._config.deadline
-        rest = receive(connection, session.question_bytes(words), deadline)
+        rest = peers.receive(connection, session.question_bytes(words), deadline)
         verb, names = session.read_question(words, rest)
         model = self._models.get(session.blocks.fingerprint)
         if verb is wire.PeerVerb.KV_PROBE:
@@ -274,11 +255,9 @@ class PeerServer:
             else:
                 self._lend_blocks(connection, session, model, names)
 
-    def _say_none(
-        self, connection: socket.socket, session: wire.PeerSession, verb: wire.PeerVerb, num_names: int
-    ) -> None:
-        nothing = {wire.PeerVerb.HELD: bytes(num_names), wire.PeerVerb.EVENTS: EventsAt().pack()}.get(verb, b"")
-        answer = session.answer(verb, num_names if verb is wire.PeerVerb.HELD else 0, nothing)
+    def _say_none(self, connection: socket.socket, session: wire.PeerSession, verb: wire.PeerVerb, num: int) -> None:
+        nothing = {wire.PeerVerb.HELD: bytes(num), wire.PeerVerb.EVENTS: EventsAt().pack()}.get(verb, b"")
+        answer = session.answer(verb, num if verb is wire.PeerVerb.HELD else 0, nothing)
         send(connection, [answer], time.monotonic() + self._config.deadline)
 
     def _held(self, model: LentModel, names: Sequence[ChainHash]) -> list[bool]:
@@ -293,7 +272,7 @@ class PeerServer:
         self, connection: socket.socket, session: wire.PeerSession, model: LentModel, names: Sequence[ChainHash]
     ) -> None:
         slot_bytes = session.blocks.slot_bytes
-        most = max(1, min(len(names), BATCH_BYTES // slot_bytes))
+        most = max(1, min(len(names), tiers.BATCH_BYTES // slot_bytes))
         deadline = time.monotonic() + self._config.deadline + most * slot_bytes / self._config.bandwidth
         with self._room(most * slot_bytes, deadline) as has_room:
             if not has_room:
@@ -327,10 +306,7 @@ class PeerServer:
         lent: Sequence[tuple[BlockRecord, int, int]],
         deadline: float,
     ) -> None:
-        """Some blocks at a time: the kernel sends them while the next are hashed.
-
-        One whose bytes are not those that were stored goes at once, and ends the connection. PeerFailed.
-        """
+        """Some blocks at a time: the kernel sends them while the next are hashed. A rotten one: PeerFailed."""
         host, parts = model.hierarchy.host, list[bytes | memoryview]()
         for record, slot, generation in lent:
             payload = host.region.slot(slot)
@@ -369,7 +345,6 @@ class PeerServer:
 
 
 def _shut(connection: socket.socket) -> None:
-    """End what anybody sends or waits for there."""
     try:
         connection.shutdown(socket.SHUT_RDWR)
     except OSError:  # it has ended by itself
@@ -416,9 +391,9 @@ class PeerFeeds:
     """Opens feeds of other nodes' events, with the CURVE keys of this node's own publisher, if it has some."""
 
     def __init__(self, config: EventsConfig) -> None:
-        """ConfigError for keys that are none."""
         keys = events.CurveKeys.load("events", config.curve_key_file, "curve_reader_file", config.curve_reader_file)
-        self._keys = None if keys is None else keys.of_a_node()
+        # another daemon's publisher has the same pair, and `lets_own_in`
+        self._keys = None if keys is None else events.CurveKeys(keys.public, keys.secret, keys.public)
 
     def open(self, fingerprint: bytes, publish: str, replay: str, names: AnnouncedNames) -> events.EventConsumer:
         """As `tiers.peers.following.OpenFeed`."""

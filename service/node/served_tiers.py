@@ -1,37 +1,292 @@
-"""A model's tiers as the daemon's clients get them: lookups counted and traced, tenants kept within their quotas."""
+"""A model's tiers as clients get them: lookups counted and traced, tenants kept within quotas of host memory."""
 
 import time
-from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
+from threading import Lock
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvtier.service.explain import LoggedRequest, Recent, RequestLog, tenant_of
 from kvtier.service.node.lookups import PastLookups, TraceRecorder
-from kvtier.service.node.quota import Quotas, Tenants
-from kvtier.tiers import L1, L2, TIERS, ChainHash, Outcome
-from kvtier.tiers.hierarchy import Claim, Ends, Hierarchy, Pending, Rates, Wanted
-from kvtier.tiers.pool import Causes, Lease, Reservation
+from kvtier.tiers import L1, L2, TIERS, ChainHash, ConfigError, Outcome
+from kvtier.tiers.config import format_size
+from kvtier.tiers.hierarchy import Claim, Ends, HeldRun, Hierarchy, Pending, Rates, Wanted, in_runs
+from kvtier.tiers.host import HostTier
+from kvtier.tiers.naming import root_hash
+from kvtier.tiers.pool import Causes, Lease, Reservation, SlotPool
 from kvtier.tiers.reuse import RequestEnd
 
 if TYPE_CHECKING:
     from kvtier.service.events import TierFeed
+
+MAX_QUOTAS: Final = 1024  # tenants that have one
+_MOST_ROOTS: Final = 4096  # tenants known
+MOST_HEADS: Final = 1 << 16  # first blocks whose tenant was told with them
+
+
+class Quota(NamedTuple):
+    cache_salt: str
+    num_bytes: int  # it may have
+    used: int  # bytes it has
+
+
+class Quotas:
+    """The quotas of one model. Thread-safe; a tenant without one costs nothing, unless there is one for all of those.
+
+    That one binds each cache_salt by itself, from its first store on, and not what has no salt, which is everybody's.
+
+    A tenant is known by the root of chains with its salt (`Wanted.tenant`). What was in L2 before its quota, and what
+    comes up from below, is its own if its chains begin at that root: not under vLLM's names. A tenant that would
+    pass its quota loses its own least recently stored blocks, tails first; what is in use stays, and what cannot be had
+    is refused. Blocks that the pool evicts are noticed when their turn comes: a tenant never has more than its quota,
+    and may for a while be held to have more than it has.
+    Lock: `_lock` guards everything; the pool's is taken inside it.
+    """
+
+    def __init__(self, host: HostTier, fingerprint: bytes, default: int | None = None) -> None:
+        """`default`: bytes for each tenant that has no quota, a block at least; None = no bound."""
+        self._default = None if default is None else max(default, host.region.slot_stride)
+        self.binds = default is not None  # some tenant
+        self._unsalted = root_hash(fingerprint)
+        self._others: dict[ChainHash, _Tenant] = {}  # that have the default
+        self._num_noted = 0  # blocks since theirs were last compared with those that are there
+        self._host, self._fingerprint = host, fingerprint
+        self._lock = Lock()
+        self._tenants: dict[ChainHash, _Tenant] = {}  # by the root
+
+    def __len__(self) -> int:
+        return len(self._tenants)
+
+    def set(self, cache_salt: str, num_bytes: int) -> None:
+        """Give the tenant a quota; what it has beyond it goes. Looks at all of L2. ConfigError: too many, too small."""
+        self.require(num_bytes)
+        root, tenant = root_hash(self._fingerprint, cache_salt=cache_salt), self._tenant(cache_salt, num_bytes)
+        with self._lock:
+            if len(self._tenants) >= MAX_QUOTAS and root not in self._tenants:
+                raise ConfigError(f"cache_salt: {MAX_QUOTAS} tenants have a quota already; remove one first")
+            self._others.pop(root, None)
+            self.binds = True
+            self._tenants[root] = tenant  # it notes what is stored from here on; then what was stored before
+        for run in in_runs(dict(self._host.held(tails=True))):
+            with self._lock:
+                if run.parent == root or run.parent in tenant:
+                    tenant.adopt(run)
+        with self._lock:
+            tenant.make_room(self._host.pool, len(tenant) - tenant.limit, ())
+
+    def require(self, num_bytes: int) -> None:
+        if num_bytes < (stride := self._host.region.slot_stride):
+            least = format_size(stride)
+            raise ConfigError(f'size "{format_size(num_bytes)}": a block of this model takes {least}; give more')
+
+    def remove(self, cache_salt: str) -> bool:
+        with self._lock:
+            return self._tenants.pop(root_hash(self._fingerprint, cache_salt=cache_salt), None) is not None
+
+    def listing(self) -> list[Quota]:
+        with self._lock:
+            tenants = [(tenant, tenant.names()) for tenant in self._tenants.values()]
+        stride, pool = self._host.region.slot_stride, self._host.pool
+        return [Quota(each.cache_salt, each.num_bytes, sum(pool.holds(names)) * stride) for each, names in tenants]
+
+    def recount(self) -> None:
+        """Blocks came to L2 without anybody saying whose: look at all of them."""
+        for quota in self.listing():
+            self.set(quota.cache_salt, quota.num_bytes)
+
+    def bound(self, name: ChainHash) -> bool:
+        return name in self._tenants or (self._default is not None and name != self._unsalted)
+
+    def room(self, wanted: Wanted) -> int:
+        """How many leading blocks the tenant may store now; makes room among its own for as many as it can."""
+        if not self.bound(wanted.tenant):
+            return len(wanted.hashes)
+        with self._lock:
+            tenant = self._of(wanted.tenant)
+            if tenant is None:
+                return len(wanted.hashes)
+            new = [chain_hash not in tenant for chain_hash in wanted.hashes]
+            free = tenant.limit - len(tenant)
+            if (short := sum(new) - free) > 0:
+                free += tenant.make_room(self._host.pool, short, {wanted.parent, *wanted.hashes})
+            for number, is_new in enumerate(new):
+                if is_new and (free := free - 1) < 0:
+                    return number
+            return len(wanted.hashes)
+
+    def took(self, name: ChainHash, hashes: Sequence[ChainHash], parents: Sequence[ChainHash | None]) -> None:
+        if not hashes or not self.bound(name):
+            return
+        with self._lock:
+            self._note(len(hashes))  # first: it forgets who has nothing yet
+            if (tenant := self._of(name)) is not None:
+                if name not in self._tenants:
+                    self._others[name] = tenant
+                for chain_hash, parent in zip(hashes, parents, strict=True):
+                    tenant.add(chain_hash, parent or name)
+
+    def promoted(self, hashes: Sequence[ChainHash], parent: ChainHash) -> None:
+        """Consecutive blocks, leased now, may have come up from a lower tier: they count, and others go for them."""
+        if not (self._tenants or self._others) or not hashes:
+            return
+        with self._lock:
+            known = {**self._others, **self._tenants}
+            tenant = known.get(parent)
+            tenant = tenant if tenant is not None else next((each for each in known.values() if parent in each), None)
+            if tenant is None or hashes[-1] in tenant:
+                return
+            for chain_hash, before in zip(hashes, [parent, *hashes[:-1]], strict=True):
+                tenant.add(chain_hash, before)
+            tenant.make_room(self._host.pool, len(tenant) - tenant.limit, set(hashes))
+
+    def _tenant(self, cache_salt: str, num_bytes: int) -> "_Tenant":
+        limit = min(num_bytes // self._host.region.slot_stride, self._host.pool.num_slots)
+        return _Tenant(cache_salt, num_bytes, limit)
+
+    def _of(self, name: ChainHash) -> "_Tenant | None":
+        """Whoever's chains begin there, if it has a quota at all; known once it has a block. Under the lock."""
+        tenant = self._tenants.get(name, self._others.get(name))
+        if tenant is None and self.bound(name) and self._default is not None:
+            tenant = self._tenant("", self._default)
+        return tenant
+
+    def _note(self, num_blocks: int) -> None:
+        """As often as L2 could be filled anew, forget what is there no more, and who has nothing. Under the lock."""
+        self._num_noted += num_blocks
+        if self._num_noted > self._host.pool.num_slots and self._others:
+            self._num_noted = num_blocks
+            for name, tenant in list(self._others.items()):
+                tenant.keep(self._host.pool)
+                if not len(tenant):
+                    del self._others[name]
+
+
+class _Tenant:
+    """The blocks a tenant is held to have. No lock. The leaf stored least recently goes first, then its parent."""
+
+    def __init__(self, cache_salt: str, num_bytes: int, limit: int) -> None:
+        self.cache_salt, self.num_bytes = cache_salt, num_bytes
+        self.limit = limit  # blocks
+        self._parents: dict[ChainHash, ChainHash] = {}
+        self._absent: set[ChainHash] = set()  # at the last `keep`
+        self._children: Counter[ChainHash] = Counter()
+        self._leaves: OrderedDict[ChainHash, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._parents)
+
+    def __contains__(self, chain_hash: ChainHash) -> bool:
+        return chain_hash in self._parents
+
+    def names(self) -> list[ChainHash]:
+        return list(self._parents)
+
+    def keep(self, pool: SlotPool) -> None:
+        """Forget blocks that were not there at the last call either: one that is not there now may be being filled."""
+        before, names = self._parents, self.names()
+        absent = {name for name, is_held in zip(names, pool.holds(names), strict=True) if not is_held}
+        gone, self._absent = absent & self._absent, absent - self._absent
+        self._parents, self._children, self._leaves = {}, Counter(), OrderedDict()
+        for chain_hash in names:
+            if chain_hash not in gone:
+                self.add(chain_hash, before[chain_hash])
+
+    def add(self, chain_hash: ChainHash, parent: ChainHash) -> None:
+        if chain_hash not in self._parents:
+            self._parents[chain_hash] = parent
+            self._children[parent] += 1
+            self._leaves.pop(parent, None)
+            if not self._children[chain_hash]:
+                self._leaves[chain_hash] = None
+
+    def adopt(self, run: HeldRun) -> None:
+        """It had these before all others; their head's parent is known."""
+        for chain_hash, parent in zip(run.hashes, [run.parent, *run.hashes[:-1]], strict=True):
+            self.add(chain_hash, parent)
+        if run.hashes[-1] in self._leaves:
+            self._leaves.move_to_end(run.hashes[-1], last=False)
+
+    def make_room(self, pool: SlotPool, count: int, spare: Collection[ChainHash]) -> int:
+        """Let up to `count` blocks go, none of `spare` nor one in use. Returns how many went, or were gone before."""
+        gone = 0
+        if count <= 0:
+            return gone
+        for leaf in list(self._leaves):
+            branch = self._branch(leaf, count - gone, spare)
+            for chain_hash, is_gone in zip(branch, pool.evict_idle(branch), strict=True):
+                if not is_gone:
+                    break
+                self._remove(chain_hash)
+                gone += 1
+            if gone == count:
+                break
+        return gone
+
+    def _branch(self, leaf: ChainHash, count: int, spare: Collection[ChainHash]) -> list[ChainHash]:
+        """The leaf and what is before it, up to where another branch begins."""
+        branch: list[ChainHash] = []
+        at = leaf
+        while len(branch) < count and at in self._parents and at not in spare and self._children[at] == bool(branch):
+            branch.append(at)
+            at = self._parents[at]
+        return branch
+
+    def _remove(self, leaf: ChainHash) -> None:
+        parent = self._parents.pop(leaf)
+        del self._leaves[leaf]
+        self._children[parent] -= 1
+        if not self._children[parent]:
+            del self._children[parent]
+            if parent in self._parents:
+                self._leaves[parent] = None
+                self._leaves.move_to_end(parent, last=False)
+
+
+class Tenants:
+    """Which tenants a model has, as far as they have stored since the start. Bounded. On the loop's thread, but `of`.
+
+    A tenant is known by the root of chains with its salt. Under vLLM's names all chains begin at one root: there a
+    first block is remembered with the tenant that stored it.
+    """
+
+    def __init__(self, fingerprint: bytes) -> None:
+        self.unsalted = root_hash(fingerprint)
+        self._roots: OrderedDict[ChainHash, None] = OrderedDict()
+        self._heads: OrderedDict[ChainHash, ChainHash] = OrderedDict()
+
+    def record(self, wanted: Iterable[Wanted]) -> None:
+        for each in wanted:
+            if each.tenant != self.unsalted:
+                self._roots[each.tenant] = None
+                if len(self._roots) > _MOST_ROOTS:
+                    self._roots.popitem(last=False)
+                if each.parent == self.unsalted and each.hashes:
+                    self._heads[each.hashes[0]] = each.tenant
+                    if len(self._heads) > MOST_HEADS:
+                        self._heads.popitem(last=False)
+
+    def known(self) -> list[ChainHash]:
+        """The roots of all tenants, those without a salt first. On any thread."""
+        return [self.unsalted, *self._roots.copy()]
+
+    def of(self, head: ChainHash, parent: ChainHash) -> ChainHash | None:
+        if parent == self.unsalted:
+            return self._heads.get(head, parent)
+        return parent if parent in self._roots else None
+
+
+# --- the tiers -------------------------------------------------------------------------------------------------------
 
 MEASURED: Final = "measured"
 ASSUMED: Final = "assumed"
 
 
 class Savings:
-    """Counts the blocks that clients took instead of computing them. On the loop's thread; others may read.
-
-    Seconds are what an engine of this model measured last, for so many tokens at that place of a prompt; else what the
-    operator assumes. Tokens are counted even if there is neither.
-    """
+    """Counts blocks taken, not computed: seconds as an engine measured or the operator assumes, or tokens alone."""
 
     def __init__(self, rates: Rates, assumed_rate: int | None) -> None:
-        """`assumed_rate`: tokens a second of prefill, if no engine has told any."""
-        self.rates = rates
-        self.assumed_rate = assumed_rate
+        self.rates, self.assumed_rate = rates, assumed_rate
         self.num_tokens = 0
         self.num_untimed = 0  # of these, no rate was known
         self.seconds = {MEASURED: 0.0, ASSUMED: 0.0}
@@ -47,7 +302,6 @@ class Savings:
         return self.rates.tokens_per_second is None and self.assumed_rate is not None
 
     def took(self, start: int, num_tokens: int) -> None:
-        """A request takes the KV of so many tokens, behind its first `start`."""
         self.num_tokens += num_tokens
         if (seconds := self.rates.prefill_seconds(start, num_tokens)) is not None:
             self.seconds[MEASURED] += seconds
@@ -62,20 +316,7 @@ _MOST_NAMES: Final = 1 << 16  # of blocks, in all lookups that are kept
 _LAST: Final = 3  # names of a prompt by one of which its lookup is known: the last may not have been asked for
 
 
-@dataclass(frozen=True, slots=True)
-class SeenRequest:
-    """A request of an engine's that ended."""
-
-    names: Sequence[ChainHash]  # of its prompt's blocks, from the first
-
-    @property
-    def num_items(self) -> int:
-        return len(self.names)
-
-
 class _AskedLookup(NamedTuple):
-    """The last lookup of a prompt, and how many requests asked for it whose ends have not come."""
-
     claim: Claim
     causes: Causes
     num_requests: int
@@ -85,14 +326,12 @@ class SeenRequests:
     """Joins each lookup to the end of its request. On the loop's thread, but `recent`."""
 
     def __init__(self, fingerprint: bytes, log: RequestLog | None = None) -> None:
-        self.recent: Recent[SeenRequest] = Recent(most_items=_MOST_NAMES)
-        self._fingerprint = fingerprint
-        self._log = log
+        self.recent: Recent[Sequence[ChainHash]] = Recent(most_items=_MOST_NAMES)  # names of prompts
+        self._fingerprint, self._log = fingerprint, log
         self._open: OrderedDict[ChainHash, _AskedLookup] = OrderedDict()  # by the last block asked for
         self._num_names = 0
 
     def looked_up(self, claim: Claim, causes: Causes | None) -> None:
-        """A request's blocks were asked for, and found or not."""
         last = claim.hashes[-1]
         if (before := self._open.pop(last, None)) is not None:
             self._num_names -= len(before.claim.hashes)
@@ -102,11 +341,10 @@ class SeenRequests:
             self._num_names -= len(self._open.popitem(last=False)[1].claim.hashes)
 
     def ended(self, end: RequestEnd) -> None:
-        """A request ended. One whose lookup is not known any more has no tiers and no causes."""
         claim, causes = self._take(end)
         if end.request:
             names = claim.hashes if claim is not None else end.names[: end.num_prompt]
-            self.recent.note(end.client, end.request, SeenRequest(names))
+            self.recent.note(end.client, end.request, names)
         if self._log is not None:
             self._log.write(self._told(end, claim, causes))
 
@@ -145,10 +383,7 @@ _MAX_VAIN: Final = 4096  # such questions remembered
 
 
 class ServedTiers:
-    """A hierarchy's verbs for the clients of a daemon, on the loop's thread: those it counts, traces or limits.
-
-    All others are the hierarchy's own. `poll` answers each claim once.
-    """
+    """A hierarchy's verbs for clients, on the loop's thread: those that are counted, traced or limited."""
 
     def __init__(
         self,
@@ -160,10 +395,7 @@ class ServedTiers:
         kept_lookups: int = 0,
         log: RequestLog | None = None,
     ) -> None:
-        """`default_quota`: bytes of L2 for each tenant that has no quota. `assumed_rate`: as `Savings` has it.
-
-        `kept_lookups`: blocks of lookups that `past` keeps; 0: there is none. `log`: where requests are told.
-        """
+        """`default_quota`: bytes of L2 for a tenant without one. `kept_lookups`: blocks that `past` keeps."""
         self.hierarchy = hierarchy
         self.quotas = Quotas(hierarchy.host, fingerprint, default_quota)
         self.past = PastLookups(kept_lookups) if kept_lookups else None
@@ -175,10 +407,7 @@ class ServedTiers:
         self._vain: OrderedDict[ChainHash, float] = OrderedDict()  # last block asked for → when it was last in vain
 
     def poll(self, claim: Claim) -> int | Pending:
-        """As `Hierarchy.poll`; the answer is counted as a request's lookup, that of a part of one is not.
-
-        Nor is that to a question which was in vain a moment ago.
-        """
+        """As `Hierarchy.poll`; a whole request's answer is counted, unless it was in vain a moment ago."""
         promised = self.hierarchy.poll(claim)
         if isinstance(promised, Pending) or claim.ends is Ends.BACK or not claim.hashes:
             return promised
@@ -218,7 +447,6 @@ class ServedTiers:
         return lease
 
     def reserve(self, wanted: Sequence[Wanted], *, may_retry: bool = False) -> list[Reservation | None]:
-        """As `Hierarchy.reserve`, within the tenants' quotas."""
         tenants = {each.tenant for each in wanted}  # mostly one
         if self.feed is not None:
             for tenant in tenants:

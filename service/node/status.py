@@ -1,109 +1,292 @@
-"""How the daemon is doing: what /status says, what commands print, and what Prometheus scrapes."""
+"""How the daemon is doing, and what fills its tiers: `/status`, `/memory`, and what Prometheus scrapes."""
 
+import hashlib
 import os
+import secrets
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import PurePath
+from threading import Lock
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 from prometheus_client.metrics_core import Metric
 
-from kvtier.service.node.daemon import ClientView, Daemon
+from kvtier import __version__
+from kvtier.service.node.daemon import Daemon
 from kvtier.service.node.health import Wanting
-from kvtier.service.node.lookups import OptimumSoFar, OptimumWatch
+from kvtier.service.node.lookups import OptimumWatch
 from kvtier.service.node.loop import now
-from kvtier.service.node.memory_use import MemoryUse, memory_series
 from kvtier.service.node.namespaces import Namespace
-from kvtier.service.node.operators import Pins, name_of
-from kvtier.service.observe import (
-    DaemonStatus,
-    MetricValues,
-    counter,
-    figures,
-    gauge,
-    labelled,
-    statuses,
-    text_of,
-    version,
-    wanting,
-)
-from kvtier.tiers import tier_captions
-from kvtier.tiers.hierarchy import Hierarchy, TierPort
+from kvtier.service.node.operators import Pins
+from kvtier.service.node.served_tiers import MOST_HEADS, Tenants
+from kvtier.service.observe import MetricValues, counter, figures, gauge, labelled, statuses, text_of, wanting
+from kvtier.tiers import ChainHash, Lineage, tier_captions
+from kvtier.tiers.hierarchy import Hierarchy, TierPort, lineages
+from kvtier.tiers.naming import root_hash
+from kvtier.tiers.pool import Slots, Words
 from kvtier.tiers.reuse import EDGES
 
 if TYPE_CHECKING:
     from kvtier.service.events import Publisher
 
+UNSALTED: Final = "no salt"
+OTHERS: Final = "others"
+UNKNOWN: Final = "not known"
+
+_MOST_TENANTS: Final = 10  # told by themselves
+_MOST_PREFIXES: Final = 10
+_LONGEST: Final = 4096  # blocks of a prefix that are counted
+_MIX: Final = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x27D4EB2F165667C5], np.uint64)
+
+
+class TenantUse(NamedTuple):
+    root: ChainHash | None  # None: not known; b"": of others, together
+    num_blocks: int
+
+
+class PrefixUse(NamedTuple):
+    head: ChainHash  # the first of these
+    root: ChainHash | None  # whose they are
+    num_shared: int  # leading blocks that all of them have in common
+    num_branches: int  # ways they go on after these
+    num_blocks: int  # with them
+
+
+class TierUse(NamedTuple):
+    num_blocks: int
+    num_tenants: int
+    tenants: Sequence[TenantUse]  # the largest first; then others and not known, if there are
+    prefixes: Sequence[PrefixUse]  # the largest first
+
+
+def use_of(lineage: Lineage, tenants: Tenants) -> TierUse:
+    names = lineage.names
+    if not len(names):
+        return TierUse(0, 0, (), ())
+    parents = _parents(names @ _MIX, lineage.parents @ _MIX)
+    heads = _heads(parents)
+    sizes = np.bincount(heads, minlength=len(names))
+    begun = np.flatnonzero(sizes)
+    begun = begun[np.argsort(sizes[begun], kind="stable")[::-1]]
+    owners = [tenants.of(names[i].tobytes(), lineage.parents[i].tobytes()) for i in begun[:MOST_HEADS].tolist()]
+    by_root: dict[ChainHash | None, int] = {}
+    for root, size in zip(owners, sizes[begun].tolist(), strict=False):
+        by_root[root] = by_root.get(root, 0) + size
+    unknown = by_root.pop(None, 0) + int(sizes[begun[MOST_HEADS:]].sum())
+    ordered = sorted(by_root.items(), key=lambda each: each[1], reverse=True)
+    told = [TenantUse(root, size) for root, size in ordered[:_MOST_TENANTS]]
+    if rest := sum(size for _, size in ordered[_MOST_TENANTS:]):
+        told.append(TenantUse(b"", rest))
+    if unknown:
+        told.append(TenantUse(None, unknown))
+    top = begun[:_MOST_PREFIXES].tolist()
+    shared = _shared(parents, top)
+    prefixes = [
+        PrefixUse(names[head].tobytes(), owner, *common, int(sizes[head]))
+        for head, owner, common in zip(top, owners, shared, strict=False)
+    ]
+    return TierUse(len(names), len(by_root), told, prefixes)
+
+
+def _parents(names: Words, parents: Words) -> Slots:
+    order = np.argsort(names)
+    at = np.searchsorted(names[order], parents).clip(max=len(names) - 1)
+    place = order[at]
+    return np.where(names[place] == parents, place, np.arange(len(names)))
+
+
+def _heads(parents: Slots) -> Slots:
+    heads = parents
+    for _ in range(64):  # twice as far with each turn; names that are no hashes might make a circle
+        further = heads[heads]
+        if (further == heads).all():
+            break
+        heads = further
+    return heads
+
+
+def _shared(parents: Slots, heads: Sequence[int]) -> list[tuple[int, int]]:
+    everyone = np.arange(len(parents))
+    is_child = parents != everyone
+    num_children = np.bincount(parents[is_child], minlength=len(parents))
+    child: NDArray[np.int64] = np.zeros(len(parents), np.int64)
+    child[parents[is_child]] = everyone[is_child]
+    found = []
+    for head in heads:
+        at, length = head, 1
+        while num_children[at] == 1 and length < _LONGEST:
+            at, length = int(child[at]), length + 1
+        found.append((length, int(num_children[at])))
+    return found
+
+
+class MemoryUse:
+    """What fills each model's tiers, looked at on demand; not again for fifty times as long as it took. Thread-safe."""
+
+    def __init__(self, pause: float = 10.0) -> None:
+        self._pause = pause
+        self._key = secrets.token_bytes(16)
+        self._lock = Lock()  # held by whoever looks
+        self._found: dict[bytes, tuple[float, dict[str, TierUse]]] = {}  # fingerprint → good until, by tier
+
+    def of(self, models: Mapping[bytes, tuple[Hierarchy, Tenants]]) -> dict[bytes, dict[str, TierUse]]:
+        if self._lock.acquire(blocking=not self._found):
+            try:
+                for fingerprint, (hierarchy, tenants) in models.items():
+                    if time.monotonic() >= self._found.get(fingerprint, (0.0, {}))[0]:
+                        began = time.monotonic()
+                        use = {tier: use_of(each, tenants) for tier, each in lineages(hierarchy).items()}
+                        now = time.monotonic()
+                        self._found[fingerprint] = (now + max(self._pause, 50 * (now - began)), use)
+                for gone in self._found.keys() - models.keys():
+                    del self._found[gone]
+            finally:
+                self._lock.release()
+        return {fingerprint: use for fingerprint, (_, use) in list(self._found.items())}
+
+    def label(self, name: ChainHash) -> str:
+        """For people who may not know names: the same for one name while this process lives, and no way back."""
+        return hashlib.blake2b(name, key=self._key, digest_size=4).hexdigest()
+
+
+def memory(daemon: Daemon, use: MemoryUse, *, named: bool) -> statuses.MemoryStatus:
+    """By tier, tenant and prefix. `named`: for operators, who may know names. Waits for the loop as `status` does."""
+    namespaces, limits = daemon.call(lambda: (daemon.namespaces(), dict(daemon.limits)))
+    found = use.of(_models(namespaces))
+    models = []
+    for namespace in namespaces:
+        tiers = found.get(namespace.fingerprint, {})
+        quotas = {root_hash(namespace.fingerprint, cache_salt=each): (each, limits[each]) for each in limits}
+        shown = _ShownNames(namespace.tiers.tenants, use, quotas if named else {}, named)
+        told = {tier: _tier(each, namespace.blocks.block_size, namespace.blocks.block_bytes, shown)
+                for tier, each in tiers.items()}  # fmt: skip
+        models.append(statuses.ModelMemory(model=namespace.name, tiers=told))
+    return statuses.MemoryStatus(named=named, models=models)
+
+
+def memory_series(namespaces: list[Namespace], use: MemoryUse) -> Iterator[Metric]:
+    found = use.of(_models(namespaces))
+    blocks: dict[tuple[str, str, str], float] = {}
+    tenants: dict[tuple[str, str], float] = {}
+    for namespace in namespaces:
+        model, shown = namespace.name, _ShownNames(namespace.tiers.tenants, use, {}, False)
+        for tier, each in found.get(namespace.fingerprint, {}).items():
+            tenants[model, tier] = each.num_tenants
+            for tenant in each.tenants:
+                blocks[model, tier, shown.tenant(tenant.root)] = tenant.num_blocks
+    yield gauge(
+        "kvtier_tenant_blocks", "Blocks by whose they are; a label says nothing of the cache_salt", blocks,
+        "fingerprint", "tier", "tenant",
+    )  # fmt: skip
+    yield gauge("kvtier_tenants", "Tenants that have blocks, as far as they are known", tenants, "fingerprint", "tier")
+
+
+def _models(namespaces: list[Namespace]) -> Mapping[bytes, tuple[Hierarchy, Tenants]]:
+    return {each.fingerprint: (each.hierarchy, each.tiers.tenants) for each in namespaces}
+
+
+class _ShownNames:
+    def __init__(self, tenants: Tenants, use: MemoryUse, quotas: dict[ChainHash, tuple[str, int]], named: bool) -> None:
+        self._tenants, self._use, self.quotas, self._named = tenants, use, quotas, named
+
+    def tenant(self, root: ChainHash | None) -> str:
+        if root is None:
+            return UNKNOWN
+        if not root:
+            return OTHERS
+        return UNSALTED if root == self._tenants.unsalted else self._use.label(root)
+
+    def block(self, name: ChainHash) -> str:
+        return name.hex() if self._named else self._use.label(name)
+
+
+def _tier(use: TierUse, block_size: int, block_bytes: int, shown: _ShownNames) -> statuses.TierMemory:
+    tenants = []
+    for each in use.tenants:
+        quota = None if each.root is None else shown.quotas.get(each.root)
+        named: dict[str, Any] = {} if quota is None else {"cache_salt": quota[0], "quota_bytes": quota[1]}
+        tenants.append(
+            statuses.TenantMemory(
+                tenant=shown.tenant(each.root), blocks=each.num_blocks, bytes=each.num_blocks * block_bytes, **named
+            )
+        )
+    prefixes = [
+        statuses.PrefixMemory(
+            prefix=shown.block(each.head),
+            tenant=shown.tenant(each.root),
+            tokens=each.num_shared * block_size,
+            branches=each.num_branches,
+            blocks=each.num_blocks,
+            bytes=each.num_blocks * block_bytes,
+        )
+        for each in use.prefixes
+    ]
+    return statuses.TierMemory(
+        blocks=use.num_blocks,
+        bytes=use.num_blocks * block_bytes,
+        num_tenants=use.num_tenants,
+        tenants=tenants,
+        prefixes=prefixes,
+    )
+
+
+# --- the status ------------------------------------------------------------------------------------------------------
+
 _FAILED: Final = "failed_"
 
 
-class Borrowed(NamedTuple):
-    """What one model's tier says of other nodes."""
-
-    num_answering: int
-    failures: dict[str, int]  # by reason
-    num_sure: int  # of those that answer, whose events tell all that they hold
-    num_told: int  # blocks known by events
-    questions: int  # by name, each to one node
-    hints: dict[str, int]  # flights that events sent: right, or wrong
-
-
-def borrowed_by(port: TierPort) -> Borrowed | None:
-    """None of a tier that is not in other nodes' memory, or is detached."""
+def borrowed_by(port: TierPort) -> Mapping[str, int] | None:
+    """Figures of a tier in other nodes' memory; None of any other, or a detached one."""
     tier = port.tier  # a probe may detach it meanwhile
     stats = tier.stats() if tier is not None else {}
-    if "answering" not in stats:
-        return None
-    failures = {name.removeprefix(_FAILED): n for name, n in stats.items() if name.startswith(_FAILED)}
-    hints = {name: stats.get(f"hints_{name}", 0) for name in ("right", "wrong")}
-    return Borrowed(stats["answering"], failures, stats["sure"], stats["told"], stats.get("questions", 0), hints)
+    return stats if "answering" in stats else None
+
+
+def _failures(stats: Mapping[str, int]) -> dict[str, int]:
+    return {name.removeprefix(_FAILED): n for name, n in stats.items() if name.startswith(_FAILED)}
 
 
 def peers_series(daemon: Daemon, namespaces: Sequence[Namespace]) -> Iterator[Metric]:
     """Nothing if no node is borrowed from and nothing is lent."""
     told = {
-        name_of(namespace.fingerprint): borrowed
+        namespace.name: borrowed
         for namespace in namespaces
         for port in namespace.hierarchy.ports
         if (borrowed := borrowed_by(port)) is not None
     }
     if told:
-        failures, hints = Counter[str](), Counter[str]()
-        for borrowed in told.values():
-            failures.update(borrowed.failures)
-            hints.update(borrowed.hints)
-        yield counter("kvtier_peer_failures", "Failures of other nodes to lend, by reason", dict(failures), "reason")
+        total = Counter[str]()
+        for stats in told.values():
+            total.update(stats)
+        yield counter("kvtier_peer_failures", "Failures of other nodes to lend, by reason", _failures(total), "reason")
         text = "Batches asked of a node because its KV events name their blocks; wrong: one was not there"
-        yield counter("kvtier_peer_hints", text, {name: hints[name] for name in ("right", "wrong")}, "result")
-        asked = sum(borrowed.questions for borrowed in told.values())
-        yield counter("kvtier_peer_questions", "Questions to other nodes which blocks they hold", asked)
-        for name, text, values in (
-            ("answering", "Other nodes that answer", {model: each.num_answering for model, each in told.items()}),
-            ("sure", "Of these, whose KV events tell all", {model: each.num_sure for model, each in told.items()}),
-            ("told_blocks", "Blocks of theirs known by events", {model: each.num_told for model, each in told.items()}),
+        yield counter("kvtier_peer_hints", text, {way: total[f"hints_{way}"] for way in ("right", "wrong")}, "result")
+        yield counter("kvtier_peer_questions", "Questions to other nodes which blocks they hold", total["questions"])
+        for name, what, text in (
+            ("answering", "answering", "Other nodes that answer"),
+            ("sure", "sure", "Of these, whose KV events tell all"),
+            ("told_blocks", "told", "Blocks of theirs known by events"),
         ):
-            yield gauge(f"kvtier_peers_{name}", text, values, "fingerprint")
+            yield gauge(f"kvtier_peers_{name}", text, {m: each[what] for m, each in told.items()}, "fingerprint")
     if (peer_server := daemon.peer_server) is not None:
         text = "Blocks and bytes lent to other nodes, and why connections were ended"
         yield counter("kvtier_lent", text, dict(peer_server.counts), "event")
         yield gauge("kvtier_lending_connections", "Connections of other nodes", peer_server.num_connections)
 
 
-def status(daemon: Daemon, pins: Pins, optimum: OptimumWatch | None = None) -> DaemonStatus:
-    """Everything. Waits for the loop: TierUnavailable if it does not answer.
-
-    `optimum` tells what could have been found of models whose lookups are kept.
-    """
+def status(daemon: Daemon, pins: Pins, optimum: OptimumWatch | None = None) -> statuses.DaemonStatus:
+    """Everything. Waits for the loop: TierUnavailable. `optimum`: of models whose lookups are kept."""
     namespaces, clients, given, refused = daemon.call(
-        lambda: (daemon.namespaces(), daemon.clients(), daemon.host_bytes_given, refused_clients(daemon))
+        lambda: (daemon.namespaces(), daemon.clients(), daemon.models.used, daemon.refusals.all())
     )
     degraded, wanting = degraded_tiers(namespaces), wanting_parts(daemon, namespaces)
     pinned = pins.blocks_by_model()
-    return DaemonStatus(
-        version=version(),
+    return statuses.DaemonStatus(
+        version=__version__,
         pid=os.getpid(),
         uptime_s=round(now() - daemon.started, 3),
         status="degraded" if degraded or wanting else "ok",
@@ -116,39 +299,22 @@ def status(daemon: Daemon, pins: Pins, optimum: OptimumWatch | None = None) -> D
         lent=None if daemon.peer_server is None else dict(daemon.peer_server.counts),
         kv_events=None if daemon.publisher is None else _published(daemon.publisher),
         gpu_hour=daemon.config.service.gpu_hour,
-        models=[_model(each, clients, pinned.get(name_of(each.fingerprint), 0), optimum) for each in namespaces],
-        clients=[_client(client) for client in clients],
+        models=[_model(each, clients, pinned.get(each.name, 0), optimum) for each in namespaces],
+        clients=clients,
         refused=refused,
     )
 
 
-def refused_clients(daemon: Daemon) -> list[statuses.RefusedClient]:
-    """Whom it refused, and why. On the loop's thread: `submit` it."""
-    return [
-        statuses.RefusedClient(
-            why=each.why,
-            count=each.count,
-            seconds_ago=round(each.seconds_ago, 1),
-            pid=each.pid,
-            uid=each.uid,
-            model=None if each.model is None else name_of(each.model),
-        )
-        for each in daemon.refusals.all()
-    ]
-
-
 def wanting_parts(daemon: Daemon, namespaces: Iterable[Namespace]) -> list[Wanting]:
-    """What is not there as configured, and what models have too little of."""
-    lost = ((name_of(each.fingerprint), each.hierarchy.metrics.losses.wanting) for each in namespaces)
+    lost = ((each.name, each.hierarchy.metrics.losses.wanting) for each in namespaces)
     too_small = [Wanting(part, f"model {name}: {why}", False) for name, parts in lost for part, why in parts.items()]
     return [*daemon.health.wanting, *too_small]
 
 
 def degraded_tiers(namespaces: Iterable[Namespace]) -> list[statuses.DegradedTier]:
-    """The directions of lower tiers that are left alone for now."""
     return [
         statuses.DegradedTier(
-            model=name_of(namespace.fingerprint),
+            model=namespace.name,
             tier=port.name,
             direction=direction,
             breaker=str(state),
@@ -162,7 +328,7 @@ def degraded_tiers(namespaces: Iterable[Namespace]) -> list[statuses.DegradedTie
 
 
 def _model(
-    namespace: Namespace, clients: Iterable[ClientView], num_pinned: int, watch: OptimumWatch | None
+    namespace: Namespace, clients: Iterable[statuses.ClientStatus], num_pinned: int, watch: OptimumWatch | None
 ) -> statuses.ModelStatus:
     hierarchy = namespace.hierarchy
     counts, stride = hierarchy.host.pool.counts(), hierarchy.host.region.slot_stride
@@ -176,16 +342,16 @@ def _model(
         **asdict(counts),
     )
     return statuses.ModelStatus(
-        model=name_of(namespace.fingerprint),
+        model=namespace.name,
         name=_called(namespace.about),
         fingerprint=namespace.fingerprint.hex(),
         block_size=namespace.blocks.block_size,
         block_bytes=namespace.blocks.block_bytes,
-        clients=sum(client.fingerprint == namespace.fingerprint for client in clients),
+        clients=sum(client.model == namespace.name for client in clients),
         l2=host,
         tiers={port.name: _lower(port, values) for port in hierarchy.ports},
         saved=_saved(namespace),
-        optimum=None if watch is None else _optimum(watch.of(namespace.fingerprint)),
+        optimum=None if watch is None else watch.of(namespace.fingerprint),
         return_gaps=_return_gaps(hierarchy),
         **dict(figures(hierarchy.metrics)),
     )
@@ -196,15 +362,14 @@ def _lower(port: TierPort, values: MetricValues) -> statuses.LowerTierStatus:
     room = [statuses.StorageRoom(**each._asdict()) for each in port.room()]
     told: dict[str, Any] = {"room": room} if room else {}  # a tier that does not tell has no such field
     if (borrowed := borrowed_by(port)) is not None:
-        told |= {"answering": borrowed.num_answering, "failures": borrowed.failures, "sure": borrowed.num_sure}
+        told |= {"answering": borrowed["answering"], "failures": _failures(borrowed), "sure": borrowed["sure"]}
     if saved := values.of("kvtier_compression_saved_bytes", port.name):
         told["saved"] = saved
     return statuses.LowerTierStatus(slots=slots, breakers=breakers, **told)
 
 
 def _called(about: Mapping[str, str]) -> str | None:
-    """A model's name; of one in a local folder the folder's: everybody may read the status."""
-    name = about.get("model")
+    name = about.get("model")  # of a local folder its name alone: everybody may read the status
     return PurePath(name).name if name and name.startswith(("/", ".", "~")) else name
 
 
@@ -213,19 +378,6 @@ def _return_gaps(hierarchy: Hierarchy) -> statuses.AgeCounts | None:
     if gaps is None:
         return None
     return statuses.AgeCounts(bounds=EDGES[1:].tolist(), counts=[round(each, 3) for each in gaps.tolist()])
-
-
-def _optimum(found: OptimumSoFar | None) -> statuses.OptimumFigures | None:
-    if found is None:
-        return None
-    return statuses.OptimumFigures(
-        capacity=found.capacity,
-        seconds=round(found.seconds, 1),
-        asked=found.asked,
-        found=found.found,
-        optimum=found.optimum,
-        steps=[(round(step.age_s, 1), step.asked, step.found, step.optimum) for step in found.steps],
-    )
 
 
 def _saved(namespace: Namespace) -> statuses.SavedFigures:
@@ -242,24 +394,9 @@ def _saved(namespace: Namespace) -> statuses.SavedFigures:
 
 
 def _published(publisher: "Publisher") -> statuses.PublishedEvents:
-    counts = dict(publisher.counts)
-    return statuses.PublishedEvents(
-        publish=publisher.endpoint, replay=publisher.replay_endpoint, seq=publisher.seq, **counts
-    )
-
-
-def _client(client: ClientView) -> statuses.ClientStatus:
-    return statuses.ClientStatus(
-        pids=client.pids,
-        uid=client.uid,
-        connected=client.connected,
-        seconds=round(client.seconds, 3),
-        protocol=client.protocol,
-        claims=client.claims,
-        leases=client.leases,
-        reservations=client.reservations,
-        model=None if client.fingerprint is None else name_of(client.fingerprint),
-    )
+    counts: dict[str, Any] = dict(publisher.counts)
+    where = {"publish": publisher.endpoint, "replay": publisher.replay_endpoint}
+    return statuses.PublishedEvents(**where, seq=publisher.seq, **counts)
 
 
 def _breakers(port: TierPort) -> dict[str, str]:
@@ -272,7 +409,7 @@ _QUANTILES: Final = (0.5, 0.9)
 def exposition(daemon: Daemon, pins: Pins, use: MemoryUse, optimum: OptimumWatch | None = None) -> str:
     """The text format. Waits for the loop: TierUnavailable if it does not answer."""
     namespaces, clients = daemon.call(lambda: (daemon.namespaces(), daemon.clients()))
-    metrics = {name_of(namespace.fingerprint): namespace.hierarchy.metrics for namespace in namespaces}
+    metrics = {namespace.name: namespace.hierarchy.metrics for namespace in namespaces}
     return text_of(
         [
             *labelled(metrics),
@@ -284,15 +421,17 @@ def exposition(daemon: Daemon, pins: Pins, use: MemoryUse, optimum: OptimumWatch
     )
 
 
-def _own(daemon: Daemon, namespaces: list[Namespace], clients: list[ClientView], pins: Pins) -> Iterator[Metric]:
-    yield gauge("kvtier_build_info", "The version in use", {version(): 1}, "version")
+def _own(
+    daemon: Daemon, namespaces: list[Namespace], clients: list[statuses.ClientStatus], pins: Pins
+) -> Iterator[Metric]:
+    yield gauge("kvtier_build_info", "The version in use", {__version__: 1}, "version")
     yield gauge("kvtier_uptime_seconds", "Since the daemon started", time.monotonic() - daemon.started)
     yield gauge("kvtier_clients", "Clients connected", sum(client.connected for client in clients))
     dead = sum(not client.connected for client in clients)
     yield gauge("kvtier_dead_clients", "Clients gone whose processes may still copy", dead)
     yield gauge("kvtier_budget_bytes", "Host memory there is for all models", daemon.config.host.size)
     yield wanting(each.part for each in wanting_parts(daemon, namespaces))
-    sizes = {name_of(namespace.fingerprint): namespace.size for namespace in namespaces}
+    sizes = {namespace.name: namespace.size for namespace in namespaces}
     yield gauge("kvtier_host_bytes", "Host memory a model has", sizes, "fingerprint")
     yield counter("kvtier_client_events", "What became of clients and their leases", dict(daemon.counts), "event")
     told = dict(daemon.publisher.counts) if daemon.publisher is not None else {}
@@ -306,17 +445,13 @@ def _own(daemon: Daemon, namespaces: list[Namespace], clients: list[ClientView],
 
 def _possible(namespaces: list[Namespace], watch: OptimumWatch | None) -> Iterator[Metric]:
     """What was found in the last hour, and what the best policy would have found. Of models whose lookups are kept."""
-    looks = {name_of(each.fingerprint): watch.of(each.fingerprint) for each in namespaces if watch is not None}
-    known = {model: look for model, look in looks.items() if look is not None and look.asked}
+    looks = {each.name: watch.of(each.fingerprint) for each in namespaces if watch is not None}
+    told = {model: look for model, look in looks.items() if look is not None and look.asked}
     text = "Of the blocks asked for in the last hour, the share that the best possible policy would have found"
-    yield gauge(
-        "kvtier_optimum_share", text, {m: each.optimum / each.asked for m, each in known.items()}, "fingerprint"
-    )
+    yield gauge("kvtier_optimum_share", text, {m: each.optimum / each.asked for m, each in told.items()}, "fingerprint")
     text = "Of the same blocks, the share that was found"
-    yield gauge("kvtier_found_share", text, {m: each.found / each.asked for m, each in known.items()}, "fingerprint")
-    dropped = {
-        name_of(each.fingerprint): each.tiers.past.num_dropped for each in namespaces if each.tiers.past is not None
-    }
+    yield gauge("kvtier_found_share", text, {m: each.found / each.asked for m, each in told.items()}, "fingerprint")
+    dropped = {each.name: each.tiers.past.num_dropped for each in namespaces if each.tiers.past is not None}
     yield counter("kvtier_lookups_not_kept", "Lookups and stores that this leaves out", dropped, "fingerprint")
 
 
@@ -327,15 +462,14 @@ def _returns(namespaces: list[Namespace]) -> Iterator[Metric]:
         gaps = namespace.hierarchy.host.pool.return_gaps()
         if gaps is not None and (total := float(gaps.sum())) > 0:
             within = np.interp(_QUANTILES, np.append(0.0, np.cumsum(gaps)) / total, [*EDGES, 2 * EDGES[-1]])
-            model = name_of(namespace.fingerprint)
+            model = namespace.name
             seconds |= {(model, f"{q:g}"): float(age) for q, age in zip(_QUANTILES, within, strict=True)}
     text = "Within which of its requests' ends this part of the next ones came"
     yield gauge("kvtier_return_gap_seconds", text, seconds, "fingerprint", "quantile")
 
 
 def _savings(daemon: Daemon, namespaces: list[Namespace]) -> Iterator[Metric]:
-    """What requests did not have to compute: less `kvtier_load_seconds_sum`, it is what was saved."""
-    savings = {name_of(each.fingerprint): each.tiers.savings for each in namespaces}
+    savings = {each.name: each.tiers.savings for each in namespaces}
     tokens = {model: each.num_tokens for model, each in savings.items()}
     yield counter("kvtier_saved_tokens", "Tokens that were loaded instead of computed", tokens, "fingerprint")
     seconds = {(model, rate): value for model, each in savings.items() for rate, value in each.seconds.items()}

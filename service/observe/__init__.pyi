@@ -1,30 +1,20 @@
-from . import statuses
-from .live_page import LivePage
-from .metrics import EXPOSITION, MetricValues, counter, figures, gauge, histogram, labelled, text_of, version, wanting
-from .statuses import DaemonStatus, EngineStatus, ReplicaScore, RouterStatus, StatusPart
-from .summary import daemon_lines, engine_lines, router_lines
-from .top import watch
-
-__all__ = [
-    "EXPOSITION",
-    "DaemonStatus",
-    "EngineStatus",
-    "LivePage",
-    "MetricValues",
-    "ReplicaScore",
-    "RouterStatus",
-    "StatusPart",
-    "counter",
-    "daemon_lines",
-    "engine_lines",
-    "figures",
-    "gauge",
-    "histogram",
-    "labelled",
-    "router_lines",
-    "statuses",
-    "text_of",
-    "version",
-    "wanting",
-    "watch",
-]
+from . import statuses as statuses
+from .live_page import LivePage as LivePage
+from .metrics import EXPOSITION as EXPOSITION
+from .metrics import MetricValues as MetricValues
+from .metrics import counter as counter
+from .metrics import figures as figures
+from .metrics import gauge as gauge
+from .metrics import histogram as histogram
+from .metrics import labelled as labelled
+from .metrics import text_of as text_of
+from .metrics import wanting as wanting
+from .statuses import DaemonStatus as DaemonStatus
+from .statuses import EngineStatus as EngineStatus
+from .statuses import ReplicaScore as ReplicaScore
+from .statuses import RouterStatus as RouterStatus
+from .statuses import StatusPart as StatusPart
+from .top import daemon_lines as daemon_lines
+from .top import engine_lines as engine_lines
+from .top import router_lines as router_lines
+from .top import watch as watch

@@ -29,19 +29,13 @@ _MOST_SERIES: Final = 512  # series; with the samples that is 3 MiB, however lon
 _DEEPEST: Final = 6  # names in a path
 _IDENTITIES: Final = ("model", "name")  # the field by which an entry of a list is the same in two statuses
 
-Path = tuple[str, ...]
-"""Where a number stands in the status: keys, and for an entry of a list what names it."""
+Path = tuple[str, ...]  # where a number stands in the status: keys, and for an entry of a list what names it
 
 
 class PageHistory:
-    """Samples of every number in a status, in a ring of fixed size. Thread-safe.
-
-    A number is known by its path. Numbers past the bound on series are not kept; those that no sample has any more make
-    room for others.
-    """
+    """Samples of a status's numbers by path, in a ring of fixed size; dead series make room. Thread-safe."""
 
     def __init__(self, parts: Sequence[str], *, kept: int = _KEPT, most: int = _MOST_SERIES) -> None:
-        """Of a status, only the fields `parts` are kept."""
         self._parts = tuple(parts)
         self._most = most
         self._lock = Lock()  # guards what follows
@@ -51,7 +45,6 @@ class PageHistory:
         self._next = 0  # samples taken so far
 
     def add(self, status: Mapping[str, Any], at: float | None = None) -> None:
-        """Take a sample; `at` is seconds of the monotonic clock, None = now."""
         found = dict(_numbers({part: status[part] for part in self._parts if part in status}))
         with self._lock:
             row = self._next % len(self._at)
@@ -65,10 +58,7 @@ class PageHistory:
             self._next += 1
 
     def as_json(self) -> Json:
-        """`now` and `at` in ms of the monotonic clock; of each series its path and its values at these times.
-
-        A series that is the same in all samples has one value for all; null is "not known".
-        """
+        """Series by path at times `at` (monotonic ms); one value if they agree, null: not known."""
         with self._lock:
             kept = len(self._at)
             rows = np.arange(max(0, self._next - kept), self._next) % kept
@@ -77,7 +67,6 @@ class PageHistory:
         return {"now": int(1000 * time.monotonic()), "period_s": PERIOD, "at": at, "series": series}
 
     def _make_room(self, found: Mapping[Path, float]) -> None:
-        """Columns for new paths, as far as there may be more. Under the lock."""
         new = [path for path in found if path not in self._columns]
         if len(self._columns) + len(new) > self._most:
             alive = ~np.isnan(self._values).all(0)
@@ -92,7 +81,6 @@ class PageHistory:
 
 
 def _numbers(value: object, path: Path = ()) -> Iterator[tuple[Path, float]]:
-    """Every number in it, by its path."""
     if isinstance(value, bool) or len(path) > _DEEPEST:
         return
     if isinstance(value, int | float):
@@ -109,7 +97,6 @@ def _numbers(value: object, path: Path = ()) -> Iterator[tuple[Path, float]]:
 
 
 def _listed(values: "np.ndarray[Any, np.dtype[np.float64]]") -> Any:
-    """For JSON: whole numbers as such, and one for all if they are the same."""
     if len(values) and (values == values[0]).all():
         return _plain(float(values[0]))
     return [_plain(value) for value in values.tolist()]
@@ -158,7 +145,6 @@ class LivePage:
         self._due = 0.0  # when that is too old
 
     def routes(self) -> list[Route]:
-        """`GET /`, the files it names, `GET /stream` and `GET /history`."""
         pages = resources.files("kvtier.service.observe") / "pages"
 
         def file(name: str, content: bytes, media_type: str) -> Route:
@@ -171,7 +157,6 @@ class LivePage:
 
     @contextlib.asynccontextmanager
     async def remembering(self) -> AsyncIterator[None]:
-        """Look at the status now and then, until the block ends."""
         task = asyncio.create_task(self._remember())
         try:
             yield
@@ -225,8 +210,6 @@ class LivePage:
 
 
 class _WatchStream(StreamingResponse):
-    """One watcher's events. Ends in time for a reader who takes nothing, too."""
-
     def __init__(self, events: AsyncIterator[bytes], count: Callable[[int], None]) -> None:
         super().__init__(events, media_type="text/event-stream", headers=_HEADERS)
         self._count = count

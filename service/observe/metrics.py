@@ -1,9 +1,9 @@
 """What became of blocks, read from a model's metrics; and metrics in the text format that Prometheus scrapes."""
 
-from collections.abc import Iterable, Iterator, Mapping
-from importlib import metadata
+from collections.abc import Iterable, Mapping
 from itertools import accumulate
-from typing import Any, Final
+from types import SimpleNamespace
+from typing import Any, Final, cast
 
 from prometheus_client import generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -15,16 +15,7 @@ from kvtier.tiers import Metrics, lookup_results
 # --- figures of a model's blocks -------------------------------------------------------------------------------------
 
 
-def version() -> str:
-    """The version of kvtier that is installed; "0" in a tree that is not."""
-    try:
-        return metadata.version("kvtier")
-    except metadata.PackageNotFoundError:
-        return "0"
-
-
 def figures(metrics: Metrics) -> BlockFigures:
-    """What became of blocks since the start: found, missed, stored, dropped, moved, and why."""
     values = MetricValues(metrics)
     lookups = values.by_first("kvtier_lookup_blocks")
     return BlockFigures(
@@ -45,7 +36,6 @@ class MetricValues:
         self._samples = list(metrics.samples())
 
     def by_first(self, name: str) -> dict[str, int]:
-        """By the one label; zeros are left out."""
         return {each.labels[0]: int(each.value) for each in self._samples if each.name == name and each.value}
 
     def by_both(self, name: str) -> dict[str, dict[str, int]]:
@@ -53,26 +43,23 @@ class MetricValues:
         return {first: self.of(name, first) for first in found}
 
     def of(self, name: str, first: str) -> dict[str, int]:
-        """By the second label, for those with this first one."""
         mine = (each for each in self._samples if each.name == name and each.labels[0] == first)
         return {each.labels[1]: int(each.value) for each in mine if each.value}
 
 
 # --- Prometheus' text format -----------------------------------------------------------------------------------------
 
-EXPOSITION: Final = "text/plain; version=0.0.4; charset=utf-8"
-"""The media type of the text format."""
+EXPOSITION: Final = "text/plain; version=0.0.4; charset=utf-8"  # the media type of the text format
 
-Values = float | Mapping[Any, float]
-"""One value; or one for each label, or for each tuple of labels."""
+Values = float | Mapping[Any, float]  # one value; or one for each label, or for each tuple of labels
 
 
 def text_of(families: Iterable[Metric]) -> str:
-    return generate_latest(_Collected(list(families))).decode()
+    families = list(families)
+    return generate_latest(cast(Collector, SimpleNamespace(collect=lambda: families))).decode()
 
 
 def counter(name: str, help_text: str, values: Values, *labels: str) -> Metric:
-    """A family of counters. `labels` are the labels' names."""
     return _filled(CounterMetricFamily(name, help_text, labels=labels), values)
 
 
@@ -83,7 +70,6 @@ def wanting(parts: Iterable[str]) -> Metric:
 
 
 def gauge(name: str, help_text: str, values: Values, *labels: str) -> Metric:
-    """A family of gauges. `labels` are the labels' names."""
     return _filled(GaugeMetricFamily(name, help_text, labels=labels), values)
 
 
@@ -95,7 +81,6 @@ def histogram(name: str, help_text: str, counts: Mapping[str, int], total: float
 
 
 def labelled(metrics: Mapping[str, Metrics]) -> list[Metric]:
-    """The families of several models. Each sample gets its model's key here as the label `fingerprint`."""
     families: dict[str, Metric] = {}
     for name, each in metrics.items():
         for family in each.collect():
@@ -109,11 +94,3 @@ def _filled(family: CounterMetricFamily | GaugeMetricFamily, values: Values) -> 
     for key, value in sorted(values.items()) if isinstance(values, Mapping) else [((), values)]:
         family.add_metric([key] if isinstance(key, str) else key, value)
     return family
-
-
-class _Collected(Collector):
-    def __init__(self, families: list[Metric]) -> None:
-        self._families = families
-
-    def collect(self) -> Iterator[Metric]:
-        yield from self._families

@@ -13,8 +13,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from kvtier.service import Json, first_error, shown
 from kvtier.tiers import FormatError
 
-Counts = dict[str, int]
-"""By reason, tier or event; usually without those that are zero."""
+Counts = dict[str, int]  # by reason, tier or event; usually without those that are zero
 
 
 class StatusPart(BaseModel):
@@ -54,15 +53,11 @@ class BlockFigures(StatusPart):
 
 
 class WantingPart(StatusPart):
-    """A part that is not there as the configuration says, or that is too small."""
-
     part: str
     why: str
 
 
 class DegradedTier(StatusPart):
-    """A direction of a lower tier that is left alone for now."""
-
     model: str
     tier: str
     direction: str
@@ -71,8 +66,6 @@ class DegradedTier(StatusPart):
 
 
 class MemoryBudget(StatusPart):
-    """Host memory, in bytes."""
-
     bytes: int
     given: int  # of these, to models
 
@@ -131,8 +124,6 @@ class AgeCounts(StatusPart):
 
 
 class OptimumFigures(StatusPart):
-    """What was found of the last hour's lookups, and what the best possible policy would have found."""
-
     capacity: int  # blocks that the tiers of this node hold
     seconds: float  # that the lookups are of
     asked: int
@@ -142,8 +133,6 @@ class OptimumFigures(StatusPart):
 
 
 class SavedFigures(StatusPart):
-    """What requests did not have to compute."""
-
     tokens: int  # loaded instead of computed
     untimed_tokens: int  # of these, nobody knows how long computing them takes
     prefill_s: float  # seconds of prefill that the others would have taken
@@ -171,8 +160,6 @@ class ModelStatus(BlockFigures, _OpenModel):  # pydantic takes the last base's f
 
 
 class ClientStatus(StatusPart):
-    """A client of the daemon: alive, or dead with processes that may still copy."""
-
     pids: list[int]
     uid: int
     connected: bool
@@ -196,8 +183,6 @@ class RefusedClient(StatusPart):
 
 
 class TierCaption(StatusPart):
-    """What a page calls a tier (`tiers/kinds.py`)."""
-
     name: str
     label: str
     shown: str
@@ -234,8 +219,6 @@ class TenantMemory(StatusPart):
 
 
 class PrefixMemory(StatusPart):
-    """Blocks that begin with the same blocks."""
-
     prefix: str  # to operators the name of the first block, to others a label
     tenant: str
     tokens: int  # that all of them begin with
@@ -258,8 +241,6 @@ class ModelMemory(StatusPart):
 
 
 class MemoryStatus(StatusPart):
-    """What fills the tiers; up to some time old."""
-
     named: bool  # blocks by their names, as operators see them
     models: list[ModelMemory]
 
@@ -276,8 +257,6 @@ class SequenceCounts(StatusPart):
 
 
 class DeviceTierStatus(StatusPart):
-    """Blocks of L1."""
-
     blocks: int
     free: int
 
@@ -367,8 +346,6 @@ class ReplicaListStatus(StatusPart):
 
 @dataclass(frozen=True, slots=True)  # no pydantic model: the policy makes one for every replica and request
 class ReplicaScore:
-    """What spoke for and against one replica, in blocks."""
-
     name: str
     cached: int  # of the prompt, in any tier; 0 if it is not known for sure
     load: float

@@ -1,21 +1,180 @@
-"""`kvtier top`: what a daemon, an engine or a router did between two looks, a row each: figures, or text of them."""
+"""Statuses of a daemon, an engine or a router for people: pages of text, and `kvtier top`, a row for each look."""
 
 import contextlib
 import itertools
 import json
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
-from typing import Any, Final, NamedTuple
-
-from rich.console import Console
-from rich.live import Live
-from rich.table import Table
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from kvtier.service import Json
-from kvtier.service.observe.statuses import DaemonStatus, EngineStatus, RouterStatus
-from kvtier.tiers import L2, MISS
+from kvtier.service.observe import statuses
+from kvtier.tiers import L2, MISS, TIERS
 from kvtier.tiers.config import show_size
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+# --- a daemon --------------------------------------------------------------------------------------------------------
+
+_MAX_CLIENTS: Final = 64  # listed
+_STATES: Final = ("ready", "leased", "dirty", "tails", "filling", "quarantined", "free")  # of slots
+
+
+def hit_share(lookups: Mapping[str, int]) -> float:
+    asked = sum(lookups.values())
+    return (asked - lookups.get(MISS, 0)) / asked if asked else 0.0
+
+
+def daemon_lines(status: statuses.DaemonStatus) -> Iterable[str]:
+    budget, clients = status.budget, status.clients
+    yield (
+        f"kvtier {status.version}, pid {status.pid}, up {brief_time(status.uptime_s)}: "
+        f"{status.status}; engines connect to {status.socket}"
+    )
+    for each in status.degraded:
+        why = "" if each.why is None else f": {each.why}"
+        yield f"  degraded: {each.tier} of {each.model}, {each.direction} breaker {each.breaker}{why}"
+    yield from wanting(status.wanting)
+    models = _many(len(status.models), "model")
+    yield row("host memory", f"{show_size(budget.given)} of {show_size(budget.bytes)} given to {models}")
+    yield row("clients", f"{sum(client.connected for client in clients)} connected; {counts(status.events)}")
+    for refused in status.refused:
+        whom = f"pid {refused.pid}" + (f", model {refused.model}" if refused.model else "")
+        times = "once" if refused.count == 1 else f"{refused.count} times"
+        yield row("refused", f"{times}, last {brief_time(refused.seconds_ago)} ago ({whom}): {refused.why}")
+    for model in status.models:
+        yield ""
+        yield from _model(model)
+    if clients:
+        yield ""
+        yield _CLIENT.format("client pids", "model", "for", "claims", "leases", "filling")
+        for client in clients[:_MAX_CLIENTS]:
+            pids = ",".join(map(str, client.pids)) + ("" if client.connected else " (gone)")
+            held = client.claims, client.leases, client.reservations
+            yield _CLIENT.format(pids or "-", client.model or "-", brief_time(client.seconds), *held)
+        if len(clients) > _MAX_CLIENTS:
+            yield f"and {len(clients) - _MAX_CLIENTS} more"
+
+
+_CLIENT: Final = "{:<24} {:<16} {:>10} {:>7} {:>7} {:>8}"
+
+
+def _model(model: statuses.ModelStatus) -> Iterable[str]:
+    l2 = model.l2
+    yield (
+        f"model {model.model}: blocks of {model.block_size} tokens in {show_size(model.block_bytes)}, "
+        f"{_many(model.clients, 'client')}"
+    )
+    states = {state: getattr(l2, state) for state in _STATES}
+    yield row(TIERS[L2].label, f"{l2.slots} slots in {show_size(l2.bytes)}: {counts(states)}")
+    if l2.pinned or l2.quotas:
+        yield row("kept", f"{_many(l2.pinned, 'block')} pinned, {_many(l2.quotas, 'quota')}")
+    for name, tier in model.tiers.items():
+        breakers = ", ".join(f"{direction} {state}" for direction, state in tier.breakers.items())
+        saved = {way: show_size(num_bytes) for way, num_bytes in tier.saved.items() if num_bytes}
+        less = f"; compression saved {counts(saved)}" if tier.saved else ""
+        yield row(name, f"slots {counts(tier.slots)}; breakers {breakers}{less}")
+    yield from _figures(model)
+    yield row("dropped", _by_tier(model.dropped, str))
+    yield row("corrupted", counts(model.corrupted))
+    yield row("moved", _by_tier(model.moved, show_size))
+
+
+def _figures(blocks: statuses.BlockFigures) -> Iterable[str]:
+    lookups = blocks.lookups
+    yield row("lookups", f"{sum(lookups.values())} blocks, {hit_share(lookups):.1%} found; {counts(lookups)}")
+    yield row("not served", counts(blocks.missed))
+    yield row("stored", f"{counts(blocks.stored)}; evicted {counts(blocks.evicted)}")
+
+
+def wanting(parts: Iterable[statuses.WantingPart]) -> Iterable[str]:
+    return (f"  degraded: {each.part}: {each.why}" for each in parts)
+
+
+def row(title: str, text: str) -> str:
+    return f"  {title:<12} {text}"
+
+
+def counts(found: Mapping[str, Any]) -> str:
+    """What is not nought: "l2 3 · file 1"."""
+    return " · ".join(f"{name} {count}" for name, count in found.items() if count) or "none"
+
+
+def _many(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+
+
+def _by_tier(tiers: Mapping[str, Mapping[str, Any]], shown: Any) -> str:
+    parts = (f"{tier} {name} {shown(count)}" for tier, numbers in tiers.items() for name, count in numbers.items())
+    return " · ".join(parts) or "none"
+
+
+def brief_time(seconds: float) -> str:
+    """In the largest unit it fills: "2.5 min"."""
+    whole = int(seconds)
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if whole >= size:
+            return f"{whole / size:.1f} {unit}"
+    return f"{whole} s"
+
+
+# --- an engine -------------------------------------------------------------------------------------------------------
+
+
+def engine_lines(status: statuses.EngineStatus) -> Iterable[str]:
+    requests, tokens, l1 = status.requests, status.tokens, status.l1
+    yield f"kvtier {status.version} engine of {status.model}, pid {status.pid}: {status.status}"
+    yield from wanting(status.wanting)
+    size = f"blocks of {status.block_size} tokens, requests of up to {status.max_model_len:,}"
+    yield row("model", f"{status.fingerprint[:16]}: {size}")
+    waiting = f"{requests.running} running, {requests.loading} loading, {requests.waiting} waiting"
+    yield row("requests", f"{requests.live} of {requests.capacity}: {waiting}; ended {counts(status.outcomes)}")
+    yield row("refused", f"{counts(status.refused)}; preempted {status.preempted}")
+    yield row("L1", f"{l1.blocks - l1.free} of {l1.blocks} blocks used")
+    yield row("tokens", f"{tokens.prompt_tokens:,} of prompts, {tokens.computed_tokens:,} computed")
+    yield row("answers", f"{tokens.generated_tokens:,} tokens")
+    yield row("cached", f"tokens {counts(status.cached_tokens)}")
+    yield row("steps", f"{status.steps.done:,}, {status.steps.failed} failed")
+    if status.tiers is not None:
+        yield from _figures(status.tiers)
+
+
+# --- a router --------------------------------------------------------------------------------------------------------
+
+_SHOWN: Final = 12  # decisions shown
+_DECISION: Final = "{:<10} {:>7}  {:<22} {:<8} {}"
+
+
+def router_lines(status: statuses.RouterStatus) -> Iterable[str]:
+    replicas, tokens = status.replicas, status.tokens
+    yield f"kvtier router, up {brief_time(status.uptime_s)}: {status.num_up} of {len(replicas)} replicas up"
+    yield row("requests", f"{counts(status.requests)}; retries {counts(status.retries)}")
+    yield row("errors", counts(status.errors))
+    yield row("prompts", f"{tokens.told_prompt:,} tokens, of which replicas had {tokens.told_cached:,} cached")
+    yield row("index", f"{status.indexed_blocks:,} blocks of {status.block_size} tokens")
+    for replica in replicas:
+        yield ""
+        why = f" ({replica.why})" if replica.why else ""
+        yield f"replica {replica.name}: {replica.state}{why}"
+        yield row("load", f"{replica.load:.0f} blocks of work in {replica.in_flight} requests")
+        yield row("served", f"{replica.requests} requests; errors {counts(replica.errors)}")
+        yield row("holds", counts(replica.blocks))
+        feeds = (("engine", replica.events), ("node", replica.node_events))
+        events = [f"{name} {feed.state}" for name, feed in feeds if feed is not None]
+        yield row("events", " · ".join(events) or "none")
+    if status.decisions:
+        yield ""
+        yield _DECISION.format("at", "blocks", "sent to", "because", "blocks held, work left")
+    for decision in status.decisions[:_SHOWN]:
+        at = time.strftime("%H:%M:%S", time.localtime(decision.time))
+        left = ((each, "cannot take it" if each.work is None else f"{each.work:.0f}") for each in decision.scores)
+        scores = " · ".join(f"{each.name} {each.cached}, {work}" for each, work in left)
+        yield _DECISION.format(at, decision.prompt_blocks, decision.chosen or "nobody", decision.reason, scores)
+
+
+# --- what changed between two looks ----------------------------------------------------------------------------------
 
 _HEADER_EVERY: Final = 20  # lines, and rows of a table
 
@@ -24,25 +183,21 @@ TopRow = dict[str, int | float | str | None]
 
 
 class Column(NamedTuple):
-    """How a figure is shown."""
-
     text: Callable[[Any], str]
     width: int
 
 
 class TopView(NamedTuple):
-    """What `kvtier top` shows of one kind of program."""
-
     parse: Callable[[Json], Any]
     row_of: Callable[[Any, Any, float], TopRow]  # of two statuses, and the seconds between them
     columns: Mapping[str, Column]
 
 
 def watch(ask: Callable[[], Json], interval: float, count: int, *, as_json: bool) -> None:
-    """Ask for /status every `interval` seconds, `count` times or for ever, and show what changed.
+    """Show what changed in /status every `interval` seconds, `count` times or until Ctrl-C; `as_json`: as lines."""
+    from rich.console import Console  # a daemon has these pages too, and needs no terminal
+    from rich.live import Live
 
-    Ends quietly on Ctrl-C. With `as_json` a row is a line of JSON.
-    """
     told, at = ask(), time.monotonic()
     view = view_of(told)
     before = view.parse(told)
@@ -78,7 +233,9 @@ def _line(view: TopView, cells: Any) -> str:
     return " ".join(f"{cell:>{column.width}}" for cell, column in zip(cells, view.columns.values(), strict=True))
 
 
-def _table(view: TopView, rows: deque[list[str]]) -> Table:
+def _table(view: TopView, rows: deque[list[str]]) -> "Table":
+    from rich.table import Table
+
     table = Table(*(name.replace("_", " ").capitalize() for name in view.columns), box=None, pad_edge=False)
     for row in rows:
         table.add_row(*row)
@@ -88,7 +245,7 @@ def _table(view: TopView, rows: deque[list[str]]) -> Table:
 # --- what each shows
 
 
-def _daemon_row(before: DaemonStatus, after: DaemonStatus, seconds: float) -> TopRow:
+def _daemon_row(before: statuses.DaemonStatus, after: statuses.DaemonStatus, seconds: float) -> TopRow:
     changed = _daemon_totals(after) - _daemon_totals(before)
     models = after.models
     return {
@@ -105,7 +262,7 @@ def _daemon_row(before: DaemonStatus, after: DaemonStatus, seconds: float) -> To
     }
 
 
-def _daemon_totals(status: DaemonStatus) -> Counter[str]:
+def _daemon_totals(status: statuses.DaemonStatus) -> Counter[str]:
     """What only ever grows, over all models; a model that was closed takes its part along."""
     models = status.models
     moved = [by_direction for model in models for by_direction in model.moved.values()]
@@ -119,7 +276,7 @@ def _daemon_totals(status: DaemonStatus) -> Counter[str]:
     )
 
 
-def _router_row(before: RouterStatus, after: RouterStatus, seconds: float) -> TopRow:
+def _router_row(before: statuses.RouterStatus, after: statuses.RouterStatus, seconds: float) -> TopRow:
     asked = after.tokens.told_prompt - before.tokens.told_prompt
     cached = after.tokens.told_cached - before.tokens.told_cached
     return {
@@ -135,7 +292,7 @@ def _router_row(before: RouterStatus, after: RouterStatus, seconds: float) -> To
     }
 
 
-def _engine_row(before: EngineStatus, after: EngineStatus, seconds: float) -> TopRow:
+def _engine_row(before: statuses.EngineStatus, after: statuses.EngineStatus, seconds: float) -> TopRow:
     asked = after.tokens.prompt_tokens - before.tokens.prompt_tokens
     cached = _hits(after.cached_tokens) - _hits(before.cached_tokens)
     return {
@@ -173,19 +330,19 @@ _SHARE: Final = Column(lambda share: "-" if share is None else f"{share:.1%}", 7
 _BYTES: Final = Column(lambda rate: f"{show_size(rate, 1000)}/s", 12)
 _STATE: Final = Column(str, 9)
 _DAEMON: Final = TopView(
-    DaemonStatus.parse,
+    statuses.DaemonStatus.parse,
     _daemon_row,
     {"clients": _COUNT, "leased": _COUNT, "used": _SHARE, "lookups": _RATE, "hits": _SHARE}
     | {"stored": _RATE, "dropped": _RATE, "read": _BYTES, "written": _BYTES, "state": _STATE},
 )
 _ROUTER: Final = TopView(
-    RouterStatus.parse,
+    statuses.RouterStatus.parse,
     _router_row,
     {"replicas": _COUNT, "up": _COUNT, "in_flight": _RATE, "requests": _RATE, "tokens": _RATE}
     | {"cached": _SHARE, "retries": _RATE, "errors": _RATE, "state": _STATE},
 )
 _ENGINE: Final = TopView(
-    EngineStatus.parse,
+    statuses.EngineStatus.parse,
     _engine_row,
     {"running": _COUNT, "waiting": _COUNT, "used": _SHARE, "requests": _RATE, "tokens": _RATE}
     | {"cached": _SHARE, "generated": _RATE, "refused": _RATE, "state": _STATE},

@@ -1,63 +1,34 @@
-from .bodies import (
-    ChatBody,
-    CompletionBody,
-    CompletionPrompt,
-    DetokenizeBody,
-    ExplainBody,
-    PrecomputeBody,
-    RequestBody,
-    TokenizeBody,
-    json_object,
-    parse,
-    schema_of,
-)
-from .chat import TokenizedPrompt, chat_of, template_variables
-from .errors import OpenAIError, busy, error_handlers, refusal, stopping_error, too_long, unknown_model
-from .prompts import Detokenizer, Prompts, TokenTexts
-from .tool_calls import (
-    MARKS,
-    AnswerPart,
-    CallForm,
-    CallReader,
-    GuidedReader,
-    HermesReader,
-    LlamaReader,
-    ToolCall,
-    overlap,
-)
-
-__all__ = [
-    "MARKS",
-    "AnswerPart",
-    "CallForm",
-    "CallReader",
-    "ChatBody",
-    "CompletionBody",
-    "CompletionPrompt",
-    "DetokenizeBody",
-    "Detokenizer",
-    "ExplainBody",
-    "GuidedReader",
-    "HermesReader",
-    "LlamaReader",
-    "OpenAIError",
-    "PrecomputeBody",
-    "Prompts",
-    "RequestBody",
-    "TokenTexts",
-    "TokenizeBody",
-    "TokenizedPrompt",
-    "ToolCall",
-    "busy",
-    "chat_of",
-    "error_handlers",
-    "json_object",
-    "overlap",
-    "parse",
-    "refusal",
-    "schema_of",
-    "stopping_error",
-    "template_variables",
-    "too_long",
-    "unknown_model",
-]
+from .bodies import ChatBody as ChatBody
+from .bodies import CompletionBody as CompletionBody
+from .bodies import CompletionPrompt as CompletionPrompt
+from .bodies import DetokenizeBody as DetokenizeBody
+from .bodies import ExplainBody as ExplainBody
+from .bodies import PrecomputeBody as PrecomputeBody
+from .bodies import RequestBody as RequestBody
+from .bodies import TokenizeBody as TokenizeBody
+from .bodies import json_object as json_object
+from .bodies import parse as parse
+from .bodies import schema_of as schema_of
+from .chat import TokenizedPrompt as TokenizedPrompt
+from .chat import chat_of as chat_of
+from .chat import template_variables as template_variables
+from .errors import OpenAIError as OpenAIError
+from .errors import bad_field as bad_field
+from .errors import busy as busy
+from .errors import error_handlers as error_handlers
+from .errors import refusal as refusal
+from .errors import stopping_error as stopping_error
+from .errors import too_long as too_long
+from .errors import unknown_model as unknown_model
+from .prompts import MARKS as MARKS
+from .prompts import AnswerPart as AnswerPart
+from .prompts import CallForm as CallForm
+from .prompts import CallReader as CallReader
+from .prompts import Detokenizer as Detokenizer
+from .prompts import GuidedReader as GuidedReader
+from .prompts import HermesReader as HermesReader
+from .prompts import LlamaReader as LlamaReader
+from .prompts import Prompts as Prompts
+from .prompts import TokenTexts as TokenTexts
+from .prompts import ToolCall as ToolCall
+from .prompts import overlap as overlap

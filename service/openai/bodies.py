@@ -1,41 +1,326 @@
 """Parses request bodies: every field is typed and bounded, and every error names its field."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Annotated, Any, Final, Literal, Self, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Tag, ValidationError, model_validator
+import pydantic
+from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag, ValidationInfo, model_validator
 
-from kvtier.connector import ChatPrefix, is_cache_mark
-from kvtier.service import Json, first_error, object_in, shown
+from kvtier.connector import ChatPrefix, hint_in, is_cache_mark
+from kvtier.service import Json, first_error, object_in, shown, writable
 from kvtier.service.openai.chat import Chat, PromptPiece, chat_of, text_pieces
 from kvtier.service.openai.errors import OpenAIError
-from kvtier.service.openai.fields import (
-    MAX_NUMBER,
-    ApiCacheSalt,
-    ApiTokenId,
-    ApiTokenIds,
-    CacheMark,
-    ChatReuse,
-    ChosenTool,
-    CompletionReuse,
-    Documents,
-    Ignored,
-    KVHints,
-    Messages,
-    Off,
-    Prompt,
-    Strict,
-    Text,
-    TextPart,
-    Tolerant,
-    ToolChoice,
-    Tools,
-    by_kind,
-    few_fields,
-    must_be,
-    options,
-)
 from kvtier.tiers.reuse import Hint
+
+MAX_NUMBER: Final = 2**31 - 1
+MAX_LIST: Final = 4096  # prompts, messages, parts
+_MAX_TOKENS: Final = 2**20  # of a prompt
+_MAX_FIELDS: Final = 128  # fields of an object; the API has fifty
+_MAX_NOTED: Final = 64  # unknown names of one body
+
+
+def must_be(*neutral: object, fix: str = "leave it out") -> BeforeValidator:
+    """A field that is not supported. Its neutral values are accepted, since they change nothing."""
+
+    def check(value: object) -> object:
+        if value is not None and value not in neutral:
+            raise ValueError(f"not supported; {fix}")
+        return None
+
+    return BeforeValidator(check)
+
+
+def few_fields(value: object) -> object:
+    """Refuse an object of too many fields, since pydantic would collect an error for each."""
+    if isinstance(value, dict) and len(value) > _MAX_FIELDS:
+        raise ValueError(f"an object of {len(value)} fields; at most {_MAX_FIELDS} are read")
+    return value
+
+
+def options(value: object) -> object:
+    if value is not None and not isinstance(value, dict):
+        raise ValueError("not an object of options; give one, or leave it out")
+    return few_fields(value)
+
+
+def kind_of(value: object) -> str | None:
+    if isinstance(value, str):
+        return "=text"
+    if not isinstance(value, list):
+        return None
+    kinds: dict[type, str] = {str: "=texts", list: "=lists", dict: "=parts"}
+    return kinds.get(type(value[0]), "=tokens") if value else "=texts"
+
+
+def by_kind(field: str, message: str, kind: Callable[[Any], str | None] = kind_of) -> Discriminator:
+    """Chooses among tagged types by the kind of a value; `message` says what one of no kind is."""
+    return Discriminator(kind, custom_error_type=field, custom_error_message=message)
+
+
+@cache
+def _known(body_type: type[BaseModel]) -> frozenset[str]:
+    """The names of its fields, as they are sent."""
+    return frozenset(field.alias or name for name, field in body_type.model_fields.items())
+
+
+class Strict(BaseModel):
+    """An object of kvtier's own, in which an unknown field is a mistake."""
+
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class Tolerant(BaseModel):
+    """An object of OpenAI's, in which an unknown field is ignored, as vLLM ignores it.
+
+    Its name is noted in the context of the validation, where that is a set.
+    """
+
+    model_config = pydantic.ConfigDict(frozen=True, extra="ignore", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _noted(cls, value: Any, info: ValidationInfo) -> Any:
+        if isinstance(info.context, set) and isinstance(value, dict) and len(info.context) < _MAX_NOTED:
+            info.context.update(value.keys() - _known(cls))
+        return value
+
+
+Text = Annotated[str, pydantic.AfterValidator(writable)]
+ApiTokenId = Annotated[int, Field(ge=0, le=2**32 - 1)]
+ApiTokenIds = Annotated[list[ApiTokenId], Field(min_length=1, max_length=_MAX_TOKENS, fail_fast=True)]
+ApiCacheSalt = Annotated[Text, Field(min_length=1, max_length=1024)]
+Texts = Annotated[list[Text], Field(min_length=1, max_length=MAX_LIST, fail_fast=True)]
+ApiTokenIdLists = Annotated[list[ApiTokenIds], Field(min_length=1, max_length=MAX_LIST, fail_fast=True)]
+Documents = Annotated[
+    Annotated[Text, Tag("=text")]
+    | Annotated[Texts, Tag("=texts")]
+    | Annotated[ApiTokenIds, Tag("=tokens")]
+    | Annotated[ApiTokenIdLists, Tag("=lists")],
+    by_kind("texts", "not texts; give a text, token ids, or a list of either"),
+]
+Ignored = Annotated[None, BeforeValidator(lambda value: None)]  # any value: the field changes no answer
+Off = Annotated[None, must_be(False)]
+
+
+# --- what only kvtier's engine knows of a request: the fields under kvtier -------------------------------------------
+
+
+def _shape(value: object) -> str:
+    """Whether segments are those of one prompt, or a list for each of several: one of the tags below."""
+    lists = [each for each in value if isinstance(each, list)] if isinstance(value, list) else []
+    is_nested = any(isinstance(each, list) for one in lists for each in one) or (lists and not any(lists))
+    return "=lists" if is_nested else "=pairs"
+
+
+class RepairFields(Strict):
+    rule: Literal["deviation", "question", "first", "borders", "random"] | None = None
+    share: Annotated[float, Field(ge=0, le=1)] | None = None
+    check_layer: Annotated[int, Field(ge=1, le=MAX_NUMBER)] | None = None
+    max_deviation: Annotated[float, Field(ge=0)] | None = None
+
+
+SaidHint = Annotated[Hint, Field(strict=False)]  # JSON has words, no members of an enumeration
+
+
+def _note_unknown(info: ValidationInfo, name: str) -> None:
+    if isinstance(info.context, set):
+        info.context.add(name)
+
+
+def _mark(value: object, info: ValidationInfo) -> bool:
+    if not (is_mark := is_cache_mark(value)) and value is not None:
+        _note_unknown(info, "cache_control")
+    return is_mark
+
+
+def _envelope(value: object, info: ValidationInfo) -> Hint | None:
+    return None if value is None else hint_in(value, lambda _: _note_unknown(info, "kv_hints"))
+
+
+CacheMark = Annotated[bool, BeforeValidator(_mark)]
+"""Anthropic's `cache_control`: whether it is one. What is none is ignored."""
+
+KVHints = Annotated[Hint | None, BeforeValidator(_envelope)]
+"""vLLM's `kv_hints`: what they say. What says nothing is ignored."""
+
+
+class ChatReuse(Strict):
+    hint: SaidHint | None = None
+    repair: Annotated[RepairFields | None, BeforeValidator(options)] = None
+    segments: Annotated[None, must_be([], fix="mark a part of type text in messages, and only it")] = None
+
+
+TokenPlace = Annotated[int, Field(ge=-MAX_NUMBER, le=MAX_NUMBER)]
+SegmentPair = Annotated[list[TokenPlace], Field(min_length=2, max_length=2, fail_fast=True)]
+SegmentPairs = Annotated[list[SegmentPair], Field(max_length=MAX_LIST, fail_fast=True)]
+
+
+class CompletionReuse(Strict):
+    """The same of a completion. Segments are pairs of start and end in tokens: of a prompt, or a list for each."""
+
+    hint: SaidHint | None = None
+    repair: Annotated[RepairFields | None, BeforeValidator(options)] = None
+    segments: (
+        Annotated[
+            Annotated[SegmentPairs, Tag("=pairs")]
+            | Annotated[Annotated[list[SegmentPairs], Field(max_length=MAX_LIST, fail_fast=True)], Tag("=lists")],
+            Discriminator(_shape),
+        ]
+        | None
+    ) = None
+
+
+# --- tools that may be called, which must be, and calls of earlier turns ---------------------------------------------
+
+_MAX_TOOLS: Final = 1024
+
+
+def _as_sent(value: Any, check: pydantic.ValidatorFunctionWrapHandler) -> Any:
+    """Checked, and kept as it was sent: a template may read whatever stands there."""
+    check(value)
+    return value
+
+
+class _Function(Tolerant):
+    name: Annotated[Text, Field(min_length=1, max_length=256)]
+    description: Text | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class _Tool(Tolerant):
+    type: Literal["function"] = "function"
+    function: Annotated[_Function, BeforeValidator(few_fields)]
+    cache_control: CacheMark = False
+
+
+class _CalledFunction(Tolerant):
+    name: Annotated[Text, Field(min_length=1, max_length=256)]
+    arguments: Text | dict[str, Any] | None = None  # JSON, or what it means
+
+
+class _SentCall(Tolerant):
+    id: Text | None = None
+    type: Literal["function"] = "function"
+    function: Annotated[_CalledFunction, BeforeValidator(few_fields)]
+
+
+class _ChosenFunction(Tolerant):
+    name: Text
+
+
+class ChosenTool(Tolerant):
+    type: Literal["function"] = "function"
+    function: Annotated[_ChosenFunction, BeforeValidator(few_fields)]
+
+
+Tools = Annotated[
+    list[Annotated[_Tool, BeforeValidator(few_fields), pydantic.WrapValidator(_as_sent)]],
+    Field(max_length=_MAX_TOOLS, fail_fast=True),
+]
+SentCalls = Annotated[
+    list[Annotated[_SentCall, BeforeValidator(few_fields), pydantic.WrapValidator(_as_sent)]],
+    Field(max_length=_MAX_TOOLS, fail_fast=True),
+]
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("=word")]
+    | Annotated[ChosenTool, BeforeValidator(few_fields), Tag("=tool")],
+    Discriminator(lambda value: "=word" if isinstance(value, str) else "=tool"),
+]
+
+
+# --- messages: turns of roles, with a text or parts of type text -----------------------------------------------------
+
+
+class PartOptions(Strict):
+    segment: bool | None = None  # its KV may come from another place
+
+
+class TextPart(Tolerant):
+    """A part of a message or a prompt. Only text is supported. The longer names are those of other APIs of OpenAI's."""
+
+    type: Literal["text", "input_text", "output_text"]
+    text: Text
+    kvtier: Annotated[PartOptions | None, BeforeValidator(options)] = None
+    cache_control: CacheMark = False
+
+    @property
+    def is_segment(self) -> bool:
+        return self.kvtier is not None and bool(self.kvtier.segment)
+
+    @model_validator(mode="after")
+    def _has_text(self) -> Self:
+        if self.is_segment and not self.text:
+            raise ValueError("an empty segment; write some text, or leave out its mark")
+        return self
+
+
+Parts = Annotated[
+    list[Annotated[TextPart, BeforeValidator(few_fields)]], Field(min_length=1, max_length=MAX_LIST, fail_fast=True)
+]
+Prompt = Annotated[
+    Annotated[Text, Tag("=text")]
+    | Annotated[Texts, Tag("=texts")]
+    | Annotated[ApiTokenIds, Tag("=tokens")]
+    | Annotated[ApiTokenIdLists, Tag("=lists")]
+    | Annotated[Parts, Tag("=parts")],
+    by_kind("prompt", "not a prompt; give a text, token ids, a list of either, or parts of type text"),
+]
+Content = Annotated[
+    Annotated[Text, Tag("=text")] | Annotated[Parts, Tag("=parts")],
+    by_kind("content", "not a message content; give a text, or parts of type text"),
+]
+
+
+class Message(Tolerant):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Content | None = None
+    name: Text | None = None
+    tool_calls: SentCalls | None = None
+    tool_call_id: Text | None = None
+    reasoning: Text | None = None  # of an answer that a client sends back, under the name that it had
+    reasoning_content: Text | None = None
+    thinking: Text | None = None
+    refusal: Annotated[None, must_be()] = None
+    audio: Annotated[None, must_be()] = None
+    annotations: Ignored = None  # part of an answer that a client sends back
+    function_call: Annotated[None, must_be(fix="send tool_calls instead")] = None
+    cache_control: CacheMark = False
+
+    @property
+    def is_marked(self) -> bool:
+        parts = self.content if isinstance(self.content, list) else []
+        return self.cache_control or any(part.cache_control for part in parts)
+
+    @property
+    def sent(self) -> Json:
+        sent = {name: told for name in _READ if (told := getattr(self, name)) is not None}
+        if isinstance(self.content, list):
+            sent["content"] = [_sent_part(part) for part in self.content]
+        return sent
+
+    @model_validator(mode="after")
+    def _says_something(self) -> Self:
+        if self.content is None and self.role != "assistant":
+            raise ValueError("content: missing; only an assistant's turn may have none")
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError(f"tool_calls: of role {self.role}; only an assistant's turn has them")
+        return self
+
+
+_READ: Final = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content", "thinking")
+
+
+def _sent_part(part: TextPart) -> Json:
+    mark: Json = {"kvtier": {"segment": True}} if part.is_segment else {}
+    return {"type": part.type, "text": part.text, **mark}
+
+
+Messages = Annotated[
+    list[Annotated[Message, BeforeValidator(few_fields)]], Field(min_length=1, max_length=MAX_LIST, fail_fast=True)
+]
+
 
 # --- response_format: a text, or JSON, maybe of a schema -------------------------------------------------------------
 
@@ -91,10 +376,6 @@ _AS_FORMAT: Final = "send response_format instead"
 _DIGITS: Final = 11  # more than a token id has
 
 
-def _listed(value: object) -> object:
-    return [value] if isinstance(value, str) else value
-
-
 def _by_token(value: object) -> object:
     """JSON has names of fields only as texts."""
     if value is None:
@@ -128,7 +409,14 @@ class Sampling(Tolerant):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=MAX_NUMBER)] | None = None  # 0, -1: all
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: Annotated[list[Stop], Field(max_length=_MAX_STOPS, fail_fast=True), BeforeValidator(_listed)] | None = None
+    stop: (
+        Annotated[
+            list[Stop],
+            Field(max_length=_MAX_STOPS, fail_fast=True),
+            BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
+        ]
+        | None
+    ) = None
     stop_token_ids: Annotated[list[ApiTokenId], Field(max_length=_MAX_STOPS, fail_fast=True)] | None = None
     ignore_eos: bool | None = None
     stream_options: Annotated[StreamOptions | None, BeforeValidator(few_fields)] = None
@@ -183,14 +471,13 @@ _FOR_TEMPLATES: Final = (
 
 B = TypeVar("B", bound=BaseModel)
 
-AnyPrompt = str | list[int] | tuple[PromptPiece, ...]
-"""A text, token ids, or a text in pieces."""
+AnyPrompt = str | list[int] | tuple[PromptPiece, ...]  # a text, token ids, or a text in pieces
 
 
 class RequestBody(BaseModel):
     """The fields that decide which KV a request can use: all that a router reads."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore", strict=True, allow_inf_nan=False)
+    model_config = pydantic.ConfigDict(frozen=True, extra="ignore", strict=True, allow_inf_nan=False)
 
     model: Text
     cache_salt: ApiCacheSalt | None = None
@@ -211,8 +498,6 @@ class CompletionPrompt(RequestBody):
 
 
 class TemplateFields(BaseModel):
-    """What a chat's template is given beside its messages; all but `tools` are vLLM's fields."""
-
     tools: Tools | None = None
     documents: list[Any] | None = None
     reasoning_effort: Text | None = None
@@ -228,12 +513,9 @@ class TemplateFields(BaseModel):
 
 
 class ChatPrompt(RequestBody, TemplateFields):
-    """A chat, and what else its template is given."""
-
     messages: Messages
 
     def chat(self, prefix: ChatPrefix) -> Chat:
-        """As `chat_with`."""
         return self.chat_with(self.messages, prefix)
 
 
@@ -251,7 +533,6 @@ class CompletionBody(CompletionPrompt, Sampling):
 
     @property
     def hint(self) -> Hint | None:
-        """Whether this conversation goes on, as the client says."""
         return (None if self.kvtier is None else self.kvtier.hint) or self.kv_hints
 
     @property
@@ -305,7 +586,6 @@ class ChatBody(ChatPrompt, Sampling):
 
     @property
     def hint(self) -> Hint | None:
-        """Whether this conversation goes on, as the client says; a mark of `cache_control` says so, too."""
         if said := (None if self.kvtier is None else self.kvtier.hint) or self.kv_hints:
             return said
         tools: list[Any] = self.tools or []
@@ -314,7 +594,6 @@ class ChatBody(ChatPrompt, Sampling):
 
     @property
     def chosen_tool(self) -> str | None:
-        """The one tool that must be called."""
         return self.tool_choice.function.name if isinstance(self.tool_choice, ChosenTool) else None
 
     @property
@@ -352,20 +631,17 @@ def json_object(data: bytes) -> Json:
 
 
 def parse(body_type: type[B], data: bytes, unknown: set[str] | None = None) -> B:
-    """Parse a request's body. Raises OpenAIError (400), which names the field and what is wrong with it.
-
-    Names of fields that are ignored because nobody here knows them are added to `unknown`.
-    """
+    """Parse a request's body. OpenAIError (400) names the field. Unknown fields' names are added to `unknown`."""
     values = json_object(data)
     try:
         return body_type.model_validate(few_fields(values), context=unknown)
-    except ValidationError as error:
+    except pydantic.ValidationError as error:
         raise _refused(error) from None
     except ValueError as error:
         raise OpenAIError(400, f"body: {error}", code="invalid_value") from None
 
 
-def _refused(error: ValidationError) -> OpenAIError:
+def _refused(error: pydantic.ValidationError) -> OpenAIError:
     field, why, kind, value = first_error(error)
     param = field[:80]
     if not param:
@@ -382,8 +658,6 @@ def _refused(error: ValidationError) -> OpenAIError:
 
 
 class TokenizeBody(TemplateFields, Tolerant):
-    """A text, or a chat as `/v1/chat/completions` takes it; one of the two."""
-
     model_config = Tolerant.model_config
 
     model: Text | None = None
@@ -409,10 +683,8 @@ class DetokenizeBody(Tolerant):
     tokens: ApiTokenIds
 
 
-class ExplainBody(BaseModel):
+class ExplainBody(Strict):
     """`POST /explain`: a prompt as the API takes it, or a request's id; one of the three."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     model: Text | None = None
     cache_salt: ApiCacheSalt | None = None
@@ -430,7 +702,6 @@ class ExplainBody(BaseModel):
 
     @property
     def asked(self) -> "CompletionPrompt | ChatPrompt | None":
-        """The prompt; None: it is a request's."""
         if self.messages is not None:
             return ChatPrompt.model_construct(model="", messages=self.messages, tools=self.tools)
         return None if self.prompt is None else CompletionPrompt.model_construct(model="", prompt=self.prompt)

@@ -14,18 +14,24 @@ texts lie, and with the texts in their places it must be the first rendering. Ot
 import json
 import re
 import secrets
+import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any, Final, NamedTuple
 
+from jinja2 import Template, TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
 from kvtier.connector import AS_SENT, ChatPrefix
 from kvtier.service import shown
-from kvtier.service.openai.errors import OpenAIError
+from kvtier.service.openai.errors import OpenAIError, bad_field
 
-Turn = dict[str, Any]
-"""`role`, `content` (a text, or parts of type text), and what else that role may have."""
+Turn = dict[str, Any]  # `role`, `content` (a text, or parts of type text), and what else that role may have
 
 _TEXTS: Final = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}  # type: its field
 _REASONING: Final = ("reasoning", "reasoning_content", "thinking")  # one field: a template reads one of the names
@@ -47,21 +53,21 @@ class Chat:
 def chat_of(body: Mapping[str, Any], prefix: ChatPrefix = AS_SENT) -> Chat:
     """The chat of a request. Raises OpenAIError if it is wrong, or if only the replica can read it: an image, say."""
     body = prefix.body(body)
-    messages, tools = body.get("messages"), body.get("tools")
+    messages, tools, continues = (body.get(name) for name in ("messages", "tools", "continue_final_message"))
     if not isinstance(messages, list) or not messages:
-        raise _unreadable("messages", "not a list of messages")
+        raise bad_field("messages", "not a list of messages")
     for name in _ELSEWHERE:
         if body.get(name) is not None:
-            raise _unreadable(name, "only the replica can apply it")
+            raise bad_field(name, "only the replica can apply it")
     if tools is not None and not isinstance(tools, list):
-        raise _unreadable("tools", "not a list of tools")
+        raise bad_field("tools", "not a list of tools")
     return Chat(
         [_turn(message) for message in messages],
         [(number, part) for number, message in enumerate(messages) for part in _marked(message.get("content"))],
         None if tools is None else [_tool(tool) for tool in tools],
         _variables(body),
         body.get("add_generation_prompt") is None or bool(body["add_generation_prompt"]),
-        _continues(body.get("continue_final_message")),
+        "content" if continues is True else continues if isinstance(continues, str) else "",
         bool(body.get("add_special_tokens")),
     )
 
@@ -76,13 +82,12 @@ def template_variables(body: Mapping[str, Any], given: Mapping[str, Any]) -> dic
 
 
 def join_texts(content: str | Sequence[Mapping[str, str]]) -> str:
-    """A content as one text, with one line for each part."""
     return content if isinstance(content, str) else "\n".join(text for part in content if (text := part["text"]))
 
 
 def _turn(message: object) -> Turn:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise _unreadable("messages", "not a message with a role")
+        raise bad_field("messages", "not a message with a role")
     role = message["role"]
     turn: Turn = {"role": role, "content": _content(message.get("content"))}
     if role == "assistant":
@@ -108,10 +113,10 @@ def _content(content: object) -> str | list[dict[str, str]]:
             part = {"type": "text", "text": part}
         name = _TEXTS.get(str(part.get("type"))) if isinstance(part, dict) else None
         if name is None:
-            raise _unreadable("content", "a part that is not text")
+            raise bad_field("content", "a part that is not text")
         if (text := part.get(name)) is not None:
             if not isinstance(text, str):
-                raise _unreadable("content", "a text that is not a string")
+                raise bad_field("content", "a text that is not a string")
             parts.append({"type": "text", "text": text})
     return parts
 
@@ -131,7 +136,7 @@ def _has_text(part: object) -> bool:
 def _call(call: object) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(call, dict) or not isinstance(function, dict) or call.get("type", "function") != "function":
-        raise _unreadable("tool_calls", "a call that is not a function call")
+        raise bad_field("tool_calls", "a call that is not a function call")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:
@@ -144,7 +149,7 @@ def _call(call: object) -> dict[str, Any]:
 def _tool(tool: object) -> dict[str, Any]:
     function = tool.get("function") if isinstance(tool, dict) else None
     if not isinstance(tool, dict) or not isinstance(function, dict) or tool.get("type", "function") != "function":
-        raise _unreadable("tools", "a tool that is not a function")
+        raise bad_field("tools", "a tool that is not a function")
     told = {name: function.get(name) for name in ("name", "description", "parameters")}
     later = function.get("defer_loading", tool.get("defer_loading"))
     told |= {"strict": function["strict"]} if function.get("strict") is not None else {}
@@ -156,24 +161,14 @@ def _tool(tool: object) -> dict[str, Any]:
 def _variables(body: Mapping[str, Any]) -> dict[str, Any]:
     given = body.get("chat_template_kwargs")
     if given is not None and (not isinstance(given, dict) or not _NOT_THEIRS.isdisjoint(given)):
-        raise _unreadable("chat_template_kwargs", "not an object of a template's variables")
+        raise bad_field("chat_template_kwargs", "not an object of a template's variables")
     return template_variables(body, given or {})
-
-
-def _continues(value: object) -> str:
-    if value is True:
-        return "content"
-    return value if isinstance(value, str) else ""
 
 
 def _list(param: str, value: object) -> list[Any]:
     if not isinstance(value, list):
-        raise _unreadable(param, "not a list")
+        raise bad_field(param, "not a list")
     return value
-
-
-def _unreadable(param: str, why: str) -> OpenAIError:
-    return OpenAIError(400, f"{param}: {why}", param=param, code="invalid_value")
 
 
 # --- prompts in pieces -----------------------------------------------------------------------------------------------
@@ -264,3 +259,183 @@ def _bad_segment(chat: Chat, place: tuple[int, int], what: str) -> OpenAIError:
     field = _field(place)
     why = f"a segment, but the model's template {what}"
     return OpenAIError(400, f"{field} {shown(_text(chat, place))}: {why}", param=field, code="invalid_value")
+
+
+# --- templates -------------------------------------------------------------------------------------------------------
+
+_CPU: Final = 2.0  # CPU seconds for one chat; a million tokens in a thousand turns take a tenth of it
+_ROUNDS: Final = 256  # loop rounds between two looks at the clock
+_LONGEST: Final = 64 << 20  # characters of any text that a template makes; a request has at most a quarter of it
+_MAX_BITS: Final = 4096  # bits of a number
+_MAX_INDENT: Final = 64
+_MARK: Final = "\ue000kvtier: the answer goes on here\ue000"  # private use characters, which appear in no text
+
+
+class ChatTemplate:
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        self._environment = _Environment()
+        tree = self._environment.parse(source)
+        self._takes_parts = any(_is_content(loop.iter) for loop in tree.find_all(nodes.For))
+        self._source = source
+        self._knows_developer = "'developer'" in source or '"developer"' in source
+        self._special_tokens = dict(special_tokens)
+        repeated: list[nodes.For | nodes.Macro] = [*tree.find_all(nodes.For), *tree.find_all(nodes.Macro)]
+        for each in repeated:
+            call = nodes.Call(nodes.EnvironmentAttribute("tick"), [], [], None, None)
+            each.body.insert(0, nodes.ExprStmt(call).set_lineno(each.lineno))
+        code = self._environment.compile(tree)
+        self._template = Template.from_code(self._environment, code, self._environment.make_globals(None))
+
+    def says(self, text: str) -> bool:
+        return text in self._source
+
+    def render(self, chat: Chat, most: int = _LONGEST) -> str:
+        """The chat's text. TemplateError, TypeError, ValueError, LookupError: refused, or too slow. TextTooLong."""
+        turns = self._turns(chat.turns)
+        if chat.continues:
+            _mark(turns[-1], chat.continues)
+        variables = {**self._special_tokens, "documents": None, **chat.variables}
+        adds_prompt = chat.add_generation_prompt and not chat.continues
+        own = {"messages": turns, "tools": chat.tools, "add_generation_prompt": adds_prompt}
+        self._environment.begin()
+        pieces, length = [], 0
+        try:
+            for piece in self._template.generate({**variables, **own}):
+                pieces.append(piece)
+                length += len(piece)
+                if length > most:
+                    raise TextTooLong(length)
+        except RecursionError:
+            raise TemplateError("they are nested too deeply") from None
+        text = "".join(pieces)
+        return _up_to_mark(text) if chat.continues else text
+
+    def _turns(self, turns: Sequence[Turn]) -> list[Turn]:
+        """The turns as this template takes them. Roles it does not know are converted as vLLM converts them."""
+        made = [{**turn, "content": self._content(turn)} for turn in turns]
+        if self._knows_developer or not any(turn["role"] == "developer" for turn in made):
+            return made
+        for turn in made:
+            if turn["role"] == "developer":
+                turn["role"] = "system"
+                turn.pop("tools", None)
+        system = [turn for turn in made if turn["role"] == "system"]
+        if len(system) == 1 and made[0] is system[0]:
+            return made
+        told = [text for turn in system if (text := join_texts(turn["content"]))]
+        return [{"role": "system", "content": "\n\n".join(told)}, *(t for t in made if t["role"] != "system")]
+
+    def _content(self, turn: Turn) -> str | list[dict[str, str]]:
+        content: str | list[dict[str, str]] = turn["content"]
+        if turn["role"] == "tool" or not self._takes_parts:
+            return join_texts(content)
+        return [{"type": "text", "text": content}] if isinstance(content, str) else [dict(part) for part in content]
+
+
+class TextTooLong(ValueError):
+    """A template's text is too long. `args[0]` is the number of characters so far."""
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    intercepted_binops = frozenset(["+", "*", "**"])
+
+    def __init__(self) -> None:
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+        self.filters["tojson"] = _to_json
+        self.globals["raise_exception"] = _raise
+        self.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        self._allowance = _Allowance()
+
+    def begin(self) -> None:
+        self._allowance.rounds, self._allowance.until = _ROUNDS, time.thread_time() + _CPU
+
+    def tick(self) -> None:
+        """Count a round of a loop or a call of a macro on this thread. Raises TemplateError if the time is up."""
+        self._allowance.rounds -= 1
+        if self._allowance.rounds > 0:
+            return
+        if time.thread_time() > self._allowance.until:
+            raise TemplateError(f"it takes more than {_CPU:g} s")
+        self._allowance.rounds = _ROUNDS
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """`left operator right`. Raises TemplateError if the result would be larger than any prompt."""
+        sized = [value for value in (left, right) if isinstance(value, str | list | tuple)]
+        numbers = [value for value in (left, right) if isinstance(value, int)]
+        if operator == "+":
+            is_large = len(sized) == 2 and len(left) + len(right) > _LONGEST
+        elif sized:
+            is_large = any(len(value) * number > _LONGEST for value in sized for number in numbers)
+        else:
+            bits = [number.bit_length() for number in numbers]
+            is_large = len(bits) == 2 and (bits[0] * right if operator == "**" else sum(bits)) > _MAX_BITS
+        if is_large:
+            raise TemplateError(f"the result of {operator} is too large")
+        return super().call_binop(context, operator, left, right)
+
+
+class _Allowance(threading.local):
+    rounds = _ROUNDS
+    until = float("inf")  # in CPU seconds of this thread
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks an assistant's text for training. Here its body is rendered as it is."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2's
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body).set_lineno(line)  # variables set inside are unknown outside, as in transformers
+
+
+def _is_content(iterated: nodes.Node) -> bool:
+    """Whether a loop over this iterates over a message's parts. Such a template takes parts; others take text."""
+    while isinstance(iterated, nodes.Filter | nodes.Test) and iterated.node is not None:
+        iterated = iterated.node
+    if isinstance(iterated, nodes.Getitem) and isinstance(iterated.arg, nodes.Const):
+        return bool(iterated.arg.value == "content")
+    if isinstance(iterated, nodes.Getattr):
+        return iterated.attr == "content"
+    return isinstance(iterated, nodes.Name) and iterated.name == "content"
+
+
+def _mark(turn: Turn, field: str) -> None:
+    """Mark where the answer goes on, and put a space behind, to detect trimming. ValueError without such a text."""
+    value = turn.get(field)
+    if isinstance(value, list):
+        part = next((part for part in reversed(value) if "text" in part), None)
+        if part is None:
+            raise ValueError("the last message has no text to continue")
+        part["text"] += f"{_MARK} "
+        return
+    if not isinstance(value, str):
+        raise ValueError("the last message has no text to continue")
+    for name in [field] if field == "content" else [name for name in turn if turn[name] == value and name != "role"]:
+        turn[name] = f"{value}{_MARK} "
+
+
+def _up_to_mark(text: str) -> str:
+    """The text before the mark. Raises ValueError if the template left the mark out."""
+    before, mark, behind = text.rpartition(_MARK)
+    if not mark:
+        raise ValueError("the template leaves out the text to continue")
+    return before if behind.startswith(" ") else before.rstrip()
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """`tojson` without jinja2's HTML escapes."""
+    if indent is not None and (len(indent) if isinstance(indent, str) else indent) > _MAX_INDENT:
+        raise TemplateError(f"tojson: an indent of more than {_MAX_INDENT}")
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise(message: str) -> None:
+    raise TemplateError(message)

@@ -33,9 +33,7 @@ class OpenAIError(KVTierError):
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        self.status = status
-        self.param = param
-        self.code = code
+        self.status, self.param, self.code = status, param, code
         self.headers = {**(headers or {}), **({"connection": "close"} if status in _CLOSING else {})}
 
     @property
@@ -48,11 +46,13 @@ class OpenAIError(KVTierError):
         return JSONResponse(self.content, self.status, self.headers)
 
 
-def error_handlers(refused: Counter[str]) -> dict[Any, ErrorHandler]:
-    """Starlette's exception handlers: they answer with an OpenAIError, and count it by its status on the event loop.
+def bad_field(param: str, why: str, code: str = "invalid_value") -> OpenAIError:
+    """A field that cannot be taken; the message begins with its name."""
+    return OpenAIError(400, f"{param}: {why}", param=param, code=code)
 
-    Pages that do not exist are not counted: whoever asks for them is no client of the API.
-    """
+
+def error_handlers(refused: Counter[str]) -> dict[Any, ErrorHandler]:
+    """Starlette's handlers: an OpenAIError for each, counted by status unless there is no such page."""
 
     async def answer(request: Request, error: Exception) -> JSONResponse:
         converted = _as_openai(request, error)
@@ -80,7 +80,6 @@ def refusal(status: int, message: str) -> JSONResponse:
 
 
 def busy(message: str) -> OpenAIError:
-    """There is no room now; the client may try again after a second."""
     return OpenAIError(429, message, code="rate_limit_exceeded", headers={"retry-after": "1"})
 
 

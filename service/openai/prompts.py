@@ -6,23 +6,198 @@ transformers would load torch into every router. All it adds to `tokenizers` her
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+import secrets
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from jinja2 import TemplateError
 from tokenizers import Tokenizer, pre_tokenizers
 
 from kvtier.connector import AS_SENT, ChatPrefix
 from kvtier.connector.models import REASONING_MARKS, Reasoning, ToolCalls, load_tokenizer
-from kvtier.service import writable
+from kvtier.service import Json, writable
 from kvtier.service.openai.bodies import AnyPrompt, ChatPrompt, CompletionPrompt
-from kvtier.service.openai.chat import Chat, PromptPiece, TokenizedPrompt, Turn, chat_pieces
-from kvtier.service.openai.chat_template import ChatTemplate, TextTooLong
-from kvtier.service.openai.errors import OpenAIError
-from kvtier.service.openai.tool_calls import MARKS, CallForm
+from kvtier.service.openai.chat import Chat, ChatTemplate, PromptPiece, TextTooLong, TokenizedPrompt, Turn, chat_pieces
+from kvtier.service.openai.errors import OpenAIError, bad_field
 from kvtier.tiers import ConfigError
+
+
+def overlap(text: str, mark: str) -> int:
+    """How many characters at the end of the text may begin the mark."""
+    longest = min(len(text), len(mark) - 1)
+    return next((length for length in range(longest, 0, -1) if text.endswith(mark[:length])), 0)
+
+
+CallForm = Literal["hermes", "llama"]
+
+HERMES_MARK: Final = "<tool_call>"
+LLAMA_MARK: Final = "<|python_tag|>"
+_HERMES_END: Final = "</tool_call>"
+MARKS: Final[dict[CallForm, tuple[str, ...]]] = {"hermes": (HERMES_MARK, _HERMES_END), "llama": (LLAMA_MARK,)}
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    index: int  # in its answer
+    name: str
+    arguments: str
+    id: str = field(default_factory=lambda: f"call_{secrets.token_hex(12)}")
+
+    @property
+    def content(self) -> Json:
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerPart:
+    text: str = ""
+    calls: tuple[ToolCall, ...] = ()
+
+
+class HermesReader:
+    """Calls as `<tool_call>{…}</tool_call>` among text; the last end mark may be missing. `push`, then `end`."""
+
+    def __init__(self, most: int | None = None) -> None:
+        self.num_calls = 0
+        self._most = most
+        self._held = ""
+        self._is_inside = False
+
+    def push(self, text: str) -> AnswerPart:
+        self._held += text
+        told: list[str] = []
+        calls: list[ToolCall] = []
+        while True:
+            mark = _HERMES_END if self._is_inside else HERMES_MARK
+            before, found, rest = self._held.partition(mark)
+            if not found:
+                break
+            if self._is_inside:
+                told += self._close(before, HERMES_MARK + before + _HERMES_END, calls)
+            else:
+                told.append(before.rstrip())
+            self._is_inside, self._held = not self._is_inside, rest
+        if not self._is_inside:
+            certain = self._held[: len(self._held) - overlap(self._held, HERMES_MARK)].rstrip()
+            told.append(self._held[: len(certain)])
+            self._held = self._held[len(certain) :]
+        return AnswerPart("".join(told), tuple(calls))
+
+    def end(self) -> AnswerPart:
+        calls: list[ToolCall] = []
+        left, self._held = self._held, ""
+        if self._is_inside:
+            told = self._close(left, HERMES_MARK + left, calls)
+            return AnswerPart("".join(told), tuple(calls))
+        return AnswerPart("" if self.num_calls and not left.strip() else left)
+
+    def _close(self, inside: str, whole: str, calls: list[ToolCall]) -> list[str]:
+        try:
+            name, arguments = _call_of(_read(inside), ("arguments", "parameters"))
+        except (ValueError, RecursionError):
+            return [whole]
+        if self._most is None or self.num_calls < self._most:
+            calls.append(ToolCall(self.num_calls, name, arguments))
+            self.num_calls += 1
+        return []
+
+
+class LlamaReader:
+    """The whole answer is `{"name": …, "parameters": {…}}`, one or more, and names the request's tools."""
+
+    def __init__(self, names: Collection[str], most: int | None = None) -> None:
+        self.num_calls = 0
+        self._names, self._most = names, most
+        self._held = ""
+        self._is_text = False
+
+    def push(self, text: str) -> AnswerPart:
+        if self._is_text:
+            return AnswerPart(text)
+        self._held += text
+        begun = self._held.lstrip()
+        if not begun or begun.startswith("{") or LLAMA_MARK.startswith(begun[: len(LLAMA_MARK)]):
+            return AnswerPart()
+        self._is_text, told, self._held = True, self._held, ""
+        return AnswerPart(told)
+
+    def end(self) -> AnswerPart:
+        whole, self._held = self._held, ""
+        try:
+            found = list(self._calls(whole.strip().removeprefix(LLAMA_MARK)))
+        except (ValueError, RecursionError):
+            return AnswerPart(whole)
+        calls = tuple(ToolCall(number, *call) for number, call in enumerate(found[: self._most]))
+        self.num_calls = len(calls)
+        return AnswerPart("", calls)
+
+    def _calls(self, text: str) -> Iterator[tuple[str, str]]:
+        decoder, left = json.JSONDecoder(parse_constant=_no_json), text.strip()
+        if not left:
+            raise ValueError("no call")
+        while left:
+            value, end = decoder.raw_decode(left)
+            name, arguments = _call_of(value, ("parameters", "arguments"))
+            if name not in self._names:
+                raise ValueError("no tool of this name")
+            yield name, arguments
+            left = left[end:].lstrip("; \t\r\n")
+
+
+class GuidedReader:
+    """An answer that a guide made a call, or a list of calls: it is nothing else, unless it was cut off."""
+
+    def __init__(self, chosen: str | None) -> None:
+        """`chosen`: the tool whose arguments the answer is; None: it is a list of calls."""
+        self.num_calls = 0
+        self._chosen = chosen
+        self._held = ""
+
+    def push(self, text: str) -> AnswerPart:
+        self._held += text
+        return AnswerPart()
+
+    def end(self) -> AnswerPart:
+        whole, self._held = self._held, ""
+        try:
+            value = _read(whole)
+            made = [{"name": self._chosen, "parameters": value}] if self._chosen is not None else value
+            found = [_call_of(each, ("parameters", "arguments")) for each in made]
+        except (ValueError, TypeError, RecursionError):
+            return AnswerPart(whole)
+        self.num_calls = len(found)
+        return AnswerPart("", tuple(ToolCall(number, *call) for number, call in enumerate(found)))
+
+
+CallReader = HermesReader | LlamaReader | GuidedReader
+
+
+def _call_of(value: Any, names: tuple[str, str]) -> tuple[str, str]:
+    """The name and the arguments, as JSON, of a call. ValueError if it is none; without arguments there are none."""
+    name = value.get("name") if isinstance(value, dict) else None
+    arguments: Any = next((value[each] for each in names if each in value), {}) if isinstance(value, dict) else None
+    if isinstance(arguments, str):
+        arguments = _read(arguments)
+    if not isinstance(name, str) or not name or not isinstance(arguments, dict):
+        raise ValueError("no call")
+    try:
+        return writable(name), writable(json.dumps(arguments, ensure_ascii=False, allow_nan=False))
+    except ValueError:  # half a surrogate in them: an answer can have it as an escape alone
+        return writable(name), json.dumps(arguments, allow_nan=False)
+
+
+def _read(text: str) -> Any:
+    """What the text is as JSON. ValueError if it is none, NaN and Infinity included."""
+    return json.loads(text, parse_constant=_no_json)
+
+
+def _no_json(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
 
 # --- single tokens as texts ------------------------------------------------------------------------------------------
 
@@ -32,8 +207,6 @@ _MOST: Final = 1 << 16  # tokens that are remembered
 
 
 class TokenTexts:
-    """Of one tokenizer. Thread-safe."""
-
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self.of = lru_cache(_MOST)(self._of)  # a token's text, and its bytes
@@ -53,7 +226,6 @@ class TokenTexts:
 
 @lru_cache(1)
 def _letters() -> dict[str, int]:
-    """The letters that stand for bytes in byte-level vocabularies (GPT-2's)."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     found = {chr(byte): byte for byte in plain}
     others = (byte for byte in range(256) if byte not in set(plain))
@@ -95,9 +267,7 @@ class Prompts:
         self.prefix = prefix  # how bodies' chats begin
         self.calls_tool = ToolCalls(tokenizer)
         self.token_texts = TokenTexts(tokenizer)
-        self._tokenizer = tokenizer
-        self._templates = templates
-        self._context = context
+        self._tokenizer, self._templates, self._context = tokenizer, templates, context
         self._longest = max(map(len, tokenizer.get_vocab()), default=1)  # characters of a token
         added = tokenizer.get_added_tokens_decoder()
         # The special tokens, which templates write; answers do not show them.
@@ -140,7 +310,6 @@ class Prompts:
 
     @property
     def takes_tools(self) -> bool:
-        """Whether a template of this model has a place for tools."""
         return any(template.says("tools") for template in self._templates.values())
 
     def _pieces(self, chat: Chat) -> list[PromptPiece]:
@@ -148,7 +317,7 @@ class Prompts:
         template = self._templates.get("tool_use" if has_own else "default")
         if template is None:
             why = "this model has no chat template; use /v1/completions, or save one with its tokenizer"
-            raise OpenAIError(400, f"messages: {why}", param="messages", code="unsupported_parameter")
+            raise bad_field("messages", why, "unsupported_parameter")
         limit = () if self._context is None else (self._context * self._longest,)
         try:
             return chat_pieces(chat, lambda each: template.render(each, *limit))
@@ -158,7 +327,6 @@ class Prompts:
             raise OpenAIError(400, f"messages: the model's template refuses them: {error}", param="messages") from None
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """What the tokens say, special ones too."""
         text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
         return text
 
@@ -172,7 +340,6 @@ class Prompts:
         return Detokenizer(self._tokenizer, self.special - set(spoken), spoken)
 
     def tokenizer_json(self) -> str:
-        """The tokenizer, as `tokenizer.json` has it."""
         text: str = self._tokenizer.to_str()
         return text
 
@@ -185,10 +352,7 @@ class Prompts:
         return None
 
     def _tells_reasoning(self, marks: tuple[str, str], turns: Sequence[Turn]) -> bool:
-        """Whether the template writes the reasoning of an answer that is sent back before these turns.
-
-        If it refuses them, it may.
-        """
+        """Whether the template may write the reasoning of an answer sent back before these turns."""
         said: Turn = {"role": "assistant", "content": f"{marks[0]}\n{_THOUGHT}\n{marks[1]}\n\n4", **turns[0]}
         try:
             pieces = self._pieces(Chat([{"role": "user", "content": "2+2"}, said, *turns[1:]]))
@@ -206,7 +370,6 @@ class Prompts:
         return is_told or self._tokenizer.token_to_id(mark) is not None
 
     def _joined(self, param: str, pieces: Sequence[PromptPiece], add_special_tokens: bool) -> TokenizedPrompt:
-        """The tokens of all pieces. A template writes its special tokens itself."""
         if len(pieces) == 1 and not pieces[0].is_segment:
             return TokenizedPrompt(self._encode(param, pieces[0].text, add_special_tokens=add_special_tokens))
         self._require_length(param, sum(len(piece.text) for piece in pieces))
@@ -216,14 +379,12 @@ class Prompts:
             made = self._encode(piece.field or param, piece.text, add_special_tokens=False)
             if piece.is_segment:
                 if not made:
-                    why = "a segment without tokens; write some text, or leave out its mark"
-                    raise OpenAIError(400, f"{piece.field}: {why}", param=piece.field, code="invalid_value")
+                    raise bad_field(piece.field, "a segment without tokens; write some text, or leave out its mark")
                 segments.append((len(token_ids), len(token_ids) + len(made)))
             token_ids += made
         return TokenizedPrompt(token_ids + behind, segments)
 
     def _around(self) -> tuple[list[int], list[int]]:
-        """The special tokens that the tokenizer adds before and behind a text."""
         bare, full = (self._encode("prompt", "a", add_special_tokens=adds) for adds in (False, True))
         places = (at for at in range(len(full) - len(bare) + 1) if full[at : at + len(bare)] == bare)
         at = next(places, len(full))
@@ -234,7 +395,7 @@ class Prompts:
         try:
             writable(text)
         except ValueError as error:  # a chat's parts may hold anything that JSON allows
-            raise OpenAIError(400, f"{param}: {error}", param=param, code="invalid_value") from None
+            raise bad_field(param, str(error)) from None
         # `encode` keeps the GIL, which would stop every other thread
         (made,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = made.ids
@@ -246,8 +407,7 @@ class Prompts:
 
     def _too_long(self, param: str, length: int) -> OpenAIError:
         context = "" if self._context is None else f"; the model's context is {self._context} tokens"
-        message = f"{param}: {length} characters{context}: shorten it"
-        return OpenAIError(400, message, param=param, code="context_length_exceeded")
+        return bad_field(param, f"{length} characters{context}: shorten it", "context_length_exceeded")
 
 
 class Detokenizer:
@@ -257,15 +417,13 @@ class Detokenizer:
         self, tokenizer: Tokenizer, silent: frozenset[int] = frozenset(), spoken: Mapping[int, str] | None = None
     ) -> None:
         """`silent` are special tokens, which have no text and are left out of decoding; `spoken` ones have one."""
-        self._tokenizer = tokenizer
-        self._silent = silent
+        self._tokenizer, self._silent = tokenizer, silent
         self._spoken = spoken or {}
         self._ids: list[int] = []  # not returned yet, after the last returned ones: a decoder needs these as context
         self._num_context = 0
         self._num_returned = 0  # characters of their text that were returned
 
     def push(self, token_id: int) -> str:
-        """The text that is certain after one more token."""
         if token_id in self._silent:
             return ""
         if token_id in self._spoken:
@@ -287,7 +445,6 @@ class Detokenizer:
         return piece
 
     def end(self) -> str:
-        """The rest of the text; invalid bytes become replacement characters."""
         piece, self._ids = self._text()[self._num_returned :], []
         return piece
 
@@ -333,7 +490,6 @@ def _template_sources(directory: Path, settings: Mapping[str, Any]) -> dict[str,
 
 
 def _items(value: object) -> list[tuple[str, Any]]:
-    """The fields of a JSON object; none if it is not an object."""
     return list(value.items()) if isinstance(value, dict) else []
 
 

@@ -1,5 +1,3 @@
-from .application import build
-from .options import RayOptions
-from .ranking import EngineRequest
-
-__all__ = ["EngineRequest", "RayOptions", "build"]
+from .application import build as build
+from .options import RayOptions as RayOptions
+from .ranking import EngineRequest as EngineRequest

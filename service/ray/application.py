@@ -70,7 +70,6 @@ def _scaling(given: dict[str, Any]) -> AutoscalingConfig:
 
 @contextmanager
 def _named(field: str, value: object) -> Iterator[None]:
-    """ConfigError in place of what Ray Serve says of this option's value."""
     try:
         yield
     except (AttributeError, ImportError, TypeError, ValueError) as error:

@@ -24,11 +24,7 @@ _LOOPBACK: Final = "127.0.0.1"
 
 @contextmanager
 def held_ports(count: int) -> Iterator[list[int]]:
-    """Ports of this machine that nobody uses, and that the kernel gives to nobody else until the end of the block.
-
-    An engine may load for minutes before it listens. It can meanwhile, as servers set SO_REUSEADDR: the sockets that
-    hold the ports do so, too, and do not listen (socket(7), ip(7)).
-    """
+    """Free ports, given to nobody else until the block ends; servers with SO_REUSEADDR can bind them."""
     with ExitStack() as held:
         sockets = [held.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:
@@ -42,10 +38,7 @@ def _its_lines() -> str:
 
 
 class EngineChild:
-    """Starts the engine at once. If the replica dies in whatever way, the kernel kills the engine.
-
-    Otherwise an engine that nobody reaches would keep its GPU, and its replica's successor would have no room.
-    """
+    """Starts the engine at once. The kernel kills it with its replica, whose successor needs the GPU."""
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str], port: int) -> None:
         """`port`: of loopback, where it answers. KVTierError if the program cannot be started."""
@@ -74,7 +67,6 @@ class EngineChild:
         return json.loads(body)
 
     def is_healthy(self) -> bool:
-        """Whether it runs and says that it can take requests."""
         if self._process.poll() is not None:
             return False
         try:

@@ -104,7 +104,6 @@ class Ingress:
 
 
 async def _pieces(response: Any) -> AsyncIterator[bytes]:
-    """The rest of an answer. Whoever stops reading it ends it at the engine, too."""
     is_over = False
     try:
         async for piece in response:

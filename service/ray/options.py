@@ -66,7 +66,6 @@ class RayOptions(BaseModel):
         return [_filled(word, ports) for word in words]
 
     def environment(self, ports: Mapping[str, str]) -> dict[str, str]:
-        """What is added to a replica's environment for its engine."""
         own = {} if self.engine == "vllm" else _kvtier_own(self.max_requests)
         return {name: _filled(value, ports) for name, value in {**own, **self.env}.items()}
 

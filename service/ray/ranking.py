@@ -8,21 +8,9 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 from weakref import WeakSet
 
+from kvtier.service import router
 from kvtier.service.openai import OpenAIError, Prompts, json_object
-from kvtier.service.router import (
-    READ,
-    WEIGHTS,
-    Candidate,
-    FleetHoldings,
-    Headers,
-    Held,
-    Publishers,
-    ReplicaFailed,
-    ReplicaProfile,
-    choose_or_stick,
-    read_prompt,
-    session_of,
-)
+from kvtier.service.router import Candidate, Headers, Held, Publishers, ReplicaProfile
 from kvtier.tiers import KVTierError
 from kvtier.tiers.config import MAX_BLOCKS
 
@@ -44,17 +32,12 @@ class EngineRequest:
 
     @property
     def prompt(self) -> str:
-        """The body as text: Ray Serve's own prefix router looks for this, and bodies that begin alike are near.
-
-        Never empty: that router divides by its length.
-        """
+        """The body as text for Ray Serve's own prefix router, which divides by its length: never empty."""
         return self.body.decode("utf-8", "replace") or self.path
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerHead:
-    """The first thing a replica answers; the answer's bytes follow in pieces."""
-
     status: int
     headers: Headers
     replica: str  # `ReplicaID.unique_id`
@@ -71,8 +54,6 @@ _USUAL: Final = 8.0  # blocks of work in a request of another process
 
 
 class Queue(NamedTuple):
-    """A replica that may be asked, and how many requests it has."""
-
     name: str
     num_requests: int  # of all who ask it, as far as is known
     most: int
@@ -88,8 +69,6 @@ class _ModelIndex(NamedTuple):
 
 @dataclass(slots=True)
 class _RankedRequest:
-    """A request under way: what is known of its prompt, and who computes it."""
-
     num_tokens: int
     held: Mapping[_ModelIndex, Held]
     num_blocks: int  # of the prompt, or an estimate
@@ -105,7 +84,7 @@ class ReplicaRanking:
     """Belongs to one event loop, but for `begun` and `figures`, which any thread may call."""
 
     def __init__(
-        self, model: str | None = None, max_blocks: int = MAX_BLOCKS, weights: Mapping[str, float] = WEIGHTS
+        self, model: str | None = None, max_blocks: int = MAX_BLOCKS, weights: Mapping[str, float] = router.WEIGHTS
     ) -> None:
         """`model`: the folder whose tokenizer reads prompts. Without one, conversations stay at their replica."""
         self._prompts: Prompts | None = None
@@ -113,7 +92,7 @@ class ReplicaRanking:
             with suppress(KVTierError):
                 self._prompts = Prompts.open(Path(model))
         self._weights = weights
-        self._holdings = FleetHoldings[_ModelIndex](strict=False, max_blocks=max_blocks)
+        self._holdings = router.FleetHoldings[_ModelIndex](strict=False, max_blocks=max_blocks)
         self._models: dict[str, _ModelIndex] = {}  # by replica
         self._asked: OrderedDict[str, _RankedRequest] = OrderedDict()  # by the id that the caller gives a request
         self._turn = 0
@@ -131,10 +110,7 @@ class ReplicaRanking:
             self._follow(name, told[name])
 
     async def rank(self, request_id: str, request: EngineRequest | None, queues: Sequence[Queue]) -> list[str] | None:
-        """The names of replicas, the best first, without those that failed the request. None: all are full.
-
-        Asked again for one request, it reads the prompt no more.
-        """
+        """Replicas, the best first, without those that failed it (None: all full). Reads a prompt once."""
         tried = frozenset[str]() if request is None else request.tried
         left = [each for each in queues if each.name not in tried] or queues
         if (asked := self._asked.get(request_id)) is None:
@@ -147,8 +123,8 @@ class ReplicaRanking:
         for each in list(self._asked.values()):
             if each.replica is not None:
                 given.setdefault(each.replica, []).append(each.work)
-        candidates = [self._candidate(each, asked, given.get(each.name, [])) for each in left]
-        choice = choose_or_stick(candidates, asked.num_blocks, asked.session, weights=self._weights, turn=self._turn)
+        able = [self._candidate(each, asked, given.get(each.name, [])) for each in left]
+        choice = router.choose_or_stick(able, asked.num_blocks, asked.session, weights=self._weights, turn=self._turn)
         if choice.name is None:
             return None
         asked.reason = choice.reason
@@ -156,7 +132,6 @@ class ReplicaRanking:
         return sorted(work, key=lambda name: (name != choice.name, work[name]))
 
     def routed(self, request_id: str, name: str) -> None:
-        """A replica has taken the request."""
         if (asked := self._asked.get(request_id)) is None:
             return
         if name in asked.ended:  # a short answer may end before it is told who gives it
@@ -169,10 +144,7 @@ class ReplicaRanking:
             self._promised_tokens += cached * (model.block_size or 0)
 
     def completed(self, request_id: str, name: str) -> None:
-        """It has ended in whatever way at this replica; or that refused it, and another is asked.
-
-        Ray Serve tells it by another way than `routed`, so it may come first.
-        """
+        """It has ended at this replica, or that refused it. Ray Serve may tell this before `routed`."""
         if (asked := self._asked.get(request_id)) is None:
             return
         if asked.replica is None:
@@ -212,7 +184,7 @@ class ReplicaRanking:
     def _follow(self, name: str, told: Mapping[str, Any]) -> None:
         try:
             profile = ReplicaProfile.of(told.get("models"))
-        except ReplicaFailed:
+        except router.ReplicaFailed:
             profile = ReplicaProfile((), None, None, Publishers())
         model = _ModelIndex(profile.block_size or told.get("block_size"), profile.fingerprint, profile.namespace)
         publishers = profile.publishers.reached_at(str(told.get("node", "127.0.0.1")))
@@ -226,7 +198,7 @@ class ReplicaRanking:
         if request is None:
             return self._not_read("no_request", None)
         path = request.path.partition("?")[0]
-        if path not in READ:
+        if path not in router.READ:
             return self._not_read("passed_on", request)
         if request.body.count(b",") >= _MAX_ITEMS:
             return self._not_read("too_long", request)
@@ -234,8 +206,8 @@ class ReplicaRanking:
             fields = json_object(request.body)
         except OpenAIError:  # the engine reports what is wrong
             return self._not_read("unreadable", request)
-        session = session_of(path, fields)
-        known = await read_prompt(path, fields, len(request.body), self._prompts)
+        session = router.session_of(path, fields)
+        known = await router.read_prompt(path, fields, len(request.body), self._prompts)
         if known.unknown is not None:
             return self._not_read(known.unknown, request, session)
         held = {
@@ -276,5 +248,4 @@ _RANKINGS: Final[WeakSet[ReplicaRanking]] = WeakSet()
 
 
 def rankings() -> Sequence[ReplicaRanking]:
-    """The rankings of this process."""
     return list(_RANKINGS)

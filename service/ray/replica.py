@@ -35,7 +35,6 @@ class EngineReplica:
             self._models = self._engine.wait_ready(options.start_timeout)
 
     def record_replica_metadata(self) -> dict[str, Any]:
-        """What request routers read of it, once."""
         told = {"models": self._models, "node": self._node, "block_size": self._options.told_block_size}
         return {METADATA: {**told, "endpoints": self._endpoints}}
 
@@ -56,11 +55,7 @@ class EngineReplica:
             raise KVTierError("the engine does not answer, or has ended")
 
     async def answer(self, request: EngineRequest) -> AsyncIterator[AnswerHead | bytes]:
-        """Ask the engine: the head of its answer first, then its bytes as they come.
-
-        An engine that cannot answer is a head with status 502, so that the ingress knows whom not to ask again. Raises
-        ReplicaFailed if it ends in the middle.
-        """
+        """The head of the engine's answer, then its bytes; status 502 if none. ReplicaFailed in the middle."""
         options = self._options
         deadlines = Deadlines(options.connect_timeout, options.first_byte_timeout, options.stall_timeout)
         if self._client is None:  # it belongs to the event loop that answers

@@ -18,7 +18,6 @@ class KVTierRequestRouter(RequestRouter):
     """Ray Serve calls every method, on the event loop that it routes on."""
 
     def initialize_state(self, **options: Any) -> None:
-        """`options`: as `ReplicaRanking` takes them."""
         self._ranking = ReplicaRanking(**options)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
@@ -45,11 +44,9 @@ class KVTierRequestRouter(RequestRouter):
         return [candidate_replicas] if names is None else [[by_name[name]] for name in names]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult) -> None:
-        """A replica has taken the request."""
         self._ranking.routed(pending_request.metadata.internal_request_id, replica_id.unique_id)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        """It has ended, or the replica refused it."""
         self._ranking.completed(internal_request_id, replica_id.unique_id)
 
     def _queue(self, name: str, replica: RunningReplica) -> Queue:

@@ -1,38 +1,27 @@
-from .app import serve
-from .client import Deadlines, Failure, Headers, ReplicaClient, ReplicaFailed
-from .holdings import FleetHoldings, Held, joined
-from .policy import CROWD, LOAD_WEIGHT, WEIGHTS, Candidate, Choice, Reason, choose, choose_or_stick, sticky
-from .prompts import READ, read_prompt, session_of
-from .proxy import NOT_ANSWERED, NOT_ASKED, passed
-from .replica_list import Publishers, parse_replicas
-from .replicas import ReplicaProfile
-
-__all__ = [
-    "CROWD",
-    "LOAD_WEIGHT",
-    "NOT_ANSWERED",
-    "NOT_ASKED",
-    "READ",
-    "WEIGHTS",
-    "Candidate",
-    "Choice",
-    "Deadlines",
-    "Failure",
-    "FleetHoldings",
-    "Headers",
-    "Held",
-    "Publishers",
-    "Reason",
-    "ReplicaClient",
-    "ReplicaFailed",
-    "ReplicaProfile",
-    "choose",
-    "choose_or_stick",
-    "joined",
-    "parse_replicas",
-    "passed",
-    "read_prompt",
-    "serve",
-    "session_of",
-    "sticky",
-]
+from .client import Deadlines as Deadlines
+from .client import Failure as Failure
+from .client import Headers as Headers
+from .client import ReplicaClient as ReplicaClient
+from .client import ReplicaFailed as ReplicaFailed
+from .fleet import ReplicaProfile as ReplicaProfile
+from .holdings import FleetHoldings as FleetHoldings
+from .holdings import Held as Held
+from .holdings import joined as joined
+from .proxy import CROWD as CROWD
+from .proxy import LOAD_WEIGHT as LOAD_WEIGHT
+from .proxy import NOT_ANSWERED as NOT_ANSWERED
+from .proxy import NOT_ASKED as NOT_ASKED
+from .proxy import WEIGHTS as WEIGHTS
+from .proxy import Candidate as Candidate
+from .proxy import Choice as Choice
+from .proxy import Reason as Reason
+from .proxy import choose as choose
+from .proxy import choose_or_stick as choose_or_stick
+from .proxy import passed as passed
+from .proxy import sticky as sticky
+from .replica_list import Publishers as Publishers
+from .replica_list import parse_replicas as parse_replicas
+from .router import READ as READ
+from .router import read_prompt as read_prompt
+from .router import serve as serve
+from .router import session_of as session_of

@@ -48,8 +48,6 @@ class ReplicaFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Deadlines:
-    """How long the router waits for a replica, in seconds."""
-
     connect: float
     first_byte: float
     between: float  # from one piece of an answer to the next
@@ -67,17 +65,14 @@ class ReplicaClient:
         tls: ssl.SSLContext | None = None,
         server_name: str | None = None,
     ) -> None:
-        """`on_lost` is called when the replica closes a kept connection that has no request.
-
-        `tls` verifies the replica's certificate, which must be for `server_name`, or for `host` if that is None.
-        """
+        """`on_lost`: a kept connection was closed. `tls` wants a certificate for `server_name` or `host`."""
         self._host, self._port = host, port
         self._tls, self._server_name = tls, None if tls is None else server_name or host
         name = host if server_name is None else server_name
         self._authority = (f"[{name}]" if ":" in name else name).encode() + b":%d" % port
         self._on_lost = on_lost
-        self._idle: deque[_ReplicaConnection] = deque()
-        self._open: set[_ReplicaConnection] = set()
+        self.idle: deque[_ReplicaConnection] = deque()
+        self.open: set[_ReplicaConnection] = set()  # connections keep these two
 
     async def ask(self, method: str, path: str, headers: Headers, body: bytes, deadlines: Deadlines) -> "ReplicaAnswer":
         """Send a request, and return when the head of its answer is here. Raises ReplicaFailed."""
@@ -106,18 +101,17 @@ class ReplicaClient:
                 raise
 
     def give_up(self) -> None:
-        """End every wait for an answer to begin: another replica may answer."""
-        for connection in list(self._open):
+        for connection in list(self.open):
             connection.give_up()
 
     def close(self) -> None:
         self._on_lost = lambda: None
-        for connection in list(self._open):
+        for connection in list(self.open):
             connection.abort()
 
     async def _connection(self, timeout: float) -> tuple["_ReplicaConnection", bool]:
-        if self._idle:
-            return self._idle.pop(), True
+        if self.idle:
+            return self.idle.pop(), True
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(timeout):
@@ -139,22 +133,10 @@ class ReplicaClient:
             raise ReplicaFailed(Failure.UNREACHABLE, "not a valid host name") from None
         return connection, False
 
-    def opened(self, connection: "_ReplicaConnection") -> None:
-        """A connection calls this when it is open."""
-        self._open.add(connection)
-
-    def rested(self, connection: "_ReplicaConnection") -> bool:
-        """A connection calls this when its exchange has ended. Returns whether it is kept."""
-        if len(self._idle) >= _MAX_IDLE:
-            return False
-        self._idle.append(connection)
-        return True
-
     def lost(self, connection: "_ReplicaConnection") -> None:
-        """A connection calls this when it has ended."""
-        self._open.discard(connection)
+        self.open.discard(connection)
         with suppress(ValueError):
-            self._idle.remove(connection)
+            self.idle.remove(connection)
             self._on_lost()
 
 
@@ -176,15 +158,10 @@ class ReplicaAnswer:
         return await self._connection.piece(self._due, 0.0, Failure.SLOW_FIRST_BYTE)
 
     async def piece(self, shortcut: Shortcut | None = None) -> bytes:
-        """The bytes that came since the last piece; empty at the end. Raises ReplicaFailed if none come in time.
-
-        Chunks that end with an event are offered to `shortcut` as they come. What it takes came before the returned
-        bytes.
-        """
+        """What came since the last piece; empty at the end. ReplicaFailed if late. `shortcut` may take whole events."""
         return await self._connection.piece(0.0, self._between, Failure.STALLED, shortcut)
 
     async def read(self, most: int) -> bytes:
-        """The rest of the body, or a little more than `most` bytes of it."""
         body = bytearray()
         while len(body) <= most and (piece := await self.piece()):
             body += piece
@@ -259,7 +236,9 @@ class _ReplicaConnection(asyncio.Protocol):
             return
         self._h11.start_next_cycle()
         self._head, self._is_whole, self._is_between = None, False, False
-        if not self._client.rested(self):
+        if len(self._client.idle) < _MAX_IDLE:
+            self._client.idle.append(self)
+        else:
             self.abort()
 
     def give_up(self) -> None:
@@ -274,7 +253,7 @@ class _ReplicaConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's derives from no class of asyncio
-        self._client.opened(self)
+        self._client.open.add(self)
 
     def connection_lost(self, error: Exception | None) -> None:
         if error is None:
@@ -333,11 +312,7 @@ class _ReplicaConnection(asyncio.Protocol):
             self._waiter.set_result(None)
 
     async def _wait(self, due: float, pause: float, failure: Failure) -> None:
-        """Wait until something has come.
-
-        Raises ReplicaFailed once `due` has passed and nothing was received for `pause` seconds, or if the connection
-        failed. One timer serves the whole wait, however much a shortcut takes meanwhile.
-        """
+        """Wait until something has come: ReplicaFailed past `due` after `pause` quiet seconds. One timer."""
         if self._failed is not None:
             raise self._failed
         waiter, self._on_timeout = self._loop.create_future(), failure

@@ -41,13 +41,9 @@ class FeedsState(NamedTuple):
 
 
 class FleetHoldings(Mapping[V, "VersionHoldings"]):
-    """What all replicas hold, by the version of the model they have. Belongs to one thread.
-
-    A version may be any value: replicas with equal ones share an index. It is kept as long as a replica has it.
-    """
+    """What all replicas hold, by their model's version: any value, kept while a replica has it. For one thread."""
 
     def __init__(self, *, strict: bool, max_blocks: int = MAX_BLOCKS, keys: CurveKeys | None = None) -> None:
-        """As `VersionHoldings`, for each version."""
         self._make = partial(VersionHoldings, strict=strict, max_blocks=max_blocks, keys=keys)
         self._empty = self._make()
         self._by_version: dict[V, VersionHoldings] = {}
@@ -62,15 +58,13 @@ class FleetHoldings(Mapping[V, "VersionHoldings"]):
     def __len__(self) -> int:
         return len(self._by_version)
 
-    def follow(
-        self, replica: str, version: V, publishers: Publishers, block_size: int | None, fingerprint: str | None
-    ) -> None:
-        """Follow a replica's publishers, in place of those it named before; `fingerprint` is in hexadecimal."""
+    def follow(self, replica: str, version: V, publishers: Publishers, size: int | None, digest: str | None) -> None:
+        """Follow a replica's publishers, in place of those it named before; `digest` is its fingerprint."""
         if self._versions.get(replica, version) != version:
             self.leave(replica)
         self._versions[replica] = version
         holdings = self._by_version.get(version) or self._by_version.setdefault(version, self._make())
-        holdings.follow(replica, publishers, block_size, None if fingerprint is None else bytes.fromhex(fingerprint))
+        holdings.follow(replica, publishers, size, None if digest is None else bytes.fromhex(digest))
 
     def leave(self, replica: str) -> None:
         """Stop following a replica, and forget its version if nobody else has that."""
@@ -92,12 +86,10 @@ class FleetHoldings(Mapping[V, "VersionHoldings"]):
 
     @property
     def num_forgotten(self) -> int:
-        """Blocks forgotten because there were more than `max_blocks`."""
         return sum(index.num_forgotten for index in self._indexes)
 
     @property
     def skipped(self) -> Mapping[str, int]:
-        """Events that could not be true, by reason."""
         return sum((Counter(index.counts) for index in self._indexes), Counter[str]())
 
     @property
@@ -151,7 +143,6 @@ class VersionHoldings:
         self._drop_unnamed()
 
     def leave(self, replica: str) -> None:
-        """Stop following a replica, and the publishers that only it named."""
         if self._publishers.pop(replica, None) is not None:
             self._drop_unnamed()
 
@@ -161,20 +152,15 @@ class VersionHoldings:
             for address in self._consumers.keys() - named:
                 self._forget(self._consumers.pop(address), self.index)
 
-    def names(
-        self, tokens: Sequence[int], cache_salt: str | None, default: str | None, lora_name: str | None
-    ) -> list[int]:
-        """A prompt's leading blocks, by the names the index uses. May be called on any thread.
-
-        `default` is the namespace of requests without a cache salt.
-        """
+    def names(self, tokens: Sequence[int], cache_salt: str | None, default: str | None, lora: str | None) -> list[int]:
+        """A prompt's leading blocks, as the index names them. Any thread. `default`: unsalted's namespace."""
         if self.index is None:
             return []
         namespace = default if cache_salt is None else cache_salt
         if cache_salt is not None and self._fingerprint is not None:
             namespace = namespace_of(root_hash(self._fingerprint, cache_salt=cache_salt))
         leading = tokens[: _MOST * self.index.block_size]
-        return prompt_hashes(leading, self.index.block_size, lora_name, namespace)
+        return prompt_hashes(leading, self.index.block_size, lora, namespace)
 
     async def held(self, tokens: Sequence[int], cache_salt: str | None, default: str | None, lora: str | None) -> Held:
         """What the replicas hold of a prompt. The blocks of a long one are named on a thread."""
@@ -237,7 +223,6 @@ class VersionHoldings:
         forgetting.start()
 
     def _held_at(self, address: str | None) -> Mapping[str, int]:
-        """Blocks by medium that the publisher at this address reports."""
         consumer = None if address is None else self._consumers.get(address)
         return {} if self.index is None or consumer is None else self.index.holdings(consumer.worker)
 
@@ -251,10 +236,7 @@ class VersionHoldings:
 
 
 def joined(own: Mapping[str, int], node: Mapping[str, int], shared: Mapping[str, int]) -> dict[str, int]:
-    """The longest prefix, in blocks by medium: a replica's own, then its node's, then what all nodes share.
-
-    The replica's own blocks count for the best tiers of the node's prefix: as many leading blocks as it has itself.
-    """
+    """The longest prefix, in blocks by medium: a replica's own (the best tiers), its node's, what all share."""
     found, known = dict(own), sum(own.values())
     for medium in (kind.medium for kind in TIERS.values()):
         count = node.get(medium, 0)

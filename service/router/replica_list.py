@@ -154,10 +154,7 @@ _FIRST: Final = 2.0  # seconds the first lookup of names may take
 
 
 class ReplicaList:
-    """The replicas as last known. A failed read or lookup changes nothing: it is logged once, and counted.
-
-    `errors` counts by `file` and `name`; `why` says what is wrong with the file now.
-    """
+    """The replicas as last known. A failed read or lookup changes nothing: it is logged once, and counted."""
 
     def __init__(self, texts: Sequence[str], file: Path | None, interval: float) -> None:
         """`interval` is seconds between two lookups of names. Raises ConfigError if a spec or the file is wrong."""
@@ -187,10 +184,7 @@ class ReplicaList:
         return self.specs
 
     async def follow(self, changed: Callable[[list[ReplicaSpec]], None]) -> None:
-        """Run until cancelled: call `changed` with the specs whenever they change.
-
-        A disk or a resolver that does not answer delays nothing else.
-        """
+        """Run until cancelled: call `changed` with the specs whenever they change. No disk or resolver delays it."""
         loop, told = asyncio.get_running_loop(), self.specs
         looking: asyncio.Task[None] | None = None
         looking_since = 0.0
@@ -222,14 +216,12 @@ class ReplicaList:
             self._wrong(str(error))
 
     def _wrong(self, why: str) -> None:
-        """Record what is wrong with the file; count and log it once."""
         if why != self.why:
             self.errors["file"] += 1
             _log.warning("%s; the list of replicas stays as it was", why)
         self.why = why
 
     def _look_up_all(self) -> None:
-        """Begin to look up every name whose last lookup has ended."""
         for name in {(spec.host, spec.port) for spec in self._given if spec.has_addresses}:
             if name not in self._lookups or self._lookups[name].done():
                 self._lookups[name] = asyncio.create_task(self._look_up(*name))

@@ -1,31 +1,267 @@
-"""The router: reads each request's prompt, looks up who holds it, and has the proxy forward it."""
+"""The router and its HTTP application: reads a prompt, looks up who holds it, has the proxy forward the request."""
 
 import asyncio
+import contextlib
 import json
+import re
 import ssl
 import time
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from array import array
+from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
+from itertools import islice
 from pathlib import Path
+from threading import Event
 from typing import Any, Final
 
+import xxhash
+from prometheus_client.metrics_core import Metric
+from pydantic import SecretStr, ValidationError
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
 from kvtier.connector import AS_SENT, ChatPrefix
-from kvtier.service import Json
+from kvtier.service import Json, openai
 from kvtier.service.events import CurveKeys
-from kvtier.service.observe import RouterStatus, statuses
-from kvtier.service.openai import OpenAIError, Prompts, json_object, unknown_model
-from kvtier.service.router.client import Deadlines, Headers
-from kvtier.service.router.fleet import Fleet
+from kvtier.service.observe import EXPOSITION, LivePage, RouterStatus, counter, gauge, router_lines, statuses, text_of
+from kvtier.service.openai import OpenAIError, Prompts, bad_field, json_object, unknown_model
+from kvtier.service.router.client import Deadlines, Headers, ReplicaFailed
+from kvtier.service.router.fleet import Fleet, ModelVersion, ProbeSettings, Replica, ReplicaState
 from kvtier.service.router.holdings import FleetHoldings, Held
-from kvtier.service.router.prompts import CHAT, COMPLETION, READ, KnownPrompt, ReplicaTokenizer, read_prompt, session_of
 from kvtier.service.router.proxy import NOT_ASKED, ClientReply, Ledger, Proxy, RoutedRequest, passed
 from kvtier.service.router.replica_list import Publishers, ReplicaList
-from kvtier.service.router.replicas import ModelVersion, ProbeSettings, Replica
+from kvtier.service.web import Guard, HttpServer, HttpSocket, disconnected, page, read_body
 from kvtier.tiers import TIERS, ConfigError, tier_captions
 from kvtier.tiers.config import RouterConfig
+
+# --- its conversation ------------------------------------------------------------------------------------------------
+
+_MAX_VALUES: Final = 1024  # JSON values of a conversation's head that are hashed; later ones rarely differ
+_MAX_TEXT: Final = 64 << 10  # characters of one text that are hashed
+# The field with the turns, by path.
+_TURNS: Final = {"/v1/chat/completions": "messages", "/v1/messages": "messages", "/v1/responses": "input"}
+_HEAD_FIELDS: Final = ("model", "cache_salt", "system", "instructions")  # hashed besides the first turns
+
+
+def session_of(path: str, body: Mapping[str, Any]) -> bytes | None:
+    """A digest of a request's `prompt_cache_key`, else of everything up to the first user turn; None if it has neither.
+
+    Chats, Anthropic's messages and OpenAI's responses have turns. A plain prompt has none, so it has no conversation.
+    """
+    key = body.get("prompt_cache_key")
+    if isinstance(key, str) and key:
+        return _digest([body.get("cache_salt"), key])
+    turns = body.get(_TURNS.get(path, ""))
+    if isinstance(turns, str):
+        turns = [{"role": "user", "content": turns}]
+    if not isinstance(turns, list) or not turns:
+        return None
+    return _digest([*(body.get(name) for name in _HEAD_FIELDS), *_head(turns)])
+
+
+def _head(turns: Sequence[Any]) -> Sequence[Any]:
+    first = next((at for at, turn in enumerate(turns) if isinstance(turn, dict) and turn.get("role") == "user"), 0)
+    return turns[: first + 1]
+
+
+def _digest(values: Sequence[Any]) -> bytes:
+    hasher = xxhash.xxh3_128()
+    left = list(reversed(values))
+    for _ in range(_MAX_VALUES):
+        if not left:
+            break
+        value = left.pop()
+        if isinstance(value, dict):
+            hasher.update(b"{%d" % len(value))
+            left.extend(part for item in list(islice(value.items(), _MAX_VALUES))[::-1] for part in reversed(item))
+        elif isinstance(value, list):
+            hasher.update(b"[%d" % len(value))
+            left.extend(value[:_MAX_VALUES][::-1])
+        else:
+            text = str(value)
+            leading = text[:_MAX_TEXT].encode("utf-8", "surrogatepass")
+            hasher.update(b"%s%d:%s" % (type(value).__name__.encode(), len(text), leading))
+    return hasher.digest()
+
+
+# --- its prompt, read here -------------------------------------------------------------------------------------------
+
+_LONG_BODY: Final = 8 << 10  # bytes of a body; longer ones are tokenized on a thread, so that streams go on meanwhile
+CHAT: Final = "/v1/chat/completions"
+COMPLETION: Final = "/v1/completions"
+READ: Final = (CHAT, COMPLETION)  # paths whose prompts are read; all others are forwarded unread
+
+
+@dataclass(frozen=True, slots=True)
+class KnownPrompt:
+    tokens: list[int]
+    cache_salt: str | None = None
+    unknown: str | None = None  # why there are no tokens: `unreadable`, or `no_tokenizer`
+
+
+async def read_prompt(path: str, value: Mapping[str, Any], num_bytes: int, prompts: Prompts | None) -> KnownPrompt:
+    """The first prompt of a request's JSON. Raises nothing: another engine may accept what this code cannot read."""
+    if num_bytes > _LONG_BODY or "chat_template_kwargs" in value:  # chat_template_kwargs can make a template slow
+        return await asyncio.to_thread(_read, path, value, prompts)
+    return _read(path, value, prompts)
+
+
+def _read(path: str, value: Mapping[str, Any], prompts: Prompts | None) -> KnownPrompt:
+    try:
+        cache_salt = openai.RequestBody.model_validate(value).cache_salt
+        if path == CHAT:
+            chat = openai.chat_of(value)
+            if prompts is None:
+                return _no_tokenizer(cache_salt)
+            return KnownPrompt(prompts.chat(chat).token_ids, cache_salt)
+        if value.get("truncate_prompt_tokens") is not None or value.get("prompt_embeds") is not None:
+            return KnownPrompt([], cache_salt, "unreadable")
+        first = openai.CompletionPrompt.model_validate(value).prompts[0]
+        if isinstance(first, list):
+            return KnownPrompt(first, cache_salt)
+        if prompts is None:
+            return _no_tokenizer(cache_salt)
+        adds_special = value.get("add_special_tokens") is not False
+        return KnownPrompt(prompts.prompt(first, add_special_tokens=adds_special).token_ids, cache_salt)
+    except (ValidationError, OpenAIError):
+        return KnownPrompt([], unknown="unreadable")
+
+
+def _no_tokenizer(cache_salt: str | None) -> KnownPrompt:
+    return KnownPrompt([], cache_salt, "no_tokenizer")
+
+
+# --- its prompt, tokenized by a replica ------------------------------------------------------------------------------
+
+_MAX_PAGE: Final = 32 << 20  # bytes of an answer
+_MAX_TOKENS: Final = 1 << 20  # of a prompt
+_KEPT: Final = 1 << 22  # tokens of earlier prompts that are cached, four bytes each, …
+_ENTRY: Final = 64  # … and the overhead of one prompt, in tokens
+_LONG_PAGE: Final = 64 << 10  # bytes of an answer; a longer one is parsed on a thread
+_AGAIN: Final = 30.0  # seconds until a replica without such a page, or a late one, is asked again
+_LATE: Final = 3  # late answers in a row before a replica is left alone
+_RENDER: Final = f"{CHAT}/render"
+_TOKENIZE: Final = "/tokenize"
+_ASKED: Final = ("model", "prompt", "messages", "tools", "add_generation_prompt", "continue_final_message")
+_FLAGS: Final = ("add_special_tokens", "chat_template")
+
+
+@dataclass(slots=True)
+class _Page:
+    has_render: bool = True
+    num_late: int = 0
+    until: float = 0.0  # monotonic time at which it is asked again
+
+
+class ReplicaTokenizer:
+    """Asks replicas for the tokens of prompts, and caches them. Belongs to one event loop."""
+
+    def __init__(self, timeout: float, headers: Headers) -> None:
+        """`timeout` is seconds for one prompt; `headers` are sent with each question."""
+        self._timeout = timeout
+        self._deadlines = Deadlines(timeout, timeout, timeout)
+        self._headers = [*headers, (b"content-type", b"application/json")]
+        self._pages: dict[str, _Page] = {}
+        self._known: OrderedDict[bytes, array[int]] = OrderedDict()
+        self._num_kept = 0
+
+    async def of(self, replicas: Sequence[Replica], path: str, body: bytes, value: Json) -> list[int] | None:
+        """A request's tokens from whichever replica can give them, or None. Raises nothing, and returns in time."""
+        key = xxhash.xxh3_128_digest(body, len(path))
+        if key in self._known:
+            self._known.move_to_end(key)
+            return self._known[key].tolist()
+        replica = self._choose_replica(replicas)
+        if replica is None:
+            return None
+        page = self._pages.setdefault(replica.name, _Page())
+        try:
+            async with asyncio.timeout(self._timeout):
+                tokens = await self._ask(replica, page, path, body, value)
+            page.num_late = 0
+        except (TimeoutError, ReplicaFailed):
+            page.num_late += 1
+            if page.num_late >= _LATE:
+                page.until = time.monotonic() + _AGAIN
+            return None
+        if tokens is not None:
+            self._keep(key, tokens)
+        return tokens
+
+    def _choose_replica(self, replicas: Sequence[Replica]) -> Replica | None:
+        """The replica with the fewest requests among those that may have such a page."""
+        now, able = time.monotonic(), []
+        for replica in replicas:
+            page = self._pages.get(replica.name)
+            if page is not None and page.until and page.until <= now:
+                self._pages[replica.name] = page = _Page()
+            if replica.state is ReplicaState.UP and (page is None or not page.until):
+                able.append(replica)
+        return min(able, key=lambda replica: replica.in_flight, default=None)
+
+    async def _ask(self, replica: Replica, page: _Page, path: str, body: bytes, value: Json) -> list[int] | None:
+        if path == CHAT and page.has_render:
+            status, found = await self._page(replica, _RENDER, body)
+            if status not in (403, 404, 405, 501):  # otherwise the page does not exist, or is switched off
+                return _tokens(found, "token_ids") if status == 200 else None
+            page.has_render = False
+        status, found = await self._page(replica, _TOKENIZE, json.dumps(_question(value)).encode())
+        tokens = _tokens(found, "tokens") if status == 200 else None
+        if tokens is None and status in (200, 403, 404, 405, 501):  # 200 from some page that is not a tokenizer's
+            page.until = time.monotonic() + _AGAIN
+        return tokens
+
+    async def _page(self, replica: Replica, path: str, body: bytes) -> tuple[int, Any]:
+        answer = await replica.client.ask("POST", path, self._headers, body, self._deadlines)
+        try:
+            data = await answer.read(_MAX_PAGE)
+        finally:
+            answer.close()
+        try:
+            return answer.status, await asyncio.to_thread(json.loads, data) if len(data) > _LONG_PAGE else json.loads(
+                data
+            )
+        except (ValueError, RecursionError):
+            return answer.status, None
+
+    def _keep(self, key: bytes, tokens: list[int]) -> None:
+        self._known[key] = array("I", tokens)
+        self._num_kept += len(tokens) + _ENTRY
+        while self._num_kept > _KEPT:
+            self._num_kept -= len(self._known.popitem(last=False)[1]) + _ENTRY
+
+
+def _question(value: Mapping[str, Any]) -> dict[str, Any]:
+    """A request's body for `/tokenize`. Fields it does not have become template variables."""
+    asked = {name: value[name] for name in (*_ASKED, *_FLAGS) if value.get(name) is not None}
+    if "messages" not in asked:
+        return asked
+    given = value.get("chat_template_kwargs")
+    variables = openai.template_variables(value, given if isinstance(given, dict) else {})
+    messages = asked["messages"] if isinstance(asked["messages"], list) else []
+    return {**asked, "messages": [_renamed(message) for message in messages], "chat_template_kwargs": variables}
+
+
+def _renamed(message: object) -> object:
+    if not isinstance(message, dict) or message.get("reasoning_content") is None:
+        return message
+    renamed = {name: told for name, told in message.items() if name != "reasoning_content"}
+    return {"reasoning": message["reasoning_content"], **renamed}
+
+
+def _tokens(page: Any, name: str) -> list[int] | None:
+    tokens = page.get(name) if isinstance(page, dict) else None
+    if not isinstance(tokens, list) or not 0 < len(tokens) <= _MAX_TOKENS:
+        return None
+    return tokens if all(type(token) is int and 0 <= token < 1 << 32 for token in tokens) else None
+
 
 # --- what it answers to `kvtier explain` -----------------------------------------------------------------------------
 
@@ -42,7 +278,7 @@ def explained_holdings(known: KnownPrompt, held: Held, block_size: int | None) -
         why = _UNKNOWN_PROMPT.get(
             known.unknown, f"its tokens are not known ({known.unknown}); give token ids by --blocks"
         )
-        raise OpenAIError(400, f"prompt: {why}", param="prompt", code="unknown_prompt")
+        raise bad_field("prompt", why, "unknown_prompt")
     replicas = [
         {"replica": name, "blocks": sum(found.values()), "media": dict(found), "sure": name in held.sure}
         for name, found in held.prefixes.items()
@@ -57,7 +293,6 @@ def explained_holdings(known: KnownPrompt, held: Held, block_size: int | None) -
 
 
 def _lines(answer: Json) -> Iterator[str]:
-    """For people."""
     if answer["block_size"] is None or not answer["replicas"]:
         yield "No replica publishes KV events: the router knows nothing of what they hold."
         return
@@ -126,7 +361,9 @@ class Router:
         await self._proxy.forward(request, reply)
 
     def status(self) -> RouterStatus:
-        ledger, version = self.ledger, self.fleet.version
+        ledger, version, by_reason = self.ledger, self.fleet.version, Counter[str]()
+        for (_, reason), count in ledger.requests.items():
+            by_reason[reason] += count
         return RouterStatus(
             uptime_s=time.time() - self._started,
             block_size=None if version is None else version.block_size,
@@ -136,7 +373,7 @@ class Router:
             replicas=[self._replica(replica) for replica in (*self.fleet.replicas, *self.fleet.leaving)],
             list=statuses.ReplicaListStatus(errors=dict(self.list.errors), why=self.list.why),
             decisions=list(reversed(ledger.decisions)),
-            requests=_by_reason(ledger.requests),
+            requests=dict(by_reason),
             retries=dict(ledger.retries),
             errors=dict(ledger.errors),
             unknown_prompts=dict(ledger.untokenised),
@@ -197,7 +434,6 @@ class Router:
         return replace(request, num_tokens=len(known.tokens), held=held)
 
     def _served(self) -> set[str]:
-        """Names of the models that some replica has."""
         return {str(each["id"]) for each in self.fleet.models()}
 
     async def explain(self, body: bytes) -> Json:
@@ -205,7 +441,7 @@ class Router:
         fields = json_object(body)
         if "request" in fields:
             why = "a router knows no requests that ended; ask the engine or its node's daemon"
-            raise OpenAIError(400, f"request: {why}", param="request", code="unsupported_parameter")
+            raise bad_field("request", why, "unsupported_parameter")
         if body.count(b",") >= _MAX_ITEMS:
             raise OpenAIError(400, "prompt: too long for a router to read; ask an engine", param="prompt")
         fields = dict(self._prefix.body(fields))
@@ -226,7 +462,7 @@ class Router:
         lora = self.fleet.adapter(model)
         return await self.holdings[version].held(known.tokens, known.cache_salt, version.namespace, lora)
 
-    async def _known(self, path: str, fields: Mapping[str, Any], body: bytes) -> KnownPrompt:
+    async def _known(self, path: str, fields: Json, body: bytes) -> KnownPrompt:
         """The prompt, tokenized by the router's own tokenizer, or by a replica if it has none."""
         known = await read_prompt(path, fields, len(body), self._prompts)
         if known.unknown != "no_tokenizer" or self._tokens is None:
@@ -277,7 +513,6 @@ def _system_tls() -> ssl.SSLContext:
 
 
 def _tls(ca_file: Path | None) -> ssl.SSLContext:
-    """Verifies by `ca_file` alone, if there is one. ConfigError without certificates."""
     try:
         context = ssl.create_default_context(cafile=ca_file)
     except OSError as error:  # ssl.SSLError is one
@@ -287,8 +522,192 @@ def _tls(ca_file: Path | None) -> ssl.SSLContext:
     return context
 
 
-def _by_reason(requests: Counter[tuple[str, str]]) -> dict[str, int]:
-    found: Counter[str] = Counter()
-    for (_, reason), count in requests.items():
-        found[reason] += count
-    return dict(found)
+# --- its HTTP application --------------------------------------------------------------------------------------------
+
+# --- its metrics, `kvtier_route_*` -----------------------------------------------------------------------------------
+
+
+def exposition(router: Router) -> str:
+    families = [*_requests(router), *_token_series(router), *_replicas(router), *_held(router)]
+    return text_of(families)
+
+
+def _requests(router: Router) -> Iterator[Metric]:
+    ledger = router.ledger
+    by_reason = "Requests given to a replica, by reason of the choice"
+    yield counter("kvtier_route_requests", by_reason, ledger.requests, "replica", "reason")
+    yield counter("kvtier_route_answers", "Answers passed on, by status class", ledger.answers, "replica", "status")
+    retries = "Requests given to another replica before a byte was streamed, by reason"
+    yield counter("kvtier_route_retries", retries, ledger.retries, "reason")
+    errors = "Requests the router answered with an error of its own, by reason"
+    yield counter("kvtier_route_errors", errors, ledger.errors, "reason")
+    list_errors = "Changes of the list of replicas that could not be read, by reason"
+    yield counter("kvtier_route_list_errors", list_errors, router.list.errors, "reason")
+    unknown = "Requests routed without knowing their prompt, by reason"
+    yield counter("kvtier_route_unknown_prompts", unknown, ledger.untokenised, "reason")
+    yield counter("kvtier_route_seconds", "Time spent on requests, by stage", ledger.seconds, "stage")
+    yield counter("kvtier_route_cpu_seconds", "CPU time of the router's process", time.process_time())
+
+
+def _token_series(router: Router) -> Iterator[Metric]:
+    ledger = router.ledger
+    yield counter("kvtier_route_prompt_tokens", "Tokens of prompts that were known", ledger.prompt_tokens)
+    promised = "Of these, held by the chosen replica according to the index"
+    yield counter("kvtier_route_promised_tokens", promised, ledger.promised_tokens)
+    told = "Tokens of prompts, as reported in the replicas' usage"
+    yield counter("kvtier_route_told_prompt_tokens", told, ledger.told_prompt_tokens)
+    cached = "Cached tokens of these, as reported in the replicas' usage"
+    yield counter("kvtier_route_told_cached_tokens", cached, ledger.told_cached_tokens)
+
+
+def _replicas(router: Router) -> Iterator[Metric]:
+    replicas = router.fleet.replicas
+    states = {(replica.name, state): replica.state is state for replica in replicas for state in ReplicaState}
+    yield gauge("kvtier_route_replica_state", "1 for the state that it is in", states, "replica", "state")
+    loads = {replica.name: replica.load for replica in replicas}
+    yield gauge("kvtier_route_replica_load", "Blocks of work given to it and not finished", loads, "replica")
+    running = {replica.name: replica.in_flight for replica in replicas}
+    yield gauge("kvtier_route_in_flight", "Requests from the router under way there", running, "replica")
+    failures = {(replica.name, reason): count for replica in replicas for reason, count in replica.errors.items()}
+    yield counter("kvtier_route_replica_failures", "Requests it failed, by reason", failures, "replica", "reason")
+    yield from _waits({replica.name: replica.latencies.figures() for replica in replicas})
+
+
+def _waits(figures: Mapping[str, Mapping[str, statuses.LatencyFigures]]) -> Iterator[Metric]:
+    kinds = (("ttft", "Time to the first token"), ("itl", "Time between two tokens"))
+    for what, text in kinds:
+        waits: dict[tuple[str, str], float] = {}
+        for name, each in figures.items():
+            if what in each:
+                waits |= {(name, "0.5"): each[what].p50_s, (name, "0.95"): each[what].p95_s}
+        help_text = f"{text} in the last minute, by the share of waits that were no longer"
+        yield gauge(f"kvtier_route_{what}_seconds", help_text, waits, "replica", "quantile")
+
+
+def _held(router: Router) -> Iterator[Metric]:
+    holdings = router.holdings
+    states = {each.name: holdings.of(each.name).state(each.name) for each in router.fleet.replicas}
+    publishers = {(name, "engine"): state.events for name, state in states.items()}
+    publishers |= {(name, "node"): state.node_events for name, state in states.items()}
+    feeds = {key: feed for key, feed in publishers.items() if feed is not None}
+    live = {key: feed.state == "live" for key, feed in feeds.items()}
+    yield gauge("kvtier_route_events_live", "1 if the blocks a replica holds are known", live, "replica", "publisher")
+    gaps = {key: feed.gaps for key, feed in feeds.items()}
+    yield counter("kvtier_route_event_gaps", "Batches of events missed", gaps, "replica", "publisher")
+    held = {(name, medium): count for name, state in states.items() for medium, count in state.blocks.items()}
+    yield gauge("kvtier_route_held_blocks", "Blocks it reports", held, "replica", "medium")
+    yield gauge("kvtier_route_indexed_blocks", "Blocks that replicas hold", holdings.num_blocks)
+    forgotten = "Blocks forgotten because too many are held"
+    yield counter("kvtier_route_forgotten_blocks", forgotten, holdings.num_forgotten)
+    yield counter("kvtier_route_skipped_events", "Events that could not be true, by reason", holdings.skipped, "reason")
+
+
+# --- its application -------------------------------------------------------------------------------------------------
+
+MAX_BODY: Final = 32 << 20  # bytes of a request: a million token ids, or the 25 MB of audio that OpenAI accepts
+_MAX_REQUESTS: Final = 1024  # answered at once
+# Of the status, for the live page's past hour.
+_REMEMBERED: Final = ("uptime_s", "requests", "retries", "errors", "unknown_prompts", "tokens", "replicas")
+# A proxy in front of a replica could read other paths differently.
+_PATH: Final = re.compile(rb"/v1(/(?!\.{1,2}(/|$))[\w.~:@-]+)+", re.ASCII)
+_FOR_ONE: Final = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")  # an operator sends these to each replica
+
+
+def serve(config: RouterConfig, *, strict: bool = False, prefix: ChatPrefix = AS_SENT) -> HttpServer:
+    """The router's server, not started yet. `strict` and `prefix` are passed to `Router`. Raises ConfigError."""
+    router, stopping = Router(config, strict=strict, prefix=prefix), Event()
+    app = make_app(router, config.token, stopping)
+    listening = HttpSocket(config.http, "router", config.allowed_hosts)
+    return HttpServer(
+        app, listening, max_requests=_MAX_REQUESTS, refusal=openai.refusal, drain=config.patience, stopping=stopping
+    )
+
+
+def make_app(router: Router, token: SecretStr | None, stopping: Event) -> Starlette:
+    """The application; the router starts and stops with it. Pages are free, `/v1/` needs the token."""
+    guard = Guard(token)
+
+    async def status() -> Json:
+        return router.status().as_json()
+
+    live = LivePage(status, stopping, _REMEMBERED)
+
+    async def model(request: Request) -> Response:
+        guard.admit(request)
+        asked, served = request.path_params["name"], {entry["id"]: entry for entry in router.fleet.models()}
+        if asked not in served:
+            raise unknown_model(asked, ", ".join(served))
+        return JSONResponse(served[asked])
+
+    async def explain(request: Request) -> Response:
+        guard.admit(request)
+        return JSONResponse(await router.explain(await read_body(request, MAX_BODY)))
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        await router.start()
+        try:
+            async with live.remembering():
+                yield
+        finally:
+            await router.stop()
+
+    routes = [
+        Route("/v1/completions", _Forwarding(router, guard, stopping), methods=["POST"]),
+        Route("/v1/chat/completions", _Forwarding(router, guard, stopping), methods=["POST"]),
+        Route("/v1/{name:path}", _Forwarding(router, guard, stopping, any_path=True), methods=["POST"]),
+        page("/v1/models", lambda: JSONResponse({"object": "list", "data": router.fleet.models()}), guard),
+        Route("/v1/models/{name:path}", model, methods=["GET"]),
+        Route("/explain", explain, methods=["POST"]),
+        page("/metrics", lambda: Response(exposition(router), media_type=EXPOSITION)),
+        page("/healthz", lambda: JSONResponse({"status": "ok"})),
+        page("/readyz", lambda: _readiness(router, stopping)),
+        page("/summary", lambda: PlainTextResponse("\n".join([*router_lines(router.status()), ""]))),
+        page("/status", lambda: JSONResponse(router.status().as_json())),
+        *live.routes(),
+    ]
+    return Starlette(routes=routes, lifespan=lifespan, exception_handlers=openai.error_handlers(router.ledger.errors))
+
+
+class _Forwarding:
+    """An endpoint that forwards to a replica. It is plain ASGI without a response object: bytes go straight through."""
+
+    def __init__(self, router: Router, guard: Guard, stopping: Event, *, any_path: bool = False) -> None:
+        """`any_path`: also forward bodies that the router does not read, under their own path and query."""
+        self._router, self._guard, self._stopping, self._any_path = router, guard, stopping, any_path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        self._guard.admit(request, any_type=self._any_path)
+        if self._stopping.is_set():
+            raise openai.stopping_error()
+        target = _target(scope) if self._any_path else request.url.path
+        body = await read_body(request, MAX_BODY)
+        reply = ClientReply(send, scope["state"]["pass_chunks"])
+        answering = asyncio.create_task(self._router.answer(target, scope["headers"], body, reply))
+        leaving = asyncio.create_task(disconnected(receive))
+        try:
+            await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            leaving.cancel()
+            if not answering.done():  # the client hung up, or this server stops: the replica's work ends too
+                answering.cancel()
+                if not reply.is_done:  # clients close a stream once they have its last event
+                    self._router.ledger.errors["client_gone"] += 1
+        with contextlib.suppress(asyncio.CancelledError):
+            await answering
+
+
+def _target(scope: Scope) -> str:
+    """Path and query, as they came. HTTPException if no API has that path, or if it must go to each replica itself."""
+    path, query = scope["raw_path"], scope["query_string"]
+    if not _PATH.fullmatch(path) or scope["path"] in _FOR_ONE:
+        raise HTTPException(404)
+    return str((path + (b"?" + query if query else b"")).decode("latin-1"))
+
+
+def _readiness(router: Router, stopping: Event) -> Response:
+    num_up, is_stopping = router.status().num_up, stopping.is_set()
+    is_ready = num_up > 0 and not is_stopping
+    told: Json = {"ready": is_ready, "replicas_up": num_up} | ({"stopping": True} if is_stopping else {})
+    return JSONResponse(told, 200 if is_ready else 503)

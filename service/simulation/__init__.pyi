@@ -1,19 +1,12 @@
-from .optimum import Optimum
-from .replay import SimulatedRun, TraceReplay, sweep
-from .simulated_tiers import Capacity, SimulatedTiers
-from .value import LoadRates, charts_of_runs, optimum_of, rates_from, table_of_runs, value_of
-
-__all__ = [
-    "Capacity",
-    "LoadRates",
-    "Optimum",
-    "SimulatedRun",
-    "SimulatedTiers",
-    "TraceReplay",
-    "charts_of_runs",
-    "optimum_of",
-    "rates_from",
-    "sweep",
-    "table_of_runs",
-    "value_of",
-]
+from .optimum import Optimum as Optimum
+from .value import Capacity as Capacity
+from .value import LoadRates as LoadRates
+from .value import SimulatedRun as SimulatedRun
+from .value import SimulatedTiers as SimulatedTiers
+from .value import TraceReplay as TraceReplay
+from .value import charts_of_runs as charts_of_runs
+from .value import optimum_of as optimum_of
+from .value import rates_from as rates_from
+from .value import sweep as sweep
+from .value import table_of_runs as table_of_runs
+from .value import value_of as value_of

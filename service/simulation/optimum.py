@@ -22,10 +22,7 @@ class Optimum:
     """
 
     def __init__(self, chains: Sequence[Sequence[int]], num_prompt: Sequence[int] | None = None) -> None:
-        """`chains`: the numbers of each request's blocks, head first: its prompt's, then those its answer leaves.
-
-        `num_prompt`: how many of each chain are the prompt's, which alone are asked for; None: all of them.
-        """
+        """`chains`: each request's blocks, its prompt's first; `num_prompt`: how many are the prompt's (None: all)."""
         lengths = np.array([len(chain) for chain in chains], np.int64)
         flat = np.fromiter((block for chain in chains for block in chain), np.int64, int(lengths.sum()))
         asked = lengths if num_prompt is None else np.asarray(num_prompt, np.int64)
@@ -68,13 +65,10 @@ class Optimum:
         return found
 
     def share(self, capacity: int) -> float:
-        """The share of all blocks asked for that are found."""
         return float(self.hits(capacity).sum()) / self.num_asked if self.num_asked else 0.0
 
 
-def _next_asked(
-    blocks: NDArray[np.int64], request: NDArray[np.int64], is_asked: NDArray[np.bool_]
-) -> NDArray[np.int64]:
+def _next_asked(blocks: NDArray[np.int64], request: NDArray[np.int64], asked: NDArray[np.bool_]) -> NDArray[np.int64]:
     """For each block of each request the request that asks for it next; _NEVER if none does.
 
     A block that an answer leaves anew before it is asked for need not be kept until then: _NEVER, too.
@@ -82,7 +76,7 @@ def _next_asked(
     order = np.lexsort((request, blocks))
     sorted_blocks, sorted_requests = blocks[order], request[order]
     after = np.full(len(blocks), _NEVER)
-    is_next = (sorted_blocks[1:] == sorted_blocks[:-1]) & is_asked[order][1:]
+    is_next = (sorted_blocks[1:] == sorted_blocks[:-1]) & asked[order][1:]
     is_next &= sorted_requests[1:] > sorted_requests[:-1]
     after[:-1][is_next] = sorted_requests[1:][is_next]
     result = np.empty(len(blocks), np.int64)

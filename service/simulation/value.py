@@ -1,24 +1,286 @@
-"""What a run's hits are worth, from rates: prefill seconds saved, time to the first token, money; as people see it."""
+"""Simulates tiers of other sizes and policies under a trace, and says in seconds and money what they are worth."""
 
-from collections.abc import Sequence
+import multiprocessing
+import os
+import signal
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvtier.service import Chart, Line, Table, measured_by
 from kvtier.service.simulation.optimum import Optimum
-from kvtier.service.simulation.replay import TIERS, SimulatedRun
-from kvtier.service.traces import RequestTrace
-from kvtier.tiers import L2, ConfigError
+from kvtier.service.traces import HINTS, RequestTrace
+from kvtier.tiers import BATCH_BYTES, L2, ChainHash, ConfigError
 from kvtier.tiers.config import show_size
+from kvtier.tiers.file import BareSlab
+from kvtier.tiers.pool import Lease, SlotPool
+from kvtier.tiers.reuse import Hint, RequestEnd
+
+_SIGHTINGS_PER_SLOT: Final = 4  # that are remembered, as in `tiers/hierarchy/stores.py`
+_ROOT: Final = bytes(32)  # what first blocks stand behind: the slab begins a run there, as for a model's own root
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    memory: int  # bytes of L2
+    disk: int = 0  # bytes of the slab; 0: none
+    redis: int = 0  # bytes in Redis; 0: none
+    redis_ttl: float = 86400.0  # seconds
+    policy: str = "tail"  # of L2
+    admit_after: int = 1  # sightings of a block before it is stored
+
+
+class SimulatedTiers:
+    """What a node's tiers would find and keep, request by request. For one thread.
+
+    A request is over as soon as it has come: what it finds is leased, loaded into L2 and used; the rest is computed,
+    stored in L2 and written through to the tiers below. Nothing fails, and no queue is ever full.
+    """
+
+    def __init__(self, capacity: Capacity, block_bytes: int, block_size: int) -> None:
+        """ValueError if memory has no room for a block."""
+        num_slots = capacity.memory // block_bytes
+        if num_slots < 1:
+            raise ValueError("no room for a block in memory")
+        self.now = 0.0
+        self.pool = SlotPool(num_slots, policy=capacity.policy, clock=lambda: self.now)
+        self.slab = BareSlab(capacity.disk, block_bytes, block_size) if capacity.disk else None
+        self._admit_after, self._sightings = capacity.admit_after, OrderedDict[ChainHash, int]()
+        self.redis = _ExpiringStore(capacity.redis // block_bytes, capacity.redis_ttl) if capacity.redis else None
+
+    def request(self, end: RequestEnd, now: float, ended: float | None = None) -> tuple[int, int, int]:
+        """A request comes at `now` and ends at `ended` (None: at once); leading blocks that L2, slab and Redis had."""
+        self.now = now
+        names = end.names
+        leases, found = self._find(names[: end.num_prompt])
+        at = sum(found)
+        leases += self._store(names[at:], names[at - 1] if at else None)
+        self.now = now if ended is None else ended
+        if (told := self.pool.ended(end)) is not None and self.slab is not None:
+            self.slab.ended(told)
+        for lease in leases:
+            lease.release()
+        return found[0], found[1], found[2]
+
+    def check(self) -> None:
+        """Raise AssertionError where a law of the pool or the slab is broken."""
+        self.pool.check()
+        if self.slab is not None:
+            self.slab.check()
+
+    def _find(self, prompt: Sequence[ChainHash]) -> tuple[list[Lease], list[int]]:
+        """Lease what leads the prompt, from whatever tier has it; and how many blocks each had."""
+        lease = self.pool.lease(prompt)
+        leases, found = [lease], [len(lease), 0, 0]
+        at = len(lease)
+        while at < len(prompt) and (self.slab is not None or self.redis is not None):
+            if at > len(leases[0]) and len(lease := self.pool.lease(prompt[at:])):
+                leases.append(lease)
+                found[0] += len(lease)
+                at += len(lease)
+                continue
+            tier, count = self._below(prompt[at:])
+            lease_or_none = self._load(prompt, at, count, tier) if count else None
+            if lease_or_none is None:
+                break
+            leases.append(lease_or_none)
+            found[tier] += len(lease_or_none)
+            at += len(lease_or_none)
+        return leases, found
+
+    def _below(self, rest: Sequence[ChainHash]) -> tuple[int, int]:
+        """Which lower tier has the first block, and how many leading ones, up to the next that L2 has."""
+        tier, count = 1, self.slab.lookup(rest) if self.slab is not None else 0
+        if not count and self.redis is not None:
+            tier, count = 2, self.redis.lookup(rest, self.now)
+        held = self.pool.holds(rest[:count])
+        return tier, held.index(True) if True in held else count
+
+    def _load(self, prompt: Sequence[ChainHash], at: int, count: int, tier: int) -> Lease | None:
+        """Bring blocks into L2, fewer where there is less room; the block behind them is linked to them again."""
+        parent, after = prompt[at - 1] if at else None, at + count
+        behind = [name for name in prompt[after : after + 1] if self.pool.holds([name])[0]]
+        reservation = self.pool.reserve([*prompt[at:after], *behind], parent)
+        while reservation is None and count > 1:
+            count //= 2
+            reservation = self.pool.reserve(prompt[at : at + count], parent)
+        if reservation is None:
+            return None
+        if tier == 1 and self.slab is not None:
+            self.slab.read(prompt[at : at + count])
+        return self.pool.seal(reservation)
+
+    def _store(self, names: Sequence[ChainHash], parent: ChainHash | None) -> list[Lease]:
+        """Store what was computed, or as much of its head as there is room for."""
+        count = self._seen_enough(names) if self._admit_after > 1 else len(names)
+        while count:
+            if (reservation := self.pool.reserve(names[:count], parent)) is not None:
+                stored = list(reservation.hashes)
+                lease = self.pool.seal(reservation)
+                if stored and self.slab is not None:
+                    self.slab.write(stored, reservation.parents[0] or _ROOT)
+                if stored and self.redis is not None:
+                    self.redis.write(stored, self.now)
+                return [lease]
+            count //= 2
+        return []
+
+    def _seen_enough(self, names: Sequence[ChainHash]) -> int:
+        """How many leading blocks have been seen often enough to be stored, this time included."""
+        num_seen = 0
+        for i, name in enumerate(names):
+            self._sightings[name] = times = self._sightings.pop(name, 0) + 1
+            num_seen += num_seen == i and times >= self._admit_after
+        while len(self._sightings) > _SIGHTINGS_PER_SLOT * self.pool.num_slots:
+            self._sightings.popitem(last=False)
+        return num_seen
+
+
+class _ExpiringStore:
+    """Redis as a number of blocks, each with an expiry that a hit renews; the block used longest ago makes room."""
+
+    def __init__(self, num_blocks: int, ttl: float) -> None:
+        self._num_blocks, self._ttl = num_blocks, ttl
+        self._used: OrderedDict[ChainHash, float] = OrderedDict()
+
+    def lookup(self, hashes: Sequence[ChainHash], now: float) -> int:
+        """How many leading blocks it has; that counts as a use of each."""
+        while self._used and now - next(iter(self._used.values())) >= self._ttl:
+            self._used.popitem(last=False)
+        count = next((i for i, name in enumerate(hashes) if name not in self._used), len(hashes))
+        self.write(hashes[:count], now)
+        return count
+
+    def write(self, hashes: Sequence[ChainHash], now: float) -> None:
+        for name in reversed(hashes):
+            self._used[name] = now
+            self._used.move_to_end(name)
+        while len(self._used) > self._num_blocks:
+            self._used.popitem(last=False)
+
+
+# --- one run for each capacity ---------------------------------------------------------------------------------------
+
+_HINTS: Final = (None, *map(Hint, HINTS))
+TIERS: Final = (L2, "file", "redis")
+_MOST_DISK: Final = 4  # times all blocks: extents are not filled to the last slot
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedRun:
+    capacity: Capacity
+    found: NDArray[np.int32]  # [requests, tiers]: leading blocks of each prompt that a tier had
+    num_evicted: int  # blocks of L2
+    num_written: int  # blocks, to the slab
+
+
+class TraceReplay:
+    """One trace, ready to be run at any capacity. Its blocks get names of 32 bytes, as in a pool."""
+
+    def __init__(self, trace: RequestTrace, block_bytes: int) -> None:
+        self.trace, self.block_bytes = trace, block_bytes
+        words = np.zeros((trace.num_names, 4), np.uint64)
+        # Plain numbers: the index mixes them, and numbers in a row spread evenly over its buckets that way.
+        words[:, 0] = np.arange(1, trace.num_names + 1)
+        raw = words.tobytes()
+        self._names = [raw[at : at + 32] for at in range(0, len(raw), 32)]
+
+    def end(self, request: int) -> RequestEnd:
+        trace = self.trace
+        names: list[ChainHash] = [self._names[block] for block in trace.chain(request).tolist()]
+        hint, tenant = _HINTS[trace.hints[request]], int(trace.tenants[request])
+        return RequestEnd(names, int(trace.num_prompt[request]), int(trace.num_output[request]), hint, tenant)
+
+    def run(self, capacity: Capacity) -> SimulatedRun:
+        """All requests in order. ValueError without room for a block. Room beyond the trace's takes no memory."""
+        most = max(1, self.trace.num_names) * self.block_bytes
+        disk = min(capacity.disk, _MOST_DISK * (most + BATCH_BYTES))
+        room = replace(capacity, memory=min(capacity.memory, most), disk=disk)
+        tiers = SimulatedTiers(room, self.block_bytes, self.trace.block_size)
+        found = np.zeros((len(self.trace), len(TIERS)), np.int32)
+        for request, begun in enumerate(self.trace.begun.tolist()):
+            found[request] = tiers.request(self.end(request), begun)
+        written = tiers.slab.num_written if tiers.slab is not None else 0
+        return SimulatedRun(capacity, found, tiers.pool.num_evicted, written)
+
+
+_REPLAYS: list[TraceReplay] = []  # of a worker process: what it runs
+
+
+def sweep(
+    replay: TraceReplay, capacities: Sequence[Capacity], progress: Callable[[int, int], None], num_processes: int = 0
+) -> list[SimulatedRun]:
+    """A run at each capacity, in order. `progress` gets how many ended. `num_processes` 0: one per usable core."""
+    workers = min(len(capacities), num_processes or len(os.sched_getaffinity(0)))
+    if workers <= 1:
+        runs: list[SimulatedRun] = []
+        for capacity in capacities:
+            progress(len(runs), len(capacities))
+            runs.append(replay.run(capacity))
+        progress(len(runs), len(runs))
+        return runs
+    # Not forks of this process: a progress bar has a thread.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    pool = ProcessPoolExecutor(workers, context, initializer=_begin, initargs=(replay.trace, replay.block_bytes))
+    others = {*multiprocessing.active_children()}
+    try:
+        with _without_interrupts():
+            waiting = {pool.submit(_run, capacity): at for at, capacity in enumerate(capacities)}
+        done: dict[int, SimulatedRun] = {}
+        progress(0, len(waiting))
+        for future in as_completed(waiting):
+            done[waiting[future]] = future.result()
+            progress(len(done), len(waiting))
+    except BaseException:  # Ctrl-C, too: a pool would run to its end all that was submitted
+        for worker in {*multiprocessing.active_children()} - others:
+            worker.terminate()
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
+    return [done[at] for at in range(len(capacities))]
+
+
+@contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """Ctrl-C waits, and what is started meanwhile never sees it: who started it ends it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _begin(trace: RequestTrace, block_bytes: int) -> None:
+    threading.Thread(target=_follow, daemon=True).start()
+    _REPLAYS.append(TraceReplay(trace, block_bytes))
+
+
+def _follow() -> None:
+    """End this worker with the process that started it: nobody else ends it if that one was killed."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _run(capacity: Capacity) -> SimulatedRun:
+    return _REPLAYS[0].run(capacity)
+
+
+# --- what it is worth ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class LoadRates:
-    """How fast a prompt is computed, and how fast KV comes from each tier."""
-
     prefill: float = 10_000.0  # tokens a second
     l2: float = 20e9  # bytes a second
     file: float = 3e9
@@ -65,7 +327,6 @@ def rates_from(path: Path, rates: LoadRates) -> LoadRates:
 
 
 def optimum_of(trace: RequestTrace) -> Optimum:
-    """The bound for a trace."""
     return Optimum([trace.chain(request).tolist() for request in range(len(trace))], trace.num_prompt.tolist())
 
 

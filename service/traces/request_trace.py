@@ -1,16 +1,297 @@
-"""RequestTrace: a whole trace as arrays, ready to be replayed, and what was assumed where it tells nothing."""
+"""Requests of traces: read line by line with all that is wrong named, and as arrays, ready to be replayed."""
 
-from collections.abc import Sequence
+import gzip
+import json
+import os
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, BinaryIO, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.service.traces.forms import HINTS, TraceLine
-from kvtier.service.traces.reading import Progress, load_lines, times_told
-from kvtier.tiers import ConfigError
+from kvtier.tiers import ConfigError, FormatError
+
+
+@dataclass(frozen=True, slots=True)
+class TraceLine:
+    """One request. Equal `hash_ids` are equal blocks, head first. What is not told has its default."""
+
+    timestamp: int  # milliseconds since the trace began
+    input_length: int  # tokens
+    output_length: int  # tokens; 0 if it was not known
+    hash_ids: tuple[int, ...]
+    block_size: int | None = None  # tokens
+    answer_ids: tuple[int, ...] | None = None  # the full blocks that its answer left behind those of the prompt
+    ended: int | None = None  # milliseconds since the trace began
+    hint: str | None = None
+    tenant: int | None = None
+    has_time: bool = True  # whether `timestamp` was told
+
+
+MAX_LINE: Final = 8 << 20  # bytes of a line that is read: a prompt of a million blocks
+_MAX_NUMBER: Final = 1 << 63
+_MAX_SECONDS: Final = 1e12
+HINTS: Final = ("goes_on", "tool", "finished")
+
+Fields = dict[str, Any]
+
+MOONCAKE: Final = "Mooncake"
+BAILIAN: Final = "Bailian"
+LMCACHE: Final = "LMCache lookup log"
+
+# What a line of another kind of file has, and what such a file is.
+_FOREIGN: Final[Mapping[str, str]] = {
+    "custom_id": "a batch of OpenAI requests: it has texts, and no names of blocks",
+    "messages": "a list of chats: it has texts, and no names of blocks",
+    "conversations": "a list of ShareGPT conversations: it has texts, and no names of blocks",
+    "prompt": "a list of prompts: it has texts, and no names of blocks",
+    "block_hashes": "KV events: they tell what is stored and removed, and not what is asked for",
+    "ContextTokens": "a trace of lengths alone, which tells no names of blocks",
+    "traceEvents": "a profile of a program",
+}
+_KNOWN: Final = "name a trace in Mooncake's form, one of `kvtier trace`, or a lookup log of LMCache's"
+
+
+class ForeignTrace(FormatError):
+    """A file of a form that has no requests by their blocks: no line of it can be read."""
+
+
+def fields_of(line: bytes) -> Fields:
+    """The JSON object of a line. FormatError says why it is none."""
+    if len(line) > MAX_LINE:
+        raise FormatError(f"longer than {MAX_LINE} bytes")
+    if line.startswith(b"\x1f\x8b"):
+        raise ForeignTrace("compressed by gzip; give the file a name that ends in .gz")
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        if line.count(b",") and not line.lstrip().startswith((b"{", b"[")) and line.isascii() and line[:1].isalpha():
+            raise ForeignTrace(f"comma-separated values, not JSON lines; {_KNOWN}") from None
+        raise FormatError("not a JSON object; was the file cut short?") from None
+    if not isinstance(value, dict):
+        raise FormatError("not a JSON object; write one a line" if isinstance(value, list) else "not a JSON object")
+    return value
+
+
+def form_of(fields: Fields) -> str:
+    """The form that a file with this line has. ForeignTrace names a file of another kind."""
+    if "hash_ids" in fields:
+        return BAILIAN if "chat_id" in fields else MOONCAKE
+    if "chunk_hashes" in fields:
+        return LMCACHE
+    for name, what in _FOREIGN.items():
+        if name in fields:
+            raise ForeignTrace(f"it has {name!r}: this is {what}; {_KNOWN}")
+    if fields.keys().isdisjoint(("timestamp", "input_length", "output_length")):
+        named = ", ".join(map(repr, sorted(fields)[:6]))[:80]
+        raise ForeignTrace(f"no hash_ids among {named or 'no fields'}; {_KNOWN}")
+    return MOONCAKE
+
+
+def mooncake(fields: Fields) -> TraceLine:
+    """A line in Mooncake's form, with what `kvtier trace` adds. FormatError names the field that is wrong."""
+    input_length = _count("input_length", fields.get("input_length"))
+    ids = _ids("hash_ids", fields.get("hash_ids"))
+    if len(ids) > input_length:
+        raise FormatError(f"hash_ids: {len(ids)} blocks for an input_length of {input_length} tokens")
+    answer = fields.get("answer_ids")
+    hint = fields.get("hint")
+    if hint is not None and hint not in HINTS:
+        raise FormatError(f"hint {hint!r:.40}: use one of {', '.join(HINTS)}")
+    return TraceLine(
+        timestamp=_optional("timestamp", fields) or 0,
+        input_length=input_length,
+        output_length=_optional("output_length", fields) or 0,
+        hash_ids=ids,
+        block_size=_optional("block_size", fields, least=1),
+        answer_ids=None if answer is None else _ids("answer_ids", answer),
+        ended=_optional("ended", fields),
+        hint=hint,
+        tenant=_optional("tenant", fields),
+        has_time=fields.get("timestamp") is not None,
+    )
+
+
+def bailian(fields: Fields) -> TraceLine:
+    """A line of Alibaba's Bailian traces: Mooncake's form with seconds, and blocks of 16 tokens."""
+    timestamp = fields.get("timestamp")
+    return mooncake(
+        {
+            **{name: fields.get(name) for name in ("input_length", "output_length", "hash_ids")},
+            "timestamp": None if timestamp is None else int(1000 * _seconds("timestamp", timestamp)),
+            "block_size": fields.get("block_size", 16),
+        }
+    )
+
+
+class LookupLog:
+    """Lines of LMCache's lookup logs: names of chunks become numbers, times count from the first line on."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[tuple[str, str], int] = {}
+        self._start: float | None = None
+
+    def __call__(self, fields: Fields) -> TraceLine:
+        names = fields.get("chunk_hashes")
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise FormatError("chunk_hashes: not a list of names")
+        chunk_size = _count("chunk_size", fields.get("chunk_size"), least=1)
+        length = _count("seq_len", fields.get("seq_len"))
+        if len(names) * chunk_size > length:
+            raise FormatError(f"chunk_hashes: {len(names)} chunks of {chunk_size} for a seq_len of {length} tokens")
+        if len(set(names)) < len(names):
+            raise FormatError("chunk_hashes: a name stands there twice")
+        when = fields.get("timestamp")
+        seconds = None if when is None else _seconds("timestamp", when)
+        if self._start is None:
+            self._start = seconds
+        model, numbers = str(fields.get("model_name", "")), self._numbers
+        return TraceLine(
+            timestamp=0 if seconds is None or self._start is None else int(1000 * max(0.0, seconds - self._start)),
+            input_length=length,
+            output_length=0,
+            hash_ids=tuple(numbers.setdefault((model, name), len(numbers)) for name in names),
+            block_size=chunk_size,
+            has_time=seconds is not None,
+        )
+
+
+def parser_of(form: str) -> Callable[[Fields], TraceLine]:
+    return {MOONCAKE: mooncake, BAILIAN: bailian}.get(form) or LookupLog()
+
+
+def _optional(name: str, fields: Fields, least: int = 0) -> int | None:
+    return None if fields.get(name) is None else _count(name, fields[name], least)
+
+
+def _count(name: str, value: object, least: int = 0) -> int:
+    if type(value) is not int or not least <= value < _MAX_NUMBER:
+        raise FormatError(f"{name}: {'missing' if value is None else f'not a whole number from {least} on'}")
+    return value
+
+
+def _ids(name: str, value: object) -> tuple[int, ...]:
+    if not isinstance(value, list):
+        raise FormatError(f"{name}: {'missing' if value is None else 'not a list of numbers'}")
+    ids = tuple(value)
+    if ids and (set(map(type, ids)) != {int} or not 0 <= min(ids) <= max(ids) < _MAX_NUMBER):
+        raise FormatError(f"{name}: not a whole number from 0 on")
+    if len(set(ids)) < len(ids):
+        raise FormatError(f"{name}: a block stands there twice; each is named by all before it")
+    return ids
+
+
+def _seconds(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < _MAX_SECONDS:
+        raise FormatError(f"{name}: not a time in seconds")
+    return float(value)
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+_MOST_FAULTS: Final = 20  # lines that are named, of those that are wrong
+_LOG_FILES: Final = "lookup_hashes_*.jsonl*"  # of LMCache's directory
+
+Progress = Callable[[int, int], None]  # bytes read of all
+
+
+def read_trace(path: Path) -> Iterator[TraceLine]:
+    """The requests of a trace (`.gz`: compressed), each line checked. ConfigError; FormatError with its number."""
+    for line in _each(Path(path), None):
+        if isinstance(line, FormatError):
+            raise line
+        yield line
+
+
+def load_lines(path: Path, limit: int | None = None, progress: Progress | None = None) -> list[TraceLine]:
+    """The first `limit` requests of a file or of LMCache's directory. ConfigError names up to twenty wrong lines."""
+    found: list[TraceLine] = []
+    faults: list[str] = []
+    num_faults = 0
+    for line in _each(Path(path), progress):
+        if isinstance(line, FormatError):
+            num_faults += 1
+            faults += [str(line)] if len(faults) < _MOST_FAULTS else []
+        else:
+            found.append(line)
+        if limit is not None and len(found) >= limit:
+            break
+    if num_faults > len(faults):
+        faults.append(f"{path}: {num_faults - len(faults)} more lines are wrong")
+    if faults:
+        raise ConfigError("\n".join(faults))
+    if not found:
+        raise ConfigError(f"{path}: no requests; name a trace that has some")
+    return found
+
+
+def _each(path: Path, progress: Progress | None) -> Iterator[TraceLine | FormatError]:
+    """Every line as a request, or as what is wrong with it; nothing comes after a fault that ends the file."""
+    last, read, file, number = 0, 0, path, 0
+    try:
+        files = sorted(path.glob(_LOG_FILES)) if path.is_dir() else [path]
+        if not files:
+            raise ConfigError(f"{path}: no {_LOG_FILES} there; name a trace, or a directory of LMCache's lookup logs")
+        total = sum(os.path.getsize(file) for file in files)
+        parser: Callable[[Fields], TraceLine] | None = None
+        for file in files:
+            with file.open("rb") as raw:
+                number = 0
+                for number, line in _numbered(file, raw):
+                    parser, request = _taken(file, number, line, parser)
+                    if isinstance(request, TraceLine):
+                        if request.timestamp < last:
+                            why = f"timestamp {request.timestamp} is before the {last} of the line above"
+                            request = FormatError(f"{file}:{number}: {why}")
+                        else:
+                            last = request.timestamp
+                    yield request
+                    if isinstance(request, ForeignTrace):
+                        return
+                    if progress is not None and not number % 256:
+                        progress(read + raw.tell(), total)
+                read += raw.tell()
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        yield FormatError(f"{file}: after line {number}: {error}")
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror or error}; name a trace that can be read") from error
+
+
+def _numbered(file: Path, raw: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    """Lines with their numbers; a line past the limit comes cut, and then the file is over."""
+    number = 0
+    with gzip.open(raw) if file.suffix == ".gz" else nullcontext(raw) as stream:
+        while line := stream.readline(MAX_LINE + 1):
+            number += 1
+            yield number, line
+            if len(line) > MAX_LINE:
+                return
+
+
+def _taken(
+    file: Path, number: int, line: bytes, parser: Callable[[Fields], TraceLine] | None
+) -> tuple[Callable[[Fields], TraceLine] | None, TraceLine | FormatError]:
+    """The line as a request or a fault; and the parser of the file, which its first whole line decides."""
+    try:
+        fields = fields_of(line)
+        parser = parser or parser_of(form_of(fields))
+        return parser, parser(fields)
+    except FormatError as error:
+        return parser, type(error)(f"{file}:{number}: {error}")
+
+
+def parse_line(line: bytes) -> TraceLine:
+    fields = fields_of(line)
+    return parser_of(form_of(fields))(fields)
+
+
+def times_told(lines: Sequence[TraceLine]) -> bool:
+    return bool(lines) and all(line.has_time for line in lines) and any(line.timestamp for line in lines)
+
 
 # --- which blocks an answer left behind ------------------------------------------------------------------------------
 
@@ -29,7 +310,7 @@ def told_by_next_turns(lines: Sequence[TraceLine], prompts: Sequence[Ids], size:
     answers: list[Ids] = [line.answer_ids or () for line in lines]
     unknown = [line.answer_ids is None and line.output_length > 0 for line in lines]
     if any(unknown):
-        known = _from_next_turns(lines, prompts, size, unknown)
+        known = _from_next_turns(lines, prompts, unknown)
         fresh = 1 + max((number for line in lines for number in (*line.hash_ids, *(line.answer_ids or ()))), default=0)
         for i in (i for i, is_unknown in enumerate(unknown) if is_unknown):
             count = (lines[i].input_length + lines[i].output_length) // size - len(prompts[i])
@@ -45,9 +326,7 @@ def told_by_next_turns(lines: Sequence[TraceLine], prompts: Sequence[Ids], size:
     return answers
 
 
-def _from_next_turns(
-    lines: Sequence[TraceLine], prompts: Sequence[Ids], size: int, unknown: Sequence[bool]
-) -> dict[int, Ids]:
+def _from_next_turns(lines: Sequence[TraceLine], prompts: Sequence[Ids], unknown: Sequence[bool]) -> dict[int, Ids]:
     """Request → blocks of its next turn's prompt behind its own full blocks."""
     waiting: dict[int, int] = {}  # last full block of a prompt → the request, until its next turn has come
     known: dict[int, Ids] = {}
@@ -89,21 +368,16 @@ class RequestTrace:
 
     @property
     def num_names(self) -> int:
-        """How many different blocks there are."""
         return int(self.blocks.max()) + 1 if len(self.blocks) else 0
 
     def chain(self, request: int) -> NDArray[np.int64]:
-        """The blocks of a request, head first."""
         return self.blocks[self.starts[request] : self.starts[request + 1]]
 
 
 def load_trace(
     path: Path, *, block_size: int | None = None, limit: int | None = None, progress: Progress | None = None
 ) -> RequestTrace:
-    """The first `limit` requests of a trace. `block_size`: tokens of its blocks, if it does not tell.
-
-    ConfigError if it cannot be read, with every line that is wrong, or if nobody can tell the block size.
-    """
+    """The first `limit` requests of a trace; `block_size` if it does not tell. ConfigError names every wrong line."""
     lines = load_lines(path, limit, progress)
     try:
         return trace_of(lines, block_size=block_size)
@@ -112,7 +386,6 @@ def load_trace(
 
 
 def trace_of(lines: Sequence[TraceLine], *, block_size: int | None = None) -> RequestTrace:
-    """The same, of requests that are read already."""
     assumed: list[str] = []
     size = _block_size(lines, block_size, assumed)
     prompts = [line.hash_ids[: line.input_length // size] for line in lines]

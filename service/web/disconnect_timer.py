@@ -9,10 +9,7 @@ from threading import Event, Timer
 
 @contextmanager
 def disconnect_after(connected: Callable[[], socket.socket | None], seconds: float) -> Iterator[Event]:
-    """Shut the connection down after so many seconds: who reads from it reads its end. Then the event is set.
-
-    `connected` is asked at that time; None: there is no connection yet.
-    """
+    """Shut the connection down after so many seconds, and set the event. `connected` is called only then."""
     late = Event()
 
     def end() -> None:
@@ -31,10 +28,7 @@ def disconnect_after(connected: Callable[[], socket.socket | None], seconds: flo
 
 
 def get_page(address: str, path: str, seconds: float, most: int = 1 << 20) -> tuple[int, bytes]:
-    """Status and body, up to `most` bytes, of a page at HOST:PORT: no proxy, no redirect, one deadline for all of it.
-
-    Raises OSError, HTTPException or ValueError if there is none in time.
-    """
+    """Status and body at HOST:PORT: no proxy, no redirect, one deadline. OSError, HTTPException, ValueError."""
     host, _, port = address.rpartition(":")
     with closing(http.client.HTTPConnection(host.strip("[]"), int(port), timeout=seconds)) as connection:
         connection.connect()

@@ -25,10 +25,7 @@ _JSON: Final = {"content-type": "application/json"}
 
 
 class HttpClient:
-    """Sends requests to the daemon at HOST:PORT, or to an engine or a router at a URL.
-
-    Raises TierUnavailable if it is down, ConfigError if it refuses.
-    """
+    """Requests to the daemon at HOST:PORT, or to a URL. TierUnavailable: down; ConfigError: refused."""
 
     def __init__(
         self,
@@ -37,10 +34,7 @@ class HttpClient:
         url: str | None = None,
         find_token: Callable[[Path, str], SecretStr] | None = None,
     ) -> None:
-        """`url`: where an engine or a router answers instead, as in http://HOST:PORT. ConfigError if it is none.
-
-        `find_token` reads the token of the daemon at an address from the file that its status names.
-        """
+        """`url`: of an engine or a router instead. ConfigError. `find_token` reads a daemon's from a file."""
         self._address = address
         self._no_token: ConfigError | None = None  # why the daemon's own could not be read
         self._find_token = find_token if url is None and token is None else None
@@ -72,7 +66,6 @@ class HttpClient:
         return self._with([next((field for field in fields if field in status), fields[0])], status)
 
     def post(self, path: str, body: Mapping[str, Any], *fields: str) -> Json:
-        """The answer, as `get`."""
         with self._answer("POST", path, body) as answer:
             return self._with(fields, self._object(self._whole(answer)))
 

@@ -1,7 +1,8 @@
-"""An HTTP server on its own thread, which drops clients that send or read too slowly, and answers to its names."""
+"""An HTTP server on its own thread: who may ask, by which names, and which clients are dropped as too slow."""
 
 import asyncio
 import errno
+import hmac
 import ipaddress
 import logging
 import math
@@ -9,17 +10,92 @@ import resource
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, Final
 
 import h11
 import uvicorn
+from pydantic import SecretStr
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvtier.service import REQUEST_ID, Crowd, begin_request
 from kvtier.tiers import ConfigError
+
+_BODY: Final = 10.0  # seconds in which a request's body must arrive
+_LOOPBACK: Final = ("127.", "::1", "::ffff:127.")
+_FROM_A_PAGE: Final = {"origin", "sec-fetch-site"}  # of browsers, which may send some other types to any site
+_LOCAL_NAMES: Final = ("127.0.0.1", "localhost", "[::1]", "::1")
+
+
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """Who may use guarded routes: holders of the token; without a token, local programs that are not web pages."""
+
+    token: SecretStr | None
+
+    def admit(self, request: Request, *, any_type: bool = False) -> None:
+        """HTTPException 401 without a hint, or 415. `any_type`: other types than JSON, too, except from a web page."""
+        if self.token is not None:
+            given = request.headers.get("authorization", "").encode("latin-1")  # the bytes as received
+            expected = f"Bearer {self.token.get_secret_value()}".encode()
+            allowed = hmac.compare_digest(given, expected)
+        else:  # a web page in a local browser may send requests too, but not under a local name to itself
+            client = request.client.host if request.client is not None else ""
+            host = request.headers.get("host", "")
+            name = host if host.endswith("]") else host.rpartition(":")[0] or host
+            allowed = client.startswith(_LOOPBACK) and name in _LOCAL_NAMES
+        if not allowed:
+            raise HTTPException(401, "not allowed")
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        is_free = any_type and (self.token is not None or _FROM_A_PAGE.isdisjoint(request.headers.keys()))
+        if request.method == "POST" and kind != "application/json" and not is_free:
+            raise HTTPException(415, f'content-type "{kind[:40]}": send application/json')
+
+
+async def disconnected(receive: Receive) -> None:
+    """Wait until the client has hung up."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """The request's body. Raises HTTPException if it has more than `limit` bytes, is too slow or is cut short."""
+    too_large = HTTPException(413, f"body: more than {limit} bytes; send less at a time")
+    length = request.headers.get("content-length", "0")
+    if length.isdecimal() and int(length[:20]) > limit:
+        raise too_large
+    body = bytearray()
+    try:
+        async with asyncio.timeout(_BODY):
+            async for piece in request.stream():
+                body += piece
+                if len(body) > limit:
+                    raise too_large
+    except TimeoutError:
+        raise HTTPException(408, f"body: not received within {_BODY:g} s; send it at once") from None
+    except ClientDisconnect:
+        raise HTTPException(400, "body: cut short; send all of it") from None
+    return bytes(body)
+
+
+# --- pages that need nothing but leave to be read --------------------------------------------------------------------
+
+
+def page(path: str, answer: Callable[[], Response | Awaitable[Response]], guard: Guard | None = None) -> Route:
+    async def endpoint(request: Request) -> Response:
+        if guard is not None:
+            guard.admit(request)
+        answered = answer()
+        return answered if isinstance(answered, Response) else await answered
+
+    return Route(path, endpoint, methods=["GET"])
+
 
 # --- names it answers to ---------------------------------------------------------------------------------------------
 
@@ -100,13 +176,8 @@ class _Listening(socket.socket):
 
 
 class HttpSocket:
-    """A bound, listening socket, made before there is an application to serve."""
-
     def __init__(self, address: str, section: str = "service", names: Iterable[str] = ()) -> None:
-        """`address` is HOST:PORT, from `http` of that section; with port 0 the system chooses.
-
-        `names` are its `allowed_hosts`. Raises ConfigError if the address cannot be bound.
-        """
+        """HOST:PORT from `http` of that section, port 0: any; `names`: its `allowed_hosts`. ConfigError."""
         self.section = section
         self.hosts = HostNames(address, names)
         host, _, port = address.rpartition(":")
@@ -157,7 +228,6 @@ class HttpServer:
         drain: float = 0.0,
         stopping: threading.Event | None = None,
     ) -> None:
-        """The server owns the socket from now on."""
         self.address = listening.address
         self._app, self._listening, self._grace, self._drain = app, listening, grace, drain
         max_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -339,10 +409,7 @@ class _Protocol(H11Protocol):
             self.waiting.discard(self)
 
     def _pass_chunks(self, chunks: bytes) -> bool:
-        """Write whole chunks of the body under way unchanged, past ASGI and h11.
-
-        Returns False, and writes nothing, if the client is slow or gone, or if the answer is not chunked.
-        """
+        """Write ready chunks past ASGI and h11. False, and nothing written, for a slow or gone client, or no chunks."""
         is_body = self.conn.our_state is h11.SEND_BODY and self.conn.their_http_version == b"1.1"
         if not is_body or self.flow.write_paused or self.transport.is_closing():
             return False
@@ -350,11 +417,7 @@ class _Protocol(H11Protocol):
         return True
 
     def _look(self) -> None:
-        """Every `_IDLE` seconds: close a connection that makes no progress.
-
-        If an answer waits to be read, some of it must have been read. Otherwise a request must be under way, or another
-        one must have come since the last look.
-        """
+        """Every `_IDLE` seconds: close a connection that makes no progress in what it reads, nor with a request."""
         num_unread = self.transport.get_write_buffer_size()
         if num_unread and num_unread == self._num_unread:
             self.transport.abort()

@@ -1,12 +1,12 @@
 """A file used from an event loop: aiofiles, with a deadline on every call and one clear line for every error."""
 
 import asyncio
-import errno
 import os
 from collections.abc import Awaitable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from io import BufferedWriter
 from pathlib import Path
-from threading import Lock
 from typing import Final, TypeVar
 
 import aiofiles
@@ -21,25 +21,22 @@ _DEADLINE: Final = 60.0  # seconds that one call may take
 
 
 class LoopFile:
-    """One file, read or written from an event loop. Raises KVTierError for every error of the file system.
-
-    A call past its deadline is given up; its thread ends when the disk answers.
-    """
+    """One file used from an event loop. KVTierError for every error; a call past its deadline is given up."""
 
     def __init__(self, file: "AsyncBufferedIOBase | AsyncBufferedReader", path: Path) -> None:
-        """Use `create` or `open` instead."""
-        self.path = path
-        self._file = file
+        self.path, self._file = path, file
         self._closed = False
 
     @classmethod
     async def create(cls, path: Path) -> "LoopFile":
         """Create a file that only its owner can read: it holds what users said. Raises ConfigError if it exists."""
-        creation = _Creation()
+        pool = ThreadPoolExecutor(1, "kvtier-create")
+        made = pool.submit(_make, path)
+        pool.shutdown(wait=False)
         try:
-            return cls(wrap(await _in_time(asyncio.to_thread(creation.make, path), path)), path)
+            return cls(wrap(await _in_time(asyncio.wrap_future(made), path)), path)
         except (asyncio.CancelledError, KVTierError):  # its thread may be about to create the file
-            creation.give_up(path)
+            made.add_done_callback(partial(_unmake, path))
             raise
         except FileExistsError:
             raise ConfigError(f"{path}: exists already; remove it or choose another name") from None
@@ -49,7 +46,6 @@ class LoopFile:
 
     @classmethod
     async def open(cls, path: Path) -> "LoopFile":
-        """Open a regular file for reading. Raises ConfigError if it is not one."""
         try:
             if not await _in_time(asyncio.to_thread(path.is_file), path):
                 raise ConfigError(f"{path}: not a file; name a file that an export wrote")
@@ -70,7 +66,6 @@ class LoopFile:
         await self._do(asyncio.to_thread(os.fsync, self._file.fileno()))
 
     async def close(self) -> None:
-        """Close it. Idempotent."""
         if not self._closed:
             self._closed = True
             await self._do(self._file.close())
@@ -90,33 +85,12 @@ async def _in_time(call: Awaitable[T], path: Path) -> T:
         raise KVTierError(f"{path}: the disk has not answered for {_DEADLINE:.0f} s") from None
 
 
-class _Creation:
-    """Creates a file on a thread. If it is given up meanwhile, no file is left, whichever of the two comes first."""
+def _make(path: Path) -> BufferedWriter:
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb")
 
-    def __init__(self) -> None:
-        self._lock = Lock()
-        self._file: BufferedWriter | None = None
-        self._is_given_up = False
 
-    def make(self, path: Path) -> BufferedWriter:
-        """Create a file that only its owner can read. Raises OSError; so too if it was given up."""
-        file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb")
-        with self._lock:
-            self._file = file
-            if not self._is_given_up:
-                return file
-        self._remove(file, path)
-        raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
-
-    def give_up(self, path: Path) -> None:
-        """Remove the file, now or once the thread has made it."""
-        with self._lock:
-            self._is_given_up = True
-            file = self._file
-        if file is not None:
-            self._remove(file, path)
-
-    @staticmethod
-    def _remove(file: BufferedWriter, path: Path) -> None:
-        file.close()
+def _unmake(path: Path, made: "Future[BufferedWriter]") -> None:
+    """Nobody waits for the file any more: it goes, now or once its thread has made it."""
+    if not made.cancelled() and made.exception() is None:
+        made.result().close()
         path.unlink(missing_ok=True)

@@ -67,11 +67,7 @@ def _write(file: Path, http: str, secret: str) -> None:
 
 
 def token_at(file: Path, http: str) -> SecretStr:
-    """The token of the daemon whose pages are at `http`, from the file that it names.
-
-    ConfigError if the file is not this user's or root's, if others can read it, or if it is of other pages: whoever
-    answers there would learn a token that is not his.
-    """
+    """The token in a daemon's file. ConfigError unless it is this user's or root's, and of the pages at `http`."""
     told, secret = read_token(file)
     if told != http and not (_is_local(told) and _is_local(http) and _port(told) == _port(http)):
         raise ConfigError(f'"{file}": the token of the daemon at {told}, not of {http}; give --token')
@@ -79,7 +75,6 @@ def token_at(file: Path, http: str) -> SecretStr:
 
 
 def read_token(file: Path) -> tuple[str, SecretStr]:
-    """For which pages, and what it is. ConfigError as `token_at`."""
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with open(descriptor, "rb") as opened:

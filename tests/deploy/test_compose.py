@@ -17,10 +17,8 @@ from node_rig import ROOT
 
 from kvtier.cli import servers_cli
 from kvtier.cli.program import load
-from kvtier.service.cluster.cluster import GRACE
+from kvtier.service.cluster.cluster import _BRIEF, GRACE, Placeholders, Service, Topology
 from kvtier.service.cluster.defaults import FIRST_PORT
-from kvtier.service.cluster.file import Placeholders, Service, Topology
-from kvtier.service.cluster.process import _BRIEF
 from kvtier.service.web import http_server
 from kvtier.service.web.http_server import HostNames
 from kvtier.tiers.config.config import Config
@@ -155,7 +153,7 @@ def test_every_service_is_restrained_and_watched() -> None:
 
 
 def test_whoever_is_stopped_has_the_time_it_takes() -> None:
-    from kvtier.service.engine import process as server_process  # takes torch along
+    from kvtier.service.engine import server as server_process  # takes torch along
 
     last_bytes = server_process._GRACE + http_server._STOPPED
     stores = last_bytes + server_process._STORES

@@ -15,7 +15,7 @@ from cluster_rig import wait_for
 from node_rig import ROOT, free_port
 
 from kvtier import __version__
-from kvtier.service.cluster.process import is_free
+from kvtier.service.cluster.cluster import is_free
 
 FILE: Final = ROOT / "Dockerfile"
 TARGETS: Final = ("plain", "cpu", "cuda")

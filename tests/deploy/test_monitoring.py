@@ -19,7 +19,7 @@ from service_rig import attach, load, store
 
 from kvtier.service.events.publisher import Publisher
 from kvtier.service.observe.statuses import LatencyFigures
-from kvtier.service.router.replicas import Latencies
+from kvtier.service.router.fleet import Latencies
 from kvtier.tiers.config.sections import EventsConfig
 from kvtier.tiers.reuse import RequestEnd
 

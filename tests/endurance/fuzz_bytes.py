@@ -19,10 +19,10 @@ from kvtier.connector.daemon.wire import (
     unpack_handshake_reply,
 )
 from kvtier.connector.plan import CopyOp, StepPlan
-from kvtier.service.archive.format import HEADER_BYTES, Header, Parser, decode_header, encode_header
+from kvtier.service.archive.archive import HEADER_BYTES, Header, Parser, decode_header, encode_header
 from kvtier.service.events.prefix_index import PrefixIndex
 from kvtier.service.events.wire import decode_batch
-from kvtier.service.traces.reading import parse_line
+from kvtier.service.traces.request_trace import parse_line
 from kvtier.tiers.checksum import checksum
 from kvtier.tiers.cipher import Encryption, key_id
 from kvtier.tiers.compression import BlockCodec

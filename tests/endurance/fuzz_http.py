@@ -10,12 +10,12 @@ from typing import Any, Final
 import h11
 from fuzz_maker import CHAT_NAMES, Maker
 
-from kvtier.service.admin import bodies as admin_bodies
+from kvtier.service.admin import http_app as admin_bodies
 from kvtier.service.openai import bodies as openai_bodies
 from kvtier.service.openai.errors import OpenAIError
 from kvtier.service.openai.prompts import Prompts
 from kvtier.service.router import client as router_client
-from kvtier.service.router import prompts as router_prompts
+from kvtier.service.router import router as router_prompts
 from kvtier.service.router.proxy import WholeEvents
 from kvtier.tiers.errors import ConfigError
 

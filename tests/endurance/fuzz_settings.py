@@ -8,7 +8,7 @@ from typing import Final
 
 from fuzz_maker import Maker
 
-from kvtier.service.cluster.file import KEY, Placeholders, Topology
+from kvtier.service.cluster.cluster import KEY, Placeholders, Topology
 from kvtier.service.router.replica_list import parse_replicas
 from kvtier.tiers.config.config import Config, options
 from kvtier.tiers.errors import ConfigError

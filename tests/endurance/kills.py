@@ -37,7 +37,7 @@ from endurance import Progress, options, origin, tell  # noqa: E402
 from node_rig import free_port  # noqa: E402
 from service_rig import FINGERPRINT, attach, load, patient_options  # noqa: E402
 
-from kvtier.service.archive.format import HEADER_BYTES, Parser, decode_header  # noqa: E402
+from kvtier.service.archive.archive import HEADER_BYTES, Parser, decode_header  # noqa: E402
 from kvtier.tiers.errors import KVTierError  # noqa: E402
 from kvtier.tiers.file.store import FileStore  # noqa: E402
 from kvtier.tiers.tier import BlockRecord, Outcome  # noqa: E402

@@ -22,8 +22,8 @@ from extent import brief
 from http_rig import pester
 from redis_rig import NO_REDIS
 
+from kvtier.service.cluster.cluster import KEY
 from kvtier.service.cluster.defaults import BESIDE_US
-from kvtier.service.cluster.file import KEY
 from kvtier.service.command_line import Exit
 
 pytestmark = [

@@ -16,10 +16,9 @@ import httpx2
 from command_rig import kvtier, kvtier_process
 from fork_rig import ENGINE, SERVICES, Forked
 
-from kvtier.service.cluster import cluster, keeper, process
-from kvtier.service.cluster.cluster import Cluster, ServiceStatus
+from kvtier.service.cluster import cluster, keeper
+from kvtier.service.cluster.cluster import Cluster, Process, ServiceStatus, is_free, launch
 from kvtier.service.cluster.defaults import NUM_PORTS
-from kvtier.service.cluster.process import Process, is_free, launch
 from kvtier.tiers.config.config import child_environment
 
 PORTS: Final = {"router": 0, "engine-a": 1, "engine-b": 2, "node-a": 11, "node-b": 12}  # of kvtier's own file
@@ -53,7 +52,7 @@ class Running:
         with (
             patch.object(cluster, "launch", self._launch),
             patch.object(keeper, "launch", self._launch),
-            patch.object(process, "_ANSWER", self.answer),
+            patch.object(cluster, "_ANSWER", self.answer),
         ):
             done = kvtier("cluster", *arguments, **self._variables)
         self._pids |= set(self.pids().values())
@@ -90,7 +89,7 @@ class Running:
 
     def status(self) -> dict[str, ServiceStatus]:
         """Of each service; the command's own status and JSON are asked for by `told`."""
-        with patch.object(process, "_ANSWER", self.answer):
+        with patch.object(cluster, "_ANSWER", self.answer):
             return {row.name: row for row in Cluster(self.state).status()}
 
     def states(self) -> dict[str, str]:
@@ -102,7 +101,7 @@ class Running:
 
     def told(self) -> tuple[int, list[dict[str, Any]]]:
         """What `kvtier cluster status --json` says."""
-        with patch.object(process, "_ANSWER", self.answer):
+        with patch.object(cluster, "_ANSWER", self.answer):
             done = kvtier("cluster", "status", "--state", str(self.state), "--json")
         return done.returncode, json.loads(done.stdout)
 

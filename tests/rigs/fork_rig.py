@@ -29,7 +29,7 @@ SERVICES: Final = (
     "kvtier.service.node.daemon",
     "kvtier.service.admin.http_app",
     "kvtier.service.events.publisher",
-    "kvtier.service.router.app",
+    "kvtier.service.router.router",
     "fault_rig",
     "service_rig",
     *_TIERS,
@@ -39,7 +39,7 @@ SERVICES: Final = (
 ENGINE: Final = (
     "kvtier.cli.servers_cli",
     "kvtier.cli.demo_cli",
-    "kvtier.service.engine.process",
+    "kvtier.service.engine.server",
     "kvtier.engine.demo.generation",
     "kvtier.engine.demo.rag_worker",
     "kvtier.engine.demo.worker",

@@ -17,8 +17,7 @@ from starlette.responses import JSONResponse
 from kvtier.service.admin.http_app import Pages
 from kvtier.service.observe import live_page
 from kvtier.service.observe.live_page import LivePage
-from kvtier.service.web.guard import page
-from kvtier.service.web.http_server import HttpServer, HttpSocket
+from kvtier.service.web.http_server import HttpServer, HttpSocket, page
 
 MODEL = FINGERPRINT.hex()[:16]
 _CLOSE = b"Connection: close\r\n"

@@ -17,7 +17,7 @@ from node_rig import free_port
 from service_rig import end_child, environment
 
 from kvtier.connector import ChatPrefix
-from kvtier.service.router.app import serve
+from kvtier.service.router.router import serve
 from kvtier.tiers.config.config import Config
 
 CHILD = Path(__file__).parents[1] / "service" / "router" / "_replica_child.py"

@@ -18,7 +18,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, set_seed
 
 from kvtier.connector.local import LocalConnector
-from kvtier.service.engine.process import EngineServer
+from kvtier.service.engine.server import EngineServer
 from kvtier.tiers.config.config import Config
 
 MODEL: Final = "tiny"

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.service.crowd import Crowd
+from kvtier.service.command_line import Crowd
 
 
 def test_the_longest_waiting_of_the_address_that_has_most_gives_way() -> None:

@@ -17,10 +17,10 @@ from kvtier.tiers.kinds import L1, L2, MISS, TIERS, TierKind, lookup_results, lo
 ROOT = Path(__file__).resolve().parents[2]
 ELSEWHERE = {  # other things of that name
     ("service/node/status.py", L2),  # the object in /status that describes host memory
-    ("service/observe/summary.py", L2),
     ("service/observe/top.py", L2),
-    ("service/engine/status.py", L1),  # and in that of an engine's server, its own blocks
-    ("service/doctor/memory.py", "GPU"),  # the device itself
+    ("service/observe/top.py", L2),
+    ("service/engine/server.py", L1),  # and in that of an engine's server, its own blocks
+    ("service/doctor/doctor.py", "GPU"),  # the device itself
 }
 # For the type checker: the modules are what the table takes them for.
 MODULES: dict[str, TierModule] = {

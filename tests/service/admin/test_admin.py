@@ -20,8 +20,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from kvtier.cli import admin_cli
 from kvtier.connector.daemon.client import RemoteTiers
 from kvtier.service.observe import DaemonStatus, statuses
-from kvtier.service.observe.summary import hit_share
-from kvtier.service.observe.top import view_of
+from kvtier.service.observe.top import hit_share, view_of
 from kvtier.service.traces import read_trace
 from kvtier.tiers.naming.chain import TokenChain, root_hash
 

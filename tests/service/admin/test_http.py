@@ -26,9 +26,9 @@ from starlette.applications import Starlette
 from starlette.responses import StreamingResponse
 from starlette.routing import Route
 
-from kvtier.service.admin import http_app, transfers
+from kvtier.service.admin import http_app
 from kvtier.service.command_line import Exit
-from kvtier.service.web import guard, http_client, http_server
+from kvtier.service.web import http_client, http_server
 from kvtier.service.web.http_server import HttpServer, HttpSocket
 from kvtier.tiers.errors import ConfigError
 
@@ -164,7 +164,7 @@ def test_a_detached_tier_is_named_and_is_no_outage(disk_dir: Path, serve_pages: 
 def test_a_mistake_that_is_found_late_is_one_all_the_same(
     home: Path, served: ServedDaemon, monkeypatch: pytest.MonkeyPatch, attach: Attach
 ) -> None:
-    monkeypatch.setattr(transfers, "PERIOD", 0.0)  # nothing is refused at once
+    monkeypatch.setattr(http_app, "PERIOD", 0.0)  # nothing is refused at once
     attach()
     *_, last = served.post("import", file=str(home / "none")).text.splitlines()
     told = {"error": f"{home / 'none'}: not a file; name a file that an export wrote", "mistake": True}
@@ -469,7 +469,7 @@ def test_a_hundred_streams_of_bytes_leave_it_well(shared: DaemonProcess, start: 
 def test_who_says_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatch, serve_pages: ServePages) -> None:
     monkeypatch.setattr(http_server, "_IDLE", 0.3)
     monkeypatch.setattr(http_server, "_HEAD", 0.3)
-    monkeypatch.setattr(guard, "_BODY", 0.3)
+    monkeypatch.setattr(http_server, "_BODY", 0.3)
     served = serve_pages(host={"size": 1 << 20})
     host, _, port = served.http.rpartition(":")
     silent = [sockets.create_connection((host, int(port)), timeout=60) for _ in range(70)]

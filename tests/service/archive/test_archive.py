@@ -26,9 +26,15 @@ from hypothesis import given, strategies
 from hypothesis import settings as hypothesis_settings
 
 from kvtier.service.archive import archive
-from kvtier.service.archive import copying as archive_copy
-from kvtier.service.archive.archive import ArchiveProgress, export_blocks, import_blocks
-from kvtier.service.archive.format import HEADER_BYTES, TRAILER_BYTES, encode_trailer
+from kvtier.service.archive import archive as archive_copy
+from kvtier.service.archive.archive import (
+    HEADER_BYTES,
+    TRAILER_BYTES,
+    ArchiveProgress,
+    encode_trailer,
+    export_blocks,
+    import_blocks,
+)
 from kvtier.service.web import loop_file
 from kvtier.tiers.checksum import checksum
 from kvtier.tiers.cipher import key_id

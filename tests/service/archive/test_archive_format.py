@@ -11,9 +11,8 @@ from doubles import BLOCK_SIZE, SLOT_BYTES, chain_of, hierarchy_of, payload_of, 
 from fault_rig import FINGERPRINT
 from hypothesis import given, strategies
 
-from kvtier.service.archive import format as archive_format
-from kvtier.service.archive.archive import import_blocks
-from kvtier.service.archive.format import ArchiveCipher, Header, Parser
+from kvtier.service.archive import archive as archive_format
+from kvtier.service.archive.archive import ArchiveCipher, Header, Parser, import_blocks
 from kvtier.tiers.cipher import Encryption, RecordCipher, key_id
 from kvtier.tiers.errors import FingerprintMismatch, FormatError
 from kvtier.tiers.tier import BlockRecord

@@ -14,10 +14,19 @@ from typing import Any
 import pytest
 from command_rig import kvtier
 
-from kvtier.service.bench import bench, load
-from kvtier.service.bench.bench import BenchOptions, BenchResult, run_bench
-from kvtier.service.bench.load import LoadPace, Server
-from kvtier.service.bench.patterns import PATTERNS, ScriptedSession, Shape, sessions_of, sessions_of_trace
+from kvtier.service.bench import bench
+from kvtier.service.bench.bench import (
+    PATTERNS,
+    BenchOptions,
+    BenchResult,
+    LoadPace,
+    ScriptedSession,
+    Server,
+    Shape,
+    run_bench,
+    sessions_of,
+    sessions_of_trace,
+)
 from kvtier.tiers.errors import ConfigError
 
 ODD = {"prompt_tokens": "many", "completion_tokens": 1.5, "prompt_tokens_details": {"cached_tokens": -1}}
@@ -122,7 +131,7 @@ def test_whatever_goes_wrong_is_counted_by_kind(plain: tuple[str, type[Plain]]) 
 def test_rubbish_is_an_error_of_one_request_and_no_more(
     plain: tuple[str, type[Plain]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(load, "_MOST_ANSWER", 100_000)
+    monkeypatch.setattr(bench, "_MOST_ANSWER", 100_000)
     url, handler = plain
     handler.ways = {1: "deep", 2: "endless", 3: "odd", 4: "lines"}
     outcome = measured(url, num_requests=5, pace=LoadPace(1))

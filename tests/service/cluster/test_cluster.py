@@ -32,9 +32,8 @@ from tiny_models import config_of, prompt
 from kvtier.connector.local import LocalConnector
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.llm import Engine
-from kvtier.service.cluster import cluster, process
-from kvtier.service.cluster.file import Placeholders, Ready, Topology
-from kvtier.service.cluster.process import Process, is_free
+from kvtier.service.cluster import cluster
+from kvtier.service.cluster.cluster import Placeholders, Process, Ready, Topology, is_free
 from kvtier.service.command_line import Exit
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.errors import ConfigError, FormatError
@@ -496,10 +495,10 @@ def test_a_health_check_that_answers_byte_by_byte_has_an_end(monkeypatch: pytest
 
     other = RawReplica(drips)
     try:
-        monkeypatch.setattr(process, "_ANSWER", 60.0)
-        assert process.is_well(Ready(http=f"http://{other.name}/v1/healthz"))
-        monkeypatch.setattr(process, "_ANSWER", 0.2)
-        assert not process.is_well(Ready(http=f"http://{other.name}/v1/healthz"))
+        monkeypatch.setattr(cluster, "_ANSWER", 60.0)
+        assert cluster.is_well(Ready(http=f"http://{other.name}/v1/healthz"))
+        monkeypatch.setattr(cluster, "_ANSWER", 0.2)
+        assert not cluster.is_well(Ready(http=f"http://{other.name}/v1/healthz"))
     finally:
         other.close()
 

@@ -14,9 +14,8 @@ from cluster_rig import Running, wait_for
 
 from kvtier.service.cluster import cluster as cluster_module
 from kvtier.service.cluster import keeper
-from kvtier.service.cluster.cluster import Cluster
+from kvtier.service.cluster.cluster import Cluster, show_logs
 from kvtier.service.cluster.keeper import mend
-from kvtier.service.cluster.process import show_logs
 from kvtier.service.command_line import Exit
 
 pytestmark = pytest.mark.timeout(300)
@@ -117,7 +116,7 @@ def test_one_that_goes_on_ending_waits_longer_each_time(home: Path, file: str, m
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(keeper, "_end", interrupted)
+    monkeypatch.setattr(keeper, "end", interrupted)
     with pytest.raises(KeyboardInterrupt):
         keeper.stop_service(made, "one", print)
     assert made.read().members["one"].stopped

@@ -28,9 +28,20 @@ from kvtier.cli import checks_cli
 from kvtier.service.command_line import Exit
 from kvtier.service.doctor import doctor
 from kvtier.service.doctor import doctor as doctor_checks
-from kvtier.service.doctor import memory as doctor_memory
-from kvtier.service.doctor.doctor import check_copies, check_engines, check_hashes, check_lossy, check_socket
-from kvtier.service.doctor.memory import check_files, check_gpu, check_huge_pages, check_room, check_tunable, read_gpu
+from kvtier.service.doctor import doctor as doctor_memory
+from kvtier.service.doctor.doctor import (
+    check_copies,
+    check_engines,
+    check_files,
+    check_gpu,
+    check_hashes,
+    check_huge_pages,
+    check_lossy,
+    check_room,
+    check_socket,
+    check_tunable,
+    read_gpu,
+)
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.config.sections import FileConfig
 from kvtier.tiers.copies.copy_ways import ChoiceKey, CopyChoice, KeptChoices
@@ -179,7 +190,7 @@ def test_files_for_all_of_a_daemons_clients() -> None:
 MEMLOCK = """
 import resource
 resource.setrlimit(resource.RLIMIT_MEMLOCK, (1 << 20, 1 << 20))
-from kvtier.service.doctor.memory import check_memlock
+from kvtier.service.doctor.doctor import check_memlock
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.host.limits import limits
 for size, pin, has_gpu, is_privileged in (

@@ -20,7 +20,7 @@ from slab_rig import BLOCK_SIZE, get, hash_of, put
 
 from kvtier.cli import checks_cli
 from kvtier.service.command_line import Exit
-from kvtier.service.doctor.verify import find_slabs, verify_slab
+from kvtier.service.doctor.doctor import find_slabs, verify_slab
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.errors import ConfigError
 from kvtier.tiers.file import file_io

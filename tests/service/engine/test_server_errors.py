@@ -17,10 +17,10 @@ from http_rig import talk
 from pydantic import ValidationError
 from server_rig import MODEL, ServerThread, client, serving
 
-from kvtier.service.engine import process as server_process
+from kvtier.service.engine import server as server_process
 from kvtier.service.openai.bodies import ChatBody, CompletionBody, parse
 from kvtier.service.openai.errors import OpenAIError
-from kvtier.service.web import guard
+from kvtier.service.web import http_server as guard
 
 TOKEN = "a secret nobody sees"
 USER = [{"role": "user", "content": "hi"}]

@@ -9,8 +9,7 @@ from openai import OpenAI
 from server_rig import MODEL, ServerThread, tokenizer
 
 from kvtier.engine.requests import Guide
-from kvtier.service.engine.guides import JsonGuides
-from kvtier.service.engine.request_parser import calls_schema
+from kvtier.service.engine.request_parser import JsonGuides, calls_schema
 from kvtier.service.openai.bodies import ChatBody, parse
 from kvtier.service.openai.errors import OpenAIError
 

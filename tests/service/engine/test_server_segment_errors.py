@@ -8,7 +8,7 @@ import pytest
 from server_rig import MODEL, ServerThread, serving
 
 from kvtier.connector.segments import REPAIR_RULES
-from kvtier.service.openai.fields import RepairFields
+from kvtier.service.openai.bodies import RepairFields
 
 ON: dict[str, Any] = {"segments": "on", "segment_min_tokens": 16, "block_size": 16}
 SERVER = {"cache": ON}

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
+from typing import Any, cast
 
 import msgpack
 import pytest
@@ -502,7 +503,7 @@ def test_room_is_bounded_and_comes_back() -> None:
     config = addresses()
     with Publisher(config) as publisher:
         source = Source(400)
-        feed = publisher.feed(MODEL, source)
+        feed = publisher.feed(MODEL, cast(Any, source))
         gate = threading.Event()
 
         def get_nothing_done() -> None:

@@ -13,8 +13,7 @@ from node_rig import free_port
 from router_rig import MODEL, replicas, routed
 from zmq.auth import create_certificates
 
-from kvtier.service.events.consumer import EventConsumer
-from kvtier.service.events.guard import CurveKeys
+from kvtier.service.events.consumer import CurveKeys, EventConsumer
 from kvtier.service.events.prefix_index import PrefixIndex
 from kvtier.service.events.publisher import Publisher
 from kvtier.tiers.config.config import Config

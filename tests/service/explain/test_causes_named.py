@@ -12,7 +12,7 @@ from kvtier.connector.local import open_tiers
 from kvtier.service.explain.lines import explained, finding
 from kvtier.service.node.namespaces import BlockDimensions, Namespace
 from kvtier.service.node.operators import BlockSelection, NotFound, explain, explain_request
-from kvtier.service.node.served_tiers import SeenRequest, ServedTiers
+from kvtier.service.node.served_tiers import ServedTiers
 from kvtier.tiers import Outcome
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.hierarchy import Wanted
@@ -330,8 +330,8 @@ def test_a_request_by_its_id() -> None:
     model = opened()
     chain = hold(model, TEXT)
     client = int.from_bytes(chain.root[:4], "little")
-    model.tiers.seen.recent.note(client, "chat-1", SeenRequest(chain.hashes))
-    model.tiers.seen.recent.note(client, "chat-2", SeenRequest(()))
+    model.tiers.seen.recent.note(client, "chat-1", chain.hashes)
+    model.tiers.seen.recent.note(client, "chat-2", ())
     answer: dict[str, Any] = explain_request(model, "chat-1", None, 1.0)
     assert (answer["held"], answer["cause"]) == (len(TEXT) // BLOCK, None)
     assert explain_request(model, "chat-2", None, 1.0)["cause"]["name"] == "short"

@@ -150,6 +150,9 @@ class _Known:
     def __init__(self, num_items: int) -> None:
         self.num_items = num_items
 
+    def __len__(self) -> int:
+        return self.num_items
+
 
 def test_the_last_requests_are_kept_within_both_bounds() -> None:
     recent: Recent[_Known] = Recent(most_requests=3, most_items=10)

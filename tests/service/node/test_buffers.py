@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from service_rig import DaemonProcess, attach, greeted, load, store
 
 from kvtier.service.node.daemon import MAX_CLIENTS
-from kvtier.service.node.session import MAX_BUFFERED, Buffers
+from kvtier.service.node.holdings import MAX_BUFFERED, Buffers
 
 WITHHELD = 15 << 20  # bytes of a frame of 16 MiB whose last one never comes
 HEAD = (16 << 20).to_bytes(4, "little")

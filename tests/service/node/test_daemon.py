@@ -49,8 +49,7 @@ from service_rig import attach as attach_client
 from kvtier.connector.daemon.client import RemoteTiers
 from kvtier.connector.daemon.wire import Ask, Holds, pack_frame, pack_request
 from kvtier.service.node.daemon import _TICK, Daemon
-from kvtier.service.node.listener import Listener
-from kvtier.service.node.loop import Loop
+from kvtier.service.node.loop import Listener, Loop
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.errors import ConfigError, KVMismatch
 from kvtier.tiers.hierarchy.cache_tiers import Attribution, Ends

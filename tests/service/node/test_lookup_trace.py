@@ -16,8 +16,7 @@ import pytest
 from doubles import FakeClock, chain_of
 
 from kvtier.service.node.lookups import TraceCounts, TraceRecorder
-from kvtier.service.traces.forms import TraceLine
-from kvtier.service.traces.reading import read_trace
+from kvtier.service.traces.request_trace import TraceLine, read_trace
 from kvtier.service.web.loop_file import LoopFile
 from kvtier.tiers.errors import ConfigError, FormatError
 from kvtier.tiers.reuse.ends import Hint, RequestEnd

@@ -11,9 +11,8 @@ import pytest
 from doubles import BLOCK_SIZE
 from service_rig import FINGERPRINT, Attach, DaemonThread, ask, load, store, store_partial, where
 
-from kvtier.service.node.memory_use import MemoryUse
 from kvtier.service.node.operators import Pins
-from kvtier.service.node.status import exposition, status
+from kvtier.service.node.status import MemoryUse, exposition, status
 from kvtier.tiers import room
 from kvtier.tiers.file import file_io, slab_rows
 from kvtier.tiers.file.file_io import FileIO

@@ -10,7 +10,7 @@ from http_rig import ServedDaemon, ServePages
 from service_rig import FINGERPRINT, Attach, store
 
 from kvtier.connector.daemon.client import RemoteTiers
-from kvtier.service.node.memory_use import MemoryUse, Tenants, use_of
+from kvtier.service.node.status import MemoryUse, Tenants, use_of
 from kvtier.tiers.hierarchy.cache_tiers import Wanted
 from kvtier.tiers.naming.chain import TokenChain, root_hash
 from kvtier.tiers.tier import Lineage

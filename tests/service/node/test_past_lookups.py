@@ -6,10 +6,11 @@ from http_rig import ServePages
 from service_rig import Attach, load, store
 
 from kvtier.service.node import lookups
-from kvtier.service.node.lookups import OptimumSoFar, PastLookups
+from kvtier.service.node.lookups import PastLookups
+from kvtier.service.observe.statuses import OptimumFigures
 
 
-def look(past: PastLookups, capacity: int) -> OptimumSoFar:
+def look(past: PastLookups, capacity: int) -> OptimumFigures:
     past.take_in()
     found = past.look(capacity)
     assert found is not None
@@ -30,8 +31,8 @@ def test_the_best_policy_keeps_what_returns() -> None:
     assert (found.asked, found.found, found.optimum, found.capacity) == (40, 0, 16, 4)
     assert found.seconds == 10
     assert len(found.steps) == 60
-    assert all(step.optimum <= step.asked for step in found.steps)
-    assert found.steps[0].age_s > found.steps[-1].age_s > 0
+    assert all(optimum <= asked for _, asked, _, optimum in found.steps)
+    assert found.steps[0][0] > found.steps[-1][0] > 0
     assert look(past, 2).optimum == 8
 
 

@@ -81,7 +81,7 @@ def test_reasons_are_bounded_and_short() -> None:
     refusals.note("x" * 5000, peer, b"model")
     kept = refusals.all()
     assert len(kept) == 16
-    assert (len(kept[0].why), kept[0].model) == (500, b"model")
+    assert (len(kept[0].why), kept[0].model) == (500, b"model".hex())
     assert (kept[1].why, kept[1].count) == ("the usual one", 100)
     assert kept[2].why == "reason 99"
     refusals.welcomed(b"model")

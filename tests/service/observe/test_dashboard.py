@@ -18,7 +18,7 @@ from router_rig import RoutedReplicas, replicas, routed
 from service_rig import Attach, load, store
 
 from kvtier.service.node import served_tiers
-from kvtier.service.node.memory_use import MemoryUse
+from kvtier.service.node.status import MemoryUse
 from kvtier.service.observe import live_page
 from kvtier.tiers.errors import TierUnavailable
 from kvtier.tiers.kinds import tier_captions

@@ -14,7 +14,7 @@ from router_rig import RawReplica, replicas, routed
 from server_rig import ServerThread, save_checkpoint
 from service_rig import Attach, DaemonProcess, load, store
 
-from kvtier.service.observe import DaemonStatus, EngineStatus, RouterStatus, summary
+from kvtier.service.observe import DaemonStatus, EngineStatus, RouterStatus, top
 from kvtier.service.observe.statuses import StatusPart
 from kvtier.tiers.errors import FormatError
 
@@ -94,7 +94,7 @@ def test_a_daemons(home: Path, disk_dir: Path, attach: Attach) -> None:
     assert list(keys_of(page, DAEMON)) == DAEMON
     # It is read as it was written, and shown.
     assert DaemonStatus.parse(page).as_json() == page
-    assert "1 connected" in "\n".join(summary.daemon_lines(DaemonStatus.parse(page)))
+    assert "1 connected" in "\n".join(top.daemon_lines(DaemonStatus.parse(page)))
 
 
 def test_an_engines(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_a_routers() -> None:
             page = router.status()
     assert list(keys_of(page, ROUTER)) == ROUTER
     assert RouterStatus.parse(page).as_json() == page
-    assert "1 of 1 replicas up" in "\n".join(summary.router_lines(RouterStatus.parse(page)))
+    assert "1 of 1 replicas up" in "\n".join(top.router_lines(RouterStatus.parse(page)))
 
 
 @pytest.mark.parametrize(

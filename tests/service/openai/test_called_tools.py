@@ -7,7 +7,7 @@ import pytest
 
 from kvtier.connector import AS_SENT
 from kvtier.service.openai.bodies import ChatBody, parse
-from kvtier.service.openai.tool_calls import CallReader, HermesReader, LlamaReader
+from kvtier.service.openai.prompts import CallReader, HermesReader, LlamaReader
 
 ROME = '{"name": "weather", "arguments": {"city": "Röme"}}'
 TIME = '{"name": "clock", "arguments": {}}'

@@ -206,7 +206,7 @@ def test_arguments_that_are_no_object_are_an_empty_one(arguments: object) -> Non
     ],
 )
 def test_a_template_ends_whatever_it_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str) -> None:
-    monkeypatch.setattr("kvtier.service.openai.chat_template._CPU", 0.2)
+    monkeypatch.setattr("kvtier.service.openai.chat._CPU", 0.2)
     prompts = opened(tmp_path, template)
     variables = {"size": 10**9, "padding": "x" * 10_000}
     begun = time.thread_time()

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from kvtier.service.observe.statuses import LatencyFigures
-from kvtier.service.router.replicas import Latencies
+from kvtier.service.router.fleet import Latencies
 
 
 def page(family: str, counts: Mapping[str, int], labels: str = "") -> bytes:

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 from router_rig import MODEL, RoutedReplicas, ToldReplica, replicas, routed, until
 
-from kvtier.service.router.fleet import LivingVersions
+from kvtier.service.router.fleet import LivingVersions, ProbeSettings, Replica, ReplicaProfile, ReplicaState
 from kvtier.service.router.replica_list import Publishers, ReplicaSpec
-from kvtier.service.router.replicas import ProbeSettings, Replica, ReplicaProfile, ReplicaState
 
 OLD = MODEL
 NEW = {**MODEL, "kvtier": {"block_size": 8, "fingerprint": "cd" * 32}}

@@ -261,7 +261,7 @@ def test_one_that_hangs_is_dropped(pair: Pair) -> None:
 
 
 def test_what_one_that_hangs_has_not_begun_another_answers(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtier.service.router.replicas._HOPELESS", 1.0)
+    monkeypatch.setattr("kvtier.service.router.fleet._HOPELESS", 1.0)
     with routed(*(replica.url for replica in pair), probe_timeout="1s") as router, ThreadPoolExecutor(4) as clients:
         before = [len(replica.seen) for replica in pair]
         for replica in pair:
@@ -287,7 +287,7 @@ def test_one_that_is_not_ready_gets_nothing_new(pair: Pair, router: RoutedReplic
 
 
 def test_what_others_gave_it_counts(pair: Pair, router: RoutedReplicas, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtier.service.router.replicas.EVERY", 0.05)
+    monkeypatch.setattr("kvtier.service.router.fleet.EVERY", 0.05)
     pair[0].behave(live=5)
     until(lambda: router.status()["replicas"][0]["load"] > 0)
     pair[0].behave()

@@ -201,8 +201,8 @@ def test_an_answer_that_only_drips_does_not_begin(head: bytes) -> None:
 
 
 def test_one_slow_to_tell_its_load_is_up(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr("kvtier.service.router.replicas._LOAD_PATIENCE", 0.5)
-    monkeypatch.setattr("kvtier.service.router.replicas.EVERY", 0.05)
+    monkeypatch.setattr("kvtier.service.router.fleet._LOAD_PATIENCE", 0.5)
+    monkeypatch.setattr("kvtier.service.router.fleet.EVERY", 0.05)
     caplog.set_level(logging.INFO)
     with before(lambda path, headers: page("{}"), probe_timeout="2s") as (replica, router):
         replica.pages["/status"] = {"requests": {"live": 3}}
@@ -234,7 +234,7 @@ def test_headers_of_one_hop_stay_there() -> None:
 
 @pytest.mark.parametrize("live", ["1e999", *brief([], ["1" + "0" * 400, "-1e999", "null"]), "[" * 10_000, '"a"'])
 def test_a_load_that_is_none_is_looked_at_again(live: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtier.service.router.replicas.EVERY", 0.05)
+    monkeypatch.setattr("kvtier.service.router.fleet.EVERY", 0.05)
     with before(lambda path, headers: page("{}")) as (replica, router):
         replica.pages["/status"] = f'{{"requests": {{"live": {live}}}}}'
         replica.asked.clear()

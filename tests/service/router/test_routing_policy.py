@@ -9,7 +9,7 @@ from extent import brief
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier.service.router.policy import WEIGHTS, Candidate, Choice, Reason, choose, sticky
+from kvtier.service.router.proxy import WEIGHTS, Candidate, Choice, Reason, choose, sticky
 
 POLICIES: Final[tuple[Callable[[list[Candidate]], Choice], ...]] = (
     lambda fleet: choose(fleet, 10),

@@ -11,7 +11,7 @@ from service_rig import PATIENCE, DaemonProcess
 
 from kvtier.connector.daemon.client import RemoteTiers
 from kvtier.connector.daemon.wire import Hello
-from kvtier.service.simulation.simulated_tiers import Capacity
+from kvtier.service.simulation.value import Capacity
 
 SLOTS = 88  # a quarter of them may wait for the slab: more than any request here stores
 

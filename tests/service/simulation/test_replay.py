@@ -21,10 +21,8 @@ from doubles import BLOCK_SIZE, SLOT_BYTES
 from extent import brief
 from service_rig import environment
 
-from kvtier.service.simulation.replay import TraceReplay, sweep
-from kvtier.service.simulation.simulated_tiers import Capacity, SimulatedTiers
-from kvtier.service.traces.forms import TraceLine
-from kvtier.service.traces.request_trace import RequestTrace, trace_of
+from kvtier.service.simulation.value import Capacity, SimulatedTiers, TraceReplay, sweep
+from kvtier.service.traces.request_trace import RequestTrace, TraceLine, trace_of
 
 SLOTS = 48
 

@@ -8,10 +8,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given, strategies
 
-from kvtier.service.traces import forms
-from kvtier.service.traces.forms import TraceLine
-from kvtier.service.traces.reading import load_lines, parse_line, read_trace
-from kvtier.service.traces.request_trace import load_trace
+from kvtier.service.traces import request_trace as forms
+from kvtier.service.traces.request_trace import TraceLine, load_lines, load_trace, parse_line, read_trace
 from kvtier.tiers.errors import ConfigError, FormatError
 
 GOOD = {"timestamp": 5, "input_length": 100, "output_length": 2, "hash_ids": [0, 1]}

@@ -133,7 +133,7 @@ def test_its_blocks_are_announced_and_count_for_routing() -> None:
 
 
 def test_the_doctor_looks_at_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtier.service.doctor.memory._copy_rate", lambda *prefix: 1e9)  # seconds of copying
+    monkeypatch.setattr("kvtier.service.doctor.doctor._copy_rate", lambda *prefix: 1e9)  # seconds of copying
     assert [finding.found for finding in examine(Config()) if finding.check == NAME] == ["0 blocks on it"]
 
 

@@ -1,0 +1,286 @@
+"""What one client of the daemon holds: buffers, the processes that copy for it, claims, leases and reservations."""
+
+import itertools
+import os
+import socket
+from array import array
+from collections.abc import Callable
+from typing import Any, Final, Generic, NamedTuple, TypeVar
+
+from kvtier.connector.daemon import Peer, pidfd_of, wire
+from kvtier.service.node.loop import Loop, now
+from kvtier.service.node.served_tiers import ServedTiers
+from kvtier.tiers import L2, FormatError, Outcome
+from kvtier.tiers.hierarchy import PENDING, Attribution, Claim, Filled
+from kvtier.tiers.pool import Lease, Reservation
+
+Who = TypeVar("Who")
+
+MAX_BUFFERED: Final = 64 << 20  # bytes of frames not whole yet and of answers not read yet, over all clients
+MAX_PROCESSES: Final = 256  # that copy for one client
+MAX_HELD: Final = 8192  # claims and leases of one client
+MAX_RESERVATIONS: Final = 8192  # of one client, open at once
+_CLIENTS: Final = itertools.count(1)  # their numbers in hints' accounts
+_TENANTS: Final = 16  # accounts of one client; tenants beyond share one by their number
+
+
+class Buffers(Generic[Who]):
+    """Who keeps the daemon from letting go of how many bytes. Lives on the loop's thread.
+
+    Past `limit` the one with most is told to go by `cut`, until the rest fits; of equals the one noted least recently.
+    So a client with no more than its equal share of the limit never goes, whatever the others do, and nobody waits.
+    """
+
+    def __init__(self, cut: Callable[[Who], None], limit: int = MAX_BUFFERED) -> None:
+        self._cut, self.limit = cut, limit
+        self.used = 0  # bytes
+        self._kept: dict[Who, int] = {}
+
+    def note(self, who: Who, num_bytes: int) -> None:
+        """So many bytes are kept for it now; with 0 it is forgotten. May cut off anybody, itself too."""
+        self.used += num_bytes - self._kept.pop(who, 0)
+        if num_bytes:
+            self._kept[who] = num_bytes
+        while self.used > self.limit:
+            self._cut(max(self._kept, key=self._kept.__getitem__))
+
+    def check(self) -> None:
+        """Raise AssertionError if the sum is not that of the parts, or the bound does not hold."""
+        assert self.used == sum(self._kept.values()) <= self.limit, f"{self.used} bytes kept, {self.limit} at most"
+
+
+class ClientProcesses:
+    """Lives on the loop's thread. True while one of them lives."""
+
+    def __init__(self, loop: Loop, all_ended: Callable[[], None]) -> None:
+        self._loop, self._all_ended = loop, all_ended
+        self._pids: dict[int, int] = {}  # by pidfd, of those that live
+
+    def __bool__(self) -> bool:
+        return bool(self._pids)
+
+    @property
+    def pids(self) -> list[int]:
+        """Of those that live; 0 for those of a pid namespace that this process does not see."""
+        return sorted(set(self._pids.values()))
+
+    def watch(self, connection: socket.socket, peer: Peer) -> int:
+        """Watch the process that connected; returns what tells it from others (its pidfd's inode). OSError."""
+        fd = pidfd_of(connection, peer)
+        process = os.fstat(fd).st_ino
+        if peer.pid and peer.pid in self._pids.values():
+            os.close(fd)
+        elif len(self._pids) >= MAX_PROCESSES:
+            os.close(fd)
+            raise OSError(f"more than {MAX_PROCESSES} processes")
+        else:
+            self._pids[fd] = peer.pid
+            self._loop.watch(fd, lambda events: self._ended(fd))
+        return process
+
+    def forget(self) -> None:
+        for fd in self._pids:
+            self._loop.forget(fd)
+            os.close(fd)
+        self._pids.clear()
+
+    def _ended(self, fd: int) -> None:
+        self._loop.forget(fd)
+        os.close(fd)
+        del self._pids[fd]
+        if not self._pids:
+            self._all_ended()
+
+
+class HeldCounts(NamedTuple):
+    claims: int
+    leases: int
+    reservations: int
+
+
+class Holdings:
+    """One client's claims, leases and reservations, by the client's numbers; a number that has gone is passed over."""
+
+    def __init__(self, tiers: ServedTiers, block_size: int, deadline: float, version: int, takes_parts: bool) -> None:
+        """`version`: of the protocol, as the client speaks it. `takes_parts`: it wants to know children."""
+        self._tiers = tiers
+        self._hierarchy = tiers.hierarchy
+        self._token_bytes = 4 * block_size  # that a block can have
+        self._lease_deadline = deadline
+        self._version, self._takes_parts = version, takes_parts
+        self._claims: dict[int, Claim] = {}
+        self._renewed: dict[int, float] = {}  # claim answered → when the client last wanted it
+        self.waiting: dict[int, Claim] = {}  # those of the claims that have no answer yet
+        self.news: list[wire.News] = []  # of claims answered; whoever sends it takes it away
+        self._client = next(_CLIENTS)  # whose hints they are
+        self._leases: dict[int, Lease] = {}
+        self._reservations: dict[int, Reservation] = {}
+        self.sealed: list[Filled] = []  # not passed on yet
+        self.verbs: dict[type[wire.Operation], Callable[[Any], Any]] = {
+            wire.Ask: self._ask,
+            wire.Renew: self._renew,
+            wire.Cancel: self._cancel,
+            wire.Take: self._take,
+            wire.Release: self._release,
+            wire.Reserve: self._reserve,
+            wire.Seal: self._seal,
+            wire.Abandon: self._abandon,
+            wire.Computed: lambda op: self._hierarchy.computed(op.num_tokens, op.seconds, op.position),
+            wire.Holds: lambda op: bytes(self._hierarchy.holds(wire.unpack_hashes(op.hashes))),
+            wire.RequestEnded: self._request_ended,
+        }
+        """What serves an operation, and returns its answer if it has one."""
+
+    @property
+    def counts(self) -> HeldCounts:
+        return HeldCounts(len(self._claims), len(self._leases), len(self._reservations))
+
+    def look(self) -> None:
+        for number in list(self.waiting):
+            self._look(number)
+
+    def publish(self) -> None:
+        """Pass on what was sealed: behind the answers, since hashing it takes the GIL while somebody waits for them."""
+        sealed, self.sealed = self.sealed, []
+        self._hierarchy.seal_each(sealed)
+
+    def expire(self, at: float) -> int:
+        """Drop promises not renewed within the lease deadline; how many. Call it with nothing left unread."""
+        late = [number for number, since in self._renewed.items() if at - since >= self._lease_deadline]
+        for number in late:
+            self._drop(number)
+        return len(late)
+
+    def may_expire(self, at: float) -> bool:
+        return any(at - since >= self._lease_deadline for since in self._renewed.values())
+
+    def drop_claims(self) -> None:
+        """The client is gone: what it was promised and has not taken can go, since no copy was ever planned for it."""
+        for number in list(self._claims):
+            self._drop(number)
+
+    def release_all(self) -> HeldCounts:
+        self.publish()
+        counts = self.counts
+        self.drop_claims()
+        for lease in self._leases.values():
+            lease.release()
+        for reservation in self._reservations.values():
+            self._hierarchy.abandon(reservation, Outcome.ABORTED)
+        self._leases.clear()
+        self._reservations.clear()
+        return counts
+
+    # claims
+
+    def _ask(self, op: wire.Ask) -> None:
+        number, names = op.claim, wire.unpack_hashes(op.hashes)
+        if number in self._claims or number in self._leases:
+            raise FormatError(f"claim {number} is there already")
+        if op.num_l1 > len(names):
+            raise FormatError(f"claim {number}: L1 has {op.num_l1} of {len(names)} blocks")
+        if len(self._claims) + len(self._leases) >= MAX_HELD:
+            nothing = Attribution(len(names), l1=op.num_l1, miss=len(names) - op.num_l1)
+            self._hierarchy.metrics.missed(Outcome.QUEUE_FULL, nothing.miss)
+            found = wire.pack_found(nothing, self._version)
+            self.news.append(wire.News(number, found, Outcome.NO_SLOT, 0.0, b"", b"", (), None))
+            return
+        if len(set(names)) < len(names):
+            raise FormatError(f"claim {number} names a block twice")
+        if self.sealed:
+            self.publish()  # what was sealed just before may be what is asked for
+        claim = self._hierarchy.ask(names, op.parent, op.num_l1, block_size=op.block_size, ends=op.ends)
+        self._claims[number] = self.waiting[number] = claim
+        self._look(number)
+
+    def _look(self, number: int) -> None:
+        claim = self.waiting[number]
+        promised = self._tiers.poll(claim)
+        if promised is PENDING:
+            return
+        assert claim.found is not None
+        del self.waiting[number]
+        at, slots, generations = now(), b"", b""
+        if promised and (lease := self._hierarchy.promised(claim)) is not None:
+            self._renewed[number] = at
+            slots, generations = array("q", lease.slots).tobytes(), array("q", lease.generations).tobytes()
+        else:
+            del self._claims[number]
+            self._hierarchy.cancel(claim)
+        found, good_for = wire.pack_found(claim.found, self._version), max(0.0, claim.good_until - at)
+        children = claim.children if self._takes_parts else ()
+        news = wire.News(number, found, claim.refusal, good_for, slots, generations, children, claim.meeting)
+        self.news.append(news)
+
+    def _renew(self, op: wire.Renew) -> None:
+        at = now()
+        for number in op.claims:
+            if number in self._renewed:
+                self._renewed[number] = at
+
+    def _cancel(self, op: wire.Cancel) -> None:
+        for number in op.claims:
+            self._drop(number)
+
+    def _take(self, op: wire.Take) -> None:
+        for number in op.claims:
+            if self._renewed.pop(number, None) is not None:
+                self._leases[number] = self._tiers.take(self._claims.pop(number))  # nothing is left to cancel
+
+    def _release(self, op: wire.Release) -> None:
+        for number in op.leases:
+            if (lease := self._leases.pop(number, None)) is not None:
+                lease.release()
+
+    def _drop(self, number: int) -> None:
+        if (claim := self._claims.pop(number, None)) is not None:
+            self.waiting.pop(number, None)
+            self._renewed.pop(number, None)
+            self._hierarchy.cancel(claim)
+
+    # stores
+
+    def _reserve(self, op: wire.Reserve) -> wire.Grants:
+        wanted = op.wanted()
+        lengths = [len(each.hashes) for each in wanted]
+        if not self._reservations.keys().isdisjoint(range(op.first, op.first + len(wanted))):
+            raise FormatError(f"a reservation from {op.first} on is there already")
+        if op.tails and any([lengths[i] != 1 for i in op.tails]):
+            raise FormatError("reserve: a tail is one block")
+        if len(self._reservations) + len(lengths) > MAX_RESERVATIONS or max(lengths, default=0) > wire.MAX_ITEMS:
+            self._hierarchy.metrics.dropped(L2, Outcome.QUEUE_FULL, sum(lengths))
+            return wire.pack_grants([None] * len(lengths))
+        try:
+            reservations = self._tiers.reserve(wanted)
+        except ValueError as error:  # a name given twice; slots taken before it came are dropped, and so abandoned
+            raise FormatError(str(error)) from None
+        for number, reservation in enumerate(reservations, op.first):
+            if reservation is not None and reservation.hashes:
+                self._reservations[number] = reservation
+        return wire.pack_grants(
+            [None if each is None else (each.indices, each.slots, each.generations) for each in reservations]
+        )
+
+    def _seal(self, op: wire.Seal) -> None:
+        if max(map(len, op.tokens), default=0) > self._token_bytes:  # other clients are told of them
+            raise FormatError(f"seal: more than the {self._token_bytes // 4} tokens of a block")
+        for number, tokens in op.filled():
+            if (reservation := self._reservations.get(number)) is None:
+                continue
+            if len(tokens) != len(reservation.hashes):
+                raise FormatError(f"seal: tokens of {len(tokens)} blocks, {len(reservation)} are reserved")
+            if reservation.is_tail and not 0 < len(tokens[0]) < self._token_bytes:
+                raise FormatError("seal: a tail has a token or more, and fewer than a block")
+            del self._reservations[number]
+            self.sealed.append((reservation, tokens, op.epoch))
+
+    def _abandon(self, op: wire.Abandon) -> None:
+        for number in op.reservations:
+            if (reservation := self._reservations.pop(number, None)) is not None:
+                self._hierarchy.abandon(reservation, op.reason)
+
+    # the rest
+
+    def _request_ended(self, op: wire.RequestEnded) -> None:
+        account = self._client * _TENANTS + op.client % _TENANTS  # a client is judged for no other's hints
+        self._tiers.ended(op.end()._replace(client=account), op.client)
