@@ -1,12 +1,43 @@
 """What the layout kernels must do, in numpy: copies between an engine's own layout and canonical blocks."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvtier.tiers.copies.kernels import Geometry
 from kvtier.tiers.host import memory
-from kvtier.tiers.naming.identity import DTYPE_BYTES, KVLayout, KVShape
+from kvtier.tiers.naming.identity import DTYPE_BYTES, KVShape
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """Where an engine keeps its KV: one base address per layer and the strides, all in bytes.
+
+    Element (block, kv, token, head) of layer i is `head_dim` contiguous elements at
+    `bases[i] + block * block_stride + kv * kv_stride + token * token_stride + head * head_stride`.
+    """
+
+    bases: Sequence[int]
+    block_stride: int
+    kv_stride: int
+    token_stride: int
+    head_stride: int
+
+
+def geometry_of(layout: KVLayout, shape: KVShape) -> Geometry:
+    """Merge heads into tokens, tokens into K and V, K and V into a layer, if they lie next to each other."""
+    run = shape.head_dim * DTYPE_BYTES[shape.dtype]
+    num_kv, num_tokens, num_heads = shape.num_kv, shape.block_size, shape.num_kv_heads
+    if num_heads == 1 or layout.head_stride == run:
+        run, num_heads = run * num_heads, 1
+        if num_tokens == 1 or layout.token_stride == run:
+            run, num_tokens = run * num_tokens, 1
+            if num_kv == 1 or layout.kv_stride == run:
+                run, num_kv = run * num_kv, 1
+    strides = layout.block_stride, layout.kv_stride, layout.token_stride, layout.head_stride
+    return Geometry(tuple(layout.bases), *strides, num_kv, num_tokens, num_heads, run)
 
 
 def gather_reference(

@@ -1,6 +1,6 @@
 """Copies between an engine's own KV layout and canonical blocks: one CUDA kernel each way.
 
-A layout is data (`KVLayout`), so one kernel serves vLLM's per-layer tensors in any dimension order as well as our own
+A layout is data (`Geometry`), so one kernel serves vLLM's per-layer tensors in any dimension order as well as our own
 block-first L1. CuPy compiles it at first use (NVRTC); nothing here needs CuPy to be imported.
 """
 
@@ -15,7 +15,6 @@ import torch
 
 from kvtier.tiers.copies.block_copier import BlockPart, CopyDirection
 from kvtier.tiers.copies.copy_ways import DEFAULT
-from kvtier.tiers.naming import DTYPE_BYTES, KVLayout, KVShape
 
 # The units of all (block, slot) pairs are one row. Each block of threads has a share of it, as long as any other's but
 # for one unit; consecutive threads take consecutive units, so canonical accesses always coalesce and layout accesses do
@@ -89,20 +88,6 @@ class Geometry:
     num_tokens: int
     num_heads: int
     run_bytes: int
-
-    @classmethod
-    def of(cls, layout: KVLayout, shape: KVShape) -> "Geometry":
-        """Merge heads into tokens, tokens into K and V, K and V into a layer, if they lie next to each other."""
-        run = shape.head_dim * DTYPE_BYTES[shape.dtype]
-        num_kv, num_tokens, num_heads = shape.num_kv, shape.block_size, shape.num_kv_heads
-        if num_heads == 1 or layout.head_stride == run:
-            run, num_heads = run * num_heads, 1
-            if num_tokens == 1 or layout.token_stride == run:
-                run, num_tokens = run * num_tokens, 1
-                if num_kv == 1 or layout.kv_stride == run:
-                    run, num_kv = run * num_kv, 1
-        strides = layout.block_stride, layout.kv_stride, layout.token_stride, layout.head_stride
-        return cls(tuple(layout.bases), *strides, num_kv, num_tokens, num_heads, run)
 
     @classmethod
     def block_first(cls, address: int, num_layers: int, layer_bytes: int) -> "Geometry":

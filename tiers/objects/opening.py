@@ -24,8 +24,9 @@ from kvtier.tiers import (
     warning,
 )
 from kvtier.tiers.config import Config, ObjectsConfig
-from kvtier.tiers.objects.bucket import Bucket, BucketError, ObjectRange, client_of, explanation, place_of
+from kvtier.tiers.objects.bucket import Bucket, ObjectRange, client_of, explanation, place_of
 from kvtier.tiers.objects.store import ObjectStore
+from kvtier.tiers.shared import StorageFailed
 
 _CHECK: Final = "objects"
 _ANSWER_SECONDS: Final = 2.0  # at the least; a doctor is more patient than a tier
@@ -66,7 +67,7 @@ def _look(config: ObjectsConfig, bucket: Bucket) -> Finding:
     began = time.monotonic()
     try:
         bucket.get(ObjectRange(f"{config.prefix}/doctor", 0, 1), began + bucket.timeout)
-    except BucketError as refused:
+    except StorageFailed as refused:
         if refused.outcome is not Outcome.ABSENT:
             return finding_of(explanation(config, refused))
     took = time.monotonic() - began
@@ -91,10 +92,10 @@ def _rate(config: ObjectsConfig, bucket: Bucket) -> float | None:
             best = max(best, came.nbytes / (time.monotonic() - start))
             if time.monotonic() - began > _LONGEST_SECONDS:
                 break
-    except BucketError:
+    except StorageFailed:
         return None
     finally:
-        with suppress(BucketError):
+        with suppress(StorageFailed):
             bucket.delete([key])
     return best
 

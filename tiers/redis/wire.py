@@ -19,6 +19,7 @@ from redis.connection import AbstractConnection
 
 from kvtier.tiers import Outcome
 from kvtier.tiers.compiled import extension
+from kvtier.tiers.shared import StorageFailed
 
 _TWIN: Final = "kvtier.tiers.redis.turns_compiled"
 _LEAST: Final = 64 << 10  # bytes of a block; below, many of them go by one call
@@ -72,15 +73,11 @@ _SEND_PARTS: Final = 1024  # per sendmsg; the kernel takes no more
 _TLS_BYTES: Final = 256 << 10  # per call of a TLS socket
 
 
-class WireError(Exception):
+class WireError(StorageFailed):
     """The connection is of no use any more: it failed (IO_ERROR), kept silent (TIMEOUT) or talks nonsense (CHECKSUM).
 
     Raised inside the Redis tier only, which drops the connection.
     """
-
-    def __init__(self, outcome: Outcome, why: str) -> None:
-        super().__init__(why)
-        self.outcome = outcome
 
 
 class TooLongError(WireError):

@@ -1,4 +1,5 @@
 from .changes import MAX_NAMES as MAX_NAMES
+from .changes import KnownNames as KnownNames
 from .changes import SharedChanges as SharedChanges
 from .forms import ClearForm as ClearForm
 from .forms import RecordForm as RecordForm
@@ -6,5 +7,7 @@ from .forms import form_of as form_of
 from .forms import format_epoch as format_epoch
 from .forms import parse_epoch as parse_epoch
 from .life import OutcomeCounts as OutcomeCounts
-from .life import TierLife as TierLife
+from .life import SharedEpoch as SharedEpoch
+from .life import SharedTier as SharedTier
+from .life import StorageFailed as StorageFailed
 from .life import cut_off as cut_off
