@@ -152,10 +152,7 @@ class RecordCipher:
         return nonce + context.tag
 
     def decrypt_into(self, ciphertext: Buffer, stamp: bytes, associated: bytes, into: memoryview) -> bool:
-        """Undo `encrypt_into`; `into` may be the ciphertext's own memory.
-
-        False: not authentic. What lies in `into` is then rubbish, which nobody may be served.
-        """
+        """Undo `encrypt_into`, maybe in place. False: not authentic, and `into` is rubbish that must not be served."""
         nonce, tag = stamp[:NONCE_BYTES], stamp[NONCE_BYTES:]
         context = self._Cipher(self._AES(self._record_key(associated)), self._GCM(nonce, tag)).decryptor()
         _pass_through(context, ciphertext, associated, into)

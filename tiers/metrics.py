@@ -211,10 +211,7 @@ class Metrics:
         self._totals_before[tier] = total
 
     def paid(self, tier: str, name: str, total: int) -> None:
-        """What a tier's storage was asked since the start: `requests_{kind}` or `bytes_{way}`, as the tier counts.
-
-        Or what compression saved there, `saved_{way}`.
-        """
+        """What storage was asked, `requests_{kind}` or `bytes_{way}`, or was saved it, `saved_{way}`, in all."""
         what, _, which = name.partition("_")
         counter = {"requests": self._requests, "bytes": self._traffic, "saved": self._saved}[what]
         key = f"{tier} {name}"

@@ -85,10 +85,7 @@ class Changes:
 
 
 class Lineage(NamedTuple):
-    """Which blocks a tier holds, in no particular order, and what is before each: as `[n, 4]` uint64.
-
-    What figures of its content are made of. Some may have left meanwhile.
-    """
+    """Which blocks a tier holds, in no order, and what is before each, as `[n, 4]` uint64; some may have left."""
 
     names: "NDArray[np.uint64]"
     parents: "NDArray[np.uint64]"
@@ -186,10 +183,7 @@ class Tier(ABC):
         return not self.is_shared
 
     def locate(self, hashes: Sequence[ChainHash]) -> int | Outcome:
-        """Ask the storage how many leading blocks of the chain it holds; `lookup` and `holds` know them from then on.
-
-        Blocks, like `read`: called on the hierarchy's I/O threads. An Outcome says why there is no answer.
-        """
+        """Ask the storage how many leading blocks it has; `lookup` knows them then. Blocks. An Outcome: why not."""
         return self.lookup(hashes)
 
     stays_open: ClassVar[bool] = False
@@ -223,17 +217,11 @@ class Tier(ABC):
         return
 
     def children(self, parent: ChainHash, limit: int, start: bytes = b"") -> list[ChildBlock]:
-        """Up to `limit` held blocks whose parent has this name and whose tokens begin with `start`.
-
-        A request's next block may begin as one of them does. Index-only, without I/O; it may leave some out.
-        """
+        """Up to `limit` held blocks of this parent that begin with `start`. Index-only; some may be left out."""
         return []
 
     def held(self) -> list[tuple[ChainHash, ChainHash]]:
-        """Name and parent of every block, in no particular order; none of a store that is shared with others.
-
-        No I/O, but time for every block.
-        """
+        """Name and parent of every block, in no order; none of a shared store. No I/O, but time for every block."""
         return []
 
     def lineage(self) -> Lineage | None:

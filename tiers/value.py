@@ -8,8 +8,5 @@ T = TypeVar("T")
 
 @dataclass_transform(frozen_default=True)
 def value(cls: type[T]) -> type[T]:
-    """A class of a few fields that nobody changes, of which every step makes hundreds.
-
-    `dataclass(frozen=True)` sets each field by a call of `object.__setattr__`: four times as long for five fields.
-    """
+    """A frozen class of few fields, made by hundreds: real `frozen=True` takes four times as long to make one."""
     return dataclass(slots=True, unsafe_hash=True)(cls)

@@ -92,10 +92,7 @@ class Config(BaseSettings):
 
     @classmethod
     def of(cls, config: "ConfigSource | None") -> "Config":
-        """What a library's user gives: a Config as it is, `{section: {option: value}}` or a file as `load` takes them.
-
-        ConfigError for anything else.
-        """
+        """A Config as it is, `{section: {option: value}}`, or a file as `load` takes it; else ConfigError."""
         if isinstance(config, cls):
             return config
         if isinstance(config, Mapping):

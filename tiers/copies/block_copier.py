@@ -22,10 +22,7 @@ _STAGING_BYTES: Final = 1 << 20  # of numpy's scattered copies: stays in the cac
 
 @dataclass(frozen=True, slots=True)
 class BlockCopies:
-    """Which L1 block pairs with which L2 slot, index by index; no block or slot may be the target of two pairs.
-
-    `layers` is a half-open range of layers; None means all.
-    """
+    """L1 blocks and L2 slots by pairs, each the target of one at most. `layers`: a half-open range, None for all."""
 
     device_blocks: NDArray[np.int64]
     host_slots: NDArray[np.int64]
@@ -39,10 +36,7 @@ class BlockCopier:
     """Copies blocks between L1 bytes `[num_blocks, num_layers, layer_bytes]` and a region, on the calling thread."""
 
     def __init__(self, device: "torch.Tensor | NDArray[np.generic]", region: HostRegion) -> None:
-        """`device` is L1, C-contiguous `[num_blocks, num_layers, …]`.
-
-        ValueError if its blocks are not as large as the region's slots.
-        """
+        """`device`: L1, C-contiguous `[num_blocks, num_layers, …]`. ValueError if its blocks do not fit the slots."""
         self._device = block_bytes_view(device)
         self._region = region
         self._rows_of_device = self._device.reshape(len(self._device), -1)
@@ -245,10 +239,7 @@ class EngineBlocks:
 
 
 class PartCopier:
-    """Copies between an engine's blocks in host memory and a region's slots, on the calling thread.
-
-    Pieces that are one run on both sides go in one system call for many; others by one numpy assignment a part.
-    """
+    """Copies between an engine's blocks in host memory and slots: what is one run in one system call, else by numpy."""
 
     def __init__(self, blocks: EngineBlocks, region: HostRegion) -> None:
         """ValueError if the blocks are not in host memory or not as large as the region's slots."""

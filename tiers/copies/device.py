@@ -69,10 +69,7 @@ class BlockPool:
             return self._core.lease(list(hashes))[0]
 
     def children(self, parent: ChainHash, start: bytes = b"") -> list[ChildBlock]:
-        """Blocks held now that follow this one and begin with these tokens; maybe not all.
-
-        None without `partial_blocks`.
-        """
+        """Blocks held now that follow this one and begin with these tokens; none without `partial_blocks`."""
         if self._child_index is None or self._records is None:
             return []
         with self._lock:
@@ -145,10 +142,7 @@ class BlockPool:
             self.tensor[target].copy_(self.tensor[source])
 
     def free(self, block_ids: ArrayLike) -> None:
-        """Give one reference to each block back. A chain's tail will be taken again before its head.
-
-        ValueError, and nothing changes, if a block has no reference.
-        """
+        """Give one reference to each block back, a chain's head last. ValueError, and no change, if one has none."""
         slots = _listed(block_ids)
         with self._lock:
             self._core.unref(slots)
@@ -156,10 +150,7 @@ class BlockPool:
                 self._core.retire(slots)
 
     def hold(self, block_ids: ArrayLike) -> None:
-        """One reference more to each block: a copy in flight keeps its block until it gives it back by `free`.
-
-        ValueError, and nothing changes, if a block has no reference: it may hold another block by now.
-        """
+        """One reference more to each block, for a copy in flight. ValueError, and no change, if a block has none."""
         with self._lock:
             self._core.hold(_listed(block_ids))
 

@@ -74,10 +74,7 @@ _MOST_UNITS: Final = 1 << 31  # of a launch: the kernel counts in 32 bits
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """A layout with its inner dimensions merged as far as they are contiguous: runs of `run_bytes` at strides.
-
-    A layer of a block is `num_kv × num_tokens × num_heads` runs; strides are in bytes.
-    """
+    """A layout merged as far as it is contiguous: `num_kv × num_tokens × num_heads` runs a layer. All in bytes."""
 
     bases: tuple[int, ...]
     block_stride: int
@@ -123,10 +120,7 @@ class LayoutKernels:
         self._known: dict[tuple[int, int, tuple[int, int] | None], tuple[int, int, tuple[np.generic, ...]]] = {}
 
     def compile(self, canonical: "Canonical") -> None:
-        """Compile both kernels for such slots, on the current device; launches do so at first use otherwise.
-
-        RuntimeError if the driver or the compiler refuses.
-        """
+        """Compile both kernels for such slots now, not at first use. RuntimeError if that is refused."""
         unit = self.geometry.unit_bytes(canonical.address, canonical.slot_stride)
         try:
             for name in ("kv_gather", "kv_scatter"):
@@ -154,10 +148,7 @@ class LayoutKernels:
                 self._kernel(name, unit)((grid, 1), (THREADS,), (*addresses, *of_geometry, np.uint32(pairs)))
 
     def _counts(self, canonical: "Canonical") -> tuple[int, int, tuple[np.generic, ...]]:
-        """Bytes of a unit, units of a block, and the arguments of a launch that depend on neither blocks nor address.
-
-        Kept: a step has one launch, and making these takes as long as launching.
-        """
+        """Bytes of a unit, units of a block, a launch's fixed arguments: kept, as making them costs a launch."""
         kind = (canonical.address % 16, canonical.slot_stride, canonical.layers)
         if (known := self._known.get(kind)) is not None:
             return known
@@ -209,10 +200,7 @@ _GRID: Final = 528
 
 
 class PartKernels:
-    """Gathers and scatters the parts of one group by kernel. Not thread-safe.
-
-    A torch call for each part costs some 15 us of Python: 0.5 ms for 32 layers, however few blocks there are.
-    """
+    """Gathers and scatters a group's parts by kernel: a torch call for each costs 15 us of Python. Not thread-safe."""
 
     def __init__(self, parts: Sequence[BlockPart], geometry: Geometry, cupy: Any) -> None:
         """`parts` ascend in the slot. ImportError without CuPy."""
@@ -223,10 +211,7 @@ class PartKernels:
 
     @classmethod
     def of(cls, parts: Sequence[BlockPart], cupy: Any = None) -> Self | None:
-        """Kernels for these parts, compiled; None where one differs from another in more than its place.
-
-        ImportError without CuPy; RuntimeError if its compiler or the driver refuses.
-        """
+        """Compiled; None where parts differ in more than place. ImportError without CuPy; RuntimeError if refused."""
         parts = sorted(parts, key=lambda part: part.offset)
         geometry = _geometry_of(parts)
         if geometry is None:

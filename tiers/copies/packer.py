@@ -122,10 +122,7 @@ class Packer:
         self.counts: Counter[str] = Counter()  # what was done since the device had no memory
 
     def copy(self, direction: CopyDirection, copies: BlockCopies, *, is_chained: bool = True) -> None:
-        """Enqueue valid copies. RuntimeError is the driver's; what was enqueued before it goes on.
-
-        `is_chained`: what is read may still be on its way there, on a stream that this one waits for.
-        """
+        """Enqueue valid copies; RuntimeError is the driver's. `is_chained`: what is read may be on its way there."""
         made = self._copy_runs(direction, copies, is_chained) if self._driver is not None else frozenset[int]()
         with torch.inference_mode():  # an engine's tensors may have been made in it; then only it may write to them
             for slots, blocks in _by_slot(self._blocks, copies):
@@ -135,10 +132,7 @@ class Packer:
                     self._ways.count("staging", len(slots) * selection.num_bytes)
 
     def _select(self, groups: tuple[int, ...], layers: tuple[int, int] | None, made: frozenset[int]) -> "_Selection":
-        """The parts of these groups and layers, but for the runs of the groups in `made`.
-
-        Kept: a decode step stores the same parts each time, and picking them took as long as their copy's launches.
-        """
+        """These groups' and layers' parts but for the runs of `made`. Kept: picking takes as long as launching."""
         if (known := self._selections.get((groups, layers, made))) is not None:
             return known
         parts = [
@@ -337,10 +331,7 @@ def _run_of(part: BlockPart) -> Run | None:
 
 
 def ends_of_runs(slots: NDArray[np.int64], region: HostRegion) -> NDArray[np.bool_]:
-    """Behind which of these ascending slots (all but the last) a copy has to end.
-
-    The next one is no neighbour, or lies in another piece of memory that was pinned by itself.
-    """
+    """Behind which of these ascending slots a copy has to end: the next is no neighbour, or in another pinned piece."""
     breaks: NDArray[np.bool_] = np.diff(slots) != 1
     if region.pinning is not None:
         breaks |= np.diff(slots // region.pinning.slots_per_piece) != 0
@@ -435,10 +426,7 @@ _SORTED: Final = 2048  # blocks of a copy, at most, among which neighbours are l
 
 
 class TensorCopier:
-    """Copies our own L1, block-first: neighbours are merged, small pieces go by kernel if there is one.
-
-    The others go by one call of the driver, or by one copy of torch's for each where the driver is older.
-    """
+    """Copies our own L1, block-first: neighbours merged, small pieces by kernel, others by the driver, or by torch."""
 
     def __init__(
         self,
@@ -467,10 +455,7 @@ class TensorCopier:
         return (*batch, *(("kernel",) if self.kernels is not None else ()), "torch")
 
     def copy(self, direction: CopyDirection, copies: BlockCopies, *, is_chained: bool = True) -> None:
-        """Enqueue valid copies on the current stream. RuntimeError is the driver's.
-
-        `is_chained`: what is read may still be on its way there, on a stream that this one waits for.
-        """
+        """Enqueue valid copies; RuntimeError is the driver's. `is_chained`: what is read may be on its way there."""
         first, last = copies.layers or (0, self.num_layers)
         blocks, slots = copies.device_blocks, copies.host_slots
         if len(slots) <= _SORTED:

@@ -291,10 +291,7 @@ class FileIO:
 
 
 def peeking(io: FileIO, fd: int) -> ReadCall:
-    """What reads of this file without waiting: `peek`, or `preadv` in memory, else a call that brings nothing.
-
-    May wait itself: it is for who opens the file.
-    """
+    """What reads this file without waiting: `peek`, in memory `preadv`, else nothing. At opening: it may wait."""
     try:
         os.preadv(fd, [bytearray(1)], 0, os.RWF_NOWAIT)
     except BlockingIOError:
@@ -697,10 +694,7 @@ class PayloadIO:
 
 
 def probe_mode(io: FileIO, directory: Path) -> Mode:
-    """`direct`, or `buffered` if O_DIRECT is refused or measures clearly slower; some 0.1 s, leaves nothing behind.
-
-    Buffered writes are measured with their fdatasync, buffered reads with the page cache dropped: what the disk does.
-    """
+    """`direct`, or `buffered` if O_DIRECT is refused or clearly slower on this disk; 0.1 s, leaves nothing behind."""
     path = directory / f".kvtier-probe-{os.getpid()}"
     try:
         fd = io.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)

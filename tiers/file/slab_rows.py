@@ -70,10 +70,7 @@ class SlabRows:
         return [joined[i : i + 32] for i in range(0, len(joined), 32)]
 
     def read(self, slots: Sequence[int]) -> tuple[Rows, Flags, Flags]:
-        """The rows of these slots, which could be read, and which of those are whole. Others hold rubbish.
-
-        Waits for the disk. The caller is inside the store, so no slot lies behind the slab's end.
-        """
+        """The rows of these slots, which could be read, and which of these are whole. Waits for the disk."""
         rows, is_read = self._filled(slots, self._read_run)
         return rows, is_read, self._whole(rows, slots, is_read)
 

@@ -263,10 +263,7 @@ class SlabWriter:
         return parts, Outcome.FULL
 
     def _empty(self, claim: ClaimedExtent) -> tuple[list[BlockRecord], list[memoryview]] | tuple[()] | None:
-        """Blank a claimed extent's rows; returns the blocks to be stored again, their bytes in memory.
-
-        None, and it is claimed no more, if the disk has no space for it.
-        """
+        """Blank a claimed extent's rows; returns the blocks to store again. None, unclaimed: no disk space."""
         try:
             if not self.growth.make_room(claim.extent):
                 with self.lock:

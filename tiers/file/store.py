@@ -122,10 +122,7 @@ class Calls:
             self._release()
 
     def quiet(self, timeout: float) -> bool:
-        """Wait until all who are inside now have left, whoever comes in later; the caller must not be inside.
-
-        False if that takes more than `timeout` seconds, or the store is closed meanwhile.
-        """
+        """Wait for all who are inside now, not the caller. False: it took `timeout` seconds, or the store closed."""
         with self._changed:
             self._round += 1
             number = self._round
@@ -417,10 +414,7 @@ class FileStore(Tier):
         generations: list[int],
         found: list[BlockRecord | Outcome],
     ) -> None:
-        """Mark hits; tell bad blocks from those evicted under the read, and forget the bad.
-
-        If the disk answers, but not for some, these go too: they would be promised again and again.
-        """
+        """Mark hits; forget bad blocks, but not those evicted meanwhile, and what a disk that answers cannot read."""
         bad, lost, num_whole, answers = list[ChainHash](), list[ChainHash](), 0, False
         with self._lock:
             are_current = self._blocks.still_hold(slots, generations)
@@ -453,10 +447,7 @@ class FileStore(Tier):
     # Writing and forgetting.
 
     def write(self, records: Sequence[BlockRecord], payloads: Sequence[memoryview]) -> list[Outcome]:
-        """Store consecutive blocks of one chain; see `Tier.write`. Each payload is slot_bytes and has its checksum.
-
-        After a failure the rest of the chain is PARENT_FAILED or FULL, unwritten: nobody could reach it.
-        """
+        """As `Tier.write`. After a failure the rest of the chain, which is out of reach, is PARENT_FAILED or FULL."""
         superblock = self._file.superblock
         require_records(records, payloads, superblock.slot_bytes, superblock.block_size)
         if (visit := self._calls.begin()) is None:

@@ -28,10 +28,7 @@ class BlockRecords:
     """
 
     def __init__(self, names: memoryview, generations: memoryview, block_size: int) -> None:
-        """`names`: 32 bytes a slot; `generations`: int64, a slot's is counted up before it is named anew.
-
-        Both are a pool's own and change with it. `block_size`: tokens in a block at most.
-        """
+        """A pool's `names` (32 bytes a slot) and `generations` (int64, raised before naming); most tokens."""
         self.block_size = block_size
         self._num_slots = len(names) // _HASH_BYTES
         self._names, self._generations = names, generations

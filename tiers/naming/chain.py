@@ -85,10 +85,7 @@ def pack_tokens(tokens: Tokens) -> bytes:
 
 
 def state_name(block: ChainHash, group: int) -> ChainHash:
-    """The name of a recurrent state behind block `block`: SHA-256("kvtier-state-v1" ‖ u32 group ‖ the block's name).
-
-    `group` is the number of the engine's KV group whose layers the state is of.
-    """
+    """The name of group `group`'s recurrent state behind a block: SHA-256("kvtier-state-v1" ‖ u32 group ‖ its name)."""
     return hashlib.sha256(_STATE_TAG + struct.pack("<I", group) + block).digest()
 
 
@@ -255,10 +252,7 @@ class TokenChain:
         return made
 
     def extend(self, tokens: Tokens) -> None:
-        """Append token ids and hash the blocks they fill.
-
-        ValueError for an id outside [0, 2**32), TypeError for what is no id: the chain is then as it was.
-        """
+        """Append ids, hash full blocks. ValueError for an id outside [0, 2**32), TypeError for none; then no change."""
         module = compiled()
         ids = _ONE * len(tokens) if module is not None and type(tokens) is list and len(tokens) <= IDS else None
         if module is None or ids is None or not module.fill(ids, tokens, 0, len(ids)):
@@ -341,10 +335,7 @@ class TokenChain:
         return name
 
     def _frames(self, first: int, count: int) -> Iterable[tuple[bytes]]:
-        """What is hashed after the parent, for `count` blocks from `first`: u32 token count ‖ tokens ‖ extra keys.
-
-        The counts are interleaved by numpy and the rows cut by struct: no Python statement runs per block but the hash.
-        """
+        """What is hashed after each parent: u32 token count ‖ tokens ‖ extra keys; by numpy, not by loops."""
         size = self.block_size
         words = np.frombuffer(self._tokens, np.uintc, count * size, first * size * self._tokens.itemsize)
         rows = np.empty((count, 1 + size), "<u4")

@@ -120,10 +120,7 @@ class Bucket:
         return answer
 
     def put(self, key: str, parts: Sequence[SentPart], *, only_new: bool = False) -> None:
-        """Store an object, all of it or nothing. StorageFailed; of code EXISTS if `only_new` and there is one.
-
-        The parts are sent from where they lie: their memory is the client's until this returns.
-        """
+        """Store all of an object, from where its parts lie. StorageFailed; EXISTS if `only_new` and it is there."""
         import obstore
 
         mode: PutMode = "create" if only_new else "overwrite"

@@ -79,10 +79,7 @@ class ObjectSpace:
         return table + _END.pack(checksum(memoryview(table)))
 
     def parse(self, table: memoryview, first: bytes) -> ObjectTable | None:
-        """A table of an object that begins with `first`. None if it is none of ours.
-
-        A record is never longer than one of ours can be, whatever a table says.
-        """
+        """The table of an object that begins with `first`; None if not ours, or if a record is too long for ours."""
         if table.nbytes != self.table_bytes:
             return None
         magic, count, record_bytes = _START.unpack_from(table)

@@ -78,10 +78,7 @@ def _look(config: ObjectsConfig, bucket: Bucket) -> Finding:
 
 
 def _rate(config: ObjectsConfig, bucket: Bucket) -> float | None:
-    """Bytes a second that one request brings: the best of some reads of an object as long as a batch, which goes again.
-
-    None of a store that is slow or gone, or if nobody may write there.
-    """
+    """Bytes a second of one request: the best read of a batch-sized object, then deleted. None: no answer."""
     key = f"{config.prefix}/blocks/doctor-{secrets.token_hex(8)}"  # what is left of it the lifecycle rule removes
     began, best = time.monotonic(), 0.0
     try:

@@ -165,10 +165,7 @@ class ObjectStore(SharedTier):
         return results
 
     def write(self, records: Sequence[BlockRecord], payloads: Sequence[memoryview]) -> list[Outcome]:
-        """Store consecutive blocks of one chain; see `Tier.write`. Each payload is slot_bytes and has its checksum.
-
-        After a failure the rest of the chain is PARENT_FAILED.
-        """
+        """As `Tier.write`. After a failure the rest of the chain is PARENT_FAILED."""
         require_records(records, payloads, self.space.slot_bytes, self.space.block_size)
         deadline = self._deadline(len(records))
         epoch = self._current(deadline)
@@ -185,10 +182,7 @@ class ObjectStore(SharedTier):
         return outcomes
 
     def discard(self, hashes: Sequence[ChainHash]) -> None:
-        """Delete the objects that hold these blocks, for everybody: other blocks go with them.
-
-        Of a block that is not known here, the object goes that it would begin.
-        """
+        """Delete these blocks' objects for everybody, others' blocks with them; of an unknown one, its own."""
         places = self._index.places(hashes)
         names = {place[0].first for place in places if place is not None}
         unknown = [h for h, place in zip(hashes, places, strict=True) if place is None]

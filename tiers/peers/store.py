@@ -134,10 +134,7 @@ class PeersStore(Tier):
         ]
 
     def locate(self, hashes: Sequence[ChainHash]) -> int | Outcome:
-        """Every peer that answers is asked, all at once; of several that hold a block, the one with the longest run.
-
-        One whose events tell all that it holds is not asked.
-        """
+        """Ask every peer that answers, but those whose events tell all; of several holders, who has the longest run."""
         if self._is_off:
             return 0
         deadline = time.monotonic() + self._config.deadline
@@ -215,10 +212,7 @@ class PeersStore(Tier):
         return direction == "write" or any(peer.answers for peer in self._peers.values())
 
     def stats(self) -> Mapping[str, int]:
-        """Counts since it was opened: {read, locate}_{outcome}, failed_{reason}, hints_{right, wrong}, questions.
-
-        Now: `names` known by asking, `told` by events; peers `answering`, and of these `sure`, whose events tell all.
-        """
+        """{read, locate}_{outcome}, failed_{reason}, hints_{right, wrong}, questions; names, told, answering, sure."""
         counts, peers = Counter(self._counts.counts()), list(self._peers.values())
         for peer in peers:
             counts.update({f"failed_{reason}": count for reason, count in peer.counts.items()})
@@ -277,10 +271,7 @@ class PeersStore(Tier):
         held: Mapping[PeerAddress, Sequence[bool]],
         told: Mapping[PeerAddress, Sequence[bool]],
     ) -> int:
-        """Note whom to ask for each block, with as few flights as can be; returns how many leading ones are held.
-
-        What is `told` by events is known anyway, until events say otherwise.
-        """
+        """Note whom to ask for each block, in few flights, if events do not tell; how many are held."""
         at = 0
         while at < len(names):
             ends = {

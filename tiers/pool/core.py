@@ -405,10 +405,7 @@ class ChildIndex:
 
 @cython.cclass
 class SlotLists:
-    """Doubly linked lists of slots, each slot in one of them at most. The rows behind nobody's are the lists' heads.
-
-    A slot's stamp grows along its list: it says which of two slots comes first.
-    """
+    """Doubly linked lists of slots, one each at most, heads behind nobody's row. Stamps grow along a list."""
 
     where = cython.declare(cython.uchar[::1], visibility="readonly")  # each slot's list
     stamps = cython.declare(cython.longlong[::1], visibility="readonly")
@@ -1195,10 +1192,7 @@ class SlotCore:
             self.refs[slot] += 1
 
     def unref(self, slots: list):
-        """One reference fewer. Ready slots left without any can be evicted, the last given first; others are freed.
-
-        ValueError, and no change, where a slot has no reference, or fewer than it is given times.
-        """
+        """One reference fewer; ready slots without any can go, the last first. ValueError, no change: too few."""
         i: cython.Py_ssize_t
         slot: cython.longlong
         count: cython.Py_ssize_t = 0  # slots that have no reference any more: `_chosen` has them
@@ -1347,10 +1341,7 @@ class SlotCore:
 
     @cython.cfunc
     def _evict(self, count: cython.longlong, spare_parents: cython.bint, now: cython.longlong) -> cython.bint:
-        """Have so many victims in `_chosen`, without their blocks; clean ones first. False, and no change: too few.
-
-        Unless `spare_parents`, slots that have a resident child go when nothing else is left.
-        """
+        """Victims into `_chosen`, clean first, parents only unless `spare_parents`. False, and no change: too few."""
         i: cython.Py_ssize_t
         num_found: cython.longlong = 0
         slot: cython.longlong
@@ -1503,10 +1494,7 @@ class SlotCore:
         self.num_free += 1
 
     def drop(self, slots: list) -> int:
-        """READY → FREE, even if they have children; those with references lose their name now, their slot at the end.
-
-        Returns how many went.
-        """
+        """READY → FREE, children or not; leased ones lose their name now, their slot later. Returns how many."""
         i: cython.Py_ssize_t
         slot: cython.longlong
         count: cython.Py_ssize_t = 0
@@ -1532,10 +1520,7 @@ class SlotCore:
         return count
 
     def drop_idle(self, names: list) -> list:
-        """Drop those of these blocks, tail first, that have no lease and no resident child but such as go with them.
-
-        True for each block that is gone now or was not here.
-        """
+        """Drop those of these blocks, tail first, without lease and other children; True for each that is gone now."""
         slot: cython.longlong
         slots: list = self.find_named(names)
         going: dict = {}
@@ -1553,10 +1538,7 @@ class SlotCore:
     # --- names given to slots that are in use (L1) --------------------------------------------------------------
 
     def name(self, slots: list, names: list, parent) -> tuple:
-        """Name slots that fill and have no name, where the name is not there yet: (positions, slots before them).
-
-        They are not ready yet: `publish`, or `unname`. ValueError, and no change, where a name comes twice.
-        """
+        """Name filling, unnamed slots by new names: (positions, slots before). ValueError, no change: one twice."""
         i: cython.Py_ssize_t
         slot: cython.longlong
         held: cython.longlong

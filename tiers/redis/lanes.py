@@ -318,10 +318,7 @@ class Batches:
     def run(
         self, hashes: Sequence[ChainHash], epoch: int, deadline: float, work: LaneWork
     ) -> tuple[list[BlockResult | None], RedisReply]:
-        """What became of each block under `work`, and what stands as epoch on its server (UNASKED: not known).
-
-        None for a block that `work` stopped before.
-        """
+        """What became of each block (None: stopped before), and what stands as epoch (UNASKED: not known)."""
         answers: list[BlockResult | None] = [None] * len(hashes)
         shares: dict[Endpoint, list[int]] = {}
         keys = self.space.keys(hashes, epoch)

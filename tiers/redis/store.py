@@ -197,10 +197,7 @@ class RedisStore(SharedTier):
         return results
 
     def write(self, records: Sequence[BlockRecord], payloads: Sequence[memoryview]) -> list[Outcome]:
-        """Store consecutive blocks of one chain; see `Tier.write`. Each payload is slot_bytes and has its checksum.
-
-        After a failure the rest of the chain is PARENT_FAILED or FULL, though some of it may have been written.
-        """
+        """As `Tier.write`. After a failure the rest is PARENT_FAILED or FULL, though some may have been written."""
         require_records(records, payloads, self.space.slot_bytes, self.space.block_size)
         hashes = [record.chain_hash for record in records]
         answers: Sequence[BlockResult | None] = [Outcome.UNSUPPORTED] * len(records)

@@ -58,10 +58,7 @@ def make_turns(payload_bytes: int) -> MakeTurns | None:
 
 
 def depth_of(payload_bytes: int, window: int, round_trip: float) -> int:
-    """Blocks under way at once, `window` at most. `round_trip`: seconds; 0 where it is not known yet.
-
-    The bandwidth-delay product: with less under way, server and client would wait for each other.
-    """
+    """Blocks under way, `window` at most: bandwidth times `round_trip`, in seconds, 0 if not known."""
     under_way = max(_UNDER_WAY, int(round_trip * _BYTES_PER_SECOND))
     return min(window, max(2, under_way // payload_bytes))
 
@@ -74,10 +71,7 @@ _TLS_BYTES: Final = 256 << 10  # per call of a TLS socket
 
 
 class WireError(StorageFailed):
-    """The connection is of no use any more: it failed (IO_ERROR), kept silent (TIMEOUT) or talks nonsense (CHECKSUM).
-
-    Raised inside the Redis tier only, which drops the connection.
-    """
+    """A connection is of no use: it failed (IO_ERROR), kept silent (TIMEOUT) or talks nonsense (CHECKSUM)."""
 
 
 class TooLongError(WireError):
@@ -425,10 +419,7 @@ class Wire:
             yield self.value(head_bytes, buffer, stored_bytes)
 
     def time_reply(self, asked_at: float) -> None:
-        """Wait until the next reply begins, and take in how long it took since `asked_at` (time.monotonic).
-
-        A server that was busy once makes the round trip look twice as long at most; one fast answer corrects that.
-        """
+        """Wait for the next reply, and learn the round trip since `asked_at`: at most twice the last."""
         if self._start == self._end:
             self._receive_more(1)
         took = time.monotonic() - asked_at

@@ -108,10 +108,7 @@ class OutcomeCounts:
 
 
 class SharedTier(Tier):
-    """A `Tier` that nodes share. Thread-safe; raises from `open` alone.
-
-    Every batch has one deadline: `config.deadline` seconds plus its bytes over `config.bandwidth`.
-    """
+    """A `Tier` that nodes share. Thread-safe. A batch has `config.deadline` seconds, and its bytes over `bandwidth`."""
 
     is_shared = True
     _epoch: SharedEpoch
