@@ -10,9 +10,9 @@ from .cipher import derive as derive
 from .cipher import key_id as key_id
 from .cipher import load_key as load_key
 from .compression import BlockCodec as BlockCodec
+from .compression import compression_finding as compression_finding
+from .compression import rates_of as rates_of
 from .compression import require_compression as require_compression
-from .compression_worth import compression_finding as compression_finding
-from .compression_worth import rates_of as rates_of
 from .errors import ConfigError as ConfigError
 from .errors import FingerprintMismatch as FingerprintMismatch
 from .errors import FormatError as FormatError
@@ -28,6 +28,7 @@ from .finding import Finding as Finding
 from .finding import Status as Status
 from .finding import error as error
 from .finding import ok as ok
+from .finding import refusal as refusal
 from .finding import warning as warning
 from .forks import cut_off_in_children as cut_off_in_children
 from .forks import forget_descriptor as forget_descriptor
@@ -47,8 +48,6 @@ from .kinds import lower_tiers as lower_tiers
 from .kinds import tier_captions as tier_captions
 from .metrics import Metrics as Metrics
 from .metrics import Series as Series
-from .room import LastRoom as LastRoom
-from .room import StoragePlace as StoragePlace
 from .tier import BATCH_BYTES as BATCH_BYTES
 from .tier import Announcer as Announcer
 from .tier import BlockRecord as BlockRecord
@@ -58,10 +57,12 @@ from .tier import Changes as Changes
 from .tier import ChildBlock as ChildBlock
 from .tier import ConfiguredTier as ConfiguredTier
 from .tier import Direction as Direction
+from .tier import LastRoom as LastRoom
 from .tier import Lineage as Lineage
 from .tier import Outcome as Outcome
+from .tier import StoragePlace as StoragePlace
 from .tier import Tier as Tier
 from .tier import require_buffers as require_buffers
 from .tier import require_records as require_records
 from .tier import require_space as require_space
-from .value import value as value
+from .tier import value as value

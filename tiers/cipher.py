@@ -39,10 +39,10 @@ Buffer = bytes | bytearray | memoryview
 
 
 def load_key(path: Path, field: str) -> bytes:
-    """The 32 bytes a key file holds: as they are, as 64 hexadecimal digits or as base64 in one line.
+    """A key file's 32 bytes: as they are, as 64 hexadecimal digits or as base64 in one line.
 
-    Raises ConfigError, which names `field` (as "[file] key_file"), where the file is missing, holds no such key or may
-    be read by others, and where the package that ciphers is not installed.
+    ConfigError, which names `field` (as "[file] key_file"), if there is none, others may read it, or no package
+    ciphers.
     """
     try:
         import cryptography.hazmat.primitives.ciphers.aead  # noqa: F401

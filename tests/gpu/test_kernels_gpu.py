@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 from device_rig import DeviceRig
-from layout_reference import KVLayout, gather_reference, geometry_of, scatter_reference
+from layout_reference import gather_reference, geometry_of, scatter_reference
 
 from kvtier.tiers.copies.kernels import Canonical, LayoutKernels
-from kvtier.tiers.naming.identity import KVShape
+from kvtier.tiers.naming.identity import KVLayout, KVShape
 
 pytestmark = pytest.mark.filterwarnings("default")  # CuPy's and the driver's own
 

@@ -1,29 +1,13 @@
 """What the layout kernels must do, in numpy: copies between an engine's own layout and canonical blocks."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvtier.tiers.copies.kernels import Geometry
 from kvtier.tiers.host import memory
-from kvtier.tiers.naming.identity import DTYPE_BYTES, KVShape
-
-
-@dataclass(frozen=True, slots=True)
-class KVLayout:
-    """Where an engine keeps its KV: one base address per layer and the strides, all in bytes.
-
-    Element (block, kv, token, head) of layer i is `head_dim` contiguous elements at
-    `bases[i] + block * block_stride + kv * kv_stride + token * token_stride + head * head_stride`.
-    """
-
-    bases: Sequence[int]
-    block_stride: int
-    kv_stride: int
-    token_stride: int
-    head_stride: int
+from kvtier.tiers.naming.identity import DTYPE_BYTES, KVLayout, KVShape
 
 
 def geometry_of(layout: KVLayout, shape: KVShape) -> Geometry:

@@ -138,10 +138,9 @@ def invalid_copies(copies: BlockCopies, num_blocks: int, num_layers: int, num_sl
 
 
 def block_bytes_view(device: "torch.Tensor | NDArray[np.generic]") -> NDArray[np.uint8]:
-    """L1 `[num_blocks, num_layers, …]`, C-contiguous in host memory, as bytes `[num_blocks, num_layers, layer_bytes]`.
+    """L1 in host memory, C-contiguous, as bytes `[num_blocks, num_layers, layer_bytes]`.
 
-    A torch tensor is viewed by address, whatever its dtype (numpy has no bfloat16) and without importing torch; the
-    caller keeps it alive.
+    A torch tensor is viewed by address, whatever its dtype and without importing torch; the caller keeps it alive.
     """
     num_blocks, num_layers = device.shape[:2]
     if isinstance(device, np.ndarray):

@@ -103,10 +103,9 @@ class Geometry:
 
 
 class LayoutKernels:
-    """Enqueues gathers (layout → canonical) and scatters (canonical → layout) on a CUDA stream.
+    """Enqueues gathers (layout → canonical) and scatters (canonical → layout) on a CUDA stream. Not thread-safe.
 
-    Not thread-safe. Index arrays are device pointers to int64; canonical memory is an address the device may use:
-    device memory or a pinned region.
+    Index arrays are device pointers to int64; canonical memory is an address that the device may use.
     """
 
     def __init__(self, geometry: Geometry, cupy: Any = None) -> None:

@@ -68,6 +68,18 @@ def rows_of(
     return (device, host, sizes) if direction == "load" else (host, device, sizes)
 
 
+_Pieces = tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint64]]
+"""Targets, sources and sizes of copies."""
+
+
+def _by_driver(
+    driver: CudaDriver, device: torch.device, direction: CopyDirection, is_chained: bool, pieces: _Pieces
+) -> None:
+    """One batch on the current stream. Slots that nobody fills any more may be read at once."""
+    stream = torch.cuda.current_stream(device).cuda_stream
+    driver.copy(*pieces, stream, at_any_time=direction == "load" and not is_chained)
+
+
 STAGING_BYTES: Final = 64 << 20  # for each direction; what is more goes in batches of this size
 _UNITS: Final = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 _ALIGNMENT: Final = 8  # bytes: the largest unit of a torch call
@@ -160,9 +172,7 @@ class Packer:
             batches.append(pieces_of(direction, runs, blocks, slots, self._region))
         if batches:
             targets, sources, sizes = (np.concatenate(columns) for columns in zip(*batches, strict=True))
-            stream = torch.cuda.current_stream(self.device).cuda_stream
-            at_once = direction == "load" and not is_chained  # slots that nobody fills any more may be read at once
-            self._driver.copy(targets, sources, sizes, stream, at_any_time=at_once)
+            _by_driver(self._driver, self.device, direction, is_chained, (targets, sources, sizes))
             self._ways.count("batch", int(sizes.sum()))
         return frozenset(made)
 
@@ -266,10 +276,10 @@ class Packer:
         spans: Sequence[ByteRange],
         is_chained: bool,
     ) -> None:
-        """Copy the spans of slots from or to the rows of the staging, which hold a slot's bytes from `first` on.
+        """Copy spans of slots from or to rows of the staging, which hold a slot's bytes from `first` on.
 
-        By one call of the driver. Where it is older, a torch call for each run: neighbouring whole slots go together,
-        parts of slots one by one. Torch makes any other copy through pageable memory and waits for it.
+        By one call of the driver. Where it is older, a torch call for each run: neighbouring whole slots together,
+        others one by one, since torch makes any other copy through pageable memory and waits for it.
         """
         if self._driver is not None and self._region.is_pinned(slots):
             width = staging.stride(0)
@@ -278,8 +288,7 @@ class Packer:
                 pieces = rows_of(direction, runs[0], slots, self._region)
             else:
                 pieces = pieces_of(direction, runs, np.arange(len(slots)), slots, self._region)
-            stream = torch.cuda.current_stream(self.device).cuda_stream
-            return self._driver.copy(*pieces, stream, at_any_time=direction == "load" and not is_chained)
+            return _by_driver(self._driver, self.device, direction, is_chained, pieces)
         whole = list(spans) == [(0, self._slots.shape[1])]
         starts = np.append(0, np.flatnonzero(ends_of_runs(slots, self._region)) + 1) if whole else np.arange(len(slots))
         for start, end in zip(starts.tolist(), [*starts[1:].tolist(), len(slots)], strict=True):
@@ -474,10 +483,7 @@ class TensorCopier:
             start, stride = first * self._layer_bytes, self.num_layers * self._layer_bytes
             run = Run(self.l1.data_ptr() + start, stride, start, (last - first) * self._layer_bytes)
             pieces = pieces_of(direction, [run], blocks, slots, self._region)
-            stream = torch.cuda.current_stream(self.device)
-            at_once = direction == "load" and not is_chained
-            self._driver.copy(*pieces, stream.cuda_stream, at_any_time=at_once)
-            return
+            return _by_driver(self._driver, self.device, direction, is_chained, pieces)
         if way == "kernel" and self.kernels is not None:
             indices = torch.from_numpy(np.stack((blocks, slots))).pin_memory().to(self.l1.device, non_blocking=True)
             canonical = Canonical(self._region.address, self._region.slot_stride, copies.layers)

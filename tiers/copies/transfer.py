@@ -130,8 +130,7 @@ class CopyTask:
 class HostCopyStream:
     """The twin for an L1 in host memory: threads that copy without the GIL. Loads overtake queued stores.
 
-    A few bytes are copied at once, by whoever asks, if nothing is under way.
-    Lock: `_changed` guards the queues and counters; never held during a copy.
+    If nothing is under way, a few bytes are copied at once. `_changed` guards queues and counters, never during a copy.
     """
 
     def __init__(

@@ -315,7 +315,7 @@ class ExtentMap:
         self._state[extent] = _ExtentState.OPEN
         self._open[extent] = None
         if self.departures is not None:
-            self.departures.came_few([extent])
+            self.departures.came(extent)
         return True
 
     def unclaim(self, claim: ClaimedExtent) -> None:

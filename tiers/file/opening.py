@@ -23,6 +23,7 @@ from kvtier.tiers import (
     key_id,
     load_key,
     ok,
+    refusal,
     warning,
 )
 from kvtier.tiers.config import Config, FileConfig, format_size, show_size
@@ -145,14 +146,12 @@ def check_key(config: FileConfig) -> Finding:
         try:
             wanted = key_id(load_key(config.key_file, "[file] key_file"))
         except ConfigError as failed:
-            found, _, fix = str(failed).partition("; ")
-            return error(name, found, fix)
+            return refusal(name, failed)
     for path, superblock, _ in _headers(config):
         try:
             slab.require_key(superblock, wanted, path.name)
         except ConfigError as failed:
-            found, _, fix = str(failed).rpartition("; it was left untouched: ")
-            return error(name, found, fix)
+            return refusal(name, failed, "; it was left untouched: ")
     if wanted is None:
         return ok(name, "off: a reader of [file] path can reconstruct prompts")
     return ok(name, f"[file] key_file holds key {wanted.hex()}")

@@ -178,8 +178,7 @@ class Superblock:
     def resized(self, num_bytes: int) -> "Superblock":
         """The largest slab of at most `num_bytes` that keeps this one's first extents where they are.
 
-        Growing fills the last segment up to its table's capacity and then appends a segment; shrinking cuts whole
-        extents off the end. `segments` is empty if not even one extent fits.
+        It grows by its last segment's spare rows, then by a new one. `segments` is empty if not even one extent fits.
         """
         kept: list[SlabSegment] = []
         for index, segment in enumerate(self.segments):

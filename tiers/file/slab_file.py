@@ -302,8 +302,8 @@ class _Other:
     def is_rival(self, *, of_existing: bool) -> bool:
         """Whether it is entitled to a share of its own.
 
-        A slab that exists spares those that were in use lately: when a daemon restarts, all of them are opened
-        again, one by one. A new slab needs room first.
+        A slab that exists spares those used lately: a daemon opens all of its slabs again, one by one. A new one needs
+        room first.
         """
         is_recent = self.file is not None and time.time_ns() - self.used_at < _BACK_SOON
         return self.is_open or (of_existing and is_recent)
@@ -422,10 +422,10 @@ _ANSWER_SECONDS: Final = 5.0  # that open slabs have to give up their tails; the
 
 
 def open_slab(io: FileIO, directory: Path, wanted: Superblock, size: int) -> SlabFile:
-    """Open the slab that `wanted` describes, or create it, within the directory's budget of `size` bytes.
+    """Open or create the slab that `wanted` plans for the whole directory, within its budget of `size` bytes.
 
-    Raises ConfigError (size), StoreLocked, FormatError, FingerprintMismatch or TierUnavailable; a file that is refused
-    is left as it was. `wanted` is a plan for the whole budget: a new slab may get less beside other slabs.
+    ConfigError (size), StoreLocked, FormatError, FingerprintMismatch or TierUnavailable; a refused file is left as it
+    was.
     """
     deadline = time.monotonic() + _ANSWER_SECONDS
     try:

@@ -126,8 +126,7 @@ class SlabRoom:
     def _note(self, end: ClassifiedEnd, slots: Slots, depths: NDArray[np.int64], live: Sequence[int]) -> None:
         """These slots hold the request's blocks of these depths.
 
-        An extent becomes the request's if at least half of its blocks are. Else an earlier one keeps it that needs it
-        more: a beginning that others share, or small blocks of several chains.
+        An extent becomes the request's if at least half of its blocks are, or no other request needs it more.
         """
         if not len(slots):
             return

@@ -170,10 +170,9 @@ class TailGiver:
                 _log.warning("[file] %s: %s while giving up its tail", self._file.path, error)
 
     def give(self, num_bytes: int) -> bool:
-        """Cut the slab down to `num_bytes`, but to no less than one extent.
+        """Cut the slab down to `num_bytes`, at least one extent. False, and no cut: a call under way would not end.
 
-        False if a call under way would not end: nothing is cut. OSError if the disk refuses. Then the tail is out
-        of use, and the next call, or the next opening of the slab, cuts it off.
+        OSError if the disk refuses: then the tail is out of use, and cut off by the next call or opening.
         """
         superblock = self._file.superblock
         least = superblock.payload_offsets[0] + superblock.extent_bytes
@@ -462,10 +461,9 @@ class FileStore(Tier):
         return outcomes
 
     def _is_gone(self) -> bool:
-        """Whether somebody has removed the slab under us, so that nobody would find what is written to it.
+        """Whether somebody has removed the slab under us, so that what is written there would be lost.
 
-        Its path is looked at now and then, since a disk may be slow at that. The breaker's next probe finds the same,
-        and the tier is opened anew.
+        The path is looked at now and then, as a disk may be slow. The breaker's next probe has the tier opened anew.
         """
         if not self._gone:
             by_path = (at := time.monotonic()) >= self._look_at

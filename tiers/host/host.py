@@ -31,10 +31,10 @@ _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class HostRegion:
-    """`num_slots` slots of `slot_bytes` in one mapping, each starting on a 4 KiB boundary.
+    """`num_slots` slots of `slot_bytes` in one mapping, each starting on a 4 KiB boundary; none in a forked child.
 
-    Private regions are anonymous with huge pages advised; shared ones are a memfd sealed against shrinking and growing,
-    so that no process can make another's reads fault. A forked child has no slots, and none of this memory.
+    Private ones are anonymous with huge pages advised; shared ones a memfd sealed in size: no process makes another
+    fault.
     """
 
     def __init__(self, mapping: mmap.mmap, num_slots: int, slot_bytes: int, fd: int | None) -> None:
@@ -237,18 +237,8 @@ class HostTier:
         """Up to `limit` held blocks of this parent that begin with these tokens, each once; it may leave some out."""
         if self._child_index is None:
             return []
-        known: list[ChildBlock] = []
-        for slot in self.records.following(self._child_index.find(parent), parent, start):
-            record = self.records[slot]  # maybe of a block that has left, or is not sealed yet
-            if (
-                record is not None
-                and record.tokens.startswith(start)
-                and record.parent == parent
-                and record.tokens
-                and self.pool.is_ready(slot)
-            ):
-                known.append(ChildBlock(record.chain_hash, record.tokens))
-        return known[:limit]
+        known = self.records.children(self._child_index.find(parent), parent, start, self.pool.is_ready)
+        return [child for child in known if child.tokens][:limit]
 
     @property
     def keeps_tails(self) -> bool:

@@ -11,6 +11,7 @@ from .chain import token_array as token_array
 from .identity import DTYPE_BYTES as DTYPE_BYTES
 from .identity import FORMAT_VERSION as FORMAT_VERSION
 from .identity import FlatShape as FlatShape
+from .identity import KVLayout as KVLayout
 from .identity import KVShape as KVShape
 from .identity import Lossy as Lossy
 from .identity import ModelIdentity as ModelIdentity

@@ -92,8 +92,7 @@ def state_name(block: ChainHash, group: int) -> ChainHash:
 def pool_name(page: ChainHash, pool: str, piece: int) -> ChainHash:
     """The name of a part of what an engine's further pool keeps of a page, or at its end.
 
-    SHA-256("kvtier-pool-v1" ‖ u32 length ‖ pool, UTF-8 ‖ u32 piece ‖ the page's name). `pool` names the pool and all
-    that changes its bytes.
+    SHA-256("kvtier-pool-v1" ‖ u32 length ‖ pool, UTF-8, with all that changes its bytes ‖ u32 piece ‖ the page's name).
     """
     told = pool.encode()
     return hashlib.sha256(_POOL_TAG + struct.pack("<I", len(told)) + told + struct.pack("<I", piece) + page).digest()
@@ -102,10 +101,9 @@ def pool_name(page: ChainHash, pool: str, piece: int) -> ChainHash:
 def root_hash(
     fingerprint: bytes, *, cache_salt: str | None = None, lora_name: str | None = None, lora_digest: bytes | None = None
 ) -> ChainHash:
-    """Where the chains of one model, tenant and adapter begin.
+    """Where the chains of one model, tenant and adapter begin; None and the empty value give different roots.
 
-    `fingerprint` is 32 bytes (`ModelIdentity.fingerprint`), `lora_digest` digests the adapter's weights. None and the
-    empty value give different roots, and no value can pass for two.
+    `fingerprint` is 32 bytes (`ModelIdentity.fingerprint`), `lora_digest` digests the adapter's weights.
     """
     if len(fingerprint) != 32:
         raise ValueError(f"fingerprint of {len(fingerprint)} bytes: must be 32")

@@ -69,6 +69,21 @@ class FlatShape(KVShape):
         return self.num_elements * DTYPE_BYTES[self.dtype]
 
 
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """Where an engine keeps its KV: one base address per layer and the strides, all in bytes.
+
+    Element (block, kv, token, head) of layer i is `head_dim` contiguous elements at
+    `bases[i] + block * block_stride + kv * kv_stride + token * token_stride + head * head_stride`.
+    """
+
+    bases: Sequence[int]
+    block_stride: int
+    kv_stride: int
+    token_stride: int
+    head_stride: int
+
+
 # --- what KV depends on ----------------------------------------------------------------------------------------------
 
 FORMAT_VERSION: Final = 2  # of the canonical block layout and of how blocks are named; 1 hashed `model`, too

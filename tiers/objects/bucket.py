@@ -178,7 +178,10 @@ class Bucket:
             if not is_panic and not isinstance(error, BaseError | OSError | ValueError):
                 raise
             self._count(verb)
-            raise (_broken_off(error) if is_panic else error_of(error)) from None
+            if is_panic:
+                why = f"its client broke off: {_flat(error)}"
+                raise StorageFailed(Outcome.IO_ERROR, why, BROKE_OFF) from None
+            raise error_of(error) from None
 
     def _count(self, verb: str) -> None:
         with self._lock:
@@ -288,10 +291,6 @@ def _certificates(config: ObjectsConfig) -> bytes:
     raise ConfigError(f'[objects] ca "{config.ca}": {why}; name a PEM file of certificates') from None
 
 
-def _broken_off(error: BaseException) -> StorageFailed:
-    return StorageFailed(Outcome.IO_ERROR, f"its client broke off: {_flat(error)}", BROKE_OFF)
-
-
 def error_of(error: BaseException) -> StorageFailed:
     """What obstore raised, as an outcome and S3's own word."""
     text = str(error)
@@ -356,16 +355,12 @@ def explanation(config: ObjectsConfig, error: StorageFailed) -> KVTierError:
         return ConfigError(f'[objects] bucket "{config.bucket}": {where} denies access; grant {RIGHTS}')
     if error.code in ("PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException"):
         return ConfigError(f'[objects] region "{config.region}": the bucket is in another; set its own')
-    if error.code in _IN_TIME:
-        return TierUnavailable(f"[objects] {where}: {_IN_TIME[error.code]}")
-    if error.code == CERTIFICATE:
-        return TierUnavailable(f"[objects] {where}: {error}; name the file of who signed it as ca")
-    if error.code == BROKE_OFF:
-        return TierUnavailable(
-            f"[objects] {where}: {error}; see whether AWS's variables, or what the role gives, hold a line's end"
-        )
-    if error.code == NO_S3:
-        return TierUnavailable(f"[objects] {where}: no S3 ({error}); set endpoint to the address of one")
-    if error.code:
-        return TierUnavailable(f"[objects] {where}: it answers {error.code}; see what that means there")
-    return TierUnavailable(f"[objects] {where}: {error}; see whether it runs, and is reached from here")
+    in_time = {
+        **_IN_TIME,
+        CERTIFICATE: f"{error}; name the file of who signed it as ca",
+        BROKE_OFF: f"{error}; see whether AWS's variables, or what the role gives, hold a line's end",
+        NO_S3: f"no S3 ({error}); set endpoint to the address of one",
+        "": f"{error}; see whether it runs, and is reached from here",
+    }
+    why = in_time.get(error.code, f"it answers {error.code}; see what that means there")
+    return TierUnavailable(f"[objects] {where}: {why}")

@@ -35,8 +35,8 @@ class ObjectTable(NamedTuple):
 class ObjectSpace:
     """Keys and layout of one model's objects, below a key prefix. Immutable.
 
-    An object is named by its first block. Its table has one length, and says where each record lies: they are all
-    equally long, or have a length each, if the form of records compresses them.
+    An object is named by its first block. Its table has one length; records have one, too, or each its own if
+    compressed.
     """
 
     def __init__(self, prefix: str, form: RecordForm, slot_bytes: int, block_size: int) -> None:

@@ -12,14 +12,13 @@ from kvtier.tiers import (
     ConfigError,
     ConfiguredTier,
     Finding,
-    KVTierError,
     Outcome,
     Status,
     compression_finding,
-    error,
     install_command,
     load_key,
     ok,
+    refusal,
     require_compression,
     warning,
 )
@@ -46,7 +45,7 @@ def check_objects(config: ObjectsConfig, *, in_full: bool = True) -> list[Findin
             load_key(config.key_file, "[objects] key_file")
         bucket = Bucket.connect(patient)
     except ConfigError as refused:
-        return [finding_of(refused)]
+        return [refusal(_CHECK, refused)]
     try:
         found = _look(config, bucket)
         is_measured = in_full and found.status is not Status.ERROR and find_spec("zstandard") is not None
@@ -57,19 +56,13 @@ def check_objects(config: ObjectsConfig, *, in_full: bool = True) -> list[Findin
         bucket.close()
 
 
-def finding_of(refused: KVTierError) -> Finding:
-    """A refusal in one line, as a finding and its fix."""
-    found, _, fix = str(refused).partition("; ")
-    return error(_CHECK, found, fix)
-
-
 def _look(config: ObjectsConfig, bucket: Bucket) -> Finding:
     began = time.monotonic()
     try:
         bucket.get(ObjectRange(f"{config.prefix}/doctor", 0, 1), began + bucket.timeout)
     except StorageFailed as refused:
         if refused.outcome is not Outcome.ABSENT:
-            return finding_of(explanation(config, refused))
+            return refusal(_CHECK, explanation(config, refused))
     took = time.monotonic() - began
     found = f"bucket {config.bucket} at {place_of(config)} answers in {1000 * took:.0f} ms"
     if took > _SLOW_SECONDS:

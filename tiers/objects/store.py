@@ -100,8 +100,7 @@ class ObjectStore(SharedTier):
     def open(cls, config: ObjectsConfig, fingerprint: bytes, *, slot_bytes: int, block_size: int) -> "ObjectStore":
         """Reach the bucket for the blocks of `fingerprint` (32 bytes).
 
-        Raises ConfigError for what the user has to fix: the bucket, credentials, rights, the key. Raises
-        TierUnavailable if nobody answers in time: then it is right to try again later.
+        ConfigError for what the user has to fix; TierUnavailable if nobody answers in time: try again later.
         """
         require_space(fingerprint, slot_bytes, block_size)
         form = form_of(_TIER, config, fingerprint, slot_bytes, block_size)

@@ -254,7 +254,9 @@ class Following:
         if self._open is None:
             return
         gone = [each for address, each in self._followed.items() if address not in peers]
-        self._followed = {address: self._followed.get(address) or self._new() for address in peers}
+        self._followed = {
+            address: self._followed.get(address) or _Followed(AnnouncedNames(self._room)) for address in peers
+        }
         for each in gone:
             each.close()
         for address, followed in self._followed.items():
@@ -272,9 +274,6 @@ class Following:
     def close(self) -> None:
         for each in self._followed.values():
             each.close()
-
-    def _new(self) -> _Followed:
-        return _Followed(AnnouncedNames(self._room))
 
     def _ask(
         self,

@@ -243,12 +243,6 @@ class SlotPool:
                 return self._lease(hashes, slots, self._core.lease_found(slots), self._on_release)
             return Places(slots, self._core.generations(slots))
 
-    def touch(self, hashes: Sequence[ChainHash]) -> None:
-        """Count a use of each ready block; the last of the chain stays the first to go."""
-        with self._lock:
-            self._settle_dropped()
-            self._core.use(hashes if type(hashes) is list else list(hashes))
-
     def ended(self, end: RequestEnd) -> ClassifiedEnd | None:
         """A request has ended: a policy that learns how requests return hears of it. Returns what tiers below hear."""
         if self._learned is None:

@@ -71,8 +71,7 @@ def refused(refusal: Refusal, *, writing: bool) -> Outcome:
 class Lane:
     """One server's share of one batch, over a borrowed connection.
 
-    `asks_epoch` says that the namespace's epoch is on this server, and `epoch_seen` then what it is there. `doubtful`
-    says that an answer put the topology in doubt.
+    `asks_epoch`: this server has the epoch, seen as `epoch_seen`. `doubtful`: an answer put the topology in doubt.
     """
 
     wire: Wire

@@ -117,8 +117,7 @@ class RedisStore(SharedTier):
     def open(cls, config: RedisConfig, fingerprint: bytes, *, slot_bytes: int, block_size: int) -> "RedisStore":
         """Reach the servers of `config.url` for the blocks of `fingerprint` (32 bytes).
 
-        Raises ConfigError for what the user has to fix: address, password, mode, certificate, too little memory.
-        Raises TierUnavailable if no server answers in time: then it is right to try again later.
+        ConfigError for what the user has to fix; TierUnavailable if no server answers in time: try again later.
         """
         require_space(fingerprint, slot_bytes, block_size)
         form = form_of("redis", config, fingerprint, slot_bytes, block_size)

@@ -404,11 +404,7 @@ class Wire:
         return head if is_whole else Outcome.CHECKSUM
 
     def values(self, head_bytes: int, into: Sequence[memoryview]) -> Iterable[Head]:
-        """`value` for each buffer (all of one size), which are received together: for values that should be there.
-
-        A list if they were. If one was not, the others' bytes came into the wrong places. Nothing of them is lost:
-        they are taken back and read one by one.
-        """
+        """`value` for buffers of one size, received together: a list if all were there, else read anew, one by one."""
         return self._run(head_bytes, into) or self.one_by_one(head_bytes, into)
 
     def one_by_one(

@@ -1,6 +1,5 @@
 from .changes import MAX_NAMES as MAX_NAMES
 from .changes import KnownNames as KnownNames
-from .changes import SharedChanges as SharedChanges
 from .forms import ClearForm as ClearForm
 from .forms import RecordForm as RecordForm
 from .forms import form_of as form_of

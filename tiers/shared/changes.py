@@ -77,9 +77,7 @@ class KnownNames(Generic[Where]):
 class SharedChanges:
     """An `Announcer` of blocks that this process wrote or read. Thread-safe.
 
-    They are there for as long as a server keeps what nobody reads; then, or once one was missed, they are gone.
-
-    Bounded: beyond `limit` blocks the one that was confirmed longest ago is told as gone.
+    They are gone once missed, or after a server's expiry; beyond `limit` the one confirmed longest ago is told as gone.
     """
 
     def __init__(self, lifetime: float, limit: int = MAX_NAMES, clock: Callable[[], float] = time.monotonic) -> None:

@@ -20,11 +20,11 @@ from typing import Any, Final
 import numpy as np
 import pytest
 from extent import brief
-from layout_reference import KVLayout, gather_reference, geometry_of, scatter_reference
+from layout_reference import gather_reference, geometry_of, scatter_reference
 
 from kvtier.tiers.copies.copy_ways import MAX_GRID
 from kvtier.tiers.copies.kernels import SOURCE, UNIT_TYPES, Canonical, LayoutKernels
-from kvtier.tiers.naming.identity import KVShape
+from kvtier.tiers.naming.identity import KVLayout, KVShape
 
 RIG: Final = Path(__file__).parents[2] / "rigs" / "sanitized_kernels.cpp"
 CASES: Final = 400

@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cpu_cupy import CpuKernel, FakeCupy
-from layout_reference import KVLayout, gather_reference, geometry_of, scatter_reference
+from layout_reference import gather_reference, geometry_of, scatter_reference
 from numpy.typing import NDArray
 
 from kvtier.tiers.copies.kernels import Canonical, Geometry, LayoutKernels
-from kvtier.tiers.naming.identity import KVShape
+from kvtier.tiers.naming.identity import KVLayout, KVShape
 
 SHAPE = KVShape(num_layers=3, num_kv_heads=2, head_dim=12, block_size=4, dtype="bfloat16")
 NUM_BLOCKS = 6

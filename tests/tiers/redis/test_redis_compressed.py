@@ -35,10 +35,9 @@ from redis_stories import (
     written,
 )
 
-from kvtier.tiers import compression_worth
+from kvtier.tiers import compression
 from kvtier.tiers.checksum import checksum
-from kvtier.tiers.compression import AS_IS, BlockCodec
-from kvtier.tiers.compression_worth import CodecRates, made_up_kv, rates_of
+from kvtier.tiers.compression import AS_IS, BlockCodec, CodecRates, made_up_kv, rates_of
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.errors import ConfigError
 from kvtier.tiers.redis import opening
@@ -395,7 +394,7 @@ def test_the_doctor_says_whether_it_would_pay_and_leaves_nothing(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for restore, told in ((1e12, "compression would pay: "), (1.0, "compression would not pay: ")):
-        monkeypatch.setattr(compression_worth, "rates_of", lambda _, restore=restore: CodecRates(1.5, 1e9, restore))
+        monkeypatch.setattr(compression, "rates_of", lambda _, restore=restore: CodecRates(1.5, 1e9, restore))
         (finding,) = check_compression(Config.load(redis={"url": server.url}).redis)
         assert finding.check == "redis compression"
         assert finding.found.startswith(told)
@@ -411,7 +410,7 @@ def test_the_doctor_says_whether_it_would_pay_and_leaves_nothing(
 
 @on_a_server
 def test_the_doctor_says_it_of_a_cluster_too_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compression_worth, "rates_of", lambda _: CodecRates(1.5, 1e9, 1e12))
+    monkeypatch.setattr(compression, "rates_of", lambda _: CodecRates(1.5, 1e9, 1e12))
     with cluster() as nodes:
         (finding,) = check_compression(Config.load(redis={"url": nodes.url, "mode": "cluster"}).redis)
         assert finding.found.startswith("compression would pay: ")
