@@ -210,7 +210,7 @@ class Metrics:
         self._totals_before[tier] = total
 
     def paid(self, tier: str, name: str, total: int) -> None:
-        """What storage was asked, `requests_{kind}` or `bytes_{way}`, or was saved it, `saved_{way}`, in all."""
+        """Totals since the start: `requests_{kind}`, `bytes_{way}`, or what compression saved, `saved_{way}`."""
         what, _, which = name.partition("_")
         counter = {"requests": self._requests, "bytes": self._traffic, "saved": self._saved}[what]
         key = f"{tier} {name}"

@@ -267,7 +267,7 @@ class ExtentMap:
         return ClaimedExtent(extent, bool(self._dirty[extent]), self.epoch, keep, hashes)
 
     def _choose_victim(self) -> tuple[int, list[int]] | None:
-        """The idle extent needed least, as ends tell; else the oldest, but for those without ends mostly hit."""
+        """The idle extent that is needed least, as ends tell; else the oldest that was not mostly hit lately."""
         most = self.per_extent // _KEEP_SHARE
         chances = _MAX_CHANCES
         for _ in range(2 * len(self._order)):

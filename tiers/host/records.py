@@ -28,7 +28,7 @@ class BlockRecords:
     """
 
     def __init__(self, names: memoryview, generations: memoryview, block_size: int) -> None:
-        """A pool's `names` (32 bytes a slot) and `generations` (int64, raised before naming); most tokens."""
+        """A pool's `names` (32 bytes a slot), `generations` (int64, raised before naming); tokens of a block."""
         self.block_size = block_size
         self._num_slots = len(names) // _HASH_BYTES
         self._names, self._generations = names, generations

@@ -89,10 +89,10 @@ class ObjectStore(SharedTier):
         """Over a bucket that nobody has asked yet. Use `ObjectStore.open`."""
         super().__init__(_TIER, config, space.form, space.record_bytes)
         self.space = space
-        self._config = config
+        self._config: ObjectsConfig = config
         self._bucket = bucket
         self._index = ObjectIndex(min(config.ttl, NAME_LIFETIME))
-        self._epoch = ObjectEpoch(bucket, space.epoch_key, self._forget_all)
+        self._epoch: ObjectEpoch = ObjectEpoch(bucket, space.epoch_key, self._forget_all)
         self._told: set[str] = set()  # S3's words, each logged once: counters say no more than `io_error`
         self._part_blocks = max(1, config.part_size // space.record_bytes)
 

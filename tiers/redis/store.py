@@ -105,7 +105,7 @@ class RedisStore(SharedTier):
         """Over servers already reached. Use `RedisStore.open`."""
         super().__init__("redis", config, space.form, space.value_bytes)
         self.space = space
-        self._config = config
+        self._config: RedisConfig = config
         self._oversized = space.value_bytes > max_value
         self._names = KnownNames[bool](min(config.ttl, _NAME_LIFETIME))
         self._batches = Batches(space, nodes, max(1, int(config.ttl * 1000)), config.in_flight)

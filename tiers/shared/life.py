@@ -119,7 +119,7 @@ class SharedTier(Tier):
         self._is_closed = False
         self._counts = OutcomeCounts()
         self._saved = form.saved
-        self._seconds, self._block_seconds = config.deadline, record_bytes / config.bandwidth
+        self._config, self._record_bytes = config, record_bytes
         self._name = name
         self._closing = threading.Lock()  # guards what follows, and `_is_closed`; never held across I/O
         self._resetting: threading.Thread | None = None
@@ -148,7 +148,7 @@ class SharedTier(Tier):
         return True
 
     def _deadline(self, num_blocks: int) -> float:
-        return time.monotonic() + self._seconds + num_blocks * self._block_seconds
+        return time.monotonic() + self._config.deadline + num_blocks * self._record_bytes / self._config.bandwidth
 
 
 def cut_off(outcomes: list[Outcome]) -> list[Outcome]:

@@ -118,6 +118,9 @@ class Program:
         if verb in ("lease", "places"):
             self.leases.append(pool.lease(hashes, pool.places(hashes) if verb == "places" else None))
             return self._taken(self.leases[-1])
+        if verb == "touch":
+            pool.lease(hashes).release()
+            return None
         if verb == "release":
             if self.leases:
                 self.leases.pop(number % len(self.leases)).release()

@@ -64,6 +64,7 @@ every_form = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def put(form: ClearForm, payload: bytes = PAYLOAD) -> bytes:
     """A whole value, as a server holds it."""
     head, stored = form.encode(replace(RECORD, checksum=checksum(memoryview(payload))), memoryview(payload), EPOCH)
+    assert form.stored_bytes is not None
     assert (len(head), form.stored_bytes(head)) == (form.head_bytes, stored.nbytes)
     return head + bytes(stored)
 
