@@ -134,7 +134,6 @@ EXPLAINED: Final = {
     "kvtier/cli/admin_cli.py:export_file": "the same",
     "kvtier/cli/admin_cli.py:kvtier.connector.models.answers": "tokenizers is asked for with --text alone",
     "tiers/hierarchy/lower_tier.py:TierPort": "all that the hierarchy does with one tier below",
-    "tiers/redis/store.py:RedisStore": "a tier's verbs, and the probe that it keeps of its namespace's maker",
     "tiers/metrics.py:Metrics": "one verb for each thing that is counted",
     "kvtier/cli/demo_cli.py:run_generate": "one parameter for each option of the command line",
     "kvtier/cli/measure_cli.py:simulate": "one parameter for each option of the command line",

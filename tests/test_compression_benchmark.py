@@ -10,7 +10,7 @@ from object_rig import ObjectServer
 from redis_rig import NO_REDIS, standalone
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from kvtier.tiers.compression_worth import made_up_kv
+from kvtier.tiers.compression import made_up_kv
 
 TOKENS = list(range(2 * compression.BLOCK_SIZE + 3))  # what does not fill a block is left out
 

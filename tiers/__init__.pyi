@@ -1,111 +1,68 @@
-from .breaker import Breaker
-from .checksum import checksum, checksum_of, hash_without_the_gil
-from .cipher import STAMP_BYTES, Encryption, NameCipher, RecordCipher, derive, key_id, load_key
-from .compression import BlockCodec, require_compression
-from .compression_worth import compression_finding, rates_of
-from .errors import (
-    ConfigError,
-    FingerprintMismatch,
-    FormatError,
-    KVMismatch,
-    KVTierError,
-    MissingPackages,
-    RequestError,
-    StoreLocked,
-    TierUnavailable,
-)
-from .extras import install_command, require_extra
-from .finding import Finding, Status, error, ok, warning
-from .forks import cut_off_in_children, forget_descriptor, hide_from_children
-from .fp8 import LEAST_GROUP, MOST_GROUP, Fp8Codec, Fp8Loops, fp8_form
-from .kinds import L1, L2, MISS, TIERS, TierKind, lookup_results, lower_tiers, tier_captions
-from .metrics import Metrics, Series
-from .room import LastRoom, StoragePlace
-from .tier import (
-    BATCH_BYTES,
-    Announcer,
-    BlockRecord,
-    BlockShape,
-    ChainHash,
-    Changes,
-    ChildBlock,
-    ConfiguredTier,
-    Direction,
-    Lineage,
-    Outcome,
-    Tier,
-    require_buffers,
-    require_records,
-    require_space,
-)
-from .value import value
-
-__all__ = [
-    "BATCH_BYTES",
-    "L1",
-    "L2",
-    "LEAST_GROUP",
-    "MISS",
-    "MOST_GROUP",
-    "STAMP_BYTES",
-    "TIERS",
-    "Announcer",
-    "BlockCodec",
-    "BlockRecord",
-    "BlockShape",
-    "Breaker",
-    "ChainHash",
-    "Changes",
-    "ChildBlock",
-    "ConfigError",
-    "ConfiguredTier",
-    "Direction",
-    "Encryption",
-    "Finding",
-    "FingerprintMismatch",
-    "FormatError",
-    "Fp8Codec",
-    "Fp8Loops",
-    "KVMismatch",
-    "KVTierError",
-    "LastRoom",
-    "Lineage",
-    "Metrics",
-    "MissingPackages",
-    "NameCipher",
-    "Outcome",
-    "RecordCipher",
-    "RequestError",
-    "Series",
-    "Status",
-    "StoragePlace",
-    "StoreLocked",
-    "Tier",
-    "TierKind",
-    "TierUnavailable",
-    "checksum",
-    "checksum_of",
-    "compression_finding",
-    "cut_off_in_children",
-    "derive",
-    "error",
-    "forget_descriptor",
-    "fp8_form",
-    "hash_without_the_gil",
-    "hide_from_children",
-    "install_command",
-    "key_id",
-    "load_key",
-    "lookup_results",
-    "lower_tiers",
-    "ok",
-    "rates_of",
-    "require_buffers",
-    "require_compression",
-    "require_extra",
-    "require_records",
-    "require_space",
-    "tier_captions",
-    "value",
-    "warning",
-]
+from .breaker import Breaker as Breaker
+from .checksum import checksum as checksum
+from .checksum import checksum_of as checksum_of
+from .checksum import hash_without_the_gil as hash_without_the_gil
+from .cipher import STAMP_BYTES as STAMP_BYTES
+from .cipher import Encryption as Encryption
+from .cipher import NameCipher as NameCipher
+from .cipher import RecordCipher as RecordCipher
+from .cipher import derive as derive
+from .cipher import key_id as key_id
+from .cipher import load_key as load_key
+from .compression import BlockCodec as BlockCodec
+from .compression import compression_finding as compression_finding
+from .compression import rates_of as rates_of
+from .compression import require_compression as require_compression
+from .errors import ConfigError as ConfigError
+from .errors import FingerprintMismatch as FingerprintMismatch
+from .errors import FormatError as FormatError
+from .errors import KVMismatch as KVMismatch
+from .errors import KVTierError as KVTierError
+from .errors import MissingPackages as MissingPackages
+from .errors import RequestError as RequestError
+from .errors import StoreLocked as StoreLocked
+from .errors import TierUnavailable as TierUnavailable
+from .extras import install_command as install_command
+from .extras import require_extra as require_extra
+from .finding import Finding as Finding
+from .finding import Status as Status
+from .finding import error as error
+from .finding import ok as ok
+from .finding import refusal as refusal
+from .finding import warning as warning
+from .forks import cut_off_in_children as cut_off_in_children
+from .forks import forget_descriptor as forget_descriptor
+from .forks import hide_from_children as hide_from_children
+from .fp8 import LEAST_GROUP as LEAST_GROUP
+from .fp8 import MOST_GROUP as MOST_GROUP
+from .fp8 import Fp8Codec as Fp8Codec
+from .fp8 import Fp8Loops as Fp8Loops
+from .fp8 import fp8_form as fp8_form
+from .kinds import L1 as L1
+from .kinds import L2 as L2
+from .kinds import MISS as MISS
+from .kinds import TIERS as TIERS
+from .kinds import TierKind as TierKind
+from .kinds import lookup_results as lookup_results
+from .kinds import lower_tiers as lower_tiers
+from .kinds import tier_captions as tier_captions
+from .metrics import Metrics as Metrics
+from .metrics import Series as Series
+from .tier import BATCH_BYTES as BATCH_BYTES
+from .tier import Announcer as Announcer
+from .tier import BlockRecord as BlockRecord
+from .tier import BlockShape as BlockShape
+from .tier import ChainHash as ChainHash
+from .tier import Changes as Changes
+from .tier import ChildBlock as ChildBlock
+from .tier import ConfiguredTier as ConfiguredTier
+from .tier import Direction as Direction
+from .tier import LastRoom as LastRoom
+from .tier import Lineage as Lineage
+from .tier import Outcome as Outcome
+from .tier import StoragePlace as StoragePlace
+from .tier import Tier as Tier
+from .tier import require_buffers as require_buffers
+from .tier import require_records as require_records
+from .tier import require_space as require_space
+from .tier import value as value

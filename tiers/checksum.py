@@ -30,10 +30,7 @@ def checksum_of(num_bytes: int) -> Callable[[memoryview], int]:
 
 
 def hash_without_the_gil() -> None:
-    """From now on what `checksum_of` gives lets go of the GIL during large payloads.
-
-    For a process whose other threads answer somebody, while nobody waits for those that hash: the node's daemon.
-    """
+    """Let `checksum_of` release the GIL for large payloads: for a process whose other threads answer somebody."""
     _Hashing.lets_go = True
 
 

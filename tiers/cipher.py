@@ -39,10 +39,10 @@ Buffer = bytes | bytearray | memoryview
 
 
 def load_key(path: Path, field: str) -> bytes:
-    """The 32 bytes a key file holds: as they are, as 64 hexadecimal digits or as base64 in one line.
+    """A key file's 32 bytes: as they are, as 64 hexadecimal digits or as base64 in one line.
 
-    Raises ConfigError, which names `field` (as "[file] key_file"), where the file is missing, holds no such key or may
-    be read by others, and where the package that ciphers is not installed.
+    ConfigError, which names `field` (as "[file] key_file"), if there is none, others may read it, or no package
+    ciphers.
     """
     try:
         import cryptography.hazmat.primitives.ciphers.aead  # noqa: F401
@@ -152,10 +152,7 @@ class RecordCipher:
         return nonce + context.tag
 
     def decrypt_into(self, ciphertext: Buffer, stamp: bytes, associated: bytes, into: memoryview) -> bool:
-        """Undo `encrypt_into`; `into` may be the ciphertext's own memory.
-
-        False: not authentic. What lies in `into` is then rubbish, which nobody may be served.
-        """
+        """Undo `encrypt_into`, maybe in place. False: not authentic, and `into` is rubbish that must not be served."""
         nonce, tag = stamp[:NONCE_BYTES], stamp[NONCE_BYTES:]
         context = self._Cipher(self._AES(self._record_key(associated)), self._GCM(nonce, tag)).decryptor()
         _pass_through(context, ciphertext, associated, into)

@@ -28,10 +28,7 @@ _NO_CUDA: Final = "https://download.pytorch.org/whl/cpu"
 
 
 def install_command(extra: str, *packages: str) -> str:
-    """The command that installs what an extra brings, or of that `packages` alone.
-
-    It names the packages and not kvtier, which is on no index. So it is right wherever kvtier came from.
-    """
+    """The command that installs an extra, or `packages` of it. It does not name kvtier, which is on no index."""
     requirements = EXTRAS[extra]
     return f"pip install {shlex.join(requirements[package] for package in packages or requirements)}"
 

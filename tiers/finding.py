@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
+from kvtier.tiers.errors import KVTierError
+
 
 class Status(StrEnum):
     """How bad it is: `warning` works, but not as well as it could; `error` does not work."""
@@ -32,3 +34,9 @@ def warning(check: str, found: str, fix: str) -> Finding:
 
 def error(check: str, found: str, fix: str) -> Finding:
     return Finding(check, Status.ERROR, found, fix)
+
+
+def refusal(check: str, refused: KVTierError, between: str = "; ") -> Finding:
+    """What was found, and behind the first `between` of its text the fix."""
+    found, _, fix = str(refused).partition(between)
+    return error(check, found, fix)

@@ -22,10 +22,7 @@ def cut_off_in_children(owner: Inherited) -> None:
 
 
 def hide_from_children(descriptor: int) -> int:
-    """Have it lead to /dev/null in children: what a child writes, locks or unlocks there would be the parent's.
-
-    Its number stays taken there, so that a child that closes it closes nothing else. Returns the descriptor.
-    """
+    """Have it lead to /dev/null in children, its number taken: what they do there would be the parent's."""
     _descriptors.add(descriptor)
     return descriptor
 

@@ -54,10 +54,7 @@ class Fp8Loops(Protocol):
 
 
 class Fp8Codec:
-    """Packs payloads of `num_bytes` each into `packed_bytes`: a byte for each number, then one for each group.
-
-    Thread-safe: it keeps nothing. A group is `group` consecutive numbers.
-    """
+    """Packs `num_bytes` into `packed_bytes`: a byte a number, one a group of `group` numbers. Thread-safe."""
 
     def __init__(self, dtype: str, group: int, num_bytes: int, loops: Fp8Loops | None = None) -> None:
         """FormatError for numbers or groups that a block of so many bytes does not consist of."""
@@ -142,10 +139,7 @@ class Fp8Codec:
 
 
 def _codes(floats: NDArray[np.float32]) -> NDArray[np.uint32]:
-    """The codes of numbers up to 464: the nearest, of two the even one.
-
-    None of it needs float32's subnormal numbers, which a thread may have switched off.
-    """
+    """The nearest codes of numbers up to 464, of two the even one; without float32's subnormals, which may be off."""
     bits = floats.view(np.uint32)
     magnitudes: NDArray[np.uint32] = bits & np.uint32(0x7FFFFFFF)
     small = np.flatnonzero(magnitudes < _LEAST_NORMAL)

@@ -12,8 +12,7 @@ MISS: Final = "miss"  # the counters' word for a block that no tier had
 class TierKind:
     """One tier, as everything outside its own folder knows it.
 
-    No two tiers have the same name, label or medium. A reader of KV events tells them apart by the medium alone: if two
-    tiers shared one, a block that left the first would be taken for gone from both.
+    No two have the same name, label or medium: a reader of KV events tells them apart by the medium alone.
     """
 
     name: str  # in counters, JSON and log lines; a tier with options has them in the section of this name

@@ -15,8 +15,7 @@ from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.registry import Collector
 
 from kvtier.tiers.kinds import L2, MISS, lookup_results
-from kvtier.tiers.room import StoragePlace
-from kvtier.tiers.tier import Outcome
+from kvtier.tiers.tier import Outcome, StoragePlace
 
 _log = logging.getLogger(__name__)
 
@@ -154,8 +153,8 @@ class Metrics:
     ) -> None:
         """One lookup's blocks, by the tier that had each when it began, and those that none had.
 
-        With `missing`, a reason, the latter are counted under that, too, and if they are absent, what became of them.
-        KeyError if a name is not in the table of tiers.
+        These are counted under `missing`, too, and if absent, under their causes. KeyError for a tier that is not in
+        the table.
         """
         counters, num_missing = self._looked_up, found.miss
         for tier, num_blocks in found.by_tier.items():
@@ -211,10 +210,7 @@ class Metrics:
         self._totals_before[tier] = total
 
     def paid(self, tier: str, name: str, total: int) -> None:
-        """What a tier's storage was asked since the start: `requests_{kind}` or `bytes_{way}`, as the tier counts.
-
-        Or what compression saved there, `saved_{way}`.
-        """
+        """Totals since the start: `requests_{kind}`, `bytes_{way}`, or what compression saved, `saved_{way}`."""
         what, _, which = name.partition("_")
         counter = {"requests": self._requests, "bytes": self._traffic, "saved": self._saved}[what]
         key = f"{tier} {name}"

@@ -1,13 +1,12 @@
 """What the hierarchy asks of a tier below host memory: look up, read, write, all in batches, all verified."""
 
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, NamedTuple, Protocol
-
-from kvtier.tiers.room import StoragePlace
-from kvtier.tiers.value import value
+from threading import Lock, Thread
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, NamedTuple, Protocol, TypeVar, dataclass_transform
 
 if TYPE_CHECKING:  # most that import this need no arrays
     import numpy as np
@@ -50,6 +49,15 @@ class Outcome(StrEnum):
     UNSUPPORTED = "unsupported"  # of a call or a cache that blocks cannot hold
 
 
+T = TypeVar("T")
+
+
+@dataclass_transform(frozen_default=True)
+def value(cls: type[T]) -> type[T]:
+    """A frozen class of few fields, made by hundreds: real `frozen=True` takes four times as long to make one."""
+    return dataclass(slots=True, unsafe_hash=True)(cls)
+
+
 @value
 class BlockRecord:
     """What is known of a stored block besides its bytes: enough to verify it and to rebuild its chain."""
@@ -63,8 +71,7 @@ class BlockRecord:
 class ChildBlock(NamedTuple):
     """A held block by what a partial hit needs: a request may share its leading tokens with it.
 
-    Its name may stand for more than its tokens (an image, an adapter). Who takes some of its KV has to know that it
-    does not, as `is_named_by` tells.
+    Its name may stand for more (an image, an adapter): who takes its KV asks `is_named_by`.
     """
 
     chain_hash: ChainHash
@@ -85,10 +92,7 @@ class Changes:
 
 
 class Lineage(NamedTuple):
-    """Which blocks a tier holds, in no particular order, and what is before each: as `[n, 4]` uint64.
-
-    What figures of its content are made of. Some may have left meanwhile.
-    """
+    """Which blocks a tier holds, in no order, and what is before each, as `[n, 4]` uint64; some may have left."""
 
     names: "NDArray[np.uint64]"
     parents: "NDArray[np.uint64]"
@@ -104,6 +108,13 @@ class BlockShape(Protocol):
     @property
     def block_bytes(self) -> int:
         """Bytes of one whole block."""
+
+
+class StoragePlace(NamedTuple):
+    place: str  # a directory, or the server's address
+    used: int  # bytes, by everybody
+    limit: int | None  # bytes that there may be; None: no bound is set
+    is_own: bool = False  # a file of the tier alone, which grows as it is filled: a slab
 
 
 class Announcer(Protocol):
@@ -143,8 +154,7 @@ class Tier(ABC):
     def read(self, hashes: Sequence[ChainHash], into: Sequence[memoryview]) -> list[BlockRecord | Outcome]:
         """Read each block into its buffer (slot_bytes each, writable) and verify its whole key and checksum.
 
-        A BlockRecord means the buffer holds exactly the bytes stored under that key; an Outcome says why not, and
-        the buffer then holds rubbish.
+        A BlockRecord: exactly the bytes stored under that key. An Outcome: why not, and the buffer holds rubbish.
         """
 
     @abstractmethod
@@ -186,10 +196,7 @@ class Tier(ABC):
         return not self.is_shared
 
     def locate(self, hashes: Sequence[ChainHash]) -> int | Outcome:
-        """Ask the storage how many leading blocks of the chain it holds; `lookup` and `holds` know them from then on.
-
-        Blocks, like `read`: called on the hierarchy's I/O threads. An Outcome says why there is no answer.
-        """
+        """Ask the storage how many leading blocks it has; `lookup` knows them then. Blocks. An Outcome: why not."""
         return self.lookup(hashes)
 
     stays_open: ClassVar[bool] = False
@@ -223,17 +230,11 @@ class Tier(ABC):
         return
 
     def children(self, parent: ChainHash, limit: int, start: bytes = b"") -> list[ChildBlock]:
-        """Up to `limit` held blocks whose parent has this name and whose tokens begin with `start`.
-
-        A request's next block may begin as one of them does. Index-only, without I/O; it may leave some out.
-        """
+        """Up to `limit` held blocks of this parent that begin with `start`. Index-only; some may be left out."""
         return []
 
     def held(self) -> list[tuple[ChainHash, ChainHash]]:
-        """Name and parent of every block, in no particular order; none of a store that is shared with others.
-
-        No I/O, but time for every block.
-        """
+        """Name and parent of every block, in no order; none of a shared store. No I/O, but time for every block."""
         return []
 
     def lineage(self) -> Lineage | None:
@@ -280,3 +281,34 @@ class ConfiguredTier:
     deadline: float  # seconds one operation may take: no less than the tier gives itself for a whole batch
     joined: int = 1  # blocks of small reads that one `read` may bring together: it has them in flight at once
     takes_stores: bool = True  # False: nothing is offered to `write`
+
+
+_EVERY: Final = 10.0  # seconds between two looks, at least
+
+
+class LastRoom:
+    """Room as it was found last: storage is looked at now and then in the background. Thread-safe."""
+
+    def __init__(self, look: Callable[[], Iterable[StoragePlace]], known: Sequence[StoragePlace] = ()) -> None:
+        """`look` may wait for ever: then there is no other look, and what is `known` stays."""
+        self._look = look
+        self._lock = Lock()  # guards what follows
+        self._told = tuple(known)
+        self._is_looking = False
+        self._due = time.monotonic() + _EVERY if known else 0.0
+
+    def told(self) -> Sequence[StoragePlace]:
+        """At once; if that is old, it is looked again meanwhile. Empty until the first look has ended."""
+        with self._lock:
+            if not self._is_looking and time.monotonic() >= self._due:
+                self._is_looking = True
+                Thread(target=self._look_again, name="kvtier-room", daemon=True).start()
+            return self._told
+
+    def _look_again(self) -> None:
+        found: tuple[StoragePlace, ...] = ()
+        try:
+            found = tuple(self._look())
+        finally:
+            with self._lock:
+                self._told, self._is_looking, self._due = found, False, time.monotonic() + _EVERY

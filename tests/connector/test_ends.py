@@ -67,12 +67,6 @@ def test_an_idle_engines_last_end_is_told_at_once(bench: Bench, told: list[Reque
     assert [end.num_output_tokens for end in told] == [9]
 
 
-def test_a_prompt_shorter_than_a_block_is_known_by_its_answer() -> None:
-    names = chain_of(3).hashes
-    assert RequestEnd(names, 2, 9).match_names == names[:2]
-    assert RequestEnd(names, 0, 9).match_names == names
-
-
 def test_an_aborted_request_tells_no_end(bench: Bench, told: list[RequestEnd]) -> None:
     bench.scheduler.lookup(request_of(3), 0)
     bench.scheduler.finished("a")

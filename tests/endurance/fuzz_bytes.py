@@ -31,7 +31,7 @@ from kvtier.tiers.file import slab
 from kvtier.tiers.file.slab import codec_of
 from kvtier.tiers.objects.layout import MAX_BLOCKS, ObjectSpace
 from kvtier.tiers.redis.wire import Wire, WireError
-from kvtier.tiers.shared.forms import ClearForm, CompressedForm, EncryptedForm, RecordForm
+from kvtier.tiers.shared.forms import ClearForm, EncryptedForm, RecordForm
 
 NAME: Final = b"n" * 32
 Target = Callable[[bytes], None]
@@ -53,8 +53,8 @@ FORMS: Final[tuple[RecordForm, ...]] = (
     ClearForm(b"f" * 32, 4096, 4),
     ClearForm(b"f" * 32, 4096, 4, "a secret of the fuzzer's"),
     EncryptedForm(b"f" * 32, 4096, 4, b"k" * 32),
-    CompressedForm(b"f" * 32, 4096, 4),
-    CompressedForm(b"f" * 32, 4096, 4, "a secret of the fuzzer's"),
+    ClearForm(b"f" * 32, 4096, 4, codec=BlockCodec(4096)),
+    ClearForm(b"f" * 32, 4096, 4, "a secret of the fuzzer's", codec=BlockCodec(4096)),
     EncryptedForm(b"f" * 32, 4096, 4, b"k" * 32, codec=BlockCodec(4096)),
 )
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 from device_rig import DeviceRig
-from layout_reference import gather_reference, scatter_reference
+from layout_reference import gather_reference, geometry_of, scatter_reference
 
-from kvtier.tiers.copies.kernels import Canonical, Geometry, LayoutKernels
+from kvtier.tiers.copies.kernels import Canonical, LayoutKernels
 from kvtier.tiers.naming.identity import KVLayout, KVShape
 
 pytestmark = pytest.mark.filterwarnings("default")  # CuPy's and the driver's own
@@ -38,7 +38,7 @@ def test_kernels_equal_the_reference(rig: DeviceRig, dims: str, layers: tuple[in
     rng = np.random.default_rng(3)
     blocks, slots = rng.permutation(NUM_BLOCKS)[:17], rng.permutation(NUM_SLOTS)[:17]
     on_device = torch.from_numpy(np.stack((blocks, slots)).astype(np.int64)).to(rig.device)
-    kernels = LayoutKernels(Geometry.of(layout_of(device, dims), SHAPE), cupy)
+    kernels = LayoutKernels(geometry_of(layout_of(device, dims), SHAPE), cupy)
     canonical = torch.zeros(NUM_SLOTS, SHAPE.block_bytes, dtype=torch.uint8, device=rig.device)
     target = Canonical(canonical.data_ptr(), SHAPE.block_bytes, layers)
     # gather: the slots hold what the reference reads on the host

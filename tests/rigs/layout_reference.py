@@ -5,8 +5,23 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from kvtier.tiers.copies.kernels import Geometry
 from kvtier.tiers.host import memory
 from kvtier.tiers.naming.identity import DTYPE_BYTES, KVLayout, KVShape
+
+
+def geometry_of(layout: KVLayout, shape: KVShape) -> Geometry:
+    """Merge heads into tokens, tokens into K and V, K and V into a layer, if they lie next to each other."""
+    run = shape.head_dim * DTYPE_BYTES[shape.dtype]
+    num_kv, num_tokens, num_heads = shape.num_kv, shape.block_size, shape.num_kv_heads
+    if num_heads == 1 or layout.head_stride == run:
+        run, num_heads = run * num_heads, 1
+        if num_tokens == 1 or layout.token_stride == run:
+            run, num_tokens = run * num_tokens, 1
+            if num_kv == 1 or layout.kv_stride == run:
+                run, num_kv = run * num_kv, 1
+    strides = layout.block_stride, layout.kv_stride, layout.token_stride, layout.head_stride
+    return Geometry(tuple(layout.bases), *strides, num_kv, num_tokens, num_heads, run)
 
 
 def gather_reference(

@@ -291,7 +291,7 @@ class SlotPoolMachine(RuleBasedStateMachine):
 
     @rule(path=PATHS)
     def touch(self, path: Path) -> None:
-        self.pool.touch(chain(path))
+        self.pool.lease(chain(path)).release()
 
     @rule(path=PATHS)
     def evict(self, path: Path) -> None:

@@ -11,10 +11,10 @@ from redis_rig import RedisServer
 from redis_stories import opened
 from slab_rig import SLOT
 
-from kvtier.tiers import room
+from kvtier.tiers import tier as tier_module
 from kvtier.tiers.file.store import FileStore
 from kvtier.tiers.metrics import Metrics
-from kvtier.tiers.room import StoragePlace
+from kvtier.tiers.tier import StoragePlace
 
 
 def test_a_slab_tells_how_full_its_disk_is(disk_dir: Path) -> None:
@@ -32,7 +32,7 @@ def test_a_slab_tells_how_full_its_disk_is(disk_dir: Path) -> None:
 
 
 def test_a_file_system_that_hangs_has_nobody_wait_for_it(disk_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "_EVERY", 0.0)
+    monkeypatch.setattr(tier_module, "_EVERY", 0.0)
     gate, looked, found = Event(), Event(), os.statvfs(disk_dir)  # others use this disk meanwhile
     monkeypatch.setattr(os, "statvfs", lambda path: found)
     store = FileStore.open(disk_dir, bytes(32), slot_bytes=SLOT, block_size=4, size=60 * 4400, mode="buffered")
@@ -63,7 +63,7 @@ def test_a_server_tells_its_memory_in_the_background(
     redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = redis_server
-    monkeypatch.setattr(room, "_EVERY", 0.0)
+    monkeypatch.setattr(tier_module, "_EVERY", 0.0)
     with opened(server.url) as store:
         assert store.room() == ()  # nobody waits: it has only been asked
         wait_until(lambda: len(store.room()) == 1)

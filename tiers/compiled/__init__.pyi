@@ -1,6 +1,2 @@
-from .extensions import extension, status
-
-__all__ = [
-    "extension",
-    "status",
-]
+from .extensions import extension as extension
+from .extensions import status as status

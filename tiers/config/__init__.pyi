@@ -1,51 +1,30 @@
-from .config import Config, ConfigSource, child_environment, nearest, options
-from .environment import COMPILED, cache_directory, compiled_setting
-from .quantities import format_size, parse_duration, parse_room, parse_size, parse_time, show_size
-from .sections import (
-    MAX_BLOCKS,
-    CacheConfig,
-    ChatConfig,
-    EventsConfig,
-    FileConfig,
-    HostConfig,
-    ObjectsConfig,
-    PeersConfig,
-    RedisConfig,
-    RouterConfig,
-    ServerConfig,
-    ServiceConfig,
-)
-from .values import ByteSize, Lifetime, is_endpoint, is_one_line
-
-__all__ = [
-    "COMPILED",
-    "MAX_BLOCKS",
-    "ByteSize",
-    "CacheConfig",
-    "ChatConfig",
-    "Config",
-    "ConfigSource",
-    "EventsConfig",
-    "FileConfig",
-    "HostConfig",
-    "Lifetime",
-    "ObjectsConfig",
-    "PeersConfig",
-    "RedisConfig",
-    "RouterConfig",
-    "ServerConfig",
-    "ServiceConfig",
-    "cache_directory",
-    "child_environment",
-    "compiled_setting",
-    "format_size",
-    "is_endpoint",
-    "is_one_line",
-    "nearest",
-    "options",
-    "parse_duration",
-    "parse_room",
-    "parse_size",
-    "parse_time",
-    "show_size",
-]
+from .config import Config as Config
+from .config import ConfigSource as ConfigSource
+from .config import child_environment as child_environment
+from .config import nearest as nearest
+from .config import options as options
+from .environment import COMPILED as COMPILED
+from .environment import cache_directory as cache_directory
+from .environment import compiled_setting as compiled_setting
+from .quantities import format_size as format_size
+from .quantities import parse_duration as parse_duration
+from .quantities import parse_room as parse_room
+from .quantities import parse_size as parse_size
+from .quantities import parse_time as parse_time
+from .quantities import show_size as show_size
+from .sections import MAX_BLOCKS as MAX_BLOCKS
+from .sections import CacheConfig as CacheConfig
+from .sections import ChatConfig as ChatConfig
+from .sections import EventsConfig as EventsConfig
+from .sections import FileConfig as FileConfig
+from .sections import HostConfig as HostConfig
+from .sections import ObjectsConfig as ObjectsConfig
+from .sections import PeersConfig as PeersConfig
+from .sections import RedisConfig as RedisConfig
+from .sections import RouterConfig as RouterConfig
+from .sections import ServerConfig as ServerConfig
+from .sections import ServiceConfig as ServiceConfig
+from .values import ByteSize as ByteSize
+from .values import Lifetime as Lifetime
+from .values import is_endpoint as is_endpoint
+from .values import is_one_line as is_one_line

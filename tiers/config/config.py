@@ -48,8 +48,7 @@ _DYNAMO_STRICT: Final = "DYN_KV_ENFORCE_ENGINE_HASH_STABILITY"  # Dynamo's own s
 class Config(BaseSettings):
     """Everything a user can set, frozen.
 
-    `Config()` is the defaults and `Config(...)` exactly what it is given. `load` is the edge: it reads a file and the
-    environment too, and turns every mistake into a ConfigError.
+    `Config()` is the defaults; `load` reads a file and the environment too, and turns every mistake into a ConfigError.
     """
 
     model_config = SettingsConfigDict(
@@ -92,10 +91,7 @@ class Config(BaseSettings):
 
     @classmethod
     def of(cls, config: "ConfigSource | None") -> "Config":
-        """What a library's user gives: a Config as it is, `{section: {option: value}}` or a file as `load` takes them.
-
-        ConfigError for anything else.
-        """
+        """A Config as it is, `{section: {option: value}}`, or a file as `load` takes it; else ConfigError."""
         if isinstance(config, cls):
             return config
         if isinstance(config, Mapping):

@@ -26,10 +26,7 @@ _MAX_DURATION: Final = 365 * _DAY
 
 
 def parse_size(value: object) -> int:
-    """Bytes in "4GiB", "4gib", "4G" or "4g" (2**30), "4GB" or "4gb" (10**9), "4096" or 4096.
-
-    ValueError says what is wrong and what to write.
-    """
+    """Bytes in "4GiB", "4gib", "4G" or "4g" (2**30), "4GB" or "4gb" (10**9), "4096" or 4096; else ValueError."""
     if isinstance(value, str):
         fix = 'write a number of bytes, or one with a unit, as in "4GiB"'
         value = round(_quantity(value, _WRITTEN_UNITS, "B", f"not a size; {fix}", _SIZE_UNITS))

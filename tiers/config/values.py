@@ -130,10 +130,7 @@ def _is_ip(text: str) -> bool:
 
 
 def listed(fits: Callable[[str], object], why: str, between: str = r"[,\s]+") -> BeforeValidator:
-    """Takes texts that fit. A file lists them; a variable does so in JSON, or has `between` between them.
-
-    `between` is a regular expression: commas or spaces. Of what is no such list it says `why`.
-    """
+    """Takes texts that fit: a list, or a variable's JSON or texts with `between` (a regular expression) between."""
 
     def checked(value: object) -> tuple[str, ...]:
         texts = _texts(value, between) if isinstance(value, str) else value

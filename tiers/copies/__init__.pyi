@@ -1,28 +1,20 @@
-from .block_copier import BlockCopier, BlockCopies, BlockPart, CopyDirection, EngineBlocks, PartCopier, block_bytes_view
-from .copy_ways import CopyWays, KeptChoice, KeptChoices
-from .cuda_transfer import CudaCopyStream, CudaEvent
-from .device import BlockPool
-from .transfer import COPIED, DEVICE_ERRORS, CopyEvent, CopyStream, HostCopyStream, ended, is_out_of_memory
-
-__all__ = [
-    "COPIED",
-    "DEVICE_ERRORS",
-    "BlockCopier",
-    "BlockCopies",
-    "BlockPart",
-    "BlockPool",
-    "CopyDirection",
-    "CopyEvent",
-    "CopyStream",
-    "CopyWays",
-    "CudaCopyStream",
-    "CudaEvent",
-    "EngineBlocks",
-    "HostCopyStream",
-    "KeptChoice",
-    "KeptChoices",
-    "PartCopier",
-    "block_bytes_view",
-    "ended",
-    "is_out_of_memory",
-]
+from .block_copier import BlockCopier as BlockCopier
+from .block_copier import BlockCopies as BlockCopies
+from .block_copier import BlockPart as BlockPart
+from .block_copier import CopyDirection as CopyDirection
+from .block_copier import EngineBlocks as EngineBlocks
+from .block_copier import PartCopier as PartCopier
+from .block_copier import block_bytes_view as block_bytes_view
+from .copy_ways import CopyWays as CopyWays
+from .copy_ways import KeptChoice as KeptChoice
+from .copy_ways import KeptChoices as KeptChoices
+from .cuda_transfer import CudaCopyStream as CudaCopyStream
+from .cuda_transfer import CudaEvent as CudaEvent
+from .device import BlockPool as BlockPool
+from .transfer import COPIED as COPIED
+from .transfer import DEVICE_ERRORS as DEVICE_ERRORS
+from .transfer import CopyEvent as CopyEvent
+from .transfer import CopyStream as CopyStream
+from .transfer import HostCopyStream as HostCopyStream
+from .transfer import ended as ended
+from .transfer import is_out_of_memory as is_out_of_memory

@@ -1,8 +1,6 @@
 """Which blocks to copy between L1 and L2, where an engine keeps them, and the copy itself on the calling thread."""
 
 import math
-import resource
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal
@@ -16,61 +14,15 @@ if TYPE_CHECKING:
     import torch
 
 
-_CHUNK: Final = 1 << 20  # bytes between two looks
-_PACE: Final = 2e9  # bytes a second: what is slower than this may have waited
-_LOOK_AGAIN: Final = 0.5  # seconds: beside a busy Python thread a try costs some 5 ms, its turn of the GIL
-
-
-def num_sleeps() -> int:
-    """How often the calling thread gave its core up of its own accord, as who waits for a lock does."""
-    return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
-
-
-class GilWatch:
-    """One for each copier; any thread may use it.
-
-    A copy never sleeps. So if one took long and its thread has slept, it waited for the GIL. If the thread has not,
-    memory is slow or others had the core, and that holds up any way to copy.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.perf_counter, sleeps: Callable[[], int] = num_sleeps) -> None:
-        """`clock` in seconds; `sleeps` is of the calling thread."""
-        self._clock, self._sleeps = clock, sleeps
-        self._wanted_until = 0.0
-
-    def copy_each(self, copy: Callable[[int], None], num_pieces: int, piece_bytes: int) -> int:
-        """Call `copy` with 0, 1, … while nobody else wants the GIL. Returns how many pieces were copied so."""
-        clock = self._clock
-        began = clock()
-        if began < self._wanted_until:
-            return 0
-        slept = self._sleeps()
-        most, step, at = max(1, _CHUNK // piece_bytes), 1, 0  # the first look after one piece: each may wait 5 ms
-        while at < num_pieces:
-            step = min(step, num_pieces - at)
-            for i in range(at, at + step):
-                copy(i)
-            at, now = at + step, clock()
-            if now - began > step * piece_bytes / _PACE and self._sleeps() > slept:
-                self._wanted_until = now + _LOOK_AGAIN
-                break
-            began, step = now, min(2 * step, most)
-        return at
-
-
 CopyDirection = Literal["load", "store"]
 
 CANCELLED: Final = "cancelled: the stream was closed"
-_ALONE_FROM: Final = 128 << 10  # bytes from which a call of numpy for each block is a small part of its copy
 _STAGING_BYTES: Final = 1 << 20  # of numpy's scattered copies: stays in the cache between the two passes
 
 
 @dataclass(frozen=True, slots=True)
 class BlockCopies:
-    """Which L1 block pairs with which L2 slot, index by index; no block or slot may be the target of two pairs.
-
-    `layers` is a half-open range of layers; None means all.
-    """
+    """L1 blocks and L2 slots by pairs, each the target of one at most. `layers`: a half-open range, None for all."""
 
     device_blocks: NDArray[np.int64]
     host_slots: NDArray[np.int64]
@@ -84,16 +36,12 @@ class BlockCopier:
     """Copies blocks between L1 bytes `[num_blocks, num_layers, layer_bytes]` and a region, on the calling thread."""
 
     def __init__(self, device: "torch.Tensor | NDArray[np.generic]", region: HostRegion) -> None:
-        """`device` is L1, C-contiguous `[num_blocks, num_layers, …]`.
-
-        ValueError if its blocks are not as large as the region's slots.
-        """
+        """`device`: L1, C-contiguous `[num_blocks, num_layers, …]`. ValueError if its blocks do not fit the slots."""
         self._device = block_bytes_view(device)
         self._region = region
         self._rows_of_device = self._device.reshape(len(self._device), -1)
         self._copy_blocks = memory.compiled_blocks_copy()
         self._owner = device  # the view is by address and keeps nothing alive
-        self._gil = GilWatch()
         self.num_blocks, self.num_layers, self.layer_bytes = self._device.shape
         if self.num_layers * self.layer_bytes != region.slot_bytes:
             raise ValueError(f"blocks of {self.num_layers * self.layer_bytes} bytes, slots of {region.slot_bytes}")
@@ -132,43 +80,17 @@ class BlockCopier:
                 return CANCELLED
             some, where = blocks[start : start + per_call], slots[start : start + per_call]
             try:
-                if copy_blocks is None:
-                    self._copy_some(direction, some, where, span)
-                else:
+                if copy_blocks is not None:
                     copy_blocks(
                         self._rows_of_device, some, self._region.array, where, offset, length, direction == "load"
                     )
+                elif memory.can_copy_scattered():
+                    self._copy_addresses(direction, some, where, span)
+                else:
+                    self._copy_staged(direction, some, where, span)
             except (OSError, IndexError, ValueError) as failure:
                 return str(failure)
         return None
-
-    def _copy_some(
-        self, direction: CopyDirection, blocks: NDArray[np.int64], slots: NDArray[np.int64], span: tuple[int, int]
-    ) -> None:
-        """By the fastest way there is now without a compiled one."""
-        length = span[1]
-        if length == self._region.slot_stride and self._copy_whole_run(direction, blocks, slots):
-            return
-        num_copied = self._copy_each(direction, blocks, slots, span) if length >= _ALONE_FROM else 0
-        if num_copied < len(blocks):
-            copy = self._copy_addresses if memory.can_copy_scattered() else self._copy_staged
-            copy(direction, blocks[num_copied:], slots[num_copied:], span)
-
-    def _copy_each(
-        self, direction: CopyDirection, blocks: NDArray[np.int64], slots: NDArray[np.int64], span: tuple[int, int]
-    ) -> int:
-        """Block by block, while nobody else wants the GIL: 5 to 15 % faster then. Returns how many were copied."""
-        target, source = self._rows(direction, span)
-        into, out_of = (blocks, slots) if direction == "load" else (slots, blocks)
-        targets, sources = into.tolist(), out_of.tolist()
-        return self._gil.copy_each(lambda i: np.copyto(target[targets[i]], source[sources[i]]), len(targets), span[1])
-
-    def _rows(self, direction: CopyDirection, span: tuple[int, int]) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-        """These bytes of every target and of every source, one to a row."""
-        offset, length = span
-        device = self._device.reshape(self.num_blocks, -1)[:, offset : offset + length]
-        host = self._region.array[:, offset : offset + length]
-        return (device, host) if direction == "load" else (host, device)
 
     def _copy_addresses(
         self, direction: CopyDirection, blocks: NDArray[np.int64], slots: NDArray[np.int64], span: tuple[int, int]
@@ -184,31 +106,21 @@ class BlockCopier:
         starts = np.flatnonzero(np.concatenate(([True], ~joined)))
         lengths = np.diff(np.append(starts, len(blocks))) * length
         # L1 may be any tensor, but the slots are on huge pages wherever the kernel has some.
-        memory.copy_pieces(targets[starts], sources[starts], lengths, lookup_targets=direction == "store")
-
-    def _copy_whole_run(self, direction: CopyDirection, blocks: NDArray[np.int64], slots: NDArray[np.int64]) -> bool:
-        """Whole rows of which one side is a run: numpy is then a tenth faster below 1 MiB. False: not such a batch."""
-        device, host = self._device.reshape(self.num_blocks, -1), self._region.array
-        target, source = (device, host) if direction == "load" else (host, device)
-        into, out_of = (blocks, slots) if direction == "load" else (slots, blocks)
-        count = len(into)
-        if _is_run(into):
-            np.take(source, out_of, axis=0, out=target[into[0] : into[0] + count], mode="clip")  # "raise" would buffer
-            return True
-        if _is_run(out_of):
-            target[into] = source[out_of[0] : out_of[0] + count]
-            return True
-        return False
+        memory.copy_scattered(targets[starts], sources[starts], lengths, lookup_targets=direction == "store")
 
     def _copy_staged(
         self, direction: CopyDirection, blocks: NDArray[np.int64], slots: NDArray[np.int64], span: tuple[int, int]
     ) -> None:
         """Two numpy passes through a cache-sized buffer, if the system call is forbidden."""
-        target, source = self._rows(direction, span)
-        into, out_of = (blocks, slots) if direction == "load" else (slots, blocks)
+        columns = slice(span[0], sum(span))
+        device, host = self._rows_of_device[:, columns], self._region.array[:, columns]
         step = max(1, _STAGING_BYTES // span[1])
-        for start in range(0, len(into), step):
-            target[into[start : start + step]] = source[out_of[start : start + step]]
+        for start in range(0, len(blocks), step):
+            some, where = blocks[start : start + step], slots[start : start + step]
+            if direction == "load":
+                device[some] = host[where]
+            else:
+                host[where] = device[some]
 
 
 def invalid_copies(copies: BlockCopies, num_blocks: int, num_layers: int, num_slots: int) -> str | None:
@@ -219,25 +131,16 @@ def invalid_copies(copies: BlockCopies, num_blocks: int, num_layers: int, num_sl
     first, last = copies.layers or (0, num_layers)
     if not 0 <= first < last <= num_layers:
         return f"layers {first}..{last}: L1 has {num_layers}"
-    for name, index, limit in (
-        ("L1 block", copies.device_blocks, num_blocks),
-        ("L2 slot", copies.host_slots, num_slots),
-    ):
+    for name, index, limit in (("L1 block", blocks, num_blocks), ("L2 slot", slots, num_slots)):
         if len(index) and (index.min() < 0 or index.max() >= limit):
             return f"{name} outside 0..{limit - 1}: {index.min()}..{index.max()}"
     return None
 
 
-def _is_run(index: NDArray[np.int64]) -> bool:
-    """Whether each is the one before it and one."""
-    return bool(index[-1] - index[0] == len(index) - 1) and bool((np.diff(index) == 1).all())
-
-
 def block_bytes_view(device: "torch.Tensor | NDArray[np.generic]") -> NDArray[np.uint8]:
-    """L1 `[num_blocks, num_layers, …]`, C-contiguous in host memory, as bytes `[num_blocks, num_layers, layer_bytes]`.
+    """L1 in host memory, C-contiguous, as bytes `[num_blocks, num_layers, layer_bytes]`.
 
-    A torch tensor is viewed by address, whatever its dtype (numpy has no bfloat16) and without importing torch; the
-    caller keeps it alive.
+    A torch tensor is viewed by address, whatever its dtype and without importing torch; the caller keeps it alive.
     """
     num_blocks, num_layers = device.shape[:2]
     if isinstance(device, np.ndarray):
@@ -250,7 +153,6 @@ def block_bytes_view(device: "torch.Tensor | NDArray[np.generic]") -> NDArray[np
 
 
 _UINTS: Final = {1: "u1", 2: "u2", 4: "u4", 8: "u8"}
-_BATCH_BYTES: Final = 32 << 20  # copied between two looks at `cancelled`
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,10 +238,7 @@ class EngineBlocks:
 
 
 class PartCopier:
-    """Copies between an engine's blocks in host memory and a region's slots, on the calling thread.
-
-    Pieces that are one run on both sides go in one system call for many; others by one numpy assignment a part.
-    """
+    """Copies between an engine's blocks in host memory and slots: what is one run in one system call, else by numpy."""
 
     def __init__(self, blocks: EngineBlocks, region: HostRegion) -> None:
         """ValueError if the blocks are not in host memory or not as large as the region's slots."""
@@ -357,7 +256,7 @@ class PartCopier:
         """Copy now. Returns why it failed, or None. `cancelled` is asked before every 32 MiB."""
         if error := self.invalid(copies):
             return error
-        per_batch = max(1, _BATCH_BYTES // self._region.slot_bytes)
+        per_batch = max(1, memory.COPY_PIECE // self._region.slot_bytes)
         for group, blocks, slots in self._blocks.by_group(copies):
             parts = [self._views[id(part)] for part in self._blocks.select(group, copies.layers)]
             for start in range(0, len(blocks), per_batch):

@@ -79,10 +79,7 @@ class CopyProbe:
                 probe.close()
 
     def rate(self, way: CopyWay, piece_bytes: int, grid: int) -> float:
-        """Bytes per second of scattered pieces. RuntimeError if the device refuses.
-
-        Loads alone, stores alone and both at once together: a kernel shares the link badly, copy engines do not.
-        """
+        """Bytes per second of scattered pieces, loads, stores and both at once. RuntimeError if the device refuses."""
         if self._bench is None or self._bench.piece_bytes != piece_bytes:
             self.close()
             with torch.cuda.device(self._device), torch.cuda.stream(self._stream):

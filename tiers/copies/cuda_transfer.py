@@ -202,10 +202,7 @@ class CudaCopyStream:
         return self._enqueue("store", copies, after)
 
     def fence(self, event: CopyEvent, timeout: float) -> bool:
-        """Make the calling thread's current stream wait for the copy; the thread itself does not.
-
-        A CUDA graph that is being captured there cannot: then it has to have ended.
-        """
+        """Make the calling thread's stream wait for the copy. A captured one cannot: the copy has to have ended."""
         if not isinstance(event, CudaEvent):
             return event.wait(timeout)
         if _is_capturing():

@@ -41,7 +41,6 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.enable_prefix_caching = enable_prefix_caching
         self._core = make_core(num_blocks, "lru")
-        self.tells = False  # whether somebody listens
         self.partial_blocks = self.wants_records = partial_blocks and enable_prefix_caching
         self._child_index = make_child_index(num_blocks) if self.partial_blocks else None
         self._records = self._new_records() if self.partial_blocks else None  # while somebody wants to know
@@ -69,24 +68,14 @@ class BlockPool:
             return self._core.lease(list(hashes))[0]
 
     def children(self, parent: ChainHash, start: bytes = b"") -> list[ChildBlock]:
-        """Blocks held now that follow this one and begin with these tokens; maybe not all.
-
-        None without `partial_blocks`.
-        """
+        """Blocks held now that follow this one and begin with these tokens; none without `partial_blocks`."""
         if self._child_index is None or self._records is None:
             return []
         with self._lock:
-            found = []
-            for slot in self._records.following(self._child_index.find(parent), parent, start):
-                record = self._records[slot] if self._core.is_ready(slot) else None
-                if record is not None and record.tokens.startswith(start) and record.parent == parent:
-                    found.append(ChildBlock(record.chain_hash, record.tokens))
-            return found
+            return self._records.children(self._child_index.find(parent), parent, start, self._core.is_ready)
 
     def allocate(self, n: int, leaving: int = 0) -> list[int] | None:
-        """Take `n` blocks, unnamed, with one reference each; all or nothing. None: fewer are free, nobody waits.
-
-        `leaving`: take none if fewer than so many would be left.
+        """Take `n` unnamed blocks, one reference each, or None if then fewer than `leaving` would be left.
 
         ValueError, and nothing changes, if `n` is negative.
         """
@@ -145,10 +134,7 @@ class BlockPool:
             self.tensor[target].copy_(self.tensor[source])
 
     def free(self, block_ids: ArrayLike) -> None:
-        """Give one reference to each block back. A chain's tail will be taken again before its head.
-
-        ValueError, and nothing changes, if a block has no reference.
-        """
+        """Give one reference to each block back, a chain's head last. ValueError, and no change, if one has none."""
         slots = _listed(block_ids)
         with self._lock:
             self._core.unref(slots)
@@ -156,10 +142,7 @@ class BlockPool:
                 self._core.retire(slots)
 
     def hold(self, block_ids: ArrayLike) -> None:
-        """One reference more to each block: a copy in flight keeps its block until it gives it back by `free`.
-
-        ValueError, and nothing changes, if a block has no reference: it may hold another block by now.
-        """
+        """One reference more to each block, for a copy in flight. ValueError, and no change, if a block has none."""
         with self._lock:
             self._core.hold(_listed(block_ids))
 
@@ -175,7 +158,7 @@ class BlockPool:
         with self._lock:
             if self._core.num_ready:
                 raise ValueError(f"listen: {self._core.num_ready} blocks have a name already")
-            self.tells = self.wants_records = True
+            self.wants_records = True
             if self._records is None:
                 self._records = self._new_records()
             self._core.changes = ChangeLog(self.num_blocks)
@@ -199,7 +182,7 @@ class BlockPool:
         """Keep no log any more; returns what the reader knows."""
         with self._lock:
             log, self._core.changes = self._core.changes, None
-            self.tells, self.wants_records = False, self.partial_blocks
+            self.wants_records = self.partial_blocks
             self._records = self._records if self.partial_blocks else None
             if log is None:
                 return []

@@ -1,6 +1,6 @@
 """Copies between an engine's own KV layout and canonical blocks: one CUDA kernel each way.
 
-A layout is data (`KVLayout`), so one kernel serves vLLM's per-layer tensors in any dimension order as well as our own
+A layout is data (`Geometry`), so one kernel serves vLLM's per-layer tensors in any dimension order as well as our own
 block-first L1. CuPy compiles it at first use (NVRTC); nothing here needs CuPy to be imported.
 """
 
@@ -15,7 +15,6 @@ import torch
 
 from kvtier.tiers.copies.block_copier import BlockPart, CopyDirection
 from kvtier.tiers.copies.copy_ways import DEFAULT
-from kvtier.tiers.naming import DTYPE_BYTES, KVLayout, KVShape
 
 # The units of all (block, slot) pairs are one row. Each block of threads has a share of it, as long as any other's but
 # for one unit; consecutive threads take consecutive units, so canonical accesses always coalesce and layout accesses do
@@ -75,10 +74,7 @@ _MOST_UNITS: Final = 1 << 31  # of a launch: the kernel counts in 32 bits
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """A layout with its inner dimensions merged as far as they are contiguous: runs of `run_bytes` at strides.
-
-    A layer of a block is `num_kv × num_tokens × num_heads` runs; strides are in bytes.
-    """
+    """A layout merged as far as it is contiguous: `num_kv × num_tokens × num_heads` runs a layer. All in bytes."""
 
     bases: tuple[int, ...]
     block_stride: int
@@ -89,20 +85,6 @@ class Geometry:
     num_tokens: int
     num_heads: int
     run_bytes: int
-
-    @classmethod
-    def of(cls, layout: KVLayout, shape: KVShape) -> "Geometry":
-        """Merge heads into tokens, tokens into K and V, K and V into a layer, if they lie next to each other."""
-        run = shape.head_dim * DTYPE_BYTES[shape.dtype]
-        num_kv, num_tokens, num_heads = shape.num_kv, shape.block_size, shape.num_kv_heads
-        if num_heads == 1 or layout.head_stride == run:
-            run, num_heads = run * num_heads, 1
-            if num_tokens == 1 or layout.token_stride == run:
-                run, num_tokens = run * num_tokens, 1
-                if num_kv == 1 or layout.kv_stride == run:
-                    run, num_kv = run * num_kv, 1
-        strides = layout.block_stride, layout.kv_stride, layout.token_stride, layout.head_stride
-        return cls(tuple(layout.bases), *strides, num_kv, num_tokens, num_heads, run)
 
     @classmethod
     def block_first(cls, address: int, num_layers: int, layer_bytes: int) -> "Geometry":
@@ -121,10 +103,9 @@ class Geometry:
 
 
 class LayoutKernels:
-    """Enqueues gathers (layout → canonical) and scatters (canonical → layout) on a CUDA stream.
+    """Enqueues gathers (layout → canonical) and scatters (canonical → layout) on a CUDA stream. Not thread-safe.
 
-    Not thread-safe. Index arrays are device pointers to int64; canonical memory is an address the device may use:
-    device memory or a pinned region.
+    Index arrays are device pointers to int64; canonical memory is an address that the device may use.
     """
 
     def __init__(self, geometry: Geometry, cupy: Any = None) -> None:
@@ -138,10 +119,7 @@ class LayoutKernels:
         self._known: dict[tuple[int, int, tuple[int, int] | None], tuple[int, int, tuple[np.generic, ...]]] = {}
 
     def compile(self, canonical: "Canonical") -> None:
-        """Compile both kernels for such slots, on the current device; launches do so at first use otherwise.
-
-        RuntimeError if the driver or the compiler refuses.
-        """
+        """Compile both kernels for such slots now, not at first use. RuntimeError if that is refused."""
         unit = self.geometry.unit_bytes(canonical.address, canonical.slot_stride)
         try:
             for name in ("kv_gather", "kv_scatter"):
@@ -169,10 +147,7 @@ class LayoutKernels:
                 self._kernel(name, unit)((grid, 1), (THREADS,), (*addresses, *of_geometry, np.uint32(pairs)))
 
     def _counts(self, canonical: "Canonical") -> tuple[int, int, tuple[np.generic, ...]]:
-        """Bytes of a unit, units of a block, and the arguments of a launch that depend on neither blocks nor address.
-
-        Kept: a step has one launch, and making these takes as long as launching.
-        """
+        """Bytes of a unit, units of a block, a launch's fixed arguments: kept, as making them costs a launch."""
         kind = (canonical.address % 16, canonical.slot_stride, canonical.layers)
         if (known := self._known.get(kind)) is not None:
             return known
@@ -224,10 +199,7 @@ _GRID: Final = 528
 
 
 class PartKernels:
-    """Gathers and scatters the parts of one group by kernel. Not thread-safe.
-
-    A torch call for each part costs some 15 us of Python: 0.5 ms for 32 layers, however few blocks there are.
-    """
+    """Gathers and scatters a group's parts by kernel: a torch call for each costs 15 us of Python. Not thread-safe."""
 
     def __init__(self, parts: Sequence[BlockPart], geometry: Geometry, cupy: Any) -> None:
         """`parts` ascend in the slot. ImportError without CuPy."""
@@ -238,10 +210,7 @@ class PartKernels:
 
     @classmethod
     def of(cls, parts: Sequence[BlockPart], cupy: Any = None) -> Self | None:
-        """Kernels for these parts, compiled; None where one differs from another in more than its place.
-
-        ImportError without CuPy; RuntimeError if its compiler or the driver refuses.
-        """
+        """Compiled; None where parts differ in more than place. ImportError without CuPy; RuntimeError if refused."""
         parts = sorted(parts, key=lambda part: part.offset)
         geometry = _geometry_of(parts)
         if geometry is None:

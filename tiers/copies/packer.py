@@ -68,6 +68,18 @@ def rows_of(
     return (device, host, sizes) if direction == "load" else (host, device, sizes)
 
 
+_Pieces = tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint64]]
+"""Targets, sources and sizes of copies."""
+
+
+def _by_driver(
+    driver: CudaDriver, device: torch.device, direction: CopyDirection, is_chained: bool, pieces: _Pieces
+) -> None:
+    """One batch on the current stream. Slots that nobody fills any more may be read at once."""
+    stream = torch.cuda.current_stream(device).cuda_stream
+    driver.copy(*pieces, stream, at_any_time=direction == "load" and not is_chained)
+
+
 STAGING_BYTES: Final = 64 << 20  # for each direction; what is more goes in batches of this size
 _UNITS: Final = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 _ALIGNMENT: Final = 8  # bytes: the largest unit of a torch call
@@ -122,10 +134,7 @@ class Packer:
         self.counts: Counter[str] = Counter()  # what was done since the device had no memory
 
     def copy(self, direction: CopyDirection, copies: BlockCopies, *, is_chained: bool = True) -> None:
-        """Enqueue valid copies. RuntimeError is the driver's; what was enqueued before it goes on.
-
-        `is_chained`: what is read may still be on its way there, on a stream that this one waits for.
-        """
+        """Enqueue valid copies; RuntimeError is the driver's. `is_chained`: what is read may be on its way there."""
         made = self._copy_runs(direction, copies, is_chained) if self._driver is not None else frozenset[int]()
         with torch.inference_mode():  # an engine's tensors may have been made in it; then only it may write to them
             for slots, blocks in _by_slot(self._blocks, copies):
@@ -135,10 +144,7 @@ class Packer:
                     self._ways.count("staging", len(slots) * selection.num_bytes)
 
     def _select(self, groups: tuple[int, ...], layers: tuple[int, int] | None, made: frozenset[int]) -> "_Selection":
-        """The parts of these groups and layers, but for the runs of the groups in `made`.
-
-        Kept: a decode step stores the same parts each time, and picking them took as long as their copy's launches.
-        """
+        """These groups' and layers' parts but for the runs of `made`. Kept: picking takes as long as launching."""
         if (known := self._selections.get((groups, layers, made))) is not None:
             return known
         parts = [
@@ -166,9 +172,7 @@ class Packer:
             batches.append(pieces_of(direction, runs, blocks, slots, self._region))
         if batches:
             targets, sources, sizes = (np.concatenate(columns) for columns in zip(*batches, strict=True))
-            stream = torch.cuda.current_stream(self.device).cuda_stream
-            at_once = direction == "load" and not is_chained  # slots that nobody fills any more may be read at once
-            self._driver.copy(targets, sources, sizes, stream, at_any_time=at_once)
+            _by_driver(self._driver, self.device, direction, is_chained, (targets, sources, sizes))
             self._ways.count("batch", int(sizes.sum()))
         return frozenset(made)
 
@@ -272,10 +276,10 @@ class Packer:
         spans: Sequence[ByteRange],
         is_chained: bool,
     ) -> None:
-        """Copy the spans of slots from or to the rows of the staging, which hold a slot's bytes from `first` on.
+        """Copy spans of slots from or to rows of the staging, which hold a slot's bytes from `first` on.
 
-        By one call of the driver. Where it is older, a torch call for each run: neighbouring whole slots go together,
-        parts of slots one by one. Torch makes any other copy through pageable memory and waits for it.
+        By one call of the driver. Where it is older, a torch call for each run: neighbouring whole slots together,
+        others one by one, since torch makes any other copy through pageable memory and waits for it.
         """
         if self._driver is not None and self._region.is_pinned(slots):
             width = staging.stride(0)
@@ -284,8 +288,7 @@ class Packer:
                 pieces = rows_of(direction, runs[0], slots, self._region)
             else:
                 pieces = pieces_of(direction, runs, np.arange(len(slots)), slots, self._region)
-            stream = torch.cuda.current_stream(self.device).cuda_stream
-            return self._driver.copy(*pieces, stream, at_any_time=direction == "load" and not is_chained)
+            return _by_driver(self._driver, self.device, direction, is_chained, pieces)
         whole = list(spans) == [(0, self._slots.shape[1])]
         starts = np.append(0, np.flatnonzero(ends_of_runs(slots, self._region)) + 1) if whole else np.arange(len(slots))
         for start, end in zip(starts.tolist(), [*starts[1:].tolist(), len(slots)], strict=True):
@@ -337,10 +340,7 @@ def _run_of(part: BlockPart) -> Run | None:
 
 
 def ends_of_runs(slots: NDArray[np.int64], region: HostRegion) -> NDArray[np.bool_]:
-    """Behind which of these ascending slots (all but the last) a copy has to end.
-
-    The next one is no neighbour, or lies in another piece of memory that was pinned by itself.
-    """
+    """Behind which of these ascending slots a copy has to end: the next is no neighbour, or in another pinned piece."""
     breaks: NDArray[np.bool_] = np.diff(slots) != 1
     if region.pinning is not None:
         breaks |= np.diff(slots // region.pinning.slots_per_piece) != 0
@@ -435,10 +435,7 @@ _SORTED: Final = 2048  # blocks of a copy, at most, among which neighbours are l
 
 
 class TensorCopier:
-    """Copies our own L1, block-first: neighbours are merged, small pieces go by kernel if there is one.
-
-    The others go by one call of the driver, or by one copy of torch's for each where the driver is older.
-    """
+    """Copies our own L1, block-first: neighbours merged, small pieces by kernel, others by the driver, or by torch."""
 
     def __init__(
         self,
@@ -467,10 +464,7 @@ class TensorCopier:
         return (*batch, *(("kernel",) if self.kernels is not None else ()), "torch")
 
     def copy(self, direction: CopyDirection, copies: BlockCopies, *, is_chained: bool = True) -> None:
-        """Enqueue valid copies on the current stream. RuntimeError is the driver's.
-
-        `is_chained`: what is read may still be on its way there, on a stream that this one waits for.
-        """
+        """Enqueue valid copies; RuntimeError is the driver's. `is_chained`: what is read may be on its way there."""
         first, last = copies.layers or (0, self.num_layers)
         blocks, slots = copies.device_blocks, copies.host_slots
         if len(slots) <= _SORTED:
@@ -489,10 +483,7 @@ class TensorCopier:
             start, stride = first * self._layer_bytes, self.num_layers * self._layer_bytes
             run = Run(self.l1.data_ptr() + start, stride, start, (last - first) * self._layer_bytes)
             pieces = pieces_of(direction, [run], blocks, slots, self._region)
-            stream = torch.cuda.current_stream(self.device)
-            at_once = direction == "load" and not is_chained
-            self._driver.copy(*pieces, stream.cuda_stream, at_any_time=at_once)
-            return
+            return _by_driver(self._driver, self.device, direction, is_chained, pieces)
         if way == "kernel" and self.kernels is not None:
             indices = torch.from_numpy(np.stack((blocks, slots))).pin_memory().to(self.l1.device, non_blocking=True)
             canonical = Canonical(self._region.address, self._region.slot_stride, copies.layers)

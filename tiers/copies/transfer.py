@@ -62,19 +62,13 @@ class CopyStream(Protocol):
     """Copies between the L1 tensor and the L2 region it was made with. Thread-safe."""
 
     def load(self, copies: BlockCopies, after: object | None = None) -> CopyEvent:
-        """Enqueue L2 → L1 copies, to start after `after` (an event of this stream, or the device's own kind).
-
-        Without `after` they start after all compute the calling thread has issued so far (on a CPU that is over).
-        """
+        """Enqueue L2 → L1 copies behind `after`, an event; without, behind all this thread has issued so far."""
 
     def store(self, copies: BlockCopies, after: object | None = None) -> CopyEvent:
         """Enqueue L1 → L2 copies; `after` as in `load`. The blocks must stay unchanged until the event is done."""
 
     def fence(self, event: CopyEvent, timeout: float) -> bool:
-        """Make compute that the calling thread issues from now on see the event's copy.
-
-        A device waits by itself and this returns True at once; a CPU waits here, up to `timeout` seconds.
-        """
+        """Make later compute of this thread see the copy: a device waits itself, a CPU here, `timeout` seconds."""
 
     def mark(self) -> object | None:
         """All compute that the calling thread has issued by now, as an `after` for copies enqueued later."""
@@ -136,8 +130,7 @@ class CopyTask:
 class HostCopyStream:
     """The twin for an L1 in host memory: threads that copy without the GIL. Loads overtake queued stores.
 
-    A few bytes are copied at once, by whoever asks, if nothing is under way.
-    Lock: `_changed` guards the queues and counters; never held during a copy.
+    If nothing is under way, a few bytes are copied at once. `_changed` guards queues and counters, never during a copy.
     """
 
     def __init__(

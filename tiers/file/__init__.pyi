@@ -1,22 +1,13 @@
-from . import slab
-from .extents import BareSlab
-from .file_io import PAGE, FileIO, Mode, write_all
-from .slab_check import ReportProgress, SlabCheck, check_slab
-from .slab_file import SLAB_NAME, open_slab, release
-from .store import FileStore
-
-__all__ = [
-    "PAGE",
-    "SLAB_NAME",
-    "BareSlab",
-    "FileIO",
-    "FileStore",
-    "Mode",
-    "ReportProgress",
-    "SlabCheck",
-    "check_slab",
-    "open_slab",
-    "release",
-    "slab",
-    "write_all",
-]
+from . import slab as slab
+from .extents import BareSlab as BareSlab
+from .file_io import PAGE as PAGE
+from .file_io import FileIO as FileIO
+from .file_io import Mode as Mode
+from .file_io import write_all as write_all
+from .slab_check import ReportProgress as ReportProgress
+from .slab_check import SlabCheck as SlabCheck
+from .slab_check import check_slab as check_slab
+from .slab_file import SLAB_NAME as SLAB_NAME
+from .slab_file import open_slab as open_slab
+from .slab_file import release as release
+from .store import FileStore as FileStore

@@ -22,10 +22,7 @@ _PIECE: Final = 1 << 14  # names that are loaded, or looked for by a check, at o
 
 
 class SlabIndex:
-    """Names of slots: at most one per slot, and one slot per name. It takes no lock.
-
-    Compiled it takes 49 to 65 bytes a slot, interpreted some 200.
-    """
+    """One name a slot at most, and one slot a name: 49 to 65 bytes a slot compiled, some 200 interpreted. No lock."""
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
@@ -223,10 +220,7 @@ class ExtentMap:
         self._busy[extent] += 1
 
     def take(self, hashes: Sequence[ChainHash], after: ChainHash | None) -> SlotRun | None:
-        """Slots for leading `hashes`, behind their parent if that is possible; None: claim an extent first.
-
-        `after` None: anywhere, rather than claim.
-        """
+        """Slots for leading `hashes`, if possible behind block `after`; None: claim first. `after` None: anywhere."""
         for extent, last in self._open.items():
             if last == after and after is not None:
                 return self.take_in(extent, hashes)
@@ -273,10 +267,7 @@ class ExtentMap:
         return ClaimedExtent(extent, bool(self._dirty[extent]), self.epoch, keep, hashes)
 
     def _choose_victim(self) -> tuple[int, list[int]] | None:
-        """The idle extent that is needed least, as far as ends told; else the oldest.
-
-        One of which no end told, and that was mostly hit since it was filled or last passed over, is passed over.
-        """
+        """The idle extent that is needed least, as ends tell; else the oldest that was not mostly hit lately."""
         most = self.per_extent // _KEEP_SHARE
         chances = _MAX_CHANCES
         for _ in range(2 * len(self._order)):
@@ -324,7 +315,7 @@ class ExtentMap:
         self._state[extent] = _ExtentState.OPEN
         self._open[extent] = None
         if self.departures is not None:
-            self.departures.came_few([extent])
+            self.departures.came(extent)
         return True
 
     def unclaim(self, claim: ClaimedExtent) -> None:

@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 
 from kvtier.tiers import BlockRecord, ChainHash, forget_descriptor, hide_from_children
 from kvtier.tiers.compiled import extension
+from kvtier.tiers.host import memory
 
 _log = logging.getLogger(__name__)
 
@@ -152,8 +153,8 @@ class ReadQueue:
     ) -> list[BlockRecord | None] | None:
         """Read and verify blocks by the twin, their slots ascending; None, and nothing done, where there is none.
 
-        `fds`: of the payloads and of the table. Returns each block's record; None where row or payload did not come,
-        or is not whole: the Python way says what is wrong. Each buffer is as large as a payload, whole pages.
+        `fds`: of payloads and table. Returns records; None where row or payload did not come whole: the Python way says
+        why. Buffers are as large as a payload, whole pages.
         """
         if self._compiled is None:
             return None
@@ -291,10 +292,7 @@ class FileIO:
 
 
 def peeking(io: FileIO, fd: int) -> ReadCall:
-    """What reads of this file without waiting: `peek`, or `preadv` in memory, else a call that brings nothing.
-
-    May wait itself: it is for who opens the file.
-    """
+    """What reads this file without waiting: `peek`, in memory `preadv`, else nothing. At opening: it may wait."""
     try:
         os.preadv(fd, [bytearray(1)], 0, os.RWF_NOWAIT)
     except BlockingIOError:
@@ -420,22 +418,6 @@ class Scratch(threading.local):
         return memoryview(self._memory)
 
 
-class _IoVec(ctypes.Structure):
-    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
-
-
-_process_vm_readv = ctypes.CDLL(None, use_errno=True).process_vm_readv
-_process_vm_readv.restype = ctypes.c_ssize_t
-_process_vm_readv.argtypes = (
-    ctypes.c_int,
-    ctypes.POINTER(_IoVec),
-    ctypes.c_ulong,
-    ctypes.POINTER(_IoVec),
-    ctypes.c_ulong,
-    ctypes.c_ulong,
-)
-
-
 class Mapping:
     """A read-only mapping of a file whose reads fail with EFAULT if a plain copy would die of SIGBUS."""
 
@@ -452,13 +434,12 @@ class Mapping:
             return 0
         # Ask for the rest of the run ahead of the copy: one large read instead of a fault per 16 pages.
         os.posix_fadvise(fd, offset, length, os.POSIX_FADV_WILLNEED)
-        local = (_IoVec * len(buffers))(*[_IoVec(address(buffer), buffer.nbytes) for buffer in buffers])
-        remote = _IoVec(self._base + offset, length)
-        moved: int = _process_vm_readv(os.getpid(), local, len(buffers), ctypes.byref(remote), 1, 0)
-        if moved < 0:
-            code = ctypes.get_errno()
-            raise OSError(code, os.strerror(code))
-        return moved
+        sizes = np.array([buffer.nbytes for buffer in buffers], np.int64)
+        ends = np.minimum(np.cumsum(sizes), length)  # the last ones may lie behind the end of the file
+        starts = np.append(0, ends[:-1])
+        targets = np.array([address(buffer) for buffer in buffers], np.int64)
+        memory.copy_scattered(targets, self._base + offset + starts, ends - starts)
+        return length
 
     def close(self) -> None:
         self._map.close()
@@ -467,8 +448,7 @@ class Mapping:
 class GroupSync:
     """Makes earlier writes durable, together. Thread-safe.
 
-    A sync that began before a caller's write says nothing about it, so a caller waits for one that began after its
-    call; at most one runs and any number of callers wait for the next.
+    A caller waits for a sync that began after its call; at most one runs, and any number of callers wait for the next.
     """
 
     def __init__(self, sync: Callable[[], None]) -> None:
@@ -602,8 +582,7 @@ class PayloadIO:
     ) -> Generator[RunRead, None, None]:
         """Read slots by their ascending offsets; yields runs of neighbours as they come.
 
-        Direct reads of whole pages are in flight together. What the queue does not bring whole is read by `read_each`.
-        `meanwhile` is called once, before anything is yielded, with reads in flight if there is a queue.
+        What no queue brings whole is read by `read_each`. `meanwhile` is called once, before anything is yielded.
         """
         runs = self.runs(offsets)
         queue = self._take_queue() if len(runs) > 1 else None
@@ -697,10 +676,7 @@ class PayloadIO:
 
 
 def probe_mode(io: FileIO, directory: Path) -> Mode:
-    """`direct`, or `buffered` if O_DIRECT is refused or measures clearly slower; some 0.1 s, leaves nothing behind.
-
-    Buffered writes are measured with their fdatasync, buffered reads with the page cache dropped: what the disk does.
-    """
+    """`direct`, or `buffered` if O_DIRECT is refused or clearly slower on this disk; 0.1 s, leaves nothing behind."""
     path = directory / f".kvtier-probe-{os.getpid()}"
     try:
         fd = io.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)

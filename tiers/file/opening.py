@@ -23,6 +23,7 @@ from kvtier.tiers import (
     key_id,
     load_key,
     ok,
+    refusal,
     warning,
 )
 from kvtier.tiers.config import Config, FileConfig, format_size, show_size
@@ -145,14 +146,12 @@ def check_key(config: FileConfig) -> Finding:
         try:
             wanted = key_id(load_key(config.key_file, "[file] key_file"))
         except ConfigError as failed:
-            found, _, fix = str(failed).partition("; ")
-            return error(name, found, fix)
+            return refusal(name, failed)
     for path, superblock, _ in _headers(config):
         try:
             slab.require_key(superblock, wanted, path.name)
         except ConfigError as failed:
-            found, _, fix = str(failed).rpartition("; it was left untouched: ")
-            return error(name, found, fix)
+            return refusal(name, failed, "; it was left untouched: ")
     if wanted is None:
         return ok(name, "off: a reader of [file] path can reconstruct prompts")
     return ok(name, f"[file] key_file holds key {wanted.hex()}")
@@ -215,10 +214,7 @@ def _judge(rates: DiskRates | None, config: FileConfig) -> list[Finding]:
 
 
 def probe_disk(directory: Path, free: int) -> DiskRates | None:
-    """Write and read a file of at most a quarter of `free` bytes in `directory`, for about 2 s; leaves nothing there.
-
-    None: the disk did not answer in time. Raises OSError if it refused.
-    """
+    """Write and read at most a quarter of `free` bytes, 2 s. None: no answer in time. OSError if refused."""
     span = min(_SPAN_BYTES, free // 4) // (_NUM_THREADS * _CALL_BYTES) * _NUM_THREADS * _CALL_BYTES
     if not span:
         raise OSError(f"too little free space to measure in: {show_size(free)}")
@@ -280,10 +276,7 @@ def _measure(directory: Path, span: int, moved: Callable[[], None]) -> DiskRates
 
 
 def _rate(transfer: Callable[[memoryview, int], None], part: int, covered: int) -> tuple[float, int]:
-    """Bytes per second over all threads, and the fewest bytes that one thread moved.
-
-    Each thread cycles through the first `covered` bytes of its part.
-    """
+    """Bytes per second over all threads, which cycle through `covered` bytes each, and the fewest that one moved."""
     moved = [0] * _NUM_THREADS
     failures: list[OSError] = []
     noise = os.urandom(_CALL_BYTES)  # random, or a compressing file system would look fast

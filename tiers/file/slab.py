@@ -178,8 +178,7 @@ class Superblock:
     def resized(self, num_bytes: int) -> "Superblock":
         """The largest slab of at most `num_bytes` that keeps this one's first extents where they are.
 
-        Growing fills the last segment up to its table's capacity and then appends a segment; shrinking cuts whole
-        extents off the end. `segments` is empty if not even one extent fits.
+        It grows by its last segment's spare rows, then by a new one. `segments` is empty if not even one extent fits.
         """
         kept: list[SlabSegment] = []
         for index, segment in enumerate(self.segments):
@@ -326,10 +325,7 @@ def _fits(superblock: Superblock) -> bool:
 
 
 def require_identity(superblock: Superblock, wanted: Superblock, name: str) -> None:
-    """Raise unless the slab found holds blocks of the model and shape wanted, under the key wanted or under none.
-
-    FingerprintMismatch for another model or shape, ConfigError for another key.
-    """
+    """FingerprintMismatch if the slab is of another model or shape than wanted, ConfigError if under another key."""
     for field in ("fingerprint", "slot_bytes", "block_size"):
         there, here = getattr(superblock, field), getattr(wanted, field)
         if there != here:
@@ -412,10 +408,7 @@ _ROW: Final = struct.Struct("<QIIQQ32s32sQII")  # a row in the clear up to its t
 
 
 class Codec:
-    """How one slab keeps its blocks: here, in the clear. Thread-safe.
-
-    `rows` are as they lie in memory: their names can be read.
-    """
+    """How one slab keeps its blocks: here, in the clear. Thread-safe. `rows` have readable names, as in memory."""
 
     hides_payloads = False  # whether what lies on the disk is not what was stored
 
@@ -460,10 +453,7 @@ class Codec:
         ]
 
     def entries(self, rows: Rows, slots: Sequence[int]) -> list[SlabEntry | None]:
-        """What rows read from the disk hold, by `find_valid`'s rule; None for a row that is not whole.
-
-        A few one by one: an array's fixed costs are those of many rows.
-        """
+        """What rows from the disk hold, None where not whole. A few one by one: arrays have fixed costs."""
         if len(rows) > _FEW:
             return self._entries_at_once(rows, slots)
         superblock, size, data = self._superblock, self._superblock.entry_bytes, rows.tobytes()
@@ -600,10 +590,7 @@ class SealedCodec(Codec):
 
 
 def codec_of(superblock: Superblock, key: bytes | None, name: str) -> Codec:
-    """How the slab of that superblock keeps its blocks; ConfigError if `key` is not the one it takes.
-
-    A slab in the clear takes any: this is for who reads it as it is. Opened to be written, it is refused earlier.
-    """
+    """How the slab keeps its blocks. ConfigError if it takes another `key`; one in the clear takes any, to be read."""
     if superblock.encryption is None:
         return Codec(superblock)
     require_key(superblock, key_id(key) if key is not None else None, name)

@@ -33,10 +33,7 @@ _ASKED: Final = struct.Struct("<QQ")  # bytes, and their xxh3: rubbish on the di
 
 @dataclass(slots=True)
 class SlabFile:
-    """An open, locked slab file; `fd` is buffered and serves table and superblock.
-
-    `superblock` is replaced by a reset and when the slab gives up its tail, each while it holds `rewriting`.
-    """
+    """An open, locked slab file; `fd` is buffered. `superblock` is replaced by whoever holds `rewriting`."""
 
     path: Path
     fd: int
@@ -45,10 +42,7 @@ class SlabFile:
 
 
 def open_existing(io: FileIO, path: Path, wanted: Superblock | None = None, *, read_only: bool = False) -> SlabFile:
-    """Lock a slab and read its superblock; it stays as it is until both are known to be fine.
-
-    `wanted` None takes a slab of any model. Raises StoreLocked, FormatError, FingerprintMismatch or OSError.
-    """
+    """Lock and check a slab, any if `wanted` is None. StoreLocked, FormatError, FingerprintMismatch, OSError."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise FormatError(f"{path}: not a regular file; it was left untouched: choose another [file] path")
     fd = io.open(path, os.O_RDONLY if read_only else os.O_RDWR)
@@ -140,10 +134,7 @@ def blank_slots(io: FileIO, fd: int, superblock: Superblock, slots: Sequence[int
 
 
 def resize(io: FileIO, file: SlabFile, size: int, room: int) -> SlabFile:
-    """Fit an existing slab to the room there is; says so if that changes it.
-
-    It grows only if the disk has all that takes: else it stays as it is, after one warning.
-    """
+    """Fit a slab to its room, and say so. It grows only if the disk has all that takes; else a warning, no change."""
     superblock = file.superblock
     resized = superblock.resized(room)
     if not resized.segments:
@@ -258,10 +249,7 @@ def write_superblock(io: FileIO, fd: int, superblock: Superblock) -> None:
 
 
 def take_space(io: FileIO, fd: int, path: Path, wanted: Superblock, old: Superblock | None = None) -> None:
-    """Make the file as long as `wanted`, with disk space for its tables and the first step of a new slab.
-
-    Extents get theirs before they are filled (`SlabGrowth`). ConfigError, and the file as it was, if there is none.
-    """
+    """Make the file as long as `wanted`, with space for tables and a first step; else ConfigError, no change."""
     size, before = wanted.file_bytes, old.file_bytes if old is not None else 0
     ranges = [(each.table_offset, each.payload_offset) for each in wanted.segments if each.table_offset >= before]
     if old is None:
@@ -314,8 +302,8 @@ class _Other:
     def is_rival(self, *, of_existing: bool) -> bool:
         """Whether it is entitled to a share of its own.
 
-        A slab that exists spares those that were in use lately: when a daemon restarts, all of them are opened
-        again, one by one. A new slab needs room first.
+        A slab that exists spares those used lately: a daemon opens all of its slabs again, one by one. A new one needs
+        room first.
         """
         is_recent = self.file is not None and time.time_ns() - self.used_at < _BACK_SOON
         return self.is_open or (of_existing and is_recent)
@@ -383,10 +371,7 @@ def _others(io: FileIO, path: Path) -> Iterator[list[_Other]]:
 
 
 def _freed(io: FileIO, other: _Other, num_bytes: int | None) -> int:
-    """Cut a closed slab of ours down, blocks or not; None: its unused end alone. Returns how many bytes that freed.
-
-    It is removed if not one extent fits. If the disk refuses, or we may not, it keeps its space, and we open ours.
-    """
+    """Cut a closed slab down (None: its unused end) or remove it; returns bytes freed, 0 if that is refused."""
     before, file = other.size, other.file
     if file is None:
         return 0
@@ -437,10 +422,10 @@ _ANSWER_SECONDS: Final = 5.0  # that open slabs have to give up their tails; the
 
 
 def open_slab(io: FileIO, directory: Path, wanted: Superblock, size: int) -> SlabFile:
-    """Open the slab that `wanted` describes, or create it, within the directory's budget of `size` bytes.
+    """Open or create the slab that `wanted` plans for the whole directory, within its budget of `size` bytes.
 
-    Raises ConfigError (size), StoreLocked, FormatError, FingerprintMismatch or TierUnavailable; a file that is refused
-    is left as it was. `wanted` is a plan for the whole budget: a new slab may get less beside other slabs.
+    ConfigError (size), StoreLocked, FormatError, FingerprintMismatch or TierUnavailable; a refused file is left as it
+    was.
     """
     deadline = time.monotonic() + _ANSWER_SECONDS
     try:

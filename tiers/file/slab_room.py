@@ -24,10 +24,7 @@ _MOST_LATE: Final = 16_384  # blocks told of before they are written: a store qu
 
 
 class SlabRoom:
-    """By extent: the class of the request that needs it, when that ended, and how deep in its chain the extent lies.
-
-    Bounded: three numbers an extent and a byte a slot. Takes no lock: the store's guards it.
-    """
+    """By extent: its request's class, when that ended, its depth; three numbers each and a byte a slot. No lock."""
 
     def __init__(self, num_extents: int, slots_per_extent: int) -> None:
         self._per_extent = slots_per_extent
@@ -100,10 +97,7 @@ class SlabRoom:
             told[slot] = False
 
     def take(self, order: Collection[int], may_go: Callable[[int], bool]) -> int | None:
-        """The next extent to be freed, of those in `order` (oldest first) that `may_go`; None if none may.
-
-        Several are planned at once, so that one costs little. What was used meanwhile is passed over.
-        """
+        """The next extent of `order` (oldest first) that `may_go`, or None. Several are planned at once."""
         assert self._last is not None
         if self._last.clock() - self._planned_at > _GOOD_FOR:
             self._plan.clear()
@@ -132,8 +126,7 @@ class SlabRoom:
     def _note(self, end: ClassifiedEnd, slots: Slots, depths: NDArray[np.int64], live: Sequence[int]) -> None:
         """These slots hold the request's blocks of these depths.
 
-        An extent becomes the request's if at least half of its blocks are. Else an earlier one keeps it that needs it
-        more: a beginning that others share, or small blocks of several chains.
+        An extent becomes the request's if at least half of its blocks are, or no other request needs it more.
         """
         if not len(slots):
             return

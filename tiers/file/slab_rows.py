@@ -70,10 +70,7 @@ class SlabRows:
         return [joined[i : i + 32] for i in range(0, len(joined), 32)]
 
     def read(self, slots: Sequence[int]) -> tuple[Rows, Flags, Flags]:
-        """The rows of these slots, which could be read, and which of those are whole. Others hold rubbish.
-
-        Waits for the disk. The caller is inside the store, so no slot lies behind the slab's end.
-        """
+        """The rows of these slots, which could be read, and which of these are whole. Waits for the disk."""
         rows, is_read = self._filled(slots, self._read_run)
         return rows, is_read, self._whole(rows, slots, is_read)
 
@@ -97,8 +94,8 @@ class SlabRows:
     def recover(self) -> list[int]:
         """Read the whole table into the arrays and indexes; returns slots of older twins, whose rows must be blanked.
 
-        A row counts if all but its checksum is right. Checksums are compared of the newest rows, which a crash may
-        have torn, and of twins; those of all others when they are read, before anything is made of them.
+        Checksums are compared of the newest rows, which a crash may have torn, and of twins; of others when they are
+        read.
         """
         blocks, (plausible, written) = self._blocks, self._load()
         slots = self._without_torn(np.flatnonzero(plausible))
@@ -122,10 +119,10 @@ class SlabRows:
     # What is told of the blocks held. None of it waits for the disk.
 
     def children(self, parent: ChainHash, limit: int, start: bytes = b"") -> list[ChildBlock]:
-        """Up to `limit` blocks held now whose parent has this name and whose tokens begin with `start`.
+        """Up to `limit` held blocks of this parent whose tokens begin with `start`.
 
-        A child whose entry left the page cache is not told this time, but sent for. Of a sealed slab only blocks with
-        this parent are decrypted.
+        A child whose entry left the page cache is left out, and sent for. Of a sealed slab only these children are
+        decrypted.
         """
         if self.child_index is None:
             return []

@@ -32,8 +32,7 @@ _RETRY: Final = 10.0  # seconds until a disk that was full is asked again
 class SlabGrowth:
     """Which extents have their space: none but those that hold blocks is known to, until it was asked for.
 
-    Thread-safe. The lock is held across the system call: nobody writes to a step that is being taken. Some file systems
-    take space by writing zeros.
+    Thread-safe. The lock is held across the system call, as some file systems take space by writing zeros.
     """
 
     def __init__(self, io: FileIO, file: SlabFile, clock: Callable[[], float] = time.monotonic) -> None:
@@ -172,10 +171,9 @@ class SlabWriter:
                     self.blocks.leave(slot // self.file.superblock.slots_per_extent)
 
     def reset(self) -> None:
-        """Forget every block, on disk too; writes under way end as EPOCH.
+        """Forget every block, on disk too, by a superblock that disowns all before it; writes under way end as EPOCH.
 
-        One write, of a superblock that disowns whatever was stored before. If the disk refuses it, the slab's name
-        goes instead: the next start must not find in it what was to be forgotten.
+        If the disk refuses it, the slab's name goes: the next start must not find what was to be forgotten.
         """
         with self.file.rewriting:
             with self.lock:
@@ -192,9 +190,8 @@ class SlabWriter:
     def _skip_held(self, records: Sequence[BlockRecord], names: list[ChainHash], outcomes: list[Outcome]) -> set[int]:
         """Put OK for a block whose stored entry says the same, and ABORTED for a twin within the batch.
 
-        A block stored with other bytes is dropped: what is asked now is what will be found. The extents of held blocks
-        are entered, so that their entries stay while they are read, and no block answered OK is evicted for another of
-        its batch; the caller leaves those returned.
+        A block with other bytes is dropped. Returns the extents of those that are OK: entered, so that none is evicted
+        for another block of the batch, and the caller's to leave.
         """
         per_extent = self.file.superblock.slots_per_extent
         with self.lock:
@@ -263,10 +260,7 @@ class SlabWriter:
         return parts, Outcome.FULL
 
     def _empty(self, claim: ClaimedExtent) -> tuple[list[BlockRecord], list[memoryview]] | tuple[()] | None:
-        """Blank a claimed extent's rows; returns the blocks to be stored again, their bytes in memory.
-
-        None, and it is claimed no more, if the disk has no space for it.
-        """
+        """Blank a claimed extent's rows; returns the blocks to store again. None, unclaimed: no disk space."""
         try:
             if not self.growth.make_room(claim.extent):
                 with self.lock:

@@ -122,10 +122,7 @@ class Calls:
             self._release()
 
     def quiet(self, timeout: float) -> bool:
-        """Wait until all who are inside now have left, whoever comes in later; the caller must not be inside.
-
-        False if that takes more than `timeout` seconds, or the store is closed meanwhile.
-        """
+        """Wait for all who are inside now, not the caller. False: it took `timeout` seconds, or the store closed."""
         with self._changed:
             self._round += 1
             number = self._round
@@ -173,10 +170,9 @@ class TailGiver:
                 _log.warning("[file] %s: %s while giving up its tail", self._file.path, error)
 
     def give(self, num_bytes: int) -> bool:
-        """Cut the slab down to `num_bytes`, but to no less than one extent.
+        """Cut the slab down to `num_bytes`, at least one extent. False, and no cut: a call under way would not end.
 
-        False if a call under way would not end: nothing is cut. OSError if the disk refuses. Then the tail is out
-        of use, and the next call, or the next opening of the slab, cuts it off.
+        OSError if the disk refuses: then the tail is out of use, and cut off by the next call or opening.
         """
         superblock = self._file.superblock
         least = superblock.payload_offsets[0] + superblock.extent_bytes
@@ -417,10 +413,7 @@ class FileStore(Tier):
         generations: list[int],
         found: list[BlockRecord | Outcome],
     ) -> None:
-        """Mark hits; tell bad blocks from those evicted under the read, and forget the bad.
-
-        If the disk answers, but not for some, these go too: they would be promised again and again.
-        """
+        """Mark hits; forget bad blocks, but not those evicted meanwhile, and what a disk that answers cannot read."""
         bad, lost, num_whole, answers = list[ChainHash](), list[ChainHash](), 0, False
         with self._lock:
             are_current = self._blocks.still_hold(slots, generations)
@@ -453,10 +446,7 @@ class FileStore(Tier):
     # Writing and forgetting.
 
     def write(self, records: Sequence[BlockRecord], payloads: Sequence[memoryview]) -> list[Outcome]:
-        """Store consecutive blocks of one chain; see `Tier.write`. Each payload is slot_bytes and has its checksum.
-
-        After a failure the rest of the chain is PARENT_FAILED or FULL, unwritten: nobody could reach it.
-        """
+        """As `Tier.write`. After a failure the rest of the chain, which is out of reach, is PARENT_FAILED or FULL."""
         superblock = self._file.superblock
         require_records(records, payloads, superblock.slot_bytes, superblock.block_size)
         if (visit := self._calls.begin()) is None:
@@ -471,10 +461,9 @@ class FileStore(Tier):
         return outcomes
 
     def _is_gone(self) -> bool:
-        """Whether somebody has removed the slab under us, so that nobody would find what is written to it.
+        """Whether somebody has removed the slab under us, so that what is written there would be lost.
 
-        Its path is looked at now and then, since a disk may be slow at that. The breaker's next probe finds the same,
-        and the tier is opened anew.
+        The path is looked at now and then, as a disk may be slow. The breaker's next probe has the tier opened anew.
         """
         if not self._gone:
             by_path = (at := time.monotonic()) >= self._look_at

@@ -1,19 +1,11 @@
-from . import memory
-from .host import HostRegion, HostTier, slot_stride
-from .limits import Limits, available_bytes, limits, may_lock_all
-from .pinning import CudaDriver, cuda_driver
-from .records import BlockRecords
-
-__all__ = [
-    "BlockRecords",
-    "CudaDriver",
-    "HostRegion",
-    "HostTier",
-    "Limits",
-    "available_bytes",
-    "cuda_driver",
-    "limits",
-    "may_lock_all",
-    "memory",
-    "slot_stride",
-]
+from . import memory as memory
+from .host import HostRegion as HostRegion
+from .host import HostTier as HostTier
+from .host import slot_stride as slot_stride
+from .limits import Limits as Limits
+from .limits import available_bytes as available_bytes
+from .limits import limits as limits
+from .limits import may_lock_all as may_lock_all
+from .pinning import CudaDriver as CudaDriver
+from .pinning import cuda_driver as cuda_driver
+from .records import BlockRecords as BlockRecords

@@ -31,10 +31,10 @@ _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class HostRegion:
-    """`num_slots` slots of `slot_bytes` in one mapping, each starting on a 4 KiB boundary.
+    """`num_slots` slots of `slot_bytes` in one mapping, each starting on a 4 KiB boundary; none in a forked child.
 
-    Private regions are anonymous with huge pages advised; shared ones are a memfd sealed against shrinking and growing,
-    so that no process can make another's reads fault. A forked child has no slots, and none of this memory.
+    Private ones are anonymous with huge pages advised; shared ones a memfd sealed in size: no process makes another
+    fault.
     """
 
     def __init__(self, mapping: mmap.mmap, num_slots: int, slot_bytes: int, fd: int | None) -> None:
@@ -61,10 +61,7 @@ class HostRegion:
     def allocate(
         cls, num_slots: int, slot_bytes: int, *, shared: bool = False, huge_pages: bool = True, prefault: bool = True
     ) -> "HostRegion":
-        """Map `num_slots` slots of `slot_bytes`, rounded up to 4 KiB (`slot_stride`).
-
-        Pre-faulting goes on in a thread; the region is usable at once. Raises ConfigError if memory is too small.
-        """
+        """Map slots of 4 KiB pages (`slot_stride`), pre-faulted in a thread. ConfigError if memory is too small."""
         if num_slots < 1 or slot_bytes < 1:
             raise ConfigError(f"[host] size holds {num_slots} slots of {slot_bytes} bytes: raise it to a block or more")
         size = num_slots * slot_stride(slot_bytes)
@@ -89,10 +86,7 @@ class HostRegion:
 
     @classmethod
     def attach(cls, fd: int, num_slots: int, slot_bytes: int) -> "HostRegion":
-        """Map another process's shared region by its file descriptor, which stays the caller's.
-
-        Raises ConfigError if the file is not sealed or not exactly as large as the slots need.
-        """
+        """Map another's region; `fd` stays the caller's. ConfigError if not sealed, or not of the slots' size."""
         size, actual = num_slots * slot_stride(slot_bytes), os.fstat(fd).st_size
         if actual != size or fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
             needed = f"{num_slots} slots of {slot_bytes} bytes need a sealed {size}"
@@ -240,24 +234,11 @@ class HostTier:
                 self._child_index.enter([*parents], places)
 
     def children(self, parent: ChainHash, limit: int, start: bytes = b"") -> list[ChildBlock]:
-        """Up to `limit` blocks held now whose parent has this name, and that begin with these tokens, each once.
-
-        It may leave some out.
-        """
+        """Up to `limit` held blocks of this parent that begin with these tokens, each once; it may leave some out."""
         if self._child_index is None:
             return []
-        known: list[ChildBlock] = []
-        for slot in self.records.following(self._child_index.find(parent), parent, start):
-            record = self.records[slot]  # maybe of a block that has left, or is not sealed yet
-            if (
-                record is not None
-                and record.tokens.startswith(start)
-                and record.parent == parent
-                and record.tokens
-                and self.pool.is_ready(slot)
-            ):
-                known.append(ChildBlock(record.chain_hash, record.tokens))
-        return known[:limit]
+        known = self.records.children(self._child_index.find(parent), parent, start, self.pool.is_ready)
+        return [child for child in known if child.tokens][:limit]
 
     @property
     def keeps_tails(self) -> bool:
@@ -307,10 +288,7 @@ class HostTier:
         return record.parent if record is not None and record.chain_hash == chain_hash else None
 
     def held(self, *, tails: bool = False) -> list[tuple[ChainHash, ChainHash]]:
-        """Name and parent of every block, in no particular order; takes the pool's lock for some blocks at a time.
-
-        Unfinished last blocks are among them only if `tails`.
-        """
+        """Name and parent of every block, unfinished last ones only if `tails`; the pool's lock is taken by pieces."""
         unfinished: set[ChainHash] = set()
         if not tails:
             unfinished = {record.chain_hash for slot in list(self.pool.tails) if (record := self.records[slot])}
@@ -354,10 +332,7 @@ def _map(size: int, fd: int | None, huge_pages: bool) -> mmap.mmap:
 
 
 def _map_shared(size: int, fd: int) -> mmap.mmap:
-    """A shared mapping on a huge page's boundary, if that can be had: huge pages can't show up in it otherwise.
-
-    The kernel places it below what was mapped last, so a stopgap moves it there.
-    """
+    """A shared mapping on a huge page's boundary, if possible: placed below a stopgap, as the kernel maps downwards."""
     mapping = mmap.mmap(fd, size, flags=mmap.MAP_SHARED)
     over = int(np.frombuffer(mapping, np.uint8).ctypes.data) % memory.HUGE_PAGE
     if over and size >= memory.HUGE_PAGE:

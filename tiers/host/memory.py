@@ -49,10 +49,7 @@ for _call in (_process_vm_readv, _process_vm_writev):
 
 
 def advise_huge_pages(address: int, num_bytes: int) -> bool:
-    """Ask for transparent huge pages in a range, before its first touch. False: the kernel has none.
-
-    Scattered copies between memory on 4 KiB pages reach some two thirds of the rate they have on huge pages.
-    """
+    """Ask for huge pages before the first touch: scattered copies gain a half. False: the kernel has none."""
     start = -(-address // PAGE) * PAGE
     length = (address + num_bytes - start) // PAGE * PAGE
     return length > 0 and _madvise(start, length, _MADV_HUGEPAGE) == 0
@@ -78,19 +75,13 @@ def advise_no_fork(address: int, num_bytes: int) -> None:
 
 
 def fence_off(address: int, num_bytes: int, *, is_mapped: bool) -> None:
-    """Let nobody reach a range of memory, nor map anything else there. Unless `is_mapped`, nothing may be there yet.
-
-    For a forked child: unmapping what `advise_no_fork` left out would unmap whatever came to lie there since.
-    """
+    """In a forked child: let nothing reach this range, nor be mapped there; if not `is_mapped`, it is empty."""
     fixed = _MAP_FIXED if is_mapped else _MAP_FIXED_NOREPLACE
     _mmap(address, num_bytes, _PROT_NONE, _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE | fixed, -1, 0)
 
 
 def populate(address: int, num_bytes: int) -> None:
-    """Fault pages in for writing without changing a byte, so it is safe beside concurrent writers.
-
-    Raises OSError if neither MADV_POPULATE_WRITE nor mlock can (old kernel and no RLIMIT_MEMLOCK, or no memory).
-    """
+    """Fault pages in for writing without changing a byte. OSError if neither MADV_POPULATE_WRITE nor mlock can."""
     while _madvise(address, num_bytes, _MADV_POPULATE_WRITE) != 0:
         code = ctypes.get_errno()
         if code == errno.EINVAL:  # kernel before 5.14

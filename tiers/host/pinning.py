@@ -124,10 +124,9 @@ class CudaDriver:
         self, targets: NDArray[np.uint64], sources: NDArray[np.uint64], sizes: NDArray[np.uint64], stream: int,
         *, at_any_time: bool,
     ) -> None:  # fmt: skip
-        """Enqueue one batch of copies on a stream of its own (not the NULL stream): addresses, and sizes in bytes.
+        """Enqueue one batch of copies on a stream (not the NULL stream): addresses, and sizes in bytes.
 
-        `at_any_time`: sources may be read at once, whatever the stream waits for. No piece may reach over the border of
-        two registered ranges.
+        `at_any_time`: sources may be read at once. No piece may reach over the border of two registered ranges.
         """
         assert self._batch is not None
         targets, sources, sizes = (np.ascontiguousarray(array, np.uint64) for array in (targets, sources, sizes))

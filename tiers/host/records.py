@@ -8,7 +8,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.tiers import BlockRecord, ChainHash, Lineage
+from kvtier.tiers import BlockRecord, ChainHash, ChildBlock, Lineage
 from kvtier.tiers.compiled import extension
 
 _HASH_BYTES: Final = 32
@@ -28,10 +28,7 @@ class BlockRecords:
     """
 
     def __init__(self, names: memoryview, generations: memoryview, block_size: int) -> None:
-        """`names`: 32 bytes a slot; `generations`: int64, a slot's is counted up before it is named anew.
-
-        Both are a pool's own and change with it. `block_size`: tokens in a block at most.
-        """
+        """A pool's `names` (32 bytes a slot), `generations` (int64, raised before naming); tokens of a block."""
         self.block_size = block_size
         self._num_slots = len(names) // _HASH_BYTES
         self._names, self._generations = names, generations
@@ -112,6 +109,17 @@ class BlockRecords:
         known = (heads["generation"] == now) & (now != 0) & (heads["lengths"] >> _SIZE_BITS == _HASH_BYTES)
         parents = np.ascontiguousarray(heads["parent"][known])
         return Lineage(names[known], parents.view(np.uint64).reshape(-1, 4))
+
+    def children(
+        self, slots: Sequence[int], parent: ChainHash, start: bytes, is_ready: Callable[[int], bool]
+    ) -> list[ChildBlock]:
+        """The blocks in these slots that are ready, have this parent and begin with these tokens."""
+        found: list[ChildBlock] = []
+        for slot in self.following(slots, parent, start):
+            record = self[slot]  # maybe of a block that has left, or is not sealed yet
+            if record is not None and record.parent == parent and record.tokens.startswith(start) and is_ready(slot):
+                found.append(ChildBlock(record.chain_hash, record.tokens))
+        return found
 
     def following(self, slots: Sequence[int], parent: ChainHash, start: bytes) -> list[int]:
         """Those of the slots whose record may have this parent and begin with these tokens: a glance at each."""

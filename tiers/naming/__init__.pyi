@@ -1,55 +1,27 @@
-from .chain import (
-    HashCache,
-    TokenChain,
-    Tokens,
-    chain_hashes,
-    is_named_by,
-    pack_tokens,
-    pool_name,
-    root_hash,
-    state_name,
-    token_array,
-)
-from .identity import (
-    DTYPE_BYTES,
-    FORMAT_VERSION,
-    FlatShape,
-    KVLayout,
-    KVShape,
-    Lossy,
-    ModelIdentity,
-    config_digest,
-    with_lossy,
-)
-from .key_schemes import VllmKeys, dynamo_local_hashes, dynamo_seed, dynamo_sequence_hashes, sglang_hashes
-from .kv_probe import PROBE_BYTES, TOLERANCES, KVProbe
-
-__all__ = [
-    "DTYPE_BYTES",
-    "FORMAT_VERSION",
-    "PROBE_BYTES",
-    "TOLERANCES",
-    "FlatShape",
-    "HashCache",
-    "KVLayout",
-    "KVProbe",
-    "KVShape",
-    "Lossy",
-    "ModelIdentity",
-    "TokenChain",
-    "Tokens",
-    "VllmKeys",
-    "chain_hashes",
-    "config_digest",
-    "dynamo_local_hashes",
-    "dynamo_seed",
-    "dynamo_sequence_hashes",
-    "is_named_by",
-    "pack_tokens",
-    "pool_name",
-    "root_hash",
-    "sglang_hashes",
-    "state_name",
-    "token_array",
-    "with_lossy",
-]
+from .chain import HashCache as HashCache
+from .chain import TokenChain as TokenChain
+from .chain import Tokens as Tokens
+from .chain import chain_hashes as chain_hashes
+from .chain import is_named_by as is_named_by
+from .chain import pack_tokens as pack_tokens
+from .chain import pool_name as pool_name
+from .chain import root_hash as root_hash
+from .chain import state_name as state_name
+from .chain import token_array as token_array
+from .identity import DTYPE_BYTES as DTYPE_BYTES
+from .identity import FORMAT_VERSION as FORMAT_VERSION
+from .identity import FlatShape as FlatShape
+from .identity import KVLayout as KVLayout
+from .identity import KVShape as KVShape
+from .identity import Lossy as Lossy
+from .identity import ModelIdentity as ModelIdentity
+from .identity import config_digest as config_digest
+from .identity import with_lossy as with_lossy
+from .key_schemes import VllmKeys as VllmKeys
+from .key_schemes import dynamo_local_hashes as dynamo_local_hashes
+from .key_schemes import dynamo_seed as dynamo_seed
+from .key_schemes import dynamo_sequence_hashes as dynamo_sequence_hashes
+from .key_schemes import sglang_hashes as sglang_hashes
+from .kv_probe import PROBE_BYTES as PROBE_BYTES
+from .kv_probe import TOLERANCES as TOLERANCES
+from .kv_probe import KVProbe as KVProbe

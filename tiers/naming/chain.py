@@ -85,18 +85,14 @@ def pack_tokens(tokens: Tokens) -> bytes:
 
 
 def state_name(block: ChainHash, group: int) -> ChainHash:
-    """The name of a recurrent state behind block `block`: SHA-256("kvtier-state-v1" ‖ u32 group ‖ the block's name).
-
-    `group` is the number of the engine's KV group whose layers the state is of.
-    """
+    """The name of group `group`'s recurrent state behind a block: SHA-256("kvtier-state-v1" ‖ u32 group ‖ its name)."""
     return hashlib.sha256(_STATE_TAG + struct.pack("<I", group) + block).digest()
 
 
 def pool_name(page: ChainHash, pool: str, piece: int) -> ChainHash:
     """The name of a part of what an engine's further pool keeps of a page, or at its end.
 
-    SHA-256("kvtier-pool-v1" ‖ u32 length ‖ pool, UTF-8 ‖ u32 piece ‖ the page's name). `pool` names the pool and all
-    that changes its bytes.
+    SHA-256("kvtier-pool-v1" ‖ u32 length ‖ pool, UTF-8, with all that changes its bytes ‖ u32 piece ‖ the page's name).
     """
     told = pool.encode()
     return hashlib.sha256(_POOL_TAG + struct.pack("<I", len(told)) + told + struct.pack("<I", piece) + page).digest()
@@ -105,10 +101,9 @@ def pool_name(page: ChainHash, pool: str, piece: int) -> ChainHash:
 def root_hash(
     fingerprint: bytes, *, cache_salt: str | None = None, lora_name: str | None = None, lora_digest: bytes | None = None
 ) -> ChainHash:
-    """Where the chains of one model, tenant and adapter begin.
+    """Where the chains of one model, tenant and adapter begin; None and the empty value give different roots.
 
-    `fingerprint` is 32 bytes (`ModelIdentity.fingerprint`), `lora_digest` digests the adapter's weights. None and the
-    empty value give different roots, and no value can pass for two.
+    `fingerprint` is 32 bytes (`ModelIdentity.fingerprint`), `lora_digest` digests the adapter's weights.
     """
     if len(fingerprint) != 32:
         raise ValueError(f"fingerprint of {len(fingerprint)} bytes: must be 32")
@@ -255,10 +250,7 @@ class TokenChain:
         return made
 
     def extend(self, tokens: Tokens) -> None:
-        """Append token ids and hash the blocks they fill.
-
-        ValueError for an id outside [0, 2**32), TypeError for what is no id: the chain is then as it was.
-        """
+        """Append ids, hash full blocks. ValueError for an id outside [0, 2**32), TypeError for none; then no change."""
         module = compiled()
         ids = _ONE * len(tokens) if module is not None and type(tokens) is list and len(tokens) <= IDS else None
         if module is None or ids is None or not module.fill(ids, tokens, 0, len(ids)):
@@ -341,10 +333,7 @@ class TokenChain:
         return name
 
     def _frames(self, first: int, count: int) -> Iterable[tuple[bytes]]:
-        """What is hashed after the parent, for `count` blocks from `first`: u32 token count ‖ tokens ‖ extra keys.
-
-        The counts are interleaved by numpy and the rows cut by struct: no Python statement runs per block but the hash.
-        """
+        """What is hashed after each parent: u32 token count ‖ tokens ‖ extra keys; by numpy, not by loops."""
         size = self.block_size
         words = np.frombuffer(self._tokens, np.uintc, count * size, first * size * self._tokens.itemsize)
         rows = np.empty((count, 1 + size), "<u4")

@@ -60,10 +60,9 @@ class VllmKeys:
     def hashes(
         self, tokens: Tokens, block_size: int, extra_keys: Mapping[int, Sequence[CborItem]] | None = None
     ) -> list[bytes]:
-        """Hashes of the full blocks; `extra_keys` maps a block's index to its keys in vLLM's order.
+        """Hashes of full blocks; `extra_keys`: block index → its keys (LoRA, images, salt, embeddings, in this order).
 
-        That order is LoRA, images, cache salt, prompt embeddings. Releases before mid-2026 had the keys untagged:
-        `("t1",)` for `(("cache_salt", "t1"),)`.
+        Releases before mid-2026 had the keys untagged: `("t1",)` for `(("cache_salt", "t1"),)`.
         """
         _check_block_size(block_size)
         ids = token_array(tokens)

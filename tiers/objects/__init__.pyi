@@ -1,5 +1,1 @@
-from .store import ObjectStore
-
-__all__ = [
-    "ObjectStore",
-]
+from .store import ObjectStore as ObjectStore

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from kvtier.tiers import BATCH_BYTES, ConfigError, KVTierError, Outcome, TierUnavailable
 from kvtier.tiers.config import ObjectsConfig
+from kvtier.tiers.shared import StorageFailed
 
 if TYPE_CHECKING:
     from obstore import GetOptions, PutMode
@@ -37,17 +38,8 @@ _NO_CREDENTIALS: Final = ("169.254.169.254", "169.254.170", "/latest/api/token",
 _RETRIES: Final = 1  # of a request that failed early; of one that took its time there is none
 
 
-class BucketError(Exception):
-    """A request that brought nothing."""
-
-    def __init__(self, outcome: Outcome, why: str, code: str = "") -> None:
-        super().__init__(why)
-        self.outcome = outcome
-        self.code = code  # S3's word for it, `credentials`, CERTIFICATE, BROKE_OFF or NO_S3; empty if nobody answered
-
-
 TakeBytes = Callable[[memoryview], object]
-_CLOSED: Final = BucketError(Outcome.CLOSED, "closed")
+_CLOSED: Final = StorageFailed(Outcome.CLOSED, "closed")
 
 
 class ObjectRange(NamedTuple):
@@ -59,7 +51,9 @@ class ObjectRange(NamedTuple):
 
 
 class Bucket:
-    """Thread-safe. A request that got no answer in time is given up by the client itself: no thread waits for ever.
+    """A failure's code is S3's word for it, `credentials`, CERTIFICATE, BROKE_OFF or NO_S3; empty if nobody answered.
+
+    Thread-safe. A request that got no answer in time is given up by the client itself: no thread waits for ever.
 
     `timeout` seconds are a request's, with all its bytes. One that failed early is tried once more.
     """
@@ -82,15 +76,15 @@ class Bucket:
 
     def bring(
         self, wanted: Sequence[ObjectRange], take: Sequence[TakeBytes], deadline: float
-    ) -> Iterator[tuple[int, BucketError | None]]:
+    ) -> Iterator[tuple[int, StorageFailed | None]]:
         """Ask for all ranges at once; tells how each ended, by its place in `wanted`: None if all there is has come.
 
         What comes of a range goes to its `take` piece by piece, on another thread: never more than was wanted, and
         nothing once its end was told, `deadline` (time.monotonic) has passed, or the caller has left.
         """
         takers = [_Taker(each) for each in take]
-        futures: dict[Future[BucketError | None], int] = {}
-        waiting: set[Future[BucketError | None]] = set()
+        futures: dict[Future[StorageFailed | None], int] = {}
+        waiting: set[Future[StorageFailed | None]] = set()
         try:
             for i, each in enumerate(wanted):
                 futures[self._pool.submit(self._bring, each, takers[i])] = i
@@ -101,7 +95,7 @@ class Bucket:
         except TimeoutError:
             for future in waiting:
                 takers[futures[future]].give_up()
-                yield futures[future], BucketError(Outcome.TIMEOUT, "no answer in time")
+                yield futures[future], StorageFailed(Outcome.TIMEOUT, "no answer in time")
         except RuntimeError:  # no thread takes a request any more
             if not self._closed:
                 raise
@@ -112,24 +106,21 @@ class Bucket:
             for future in futures:
                 future.cancel()
 
-    def fetch(self, wanted: Sequence[ObjectRange], deadline: float) -> Iterator[tuple[int, memoryview | BucketError]]:
+    def fetch(self, wanted: Sequence[ObjectRange], deadline: float) -> Iterator[tuple[int, memoryview | StorageFailed]]:
         """The bytes of small ranges, each when it is complete; fewer if an object ends before."""
         came = [bytearray() for _ in wanted]
         for i, failure in self.bring(wanted, [each.extend for each in came], deadline):
             yield i, failure or memoryview(came[i])
 
     def get(self, wanted: ObjectRange, deadline: float) -> memoryview:
-        """One of `fetch`. BucketError."""
+        """One of `fetch`. StorageFailed."""
         ((_, answer),) = self.fetch([wanted], deadline)
-        if isinstance(answer, BucketError):
+        if isinstance(answer, StorageFailed):
             raise answer
         return answer
 
     def put(self, key: str, parts: Sequence[SentPart], *, only_new: bool = False) -> None:
-        """Store an object, all of it or nothing. BucketError; of code EXISTS if `only_new` and there is one.
-
-        The parts are sent from where they lie: their memory is the client's until this returns.
-        """
+        """Store all of an object, from where its parts lie. StorageFailed; EXISTS if `only_new` and it is there."""
         import obstore
 
         mode: PutMode = "create" if only_new else "overwrite"
@@ -138,7 +129,7 @@ class Bucket:
         self._count_bytes("sent", sum(len(part) for part in parts))
 
     def delete(self, keys: Sequence[str]) -> None:
-        """What is not there is no error. BucketError."""
+        """What is not there is no error. StorageFailed."""
         import obstore
 
         self._asked("delete", lambda: obstore.delete(self._store, list(keys)))
@@ -154,7 +145,7 @@ class Bucket:
         self._closed = True
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _bring(self, wanted: ObjectRange, taker: "_Taker") -> BucketError | None:
+    def _bring(self, wanted: ObjectRange, taker: "_Taker") -> StorageFailed | None:
         """Thread: one request, until all has come or nobody waits for it any more."""
         import obstore
 
@@ -168,7 +159,7 @@ class Bucket:
                 left -= len(came)
                 if not taker.take(came):
                     break
-        except BucketError as error:
+        except StorageFailed as error:
             return error
         else:
             self._count("get")
@@ -177,7 +168,7 @@ class Bucket:
         return None
 
     def _asked(self, verb: str, request: Callable[[], _Brought]) -> _Brought:
-        """What the client brings. BucketError, counted. A key id with a line's end makes it panic: no Exception."""
+        """What the client brings. StorageFailed, counted. A key id with a line's end makes it panic: no Exception."""
         from obstore.exceptions import BaseError
 
         try:
@@ -187,7 +178,10 @@ class Bucket:
             if not is_panic and not isinstance(error, BaseError | OSError | ValueError):
                 raise
             self._count(verb)
-            raise (_broken_off(error) if is_panic else error_of(error)) from None
+            if is_panic:
+                why = f"its client broke off: {_flat(error)}"
+                raise StorageFailed(Outcome.IO_ERROR, why, BROKE_OFF) from None
+            raise error_of(error) from None
 
     def _count(self, verb: str) -> None:
         with self._lock:
@@ -297,31 +291,27 @@ def _certificates(config: ObjectsConfig) -> bytes:
     raise ConfigError(f'[objects] ca "{config.ca}": {why}; name a PEM file of certificates') from None
 
 
-def _broken_off(error: BaseException) -> BucketError:
-    return BucketError(Outcome.IO_ERROR, f"its client broke off: {_flat(error)}", BROKE_OFF)
-
-
-def error_of(error: BaseException) -> BucketError:
+def error_of(error: BaseException) -> StorageFailed:
     """What obstore raised, as an outcome and S3's own word."""
     text = str(error)
     found = _CODE.search(text)
     code = found[1] if found else ""
     if any(place in text for place in _NO_CREDENTIALS):
-        return BucketError(Outcome.IO_ERROR, _flat(error), "credentials")
+        return StorageFailed(Outcome.IO_ERROR, _flat(error), "credentials")
     if found := _CERTIFICATE.search(text):
-        return BucketError(Outcome.IO_ERROR, f"its certificate is not accepted ({found[1]})", CERTIFICATE)
+        return StorageFailed(Outcome.IO_ERROR, f"its certificate is not accepted ({found[1]})", CERTIFICATE)
     if type(error).__name__ == "AlreadyExistsError":
-        return BucketError(Outcome.IO_ERROR, "it is there", EXISTS)
+        return StorageFailed(Outcome.IO_ERROR, "it is there", EXISTS)
     if isinstance(error, FileNotFoundError) and code != "NoSuchBucket":
         if not code:  # any web server says so of anything
-            return BucketError(Outcome.IO_ERROR, "404 without a word of S3's", NO_S3)
-        return BucketError(Outcome.ABSENT, "not there", code)
+            return StorageFailed(Outcome.IO_ERROR, "404 without a word of S3's", NO_S3)
+        return StorageFailed(Outcome.ABSENT, "not there", code)
     if _ANOTHER_REGION in text:
-        return BucketError(Outcome.IO_ERROR, "it is in another region", "PermanentRedirect")
+        return StorageFailed(Outcome.IO_ERROR, "it is in another region", "PermanentRedirect")
     if code == "InvalidRange" or "416 Range Not Satisfiable" in text:
-        return BucketError(Outcome.CHECKSUM, "the object is shorter", code)
+        return StorageFailed(Outcome.CHECKSUM, "the object is shorter", code)
     outcome = Outcome.TIMEOUT if any(word in text for word in _TIMEOUTS) else Outcome.IO_ERROR
-    return BucketError(outcome, _flat(error), code)
+    return StorageFailed(outcome, _flat(error), code)
 
 
 def _flat(error: BaseException) -> str:
@@ -347,7 +337,7 @@ def place_of(config: ObjectsConfig) -> str:
     return config.endpoint or f"AWS, {config.region}"
 
 
-def explanation(config: ObjectsConfig, error: BucketError) -> KVTierError:
+def explanation(config: ObjectsConfig, error: StorageFailed) -> KVTierError:
     """ConfigError if trying again later would not help, else TierUnavailable."""
     where = place_of(config)
     if error.code == "credentials":
@@ -365,16 +355,12 @@ def explanation(config: ObjectsConfig, error: BucketError) -> KVTierError:
         return ConfigError(f'[objects] bucket "{config.bucket}": {where} denies access; grant {RIGHTS}')
     if error.code in ("PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException"):
         return ConfigError(f'[objects] region "{config.region}": the bucket is in another; set its own')
-    if error.code in _IN_TIME:
-        return TierUnavailable(f"[objects] {where}: {_IN_TIME[error.code]}")
-    if error.code == CERTIFICATE:
-        return TierUnavailable(f"[objects] {where}: {error}; name the file of who signed it as ca")
-    if error.code == BROKE_OFF:
-        return TierUnavailable(
-            f"[objects] {where}: {error}; see whether AWS's variables, or what the role gives, hold a line's end"
-        )
-    if error.code == NO_S3:
-        return TierUnavailable(f"[objects] {where}: no S3 ({error}); set endpoint to the address of one")
-    if error.code:
-        return TierUnavailable(f"[objects] {where}: it answers {error.code}; see what that means there")
-    return TierUnavailable(f"[objects] {where}: {error}; see whether it runs, and is reached from here")
+    in_time = {
+        **_IN_TIME,
+        CERTIFICATE: f"{error}; name the file of who signed it as ca",
+        BROKE_OFF: f"{error}; see whether AWS's variables, or what the role gives, hold a line's end",
+        NO_S3: f"no S3 ({error}); set endpoint to the address of one",
+        "": f"{error}; see whether it runs, and is reached from here",
+    }
+    why = in_time.get(error.code, f"it answers {error.code}; see what that means there")
+    return TierUnavailable(f"[objects] {where}: {why}")

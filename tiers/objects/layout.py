@@ -35,8 +35,8 @@ class ObjectTable(NamedTuple):
 class ObjectSpace:
     """Keys and layout of one model's objects, below a key prefix. Immutable.
 
-    An object is named by its first block. Its table has one length, and says where each record lies: they are all
-    equally long, or have a length each, if the form of records compresses them.
+    An object is named by its first block. Its table has one length; records have one, too, or each its own if
+    compressed.
     """
 
     def __init__(self, prefix: str, form: RecordForm, slot_bytes: int, block_size: int) -> None:
@@ -79,10 +79,7 @@ class ObjectSpace:
         return table + _END.pack(checksum(memoryview(table)))
 
     def parse(self, table: memoryview, first: bytes) -> ObjectTable | None:
-        """A table of an object that begins with `first`. None if it is none of ours.
-
-        A record is never longer than one of ours can be, whatever a table says.
-        """
+        """The table of an object that begins with `first`; None if not ours, or if a record is too long for ours."""
         if table.nbytes != self.table_bytes:
             return None
         magic, count, record_bytes = _START.unpack_from(table)

@@ -12,20 +12,20 @@ from kvtier.tiers import (
     ConfigError,
     ConfiguredTier,
     Finding,
-    KVTierError,
     Outcome,
     Status,
     compression_finding,
-    error,
     install_command,
     load_key,
     ok,
+    refusal,
     require_compression,
     warning,
 )
 from kvtier.tiers.config import Config, ObjectsConfig
-from kvtier.tiers.objects.bucket import Bucket, BucketError, ObjectRange, client_of, explanation, place_of
+from kvtier.tiers.objects.bucket import Bucket, ObjectRange, client_of, explanation, place_of
 from kvtier.tiers.objects.store import ObjectStore
+from kvtier.tiers.shared import StorageFailed
 
 _CHECK: Final = "objects"
 _ANSWER_SECONDS: Final = 2.0  # at the least; a doctor is more patient than a tier
@@ -45,7 +45,7 @@ def check_objects(config: ObjectsConfig, *, in_full: bool = True) -> list[Findin
             load_key(config.key_file, "[objects] key_file")
         bucket = Bucket.connect(patient)
     except ConfigError as refused:
-        return [finding_of(refused)]
+        return [refusal(_CHECK, refused)]
     try:
         found = _look(config, bucket)
         is_measured = in_full and found.status is not Status.ERROR and find_spec("zstandard") is not None
@@ -56,19 +56,13 @@ def check_objects(config: ObjectsConfig, *, in_full: bool = True) -> list[Findin
         bucket.close()
 
 
-def finding_of(refused: KVTierError) -> Finding:
-    """A refusal in one line, as a finding and its fix."""
-    found, _, fix = str(refused).partition("; ")
-    return error(_CHECK, found, fix)
-
-
 def _look(config: ObjectsConfig, bucket: Bucket) -> Finding:
     began = time.monotonic()
     try:
         bucket.get(ObjectRange(f"{config.prefix}/doctor", 0, 1), began + bucket.timeout)
-    except BucketError as refused:
+    except StorageFailed as refused:
         if refused.outcome is not Outcome.ABSENT:
-            return finding_of(explanation(config, refused))
+            return refusal(_CHECK, explanation(config, refused))
     took = time.monotonic() - began
     found = f"bucket {config.bucket} at {place_of(config)} answers in {1000 * took:.0f} ms"
     if took > _SLOW_SECONDS:
@@ -77,10 +71,7 @@ def _look(config: ObjectsConfig, bucket: Bucket) -> Finding:
 
 
 def _rate(config: ObjectsConfig, bucket: Bucket) -> float | None:
-    """Bytes a second that one request brings: the best of some reads of an object as long as a batch, which goes again.
-
-    None of a store that is slow or gone, or if nobody may write there.
-    """
+    """Bytes a second of one request: the best read of a batch-sized object, then deleted. None: no answer."""
     key = f"{config.prefix}/blocks/doctor-{secrets.token_hex(8)}"  # what is left of it the lifecycle rule removes
     began, best = time.monotonic(), 0.0
     try:
@@ -91,10 +82,10 @@ def _rate(config: ObjectsConfig, bucket: Bucket) -> float | None:
             best = max(best, came.nbytes / (time.monotonic() - start))
             if time.monotonic() - began > _LONGEST_SECONDS:
                 break
-    except BucketError:
+    except StorageFailed:
         return None
     finally:
-        with suppress(BucketError):
+        with suppress(StorageFailed):
             bucket.delete([key])
     return best
 

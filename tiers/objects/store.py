@@ -1,10 +1,8 @@
 """Blocks as objects in a bucket: runs of a chain, each record verified whole before it is used (docs/format.md)."""
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from itertools import pairwise
 from typing import Final
 
@@ -14,17 +12,16 @@ from kvtier.tiers import (
     ChainHash,
     Direction,
     Outcome,
-    Tier,
     require_buffers,
     require_records,
     require_space,
 )
 from kvtier.tiers.config import ObjectsConfig
 from kvtier.tiers.naming import PROBE_BYTES
-from kvtier.tiers.objects.bucket import EXISTS, Bucket, BucketError, ObjectRange, SentPart, explanation
+from kvtier.tiers.objects.bucket import EXISTS, Bucket, ObjectRange, SentPart, explanation
 from kvtier.tiers.objects.index import NAME_LIFETIME, ObjectIndex, StoredObject
 from kvtier.tiers.objects.layout import MAX_BLOCKS, ArrivingRecords, ObjectSpace
-from kvtier.tiers.shared import OutcomeCounts, SharedChanges, TierLife, cut_off, form_of, format_epoch, parse_epoch
+from kvtier.tiers.shared import SharedEpoch, SharedTier, StorageFailed, cut_off, form_of, format_epoch, parse_epoch
 
 _log = logging.getLogger(__name__)
 
@@ -32,74 +29,38 @@ LOOKED_AT: Final = 10.0  # seconds: so long after a reset others may go on in th
 _FIRST: Final = 1  # if nobody ever reset: then there is no object, and readers need not write one
 
 
-class ObjectEpoch:
-    """Part of the key of every object stored under it. Thread-safe.
+class ObjectEpoch(SharedEpoch):
+    """The content of an object of its own, looked at every `LOOKED_AT` seconds, before a request that needs it."""
 
-    It is the time of the last reset, in microseconds; the highest one counts. It is looked at again every `LOOKED_AT`
-    seconds, before a request that needs it. Nobody goes back: whoever knows a higher one than stands there writes it
-    again. `forget` is called whenever it changes.
-    """
+    serves_on = False
 
     def __init__(
         self, bucket: Bucket, key: str, forget: Callable[[], None], clock: Callable[[], float] = time.monotonic
     ) -> None:
+        super().__init__(forget)
         self._bucket = bucket
         self._key = key
-        self._forget = forget
         self._clock = clock
-        self._asking = threading.Lock()  # held while the bucket is asked, by one thread
-        self._lock = threading.Lock()  # guards what follows; never held across I/O
-        self._known = 0  # the highest seen, or wanted by a reset
-        self._fresh_until = 0.0  # 0: not agreed on
+        self._fresh_until = 0.0
 
-    @property
-    def value(self) -> int | None:
-        """What objects are stored and looked for under; None until it is agreed on."""
+    def _is_settled(self) -> bool:
         with self._lock:
-            return self._known if self._fresh_until else None
-
-    def reset(self) -> None:
-        """From now on nothing stored before counts here; `settle` tells the others."""
-        with self._lock:
-            self._known, self._fresh_until = max(time.time_ns() // 1000, self._known + 1), 0.0
-            self._forget()
-
-    def settle(self, deadline: float) -> BucketError | None:
-        """Have a value by `deadline` (time.monotonic), asking if need be. None, or why there is none."""
-        if self._is_fresh():
-            return None
-        if not self._asking.acquire(timeout=max(0.0, deadline - time.monotonic())):
-            return BucketError(Outcome.TIMEOUT, "no epoch in time")
-        try:
-            while not self._is_fresh():
-                self._agree(deadline)
-        except BucketError as error:
-            return error
-        finally:
-            self._asking.release()
-        return None
-
-    def _is_fresh(self) -> bool:
-        with self._lock:
-            return self._clock() < self._fresh_until
+            return self._agreed and self._clock() < self._fresh_until
 
     def _agree(self, deadline: float) -> None:
-        """Look what stands there, and write ours if it is higher. BucketError."""
         known, number = self._known, self._stored(deadline)
         if number < max(known, 1):
             number = known or time.time_ns() // 1000
             self._bucket.put(self._key, [format_epoch(number)])
         with self._lock:
-            if number >= self._known:  # else reset meanwhile: once more
-                if number > self._known:
-                    self._forget()
-                self._known, self._fresh_until = number, self._clock() + LOOKED_AT
+            self._take(number)
+            self._fresh_until = self._clock() + LOOKED_AT
 
     def _stored(self, deadline: float) -> int:
         """0 for something that no epoch is."""
         try:
             return parse_epoch(bytes(self._bucket.get(ObjectRange(self._key, 0, 64), deadline)))
-        except BucketError as error:
+        except StorageFailed as error:
             if error.outcome is Outcome.ABSENT:
                 return _FIRST
             if error.outcome is Outcome.CHECKSUM:  # an empty object
@@ -113,36 +74,33 @@ _TIER: Final = "objects"
 _MOST_TABLES: Final = 16  # asked for at once
 _MOST_TOLD: Final = 16
 _BAD: Final = (Outcome.CHECKSUM, Outcome.KEY_MISMATCH)
-_EPOCH_CHANGED: Final = BucketError(Outcome.EPOCH, "reset meanwhile")
+_EPOCH_CHANGED: Final = StorageFailed(Outcome.EPOCH, "reset meanwhile")
 
 
-class ObjectStore(Tier):
-    """A `Tier` that nodes share, over one bucket. Thread-safe; raises from `open` alone.
+class ObjectStore(SharedTier):
+    """Over one bucket.
 
     An object holds consecutive blocks of one chain and is named by the first of them; it never changes. Whoever has a
     chain's names finds its objects one behind the other. What it knows to be there are names: of blocks it wrote, read
-    or located. Every batch has one deadline: `config.deadline` seconds plus its bytes over `config.bandwidth`.
+    or located.
     """
 
     def __init__(self, config: ObjectsConfig, space: ObjectSpace, bucket: Bucket) -> None:
         """Over a bucket that nobody has asked yet. Use `ObjectStore.open`."""
+        super().__init__(_TIER, config, space.form, space.record_bytes)
         self.space = space
-        self._config = config
+        self._config: ObjectsConfig = config
         self._bucket = bucket
         self._index = ObjectIndex(min(config.ttl, NAME_LIFETIME))
-        self.announcer: SharedChanges = SharedChanges(config.ttl)
-        self._epoch = ObjectEpoch(bucket, space.epoch_key, self._forget_all)
+        self._epoch: ObjectEpoch = ObjectEpoch(bucket, space.epoch_key, self._forget_all)
         self._told: set[str] = set()  # S3's words, each logged once: counters say no more than `io_error`
         self._part_blocks = max(1, config.part_size // space.record_bytes)
-        self._counts = OutcomeCounts()
-        self._life = TierLife("kvtier-objects-reset")
 
     @classmethod
     def open(cls, config: ObjectsConfig, fingerprint: bytes, *, slot_bytes: int, block_size: int) -> "ObjectStore":
         """Reach the bucket for the blocks of `fingerprint` (32 bytes).
 
-        Raises ConfigError for what the user has to fix: the bucket, credentials, rights, the key. Raises
-        TierUnavailable if nobody answers in time: then it is right to try again later.
+        ConfigError for what the user has to fix; TierUnavailable if nobody answers in time: try again later.
         """
         require_space(fingerprint, slot_bytes, block_size)
         form = form_of(_TIER, config, fingerprint, slot_bytes, block_size)
@@ -155,7 +113,7 @@ class ObjectStore(Tier):
             raise explanation(config, failure)
         return store
 
-    is_shared = stays_open = True
+    stays_open = True
 
     # Names: no I/O.
 
@@ -171,14 +129,14 @@ class ObjectStore(Tier):
         """
         deadline = self._deadline(0)
         epoch = self._current(deadline)
-        if isinstance(epoch, BucketError):
+        if isinstance(epoch, StorageFailed):
             return self._located(0, epoch)
         found, step, width = self._index.leading(hashes), 1, 1
         at = found - self._index.in_part(hashes[:found])  # an object of which more may belong to this chain
         while found < len(hashes):
             learned = self._read_tables(hashes, range(at, len(hashes), step)[:width], epoch, deadline)
             first = learned[0]
-            if isinstance(first, BucketError):  # of others than the first one nothing is known to be missing
+            if isinstance(first, StorageFailed):  # of others than the first one nothing is known to be missing
                 if first.outcome is Outcome.ABSENT:
                     self._missed(hashes[at])
                 return self._located(min(found, at), first)
@@ -195,7 +153,7 @@ class ObjectStore(Tier):
         deadline = self._deadline(len(hashes))
         epoch = self._current(deadline)
         results: list[BlockRecord | Outcome]
-        if isinstance(epoch, BucketError):
+        if isinstance(epoch, StorageFailed):
             results = [epoch.outcome] * len(hashes)
         else:
             results = self._read(hashes, into, epoch, deadline)
@@ -206,15 +164,12 @@ class ObjectStore(Tier):
         return results
 
     def write(self, records: Sequence[BlockRecord], payloads: Sequence[memoryview]) -> list[Outcome]:
-        """Store consecutive blocks of one chain; see `Tier.write`. Each payload is slot_bytes and has its checksum.
-
-        After a failure the rest of the chain is PARENT_FAILED.
-        """
+        """As `Tier.write`. After a failure the rest of the chain is PARENT_FAILED."""
         require_records(records, payloads, self.space.slot_bytes, self.space.block_size)
         deadline = self._deadline(len(records))
         epoch = self._current(deadline)
-        done, failure = 0, epoch if isinstance(epoch, BucketError) else None
-        if not isinstance(epoch, BucketError):
+        done, failure = 0, epoch if isinstance(epoch, StorageFailed) else None
+        if not isinstance(epoch, StorageFailed):
             done, failure = self._write(records, payloads, epoch, deadline)
             if self._epoch.value != epoch:
                 done, failure = 0, _EPOCH_CHANGED
@@ -226,23 +181,15 @@ class ObjectStore(Tier):
         return outcomes
 
     def discard(self, hashes: Sequence[ChainHash]) -> None:
-        """Delete the objects that hold these blocks, for everybody: other blocks go with them.
-
-        Of a block that is not known here, the object goes that it would begin.
-        """
+        """Delete these blocks' objects for everybody, others' blocks with them; of an unknown one, its own."""
         places = self._index.places(hashes)
         names = {place[0].first for place in places if place is not None}
         unknown = [h for h, place in zip(hashes, places, strict=True) if place is None]
         names.update(self.space.names(unknown))
         gone = self._index.forget(dict.fromkeys(place[0] for place in places if place is not None))
         self.announcer.missed([*gone, *unknown])
-        if not self._delete(names, self._deadline(0)) and not self._life.is_closed:
+        if not self._delete(names, self._deadline(0)) and not self._is_closed:
             _log.warning("[objects] %d may be there still: the bucket did not confirm that it deleted them", len(names))
-
-    def reset(self) -> None:
-        """Forget every block, in all processes. Returns at once: until the bucket knows, everything is a miss here."""
-        self._epoch.reset()
-        self._life.tell(partial(self._epoch.settle, self._deadline(0)))
 
     # Looking after it.
 
@@ -251,7 +198,7 @@ class ObjectStore(Tier):
         deadline, key = self._kv_probe_at()
         try:
             return bytes(self._bucket.get(ObjectRange(key, 0, PROBE_BYTES), deadline)) or None
-        except BucketError as error:
+        except StorageFailed as error:
             if error.outcome in (Outcome.ABSENT, Outcome.CHECKSUM):  # none, or an empty object
                 return None
             raise explanation(self._config, error) from None
@@ -261,7 +208,7 @@ class ObjectStore(Tier):
         _, key = self._kv_probe_at()
         try:
             self._bucket.put(key, [packed], only_new=True)
-        except BucketError as error:
+        except StorageFailed as error:
             if error.code != EXISTS:
                 self._tell(error)
 
@@ -272,24 +219,20 @@ class ObjectStore(Tier):
                 self._bucket.put(self.space.probe_key, [b"1"])
             else:
                 self._bucket.get(ObjectRange(self.space.epoch_key, 0, 64), self._deadline(0))
-        except BucketError as error:
+        except StorageFailed as error:
             return error.outcome is Outcome.ABSENT
         return True
 
     def stats(self) -> Mapping[str, int]:
-        """Counts since open: {read, write, locate}_{outcome}, requests_{kind}, bytes_{way}, evicted; known names.
-
-        With compression also saved_{way}, in bytes.
-        """
-        saved = self.space.form.saved.counts() if self.space.form.saved else {}
-        return {**self._counts.counts(), **self._bucket.counts(), **saved, "names": len(self._index)}
+        """As `SharedTier`, of verbs read, write, locate; requests_{kind}, bytes_{way}, and known names."""
+        return {**super().stats(), **self._bucket.counts(), "names": len(self._index)}
 
     def check(self) -> None:
         self._index.check()
 
     def close(self) -> None:
         """Refuse new calls; a reset still to be told is told first, within its deadline. Idempotent."""
-        if self._life.close(self._bucket.timeout):
+        if self._close(self._bucket.timeout):
             self._bucket.close()
 
     # Inside.
@@ -298,32 +241,32 @@ class ObjectStore(Tier):
         """A deadline for what is asked now, and the probe's key. As `open`."""
         deadline = time.monotonic() + self._bucket.timeout
         epoch = self._current(deadline)
-        if isinstance(epoch, BucketError):
+        if isinstance(epoch, StorageFailed):
             raise explanation(self._config, epoch)
         return deadline, self.space.kv_probe_key(epoch)
 
-    def _current(self, deadline: float) -> int | BucketError:
+    def _current(self, deadline: float) -> int | StorageFailed:
         """The epoch all processes are in now, or why it is not known."""
-        if self._life.is_closed:
-            return BucketError(Outcome.CLOSED, "closed")
+        if self._is_closed:
+            return StorageFailed(Outcome.CLOSED, "closed")
         if (failure := self._epoch.settle(deadline)) is not None:
             return failure
         return self._epoch.value or _EPOCH_CHANGED  # reset at this very moment
 
     def _read_tables(
         self, hashes: Sequence[ChainHash], places: range, epoch: int, deadline: float
-    ) -> list[int | BucketError]:
+    ) -> list[int | StorageFailed]:
         """Learn what the objects hold that begin at these places of the chain: how many blocks each has, or why not."""
         firsts = self.space.names([hashes[place] for place in places])
         wanted = [ObjectRange(self.space.key(first, epoch), 0, self.space.table_bytes) for first in firsts]
-        learned: list[int | BucketError] = [BucketError(Outcome.IO_ERROR, "nothing came")] * len(firsts)
+        learned: list[int | StorageFailed] = [StorageFailed(Outcome.IO_ERROR, "nothing came")] * len(firsts)
         for i, answer in self._bucket.fetch(wanted, deadline):
-            if isinstance(answer, BucketError):
+            if isinstance(answer, StorageFailed):
                 learned[i] = answer
                 continue
             table = self.space.parse(answer, firsts[i])
             if table is None:
-                learned[i] = BucketError(Outcome.CHECKSUM, "no object of ours")
+                learned[i] = StorageFailed(Outcome.CHECKSUM, "no object of ours")
                 continue
             learned[i] = len(names := table.names)
             if self._epoch.value == epoch:
@@ -338,7 +281,7 @@ class ObjectStore(Tier):
         gone = [place[0] for place in self._index.places([first]) if place is not None and place[1] == 0]
         self.announcer.missed([first, *self._index.forget(gone)])
 
-    def _located(self, found: int, failure: BucketError | None) -> int | Outcome:
+    def _located(self, found: int, failure: StorageFailed | None) -> int | Outcome:
         failed = failure is not None and failure.outcome is not Outcome.ABSENT
         self._counts.add("locate", [failure.outcome if failed and failure is not None else Outcome.OK])
         return failure.outcome if failed and failure is not None and not found else found
@@ -384,7 +327,7 @@ class ObjectStore(Tier):
         wanted = ObjectRange(self.space.key(stored.first, epoch), 0, self.space.table_bytes)
         try:
             found = self._bucket.get(wanted, deadline)
-        except BucketError as error:
+        except StorageFailed as error:
             return error.outcome is not Outcome.CHECKSUM  # gone, or not to be judged now
         table = self.space.parse(found, stored.first)
         ours = self.space.names(stored.blocks)
@@ -431,23 +374,23 @@ class ObjectStore(Tier):
 
     def _write(
         self, records: Sequence[BlockRecord], payloads: Sequence[memoryview], epoch: int, deadline: float
-    ) -> tuple[int, BucketError | None]:
+    ) -> tuple[int, StorageFailed | None]:
         """How many leading blocks are there now, and why not the others."""
         hashes = [record.chain_hash for record in records]
         done = self._index.leading(hashes)
         try:
             while done < len(records):
                 if time.monotonic() >= deadline:
-                    return done, BucketError(Outcome.TIMEOUT, "not in time")
+                    return done, StorageFailed(Outcome.TIMEOUT, "not in time")
                 end = min(len(records), done + MAX_BLOCKS)
                 done += self._put(records[done:end], payloads[done:end], epoch, deadline)
-        except BucketError as error:
+        except StorageFailed as error:
             self._tell(error)
             return done, error
         return done, None
 
     def _put(self, records: Sequence[BlockRecord], payloads: Sequence[memoryview], epoch: int, deadline: float) -> int:
-        """Store an object, or find that others did; how many of its leading blocks are there. BucketError."""
+        """Store an object, or find that others did; how many of its leading blocks are there. StorageFailed."""
         hashes = [record.chain_hash for record in records]
         names = self.space.names(hashes)
         key = self.space.key(names[0], epoch)
@@ -458,11 +401,11 @@ class ObjectStore(Tier):
             parts += (head, body)
         try:
             self._bucket.put(key, parts, only_new=True)
-        except BucketError as error:
+        except StorageFailed as error:
             if error.code != EXISTS:
                 raise
             (learned,) = self._read_tables(hashes, range(1), epoch, deadline)
-            if isinstance(learned, BucketError) and learned.outcome not in (Outcome.ABSENT, Outcome.CHECKSUM):
+            if isinstance(learned, StorageFailed) and learned.outcome not in (Outcome.ABSENT, Outcome.CHECKSUM):
                 raise learned from None
             if there := self._index.leading(hashes):
                 return there
@@ -474,16 +417,16 @@ class ObjectStore(Tier):
     def _delete(self, names: set[bytes], deadline: float) -> bool:
         """Whether they are gone. Nothing is told once the deadline has passed: what is damaged there is found again."""
         epoch = self._epoch.value
-        if not names or epoch is None or self._life.is_closed or time.monotonic() >= deadline:
+        if not names or epoch is None or self._is_closed or time.monotonic() >= deadline:
             return not names
         try:
             self._bucket.delete([self.space.key(name, epoch) for name in names])
-        except BucketError as error:
+        except StorageFailed as error:
             self._counts.add("delete", [error.outcome])
             return False
         return True
 
-    def _tell(self, refused: BucketError) -> None:
+    def _tell(self, refused: StorageFailed) -> None:
         """Log why the bucket refuses what it is asked."""
         if refused.code and refused.code not in self._told and len(self._told) < _MOST_TOLD:
             self._told.add(refused.code)
@@ -493,7 +436,3 @@ class ObjectStore(Tier):
         """Another epoch has begun."""
         self._index.clear()
         self.announcer.clear()
-
-    def _deadline(self, num_blocks: int) -> float:
-        seconds = self._config.deadline + num_blocks * self.space.record_bytes / self._config.bandwidth
-        return time.monotonic() + seconds

@@ -1,23 +1,14 @@
-from . import wire
-from .following import FEEDS, AnnouncedNames, NamesRoom
-from .link import EventsAt
-from .peer import address_text
-from .store import RESETS, PeersStore
-from .stream import TAG_BYTES, PeerFailed, prepare, receive, receive_into, send
-
-__all__ = [
-    "FEEDS",
-    "RESETS",
-    "TAG_BYTES",
-    "AnnouncedNames",
-    "EventsAt",
-    "NamesRoom",
-    "PeerFailed",
-    "PeersStore",
-    "address_text",
-    "prepare",
-    "receive",
-    "receive_into",
-    "send",
-    "wire",
-]
+from . import wire as wire
+from .following import FEEDS as FEEDS
+from .following import AnnouncedNames as AnnouncedNames
+from .following import NamesRoom as NamesRoom
+from .link import EventsAt as EventsAt
+from .peer import address_text as address_text
+from .store import RESETS as RESETS
+from .store import PeersStore as PeersStore
+from .stream import TAG_BYTES as TAG_BYTES
+from .stream import PeerFailed as PeerFailed
+from .stream import prepare as prepare
+from .stream import receive as receive
+from .stream import receive_into as receive_into
+from .stream import send as send

@@ -51,10 +51,7 @@ class NamesRoom:
 
 
 class AnnouncedNames:
-    """One peer's names. Written by whoever reads its events, asked by anybody; asking takes no lock.
-
-    A name costs some 100 bytes. Names beyond the room are left out, and `is_whole` is false until all is told anew.
-    """
+    """One peer's names, some 100 bytes each; asking takes no lock. `is_whole`: none was left out for want of room."""
 
     def __init__(self, room: NamesRoom, clock: Callable[[], float] = time.monotonic) -> None:
         self.is_whole = True  # no name was left out
@@ -233,10 +230,7 @@ class Following:
         return followed is not None and followed.is_sure
 
     def judge(self, address: PeerAddress, asked: Sequence[tuple[ChainHash, bool]]) -> None:
-        """What became of blocks that were asked for because events name them: each name, and whether that was wrong.
-
-        The first that was is doubted. A peer lends the leading ones of a question, so the others may be there.
-        """
+        """Note whether a flight (each name, and whether it was wrong) was in vain; the first wrong one is doubted."""
         wrong = next((name for name, is_wrong in asked if is_wrong), None)
         with self._lock:
             self._counts["hints_right" if wrong is None else "hints_wrong"] += 1
@@ -260,7 +254,9 @@ class Following:
         if self._open is None:
             return
         gone = [each for address, each in self._followed.items() if address not in peers]
-        self._followed = {address: self._followed.get(address) or self._new() for address in peers}
+        self._followed = {
+            address: self._followed.get(address) or _Followed(AnnouncedNames(self._room)) for address in peers
+        }
         for each in gone:
             each.close()
         for address, followed in self._followed.items():
@@ -278,9 +274,6 @@ class Following:
     def close(self) -> None:
         for each in self._followed.values():
             each.close()
-
-    def _new(self) -> _Followed:
-        return _Followed(AnnouncedNames(self._room))
 
     def _ask(
         self,

@@ -1,5 +1,6 @@
 """One connection to one peer for one model's blocks: asks, and verifies every answer before anybody sees it."""
 
+import hmac
 import ipaddress
 import math
 import os
@@ -53,10 +54,7 @@ class EventsAt:
         return cls(publish, replay, bool(tells_all))
 
     def reached_at(self, host: str) -> "EventsAt":
-        """The addresses as whoever reached its node at `host` reaches them; none if that cannot be.
-
-        A publisher on loopback is another one on another machine: its own.
-        """
+        """The addresses as reached through `host`; none if they cannot be: loopback is each machine's own."""
         publish, replay = (_reached(each, host) for each in (self.publish, self.replay))
         return EventsAt(publish, replay, self.tells_all) if publish and replay else EventsAt()
 
@@ -171,10 +169,7 @@ class PeerLink:
     def hear_blocks(
         self, names: Sequence[ChainHash], into: Sequence[memoryview], settle: SettleBlock, deadline: float
     ) -> None:
-        """Read the blocks into their buffers, and verify name, tag and checksum of each.
-
-        What the peer does not hold any more is EVICTED. A block that is not what it should be fails the connection.
-        """
+        """Read and verify blocks: name, tag, checksum. EVICTED if the peer has one no more; else PeerFailed."""
         count, _ = self._read(
             PeerVerb.LEND, receive(self._connection, wire.WORDS_BYTES + wire.PROOF_BYTES, deadline), len(names)
         )
@@ -197,7 +192,7 @@ class PeerLink:
             settle(position, Outcome.EVICTED)
 
     def _verified(self, name: ChainHash, head: memoryview, payload: memoryview, tag: memoryview) -> BlockRecord:
-        if not wire.is_proven(tag, self._session.tag(head, payload)):
+        if not hmac.compare_digest(bytes(tag), self._session.tag(head, payload)):
             raise PeerFailed(Outcome.CHECKSUM, "mac")
         try:
             record = self._session.read_head(head)

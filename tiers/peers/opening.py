@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-from kvtier.tiers import BATCH_BYTES, BlockShape, ConfigError, ConfiguredTier, Finding, error, ok, warning
+from kvtier.tiers import BATCH_BYTES, BlockShape, ConfigError, ConfiguredTier, Finding, error, ok, refusal, warning
 from kvtier.tiers.config import Config
 from kvtier.tiers.peers.link import IsMyself, PeerLink
 from kvtier.tiers.peers.peer import PeerAddresses, address_text
@@ -72,8 +72,7 @@ def examine(config: Config) -> list[Finding]:
     try:
         key = shared_key(peers.key_file)
     except ConfigError as refused:
-        found, _, fix = str(refused).partition("; ")
-        return [error("peers", found, fix)]
+        return [refusal("peers", refused)]
     if not peers.nodes:
         return [ok("peers", f"lends on {peers.listen}, borrows from nobody: no [peers] nodes")]
     unknown = [node for node in peers.nodes if not PeerAddresses([node]).look_up()]

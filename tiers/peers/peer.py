@@ -1,16 +1,16 @@
-"""Other nodes as lenders: their addresses, the connections that lie ready, a breaker each, and who holds what."""
+"""Other nodes as lenders: their addresses, the connections that lie ready, a breaker each."""
 
 import hashlib
 import logging
 import math
 import socket
 import time
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from threading import Lock
-from typing import Final, NamedTuple
+from typing import Final
 
-from kvtier.tiers import Breaker, ChainHash, Outcome
+from kvtier.tiers import Breaker, Outcome
 from kvtier.tiers.peers.link import IsMyself, PeerLink
 from kvtier.tiers.peers.stream import PeerFailed
 
@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 MAX_PEERS: Final = 64
 _KEPT: Final = 3600.0  # seconds; those that are dead by then cost a connection now and then
 
-_Address = tuple[str, int]
+PeerAddress = tuple[str, int]
 
 
 def address_text(address: Sequence[object]) -> str:
@@ -38,11 +38,11 @@ class PeerAddresses:
 
     def __init__(self, nodes: Sequence[str], clock: Callable[[], float] = time.monotonic) -> None:
         self._nodes, self._clock = nodes, clock
-        self._known: dict[str, tuple[float, list[_Address]]] = {}  # by node: when it was looked up, and what it is
+        self._known: dict[str, tuple[float, list[PeerAddress]]] = {}  # by node: when it was looked up, and what it is
         self._unknown: set[str] = set()  # nodes whose last look-up failed
         self._told_too_many = False
 
-    def look_up(self) -> list[_Address]:
+    def look_up(self) -> list[PeerAddress]:
         """Up to MAX_PEERS addresses, each once."""
         for node in self._nodes:
             try:
@@ -66,84 +66,15 @@ class PeerAddresses:
         return sorted(found, key=_rank)[:MAX_PEERS]
 
 
-def looked_up(node: str) -> list[_Address]:
+def looked_up(node: str) -> list[PeerAddress]:
     """The addresses of HOST:PORT. OSError or ValueError if nobody knows them; waits for a resolver."""
     host, _, port = node.rpartition(":")
     infos = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
     return list(dict.fromkeys((str(info[4][0]), int(info[4][1])) for info in infos))
 
 
-def _rank(address: _Address) -> bytes:
+def _rank(address: PeerAddress) -> bytes:
     return hashlib.blake2b(address_text(address).encode(), key=socket.gethostname().encode()[:64]).digest()
-
-
-MAX_NAMES: Final = 262_144
-PeerAddress = tuple[str, int]
-
-
-class _KnownHolder(NamedTuple):
-    peer: PeerAddress
-    until: float  # seconds of the clock
-
-
-class PeerHolders:
-    """Names with a peer and an expiry, the least recently confirmed dropped first. Thread-safe, without I/O."""
-
-    def __init__(self, lifetime: float, limit: int = MAX_NAMES, clock: Callable[[], float] = time.monotonic) -> None:
-        """`lifetime`: seconds that a name is believed."""
-        self._lifetime = lifetime
-        self._limit = limit
-        self._clock = clock
-        self._lock = Lock()
-        self._held: OrderedDict[ChainHash, _KnownHolder] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._held)
-
-    def add(self, peer: PeerAddress, names: Iterable[ChainHash]) -> None:
-        """The peer holds them, as of now."""
-        with self._lock:
-            held = _KnownHolder(peer, self._clock() + self._lifetime)
-            for name in names:
-                self._held[name] = held
-                self._held.move_to_end(name)
-            while len(self._held) > self._limit:
-                self._held.popitem(last=False)
-
-    def forget(self, names: Iterable[ChainHash]) -> None:
-        with self._lock:
-            for name in names:
-                self._held.pop(name, None)
-
-    def forget_peer(self, peer: PeerAddress) -> None:
-        """It does not answer, or is not to be believed."""
-        with self._lock:
-            for name in [name for name, held in self._held.items() if held.peer == peer]:
-                del self._held[name]
-
-    def clear(self) -> None:
-        with self._lock:
-            self._held.clear()
-
-    def leading(self, names: Sequence[ChainHash]) -> int:
-        """How many leading names somebody holds."""
-        with self._lock:
-            now, held = self._clock(), self._held
-            return next(
-                (i for i, name in enumerate(names) if (each := held.get(name)) is None or each.until <= now), len(names)
-            )
-
-    def of(self, names: Sequence[ChainHash]) -> list[PeerAddress | None]:
-        """Who holds each."""
-        with self._lock:
-            now, held = self._clock(), self._held
-            return [each.peer if (each := held.get(name)) and each.until > now else None for name in names]
-
-    def check(self) -> None:
-        with self._lock:
-            assert len(self._held) <= self._limit, f"{len(self._held)} names"
-            times = [held.until for held in self._held.values()]
-            assert times == sorted(times), "names out of order"
 
 
 MAX_READY: Final = 2  # connections kept: as many as threads of the hierarchy use at once
@@ -248,7 +179,3 @@ class OtherNode:
             links, self._ready = self._ready, []
         for link in links:
             link.close()
-
-
-def breaker_of(failures: int, retry_after: float) -> Breaker:
-    return Breaker(failures, retry_after, time.monotonic)

@@ -8,13 +8,14 @@ from collections.abc import Mapping, Sequence
 from threading import Lock
 from typing import Final, NamedTuple
 
-from kvtier.tiers import BlockRecord, ChainHash, Direction, Outcome, Tier, require_buffers, require_space
+from kvtier.tiers import BlockRecord, Breaker, ChainHash, Direction, Outcome, Tier, require_buffers, require_space
 from kvtier.tiers.config import Config
 from kvtier.tiers.peers.following import AnnouncedNames, Following
 from kvtier.tiers.peers.link import PeerLink, as_they_answer
-from kvtier.tiers.peers.peer import OtherNode, PeerAddress, PeerAddresses, PeerHolders, address_text, breaker_of
+from kvtier.tiers.peers.peer import OtherNode, PeerAddress, PeerAddresses, address_text
 from kvtier.tiers.peers.stream import PeerFailed
 from kvtier.tiers.peers.wire import MAX_NAMES, LentBlocks, PeerVerb, shared_key
+from kvtier.tiers.shared import KnownNames, OutcomeCounts
 
 _log = logging.getLogger(__name__)
 
@@ -92,14 +93,12 @@ class PeersStore(Tier):
         self._breaker = config.breaker
         self._blocks = blocks
         self._key = key
-        self._holders = PeerHolders(_NAME_LIFETIME)  # as peers said when they were asked
+        self._holders = KnownNames[PeerAddress](_NAME_LIFETIME)  # as peers said when they were asked
         self._following = Following(config.peers, blocks.fingerprint)
         self._probe: bytes | None = None  # what our model computes of a few tokens; None: it was not asked
         self._told_apart = False  # whether the log says that a peer's computes otherwise
         self._peers: dict[PeerAddress, OtherNode] = {}  # replaced whole, by the tending thread alone
-        self._lock = threading.Lock()  # guards what follows; never held across I/O
-        self._counts: Counter[str] = Counter()
-        self._retired: Counter[str] = Counter()  # failures of peers whose addresses are gone
+        self._counts = OutcomeCounts()  # and failures of peers whose addresses are gone
         self._closing = threading.Event()
         self._addresses = PeerAddresses(self._config.nodes)
         self._looked_up_at = float("-inf")
@@ -135,10 +134,7 @@ class PeersStore(Tier):
         ]
 
     def locate(self, hashes: Sequence[ChainHash]) -> int | Outcome:
-        """Every peer that answers is asked, all at once; of several that hold a block, the one with the longest run.
-
-        One whose events tell all that it holds is not asked.
-        """
+        """Ask every peer that answers, but those whose events tell all; of several holders, who has the longest run."""
         if self._is_off:
             return 0
         deadline = time.monotonic() + self._config.deadline
@@ -155,10 +151,10 @@ class PeersStore(Tier):
             found += there
             if there < len(window):
                 if failure is not None and not held and not found:
-                    self._count("locate", [failure])
+                    self._counts.add("locate", [failure])
                     return failure
                 break
-        self._count("locate", [Outcome.OK])
+        self._counts.add("locate", [Outcome.OK])
         return found
 
     @property
@@ -182,7 +178,7 @@ class PeersStore(Tier):
         if self._is_off and not self._closing.is_set():
             results = [Outcome.EPOCH] * len(hashes)
         self._holders.forget(h for h, result in zip(hashes, results, strict=True) if isinstance(result, Outcome))
-        self._count("read", results)
+        self._counts.add("read", results)
         return results
 
     def write(self, records: Sequence[BlockRecord], payloads: Sequence[memoryview]) -> list[Outcome]:
@@ -216,20 +212,12 @@ class PeersStore(Tier):
         return direction == "write" or any(peer.answers for peer in self._peers.values())
 
     def stats(self) -> Mapping[str, int]:
-        """Counts since it was opened: {read, locate}_{outcome}, failed_{reason}, hints_{right, wrong}, questions.
-
-        Now: `names` known by asking, `told` by events; peers `answering`, and of these `sure`, whose events tell all.
-        """
-        with self._lock:
-            counts, failed = dict(self._counts), Counter(self._retired)
-        peers = list(self._peers.values())
+        """{read, locate}_{outcome}, failed_{reason}, hints_{right, wrong}, questions; names, told, answering, sure."""
+        counts, peers = Counter(self._counts.counts()), list(self._peers.values())
         for peer in peers:
-            failed.update(peer.counts)
-        reasons = {f"failed_{reason}": count for reason, count in failed.items()}
+            counts.update({f"failed_{reason}": count for reason, count in peer.counts.items()})
         answering = sum(peer.answers for peer in peers)
-        evicted = counts.get("read_evicted", 0)
-        counts |= self._following.stats()
-        return {**counts, **reasons, "evicted": evicted, "names": len(self._holders), "answering": answering}
+        return {**counts, **self._following.stats(), "names": len(self._holders), "answering": answering}
 
     def check(self) -> None:
         self._holders.check()
@@ -266,8 +254,7 @@ class PeersStore(Tier):
                 asked.append((peer, link))
             except PeerFailed as failed:
                 failure = self._fail(peer, link, failed)
-        with self._lock:
-            self._counts["questions"] += len(asked)
+        self._counts.count("questions", len(asked))
         by_link = {link: peer for peer, link in asked}
         for link in as_they_answer(by_link, deadline):
             try:
@@ -284,10 +271,7 @@ class PeersStore(Tier):
         held: Mapping[PeerAddress, Sequence[bool]],
         told: Mapping[PeerAddress, Sequence[bool]],
     ) -> int:
-        """Note whom to ask for each block, with as few flights as can be; returns how many leading ones are held.
-
-        What is `told` by events is known anyway, until events say otherwise.
-        """
+        """Note whom to ask for each block, in few flights, if events do not tell; how many are held."""
         at = 0
         while at < len(names):
             ends = {
@@ -298,7 +282,7 @@ class PeersStore(Tier):
             if best is None or ends[best] == at:
                 break
             if best in held:
-                self._holders.add(best, names[at : ends[best]])
+                self._holders.add(names[at : ends[best]], best)
             at = ends[best]
         return at
 
@@ -388,7 +372,7 @@ class PeersStore(Tier):
     def _fail(self, peer: OtherNode, link: PeerLink | None, failure: PeerFailed) -> Outcome:
         """A peer failed: what it was believed to hold is not asked of it any more."""
         peer.failed(link, failure)
-        self._holders.forget_peer(peer.address)
+        self._holders.forget_all(peer.address)
         return failure.outcome
 
     def _tend(self) -> None:
@@ -410,7 +394,9 @@ class PeersStore(Tier):
         """Know these peers and no others."""
         peers = {
             address: self._peers.get(address)
-            or OtherNode(address, self._connect, breaker_of(self._breaker.failures, self._breaker.retry_after))
+            or OtherNode(
+                address, self._connect, Breaker(self._breaker.failures, self._breaker.retry_after, time.monotonic)
+            )
             for address in addresses
         }
         for peer in peers.values():
@@ -419,9 +405,9 @@ class PeersStore(Tier):
         self._peers = peers
         for peer in gone:
             peer.close()
-            self._holders.forget_peer(peer.address)
-            with self._lock:
-                self._retired.update(peer.counts)
+            self._holders.forget_all(peer.address)
+            for reason, count in peer.counts.items():
+                self._counts.count(f"failed_{reason}", count)
         if self._closing.is_set():  # `close` may have seen the peers of before
             self.close()
 
@@ -445,8 +431,3 @@ class PeersStore(Tier):
                 opened = link()  # it knows no probes
         opened.told = probe
         return opened
-
-    def _count(self, verb: str, results: Sequence[BlockRecord | Outcome]) -> None:
-        outcomes = [Outcome.OK if isinstance(result, BlockRecord) else result for result in results]
-        with self._lock:
-            self._counts.update(f"{verb}_{outcome}" for outcome in outcomes)

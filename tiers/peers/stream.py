@@ -54,10 +54,7 @@ class PeerFailed(Exception):
 
 
 def prepare(connection: socket.socket) -> None:
-    """Small messages leave at once; calls block, and the kernel holds their deadlines: Python's take a `poll` each.
-
-    The kernel chooses its buffers: a size that is asked for is cut to far less than what it takes by itself.
-    """
+    """No delay, no Python timeouts (they `poll`): the kernel keeps deadlines, and its own buffer sizes, the largest."""
     connection.settimeout(None)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 

@@ -237,8 +237,3 @@ class PeerSession:
     def _require(self, proof: bytes, what: bytes, said: bytes) -> None:
         if not hmac.compare_digest(proof, self._proof(what, said)):
             raise ProtocolError("proof")
-
-
-def is_proven(tag: bytes | memoryview, expected: bytes) -> bool:
-    """Whether a block's tag is the expected one, in a time that tells nothing."""
-    return hmac.compare_digest(bytes(tag), expected)

@@ -1,48 +1,27 @@
-from .changes import ChangeLog, Slots, Words, to_words
-from .core import ChildIndex, Lease
-from .departures import (
-    EVICTED,
-    LOST,
-    NEVER_SEEN,
-    NUM_AGES,
-    REMOVED,
-    RESET,
-    Causes,
-    Departure,
-    Departures,
-    causes_of,
-    why_gone,
-)
-from .lease import FILLING, READY, Places, Reservation
-from .policy import MAX_CHILDREN, lease_type, make_child_index, make_core, make_index
-from .pool import SlotPool
-
-__all__ = [
-    "EVICTED",
-    "FILLING",
-    "LOST",
-    "MAX_CHILDREN",
-    "NEVER_SEEN",
-    "NUM_AGES",
-    "READY",
-    "REMOVED",
-    "RESET",
-    "Causes",
-    "ChangeLog",
-    "ChildIndex",
-    "Departure",
-    "Departures",
-    "Lease",
-    "Places",
-    "Reservation",
-    "SlotPool",
-    "Slots",
-    "Words",
-    "causes_of",
-    "lease_type",
-    "make_child_index",
-    "make_core",
-    "make_index",
-    "to_words",
-    "why_gone",
-]
+from .changes import ChangeLog as ChangeLog
+from .changes import Slots as Slots
+from .changes import Words as Words
+from .changes import to_words as to_words
+from .core import ChildIndex as ChildIndex
+from .core import Lease as Lease
+from .departures import EVICTED as EVICTED
+from .departures import LOST as LOST
+from .departures import NEVER_SEEN as NEVER_SEEN
+from .departures import NUM_AGES as NUM_AGES
+from .departures import REMOVED as REMOVED
+from .departures import RESET as RESET
+from .departures import Causes as Causes
+from .departures import Departure as Departure
+from .departures import Departures as Departures
+from .departures import causes_of as causes_of
+from .departures import why_gone as why_gone
+from .lease import FILLING as FILLING
+from .lease import READY as READY
+from .lease import Places as Places
+from .lease import Reservation as Reservation
+from .policy import MAX_CHILDREN as MAX_CHILDREN
+from .policy import lease_type as lease_type
+from .policy import make_child_index as make_child_index
+from .policy import make_core as make_core
+from .policy import make_index as make_index
+from .pool import SlotPool as SlotPool

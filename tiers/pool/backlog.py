@@ -60,10 +60,7 @@ class Backlog:
                 self._line.remove([slot for slot in self._core.find(list(names)) if slot >= 0])
 
     def take_lost(self, *, look: bool = False) -> int:
-        """How many blocks left the pool while in line, since this was last asked: as far as it was noticed.
-
-        `look`: at all that is in line. O(slots), but the lock is held for a piece at a time.
-        """
+        """Blocks that left the pool while in line, since last asked; with `look` all, in O(slots), by pieces."""
         if look and len(self) and self._line is not None:
             for first in range(0, self._core.num_slots, _PIECE):
                 with self._lock:

@@ -147,18 +147,20 @@ class Index:
         return self._slots.get(name, -1)
 
     @cython.cfunc
+    @cython.locals(
+        i=cython.Py_ssize_t,
+        words=cython.p_ulonglong,
+        tag=cython.ulonglong,
+        place=cython.ulonglong,
+        entry=cython.ulonglong,
+        slot=cython.longlong,
+    )
     def find_each(self, names: list, first: cython.Py_ssize_t, end: cython.Py_ssize_t):
         """The slots of some names, at most `AT_ONCE`, into `found`; -1 where there is none. ValueError as `find`.
 
         Compiled, all entries are fetched before the first name is compared: memory is waited for once, not for each.
         """
-        i: cython.Py_ssize_t
         if cython.compiled:
-            words: cython.p_ulonglong
-            tag: cython.ulonglong
-            place: cython.ulonglong
-            entry: cython.ulonglong
-            slot: cython.longlong
             for i in range(first, end):
                 name: bytes = names[i]
                 if len(name) != NAME_BYTES:
@@ -183,11 +185,9 @@ class Index:
                 slot = get(names[i], -1)
                 found[i - first] = slot if slot >= 0 else self.find(names[i])
 
+    @cython.locals(first=cython.Py_ssize_t, end=cython.Py_ssize_t, i=cython.Py_ssize_t)
     def find_all(self, names: list) -> list:
         """The slot of each name, -1 where there is none. ValueError as `find`."""
-        first: cython.Py_ssize_t
-        end: cython.Py_ssize_t
-        i: cython.Py_ssize_t
         slots: list = []
         for first in range(0, len(names), AT_ONCE):
             end = min(first + AT_ONCE, len(names))
@@ -348,10 +348,9 @@ class ChildIndex:
                 half = _two_words(parent)[0] >> 32
         return ((half * self.num_buckets) >> 32) * MOST_CHILDREN
 
+    @cython.locals(i=cython.int, entry=cython.longlong)
     def find(self, parent: bytes) -> list:
         """Up to eight distinct slots; the blocks in some of them may have another parent, or be gone."""
-        i: cython.int
-        entry: cython.longlong
         first: cython.ulonglong = self._first(parent)
         found: list = []
         for i in range(MOST_CHILDREN):
@@ -360,12 +359,9 @@ class ChildIndex:
                 found.append(entry - 1)
         return found
 
+    @cython.locals(i=cython.Py_ssize_t, slot=cython.longlong, place=cython.ulonglong, first=cython.ulonglong)
     def enter(self, parents: list, slots: list):
         """Enter distinct slots under their blocks' parents; what was known of these slots is forgotten."""
-        i: cython.Py_ssize_t
-        slot: cython.longlong
-        place: cython.ulonglong
-        first: cython.ulonglong
         _require_equal(len(parents), len(slots))
         self.remove(slots)  # all first: what one leaves, another may take
         for i in range(len(slots)):
@@ -405,10 +401,7 @@ class ChildIndex:
 
 @cython.cclass
 class SlotLists:
-    """Doubly linked lists of slots, each slot in one of them at most. The rows behind nobody's are the lists' heads.
-
-    A slot's stamp grows along its list: it says which of two slots comes first.
-    """
+    """Doubly linked lists of slots, one each at most, heads behind nobody's row. Stamps grow along a list."""
 
     where = cython.declare(cython.uchar[::1], visibility="readonly")  # each slot's list
     stamps = cython.declare(cython.longlong[::1], visibility="readonly")
@@ -636,11 +629,10 @@ class S3FIFO(LRU):
             self._uses[slot] += 1
 
     @cython.cfunc
+    @cython.locals(slot=cython.longlong, is_small=cython.bint)
     def pop(self) -> cython.longlong:
         """From the small queue while it is above its share or the main one is empty, else from the main one."""
         lists: SlotLists = self.lists
-        slot: cython.longlong
-        is_small: cython.bint
         while True:
             is_small = lists.sizes[FIRST] > self._small_target
             slot = lists.pop(FIRST if is_small else SECOND)
@@ -939,10 +931,9 @@ class Learned(LRU):
                 count += 1
         return count
 
+    @cython.locals(slot=cython.longlong, row=cython.longlong)
     def ended(self, slots, kind: cython.longlong):
         """A request has ended. Its blocks, in chain order, are of this class; it used them until now. -1: no slot."""
-        slot: cython.longlong
-        row: cython.longlong
         self._now = self.clock()
         self.num_told += 1
         row = self._new_row(kind, False)
@@ -1048,12 +1039,9 @@ class SlotCore:
 
     # --- queries ------------------------------------------------------------------------------------------------
 
+    @cython.locals(first=cython.Py_ssize_t, end=cython.Py_ssize_t, i=cython.Py_ssize_t, slot=cython.longlong)
     def lookup(self, names: list) -> int:
         """How many leading blocks are ready."""
-        first: cython.Py_ssize_t
-        end: cython.Py_ssize_t
-        i: cython.Py_ssize_t
-        slot: cython.longlong
         for first in range(0, len(names), AT_ONCE):
             end = min(first + AT_ONCE, len(names))
             self.index.find_each(names, first, end)
@@ -1063,12 +1051,9 @@ class SlotCore:
                     return first + i
         return len(names)
 
+    @cython.locals(first=cython.Py_ssize_t, end=cython.Py_ssize_t, i=cython.Py_ssize_t, slot=cython.longlong)
     def find_run(self, names: list) -> list:
         """The slots of the leading ready blocks."""
-        first: cython.Py_ssize_t
-        end: cython.Py_ssize_t
-        i: cython.Py_ssize_t
-        slot: cython.longlong
         slots: list = []
         for first in range(0, len(names), AT_ONCE):
             end = min(first + AT_ONCE, len(names))
@@ -1109,10 +1094,9 @@ class SlotCore:
         """The names that slots have, or had last."""
         return [self.index.name_of(self._checked(slot)) for slot in slots]
 
+    @cython.locals(i=cython.longlong, slot=cython.longlong)
     def own(self, slots: list, generations: list, at, state: cython.int) -> list:
         """Which of these positions, None for all, have a slot that was not taken since, in this state, not leased."""
-        i: cython.longlong
-        slot: cython.longlong
         found: list = []
         _require_equal(len(slots), len(generations))
         for i in range(len(slots)) if at is None else sorted(set(at)):
@@ -1141,10 +1125,9 @@ class SlotCore:
             generations.append(self.generation[slot])
         return generations
 
+    @cython.locals(i=cython.Py_ssize_t, slot=cython.longlong)
     def lease_at(self, slots: list, generations: list) -> tuple:
         """As `lease`, of blocks that were ready in these slots at these generations; up to the first that has left."""
-        i: cython.Py_ssize_t
-        slot: cython.longlong
         count: cython.Py_ssize_t = len(slots)
         if len(generations) != count:
             raise ValueError(f"lease: {count} slots and {len(generations)} generations")
@@ -1176,16 +1159,6 @@ class SlotCore:
             self.lists.remove(slot)
         self.order.leave(slot)
 
-    def use(self, names: list):
-        """Count a use of each ready block, as a lease released at once would."""
-        slot: cython.longlong
-        slots: list = [each for each in dict.fromkeys(self.find(names)) if each >= 0 and not self.refs[each]]
-        self.order.tick()
-        for slot in slots:
-            self._withdraw(slot)
-        for slot in reversed(slots):
-            self.order.enter(slot)
-
     def hold(self, slots: list):
         """One more reference to each slot. ValueError, and no change, if one has none."""
         slot: cython.longlong
@@ -1194,13 +1167,9 @@ class SlotCore:
         for slot in slots:
             self.refs[slot] += 1
 
+    @cython.locals(i=cython.Py_ssize_t, slot=cython.longlong)
     def unref(self, slots: list):
-        """One reference fewer. Ready slots left without any can be evicted, the last given first; others are freed.
-
-        ValueError, and no change, where a slot has no reference, or fewer than it is given times.
-        """
-        i: cython.Py_ssize_t
-        slot: cython.longlong
+        """One reference fewer; ready slots without any can go, the last first. ValueError, no change: too few."""
         count: cython.Py_ssize_t = 0  # slots that have no reference any more: `_chosen` has them
         for slot in slots:
             self._checked(slot)
@@ -1234,10 +1203,9 @@ class SlotCore:
 
     # --- a slot's life ------------------------------------------------------------------------------------------
 
+    @cython.locals(i=cython.Py_ssize_t, slot=cython.longlong)
     def allocate(self, count: cython.longlong):
         """Take slots, with one reference each, whether parents must go for them or not; None: no room."""
-        i: cython.Py_ssize_t
-        slot: cython.longlong
         if count < 0 or not self._room(count, False):
             return None
         slots: list = []
@@ -1247,15 +1215,13 @@ class SlotCore:
             slots.append(slot)
         return slots
 
+    @cython.locals(i=cython.Py_ssize_t, slot=cython.longlong, before=cython.longlong)
     def reserve(self, names: list, parent):
         """Take slots for the blocks of a chain that have none, name them and link them to it; None: no room.
 
         Returns the blocks' positions in `names`, their slots and these slots' generations. ValueError if a name is
         given twice.
         """
-        i: cython.Py_ssize_t
-        slot: cython.longlong
-        before: cython.longlong
         first: cython.longlong = -1 if parent is None else self.index.find(parent)
         num_new: cython.longlong = 0
         num_named: cython.longlong = 0
@@ -1303,10 +1269,9 @@ class SlotCore:
         return at, slots, generations
 
     @cython.cfunc
+    @cython.locals(i=cython.Py_ssize_t, slot=cython.longlong)
     def _undo(self, num_named: cython.longlong, count: cython.longlong) -> cython.void:
         """Give chosen slots back, of which the first were named."""
-        i: cython.Py_ssize_t
-        slot: cython.longlong
         for i in range(count - 1, -1, -1):
             slot = self._chosen[i]
             if i < num_named:
@@ -1316,10 +1281,9 @@ class SlotCore:
             self._to_free(slot)
 
     @cython.cfunc
+    @cython.locals(i=cython.Py_ssize_t, slot=cython.longlong)
     def _room(self, count: cython.longlong, spare_parents: cython.bint) -> cython.bint:
         """Take so many slots (→ FILLING, next generation) into `_chosen`: victims, then free ones. False: no room."""
-        i: cython.Py_ssize_t
-        slot: cython.longlong
         short: cython.longlong = count - self.num_free
         if short > self.num_ready - self.num_leased:
             return False
@@ -1346,16 +1310,10 @@ class SlotCore:
         return True
 
     @cython.cfunc
+    @cython.locals(i=cython.Py_ssize_t, slot=cython.longlong, parent=cython.longlong, is_parent=cython.bint)
     def _evict(self, count: cython.longlong, spare_parents: cython.bint, now: cython.longlong) -> cython.bint:
-        """Have so many victims in `_chosen`, without their blocks; clean ones first. False, and no change: too few.
-
-        Unless `spare_parents`, slots that have a resident child go when nothing else is left.
-        """
-        i: cython.Py_ssize_t
+        """Victims into `_chosen`, clean first, parents only unless `spare_parents`. False, and no change: too few."""
         num_found: cython.longlong = 0
-        slot: cython.longlong
-        parent: cython.longlong
-        is_parent: cython.bint
         while num_found < count:
             slot, is_parent = self._next_victim(), False
             if slot < 0 and not spare_parents:
@@ -1416,10 +1374,9 @@ class SlotCore:
             self._ages[bucket] += 1
             self._ages[NUM_AGES] += age
 
+    @cython.locals(i=cython.Py_ssize_t, slot=cython.longlong)
     def _forget(self, slots, count: cython.longlong):
         """Ready slots, those chosen or `slots` of them, lose their blocks: their names and what hangs on these."""
-        i: cython.Py_ssize_t
-        slot: cython.longlong
         for i in range(count):
             slot = self._chosen[i]
             self.index.remove(slot)
@@ -1441,10 +1398,9 @@ class SlotCore:
         return self.index.names.view(np.uint64).reshape(-1, 4)[slots]
 
     def publish(self, slots: list, is_partial: cython.bint, refs: cython.int = 1):
-        """FILLING → READY: the slots are named. Each gets so many references more: none is a victim yet.
+        """FILLING → READY: named slots get so many references more; none is a victim yet.
 
-        `is_partial`: they are unfinished last blocks, of which `changes` hears nothing. Too many of them push the
-        oldest out.
+        `is_partial`: unfinished last blocks, unknown to `changes`; too many of them push the oldest out.
         """
         slot: cython.longlong
         self.order.tick()
@@ -1502,13 +1458,9 @@ class SlotCore:
         self.free_slots[self.num_free] = slot
         self.num_free += 1
 
+    @cython.locals(i=cython.Py_ssize_t, slot=cython.longlong)
     def drop(self, slots: list) -> int:
-        """READY → FREE, even if they have children; those with references lose their name now, their slot at the end.
-
-        Returns how many went.
-        """
-        i: cython.Py_ssize_t
-        slot: cython.longlong
+        """READY → FREE, children or not; leased ones lose their name now, their slot later. Returns how many."""
         count: cython.Py_ssize_t = 0
         self.order.tick()
         slots = [slot for slot in dict.fromkeys(slots) if self.state[self._checked(slot)] == READY]
@@ -1532,10 +1484,7 @@ class SlotCore:
         return count
 
     def drop_idle(self, names: list) -> list:
-        """Drop those of these blocks, tail first, that have no lease and no resident child but such as go with them.
-
-        True for each block that is gone now or was not here.
-        """
+        """Drop those of these blocks, tail first, without lease and other children; True for each that is gone now."""
         slot: cython.longlong
         slots: list = self.find_named(names)
         going: dict = {}
@@ -1552,14 +1501,9 @@ class SlotCore:
 
     # --- names given to slots that are in use (L1) --------------------------------------------------------------
 
+    @cython.locals(i=cython.Py_ssize_t, slot=cython.longlong, held=cython.longlong)
     def name(self, slots: list, names: list, parent) -> tuple:
-        """Name slots that fill and have no name, where the name is not there yet: (positions, slots before them).
-
-        They are not ready yet: `publish`, or `unname`. ValueError, and no change, where a name comes twice.
-        """
-        i: cython.Py_ssize_t
-        slot: cython.longlong
-        held: cython.longlong
+        """Name filling, unnamed slots by new names: (positions, slots before). ValueError, no change: one twice."""
         before: cython.longlong = -1 if parent is None else self.index.find(parent)
         _require_equal(len(slots), len(names))
         mine: dict = {}  # slots named here → their positions

@@ -79,11 +79,9 @@ class Departures:
         self.ages[:NUM_AGES] += np.bincount(bins, minlength=NUM_AGES)
         self.ages[SECONDS] += seconds.sum()
 
-    def came_few(self, places: Sequence[int]) -> None:
-        """Blocks come to these places."""
-        now, came = self.now(), self._came
-        for place in places:
-            came[place] = now
+    def came(self, place: int) -> None:
+        """Blocks come to this place."""
+        self._came[place] = self.now()
 
     def left(self, names: Words | Sequence[ChainHash], cause: str) -> None:
         """These are not held any more, or were not stored, for this cause: one of this file's or an `Outcome`."""

@@ -31,10 +31,7 @@ class PoolCounts:
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where blocks were when they were looked for: their slots, and how often each had been taken by then.
-
-    A slot that was not taken since and is ready still has that block, so its name need not be looked up again.
-    """
+    """Slots of blocks and their generations when found: one not taken since, and ready, still has its block."""
 
     slots: list[int]
     generations: list[int]

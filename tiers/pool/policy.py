@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from kvtier.tiers import ChainHash
 from kvtier.tiers.compiled import extension
@@ -41,20 +41,17 @@ def _say_interpreted() -> None:
 
 def lease_type() -> "type[Lease]":
     """What leases are made of: the core's own, in its form."""
-    made: type[Lease] = form().Lease
-    return made
+    return cast("type[Lease]", form().Lease)
 
 
 def make_index(num_slots: int) -> "Index":
     """An index of names, empty yet: at most one for each slot 0 … num_slots - 1."""
-    made: Index = form().Index(num_slots)
-    return made
+    return cast("Index", form().Index(num_slots))
 
 
 def make_child_index(num_slots: int) -> "ChildIndex":
     """An index of parents' names, empty yet, of slots 0 … num_slots - 1."""
-    made: ChildIndex = form().ChildIndex(num_slots)
-    return made
+    return cast("ChildIndex", form().ChildIndex(num_slots))
 
 
 def make_core(

@@ -137,10 +137,7 @@ class SlotPool:
         return self.reserve_each([(hashes, parent)])[0]
 
     def reserve_each(self, chains: Chains) -> list[Reservation | None]:
-        """`reserve` for several (hashes, parent), each all or nothing: each sees what the one before it took.
-
-        None makes room by another's parent, unless nothing else is left.
-        """
+        """`reserve` for each (hashes, parent). None takes another's parent, but as a last resort."""
         with self._lock:
             if self._dropped:
                 self._settle_dropped()
@@ -174,10 +171,7 @@ class SlotPool:
         return self.seal_each([reservation], positions)
 
     def seal_each(self, reservations: Sequence[Reservation], positions: Sequence[int] | None = None) -> Lease:
-        """`seal` of all that still fills of several reservations, under one lease: a step's stores.
-
-        `positions` are of one reservation.
-        """
+        """`seal` of what still fills of several reservations, under one lease. `positions` are of one reservation."""
         with self._lock:
             if self._dropped:
                 self._settle_dropped()
@@ -225,10 +219,7 @@ class SlotPool:
     # --- protection ---------------------------------------------------------------------------------------------
 
     def lease(self, hashes: Sequence[ChainHash], places: Places | None = None) -> Lease:
-        """Protect the leading ready blocks; the lease is as long as there are such, maybe empty. Counts as a use.
-
-        `places`: where exactly these blocks were a moment ago. The lease then keeps the list of their names itself.
-        """
+        """Protect the leading ready blocks, and count a use. `places`: of exactly these, whose list the lease keeps."""
         with self._lock:
             if self._dropped:
                 self._settle_dropped()
@@ -252,12 +243,6 @@ class SlotPool:
                 return self._lease(hashes, slots, self._core.lease_found(slots), self._on_release)
             return Places(slots, self._core.generations(slots))
 
-    def touch(self, hashes: Sequence[ChainHash]) -> None:
-        """Count a use of each ready block; the last of the chain stays the first to go."""
-        with self._lock:
-            self._settle_dropped()
-            self._core.use(hashes if type(hashes) is list else list(hashes))
-
     def ended(self, end: RequestEnd) -> ClassifiedEnd | None:
         """A request has ended: a policy that learns how requests return hears of it. Returns what tiers below hear."""
         if self._learned is None:
@@ -268,10 +253,7 @@ class SlotPool:
             return ended(self._core, self._learned, end)
 
     def evict(self, hashes: Sequence[ChainHash], cause: str = REMOVED) -> int:
-        """Drop these blocks, with children or without; returns how many went. Leased slots go when their leases end.
-
-        `cause` is what is remembered: one of `departures.py`, or an `Outcome`.
-        """
+        """Drop blocks, leased ones later; returns how many. `cause`: of `departures.py`, or an `Outcome`."""
         with self._lock:
             self._settle_dropped()
             slots = self._ready(hashes)
@@ -280,10 +262,7 @@ class SlotPool:
             return self._core.drop(slots)
 
     def evict_idle(self, hashes: Sequence[ChainHash]) -> list[bool]:
-        """Drop those of these blocks that nobody uses: no lease, no resident child but such as go with this call.
-
-        A chain's blocks come tail first. True for each block that is gone now or was not here, False for one in use.
-        """
+        """Drop unused blocks, a chain tail first: no lease, no child that stays. True for each that is gone now."""
         with self._lock:
             self._settle_dropped()
             gone = self._core.drop_idle(hashes if type(hashes) is list else list(hashes))
@@ -301,10 +280,7 @@ class SlotPool:
             return self._backlogs[-1]
 
     def mark_dirty(self, blocks: Sequence[ChainHash] | Lease) -> None:
-        """Note that no lower tier holds these blocks, by name or those leased: clean ones are evicted first.
-
-        As far as clean ones are among the next 4,096 in line: an eviction looks no further.
-        """
+        """No lower tier has these blocks: among the next 4,096 in line clean ones are evicted first."""
         with self._lock:
             # A leased block that was dropped meanwhile is not ready, and its slot nobody else's.
             self._core.mark_dirty(self._ready(blocks) if isinstance(blocks, Sequence) else blocks.slots)
@@ -342,10 +318,7 @@ class SlotPool:
             self._core.changes.stored(self._core.whole_slots())
 
     def changes(self, records: "SupportsGetItem[int, BlockRecord | None]", limit: int) -> Changes:
-        """What the reader has to forget and, up to `limit` blocks, to learn; `records` says what is in each slot.
-
-        Before `listen` nothing. ValueError where a ready slot has no record.
-        """
+        """What the reader has to forget and, up to `limit`, to learn. ValueError: a ready slot has no record."""
         with self._lock:
             if self._core.changes is None:
                 return Changes([], [])

@@ -1,5 +1,1 @@
-from .store import RedisStore
-
-__all__ = [
-    "RedisStore",
-]
+from .store import RedisStore as RedisStore

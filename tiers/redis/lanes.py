@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from kvtier.tiers import BlockRecord, ChainHash, Outcome
 from kvtier.tiers.redis.names import Keyspace
@@ -29,9 +29,15 @@ Settle = Callable[[int, "BlockRecord | Outcome | bool"], None]
 _AT_ONCE: Final = 1024  # blocks whose expiry is put off in one go
 _ELSEWHERE: Final = frozenset({"MOVED", "ASK", "TRYAGAIN"})  # another server has the key, or will
 DOUBTFUL: Final = _ELSEWHERE | {"READONLY", "CLUSTERDOWN", "MASTERDOWN", "LOADING", "NOREPLICAS", "NOAUTH"}
-
-
 UNASKED: Final = Refusal("not asked")
+
+
+class _Wanted(NamedTuple):
+    """What a batch reads, by position: names, buffers of a slot each; and who is told."""
+
+    hashes: Sequence[ChainHash]
+    into: Sequence[memoryview]
+    settle: Settle
 
 
 def command(*parts: bytes) -> bytes:
@@ -65,8 +71,7 @@ def refused(refusal: Refusal, *, writing: bool) -> Outcome:
 class Lane:
     """One server's share of one batch, over a borrowed connection.
 
-    `asks_epoch` says that the namespace's epoch is on this server, and `epoch_seen` then what it is there. `doubtful`
-    says that an answer put the topology in doubt.
+    `asks_epoch`: this server has the epoch, seen as `epoch_seen`. `doubtful`: an answer put the topology in doubt.
     """
 
     wire: Wire
@@ -90,12 +95,13 @@ class Lane:
         self, hashes: Sequence[ChainHash], into: Sequence[memoryview], positions: Sequence[int], settle: Settle
     ) -> None:
         """Read blocks into their buffers, verify them, and put off their expiry: that tells which of them are there."""
+        wanted = _Wanted(hashes, into, settle)
         for first in range(0, len(positions), _AT_ONCE):
             some = positions[first : first + _AT_ONCE]
             if self.make_turns is not None and self.wire.takes_turns:
-                some = self._get_in_turn(self.make_turns, hashes, into, some, settle)
+                some = self._get_in_turn(self.make_turns, wanted, some)
             if some:
-                self._get(hashes, into, some, settle)
+                self._get(wanted, some)
 
     def set(
         self, records: Sequence[BlockRecord], payloads: Sequence[memoryview], positions: Sequence[int], settle: Settle
@@ -131,9 +137,7 @@ class Lane:
 
     # inside
 
-    def _get(
-        self, hashes: Sequence[ChainHash], into: Sequence[memoryview], positions: Sequence[int], settle: Settle
-    ) -> None:
+    def _get(self, wanted: _Wanted, positions: Sequence[int]) -> None:
         wire, space = self.wire, self.space
         unexpected: dict[int, RedisReply] | None = None  # not yet heard: what the blocks said that may not be there
         stored_bytes = space.form.stored_bytes
@@ -149,8 +153,8 @@ class Lane:
         for group in self._turns(groups, ask):
             if unexpected is None:
                 unexpected = self._unlike(b":1\r\n", positions)
-                self._skip(groups, unexpected, settle)
-            buffers = [into[position] for position in group]
+                self._skip(groups, unexpected, wanted.settle)
+            buffers = [wanted.into[position] for position in group]
             together = as_said and unexpected.keys().isdisjoint(group)
             heads: Iterable[Head]
             if together:
@@ -158,18 +162,12 @@ class Lane:
             else:
                 heads = wire.one_by_one(space.head_bytes, buffers, stored_bytes)
             as_said &= not together or isinstance(heads, list)  # to wait in vain once is enough
-            self._judge(hashes, buffers, group, heads, settle)
+            self._judge(wanted, group, heads)
 
-    def _get_in_turn(
-        self,
-        make: MakeTurns,
-        hashes: Sequence[ChainHash],
-        into: Sequence[memoryview],
-        positions: Sequence[int],
-        settle: Settle,
-    ) -> Sequence[int]:
+    def _get_in_turn(self, make: MakeTurns, wanted: _Wanted, positions: Sequence[int]) -> Sequence[int]:
         """`_get` by the extension module, as long as the server answers as it should; returns what is left to read."""
         wire, decode, head_bytes = self.wire, self.space.form.decode, self.space.head_bytes
+        hashes, into, settle = wanted
         depth = depth_of(self.space.slot_bytes, self.window, wire.round_trip)
         asks = [commands(b"GET", [self.keys[position]]) for position in positions]
         expiry = commands(b"PEXPIRE", [self.keys[position] for position in positions], b"%d" % self.ttl_ms)
@@ -179,7 +177,7 @@ class Lane:
         depth = max(asked, depth_of(self.space.slot_bytes, self.window, wire.round_trip))
         self._hear_epoch()
         if unexpected := self._unlike(b":1\r\n", positions):
-            self._get_asked(hashes, into, positions[:asked], settle)
+            self._get_asked(wanted, positions[:asked])
             for position in positions[asked:]:
                 if unexpected.get(position) == 0:
                     settle(position, Outcome.ABSENT)
@@ -193,30 +191,20 @@ class Lane:
         for i, position in enumerate(positions[: run.whole]):
             head = bytes(places[i][0][len(line) :])
             settle(position, decode(head, into[position], hashes[position], self.epoch, run.hash_at(i)))
-        self._get_asked(hashes, into, positions[run.whole : asked], settle)
+        self._get_asked(wanted, positions[run.whole : asked])
         return positions[asked:]
 
-    def _get_asked(
-        self, hashes: Sequence[ChainHash], into: Sequence[memoryview], positions: Sequence[int], settle: Settle
-    ) -> None:
+    def _get_asked(self, wanted: _Wanted, positions: Sequence[int]) -> None:
         """Values that were asked for, one by one."""
-        buffers = [into[position] for position in positions]
-        heads = self.wire.one_by_one(self.space.head_bytes, buffers)
-        self._judge(hashes, buffers, positions, heads, settle)
+        buffers = [wanted.into[position] for position in positions]
+        self._judge(wanted, positions, self.wire.one_by_one(self.space.head_bytes, buffers))
 
-    def _judge(
-        self,
-        hashes: Sequence[ChainHash],
-        buffers: Sequence[memoryview],
-        positions: Sequence[int],
-        heads: Iterable[Head],
-        settle: Settle,
-    ) -> None:
+    def _judge(self, wanted: _Wanted, positions: Sequence[int], heads: Iterable[Head]) -> None:
         """What each GET brought, verified as it is read."""
-        decode, epoch = self.space.form.decode, self.epoch
-        for position, buffer, head in zip(positions, buffers, heads, strict=True):
+        decode, epoch, (hashes, into, settle) = self.space.form.decode, self.epoch, wanted
+        for position, head in zip(positions, heads, strict=True):
             if isinstance(head, bytes):
-                settle(position, decode(head, buffer, hashes[position], epoch))
+                settle(position, decode(head, into[position], hashes[position], epoch))
             elif head is None:
                 settle(position, Outcome.ABSENT)
             elif isinstance(head, Outcome):  # a StrEnum, as a Refusal is a str
@@ -329,10 +317,7 @@ class Batches:
     def run(
         self, hashes: Sequence[ChainHash], epoch: int, deadline: float, work: LaneWork
     ) -> tuple[list[BlockResult | None], RedisReply]:
-        """What became of each block under `work`, and what stands as epoch on its server (UNASKED: not known).
-
-        None for a block that `work` stopped before.
-        """
+        """What became of each block (None: stopped before), and what stands as epoch (UNASKED: not known)."""
         answers: list[BlockResult | None] = [None] * len(hashes)
         shares: dict[Endpoint, list[int]] = {}
         keys = self.space.keys(hashes, epoch)

@@ -187,10 +187,7 @@ def _maker(client: redis.Redis) -> Callable[[], AbstractConnection]:
 
 
 class Nodes:
-    """Who holds which key: one server, or whichever the Sentinels call master, asked anew by each connection.
-
-    Thread-safe; no method waits for I/O.
-    """
+    """Who holds which key: one server, or whom the Sentinels call master. Thread-safe; no method waits for I/O."""
 
     def __init__(self, client: redis.Redis, label: str, connect_timeout: float) -> None:
         self._client = client

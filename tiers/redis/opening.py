@@ -21,6 +21,7 @@ from kvtier.tiers import (
     error,
     load_key,
     ok,
+    refusal,
     require_compression,
     warning,
 )
@@ -49,7 +50,12 @@ def check_redis(config: RedisConfig) -> list[Finding]:
     except ConfigError as refused:
         found, _, fix = str(refused).rpartition("; ")
         return [error("redis", found, fix)]
-    findings = _check_key(config)
+    findings: list[Finding] = []
+    try:
+        if config.key_file is not None:
+            load_key(config.key_file, "[redis] key_file")
+    except ConfigError as refused:
+        findings.append(refusal("redis", refused))
     masters: dict[str, Options] = {}
     shared = options_of(config, servers) | {"socket_timeout": _ANSWER_SECONDS}
     for options in (shared | place for place in servers.places):
@@ -62,17 +68,6 @@ def check_redis(config: RedisConfig) -> list[Finding]:
         with _answers(name, findings), redis.Redis(**options) as client:
             findings += _check_data(client, name, by_expiry=config.expiry == "learned")
     return findings
-
-
-def _check_key(config: RedisConfig) -> list[Finding]:
-    """Whether [redis] key_file holds a key."""
-    try:
-        if config.key_file is not None:
-            load_key(config.key_file, "[redis] key_file")
-    except ConfigError as refused:
-        found, _, fix = str(refused).partition("; ")
-        return [error("redis", found, fix)]
-    return []
 
 
 def _place(options: Options) -> str:

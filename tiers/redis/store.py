@@ -1,10 +1,8 @@
 """L3 in Redis or Valkey: blocks that nodes share, each record verified whole before it is used (docs/format.md)."""
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Final, cast
 
 import redis
@@ -18,7 +16,6 @@ from kvtier.tiers import (
     LastRoom,
     Outcome,
     StoragePlace,
-    Tier,
     TierUnavailable,
     require_buffers,
     require_records,
@@ -27,66 +24,33 @@ from kvtier.tiers import (
 from kvtier.tiers.config import RedisConfig
 from kvtier.tiers.naming import PROBE_BYTES
 from kvtier.tiers.redis.lanes import Batches, BlockResult, Lane, LaneWork, ask_epoch, command
-from kvtier.tiers.redis.names import Keyspace, LearnedExpiries, Names
+from kvtier.tiers.redis.names import Keyspace, LearnedExpiries
 from kvtier.tiers.redis.nodes import ClusterNodes, Nodes
 from kvtier.tiers.redis.options import MAX_VALUE, RedisClient, connect, judge, no_epoch, parse, servers_room, survey
 from kvtier.tiers.redis.wire import RedisReply, Refusal, WireError
 from kvtier.tiers.reuse import ClassifiedEnd
-from kvtier.tiers.shared import OutcomeCounts, SharedChanges, TierLife, cut_off, form_of, format_epoch, parse_epoch
+from kvtier.tiers.shared import KnownNames, SharedEpoch, SharedTier, cut_off, form_of, format_epoch, parse_epoch
 
 _log = logging.getLogger(__name__)
 
 _NOT_OURS: Final = "WRONGTYPE"  # somebody put something else there: as if nothing was
 
 
-class Epoch:
-    """A number in a key of its own, part of the key of every block stored under it. Thread-safe.
+class Epoch(SharedEpoch):
+    """It stands in a key of its own. Every batch reads it along, so the others learn of a reset with their next one.
 
-    It is the time somebody began the namespace or last reset it, in microseconds; the highest one counts. A reset
-    raises it: nothing stored before is found any more, by anybody. Nobody goes back: if a server has lost it (was
-    emptied, evicted it), whoever knows it writes it again; a process that knows none begins a new one, and what was
-    stored before is lost rather than taken for what it may not be. `forget` is called whenever it changes.
+    If a server has lost it (was emptied, evicted it), whoever knows it writes it again. A process that knows none
+    begins a new one: what was stored before is lost, rather than taken for what it may not be.
     """
 
+    serves_on = True
+
     def __init__(self, batches: Batches, forget: Callable[[], None]) -> None:
+        super().__init__(forget)
         self._batches = batches
         self._key = batches.space.epoch_key
-        self._forget = forget
-        self._asking = threading.Lock()  # held while a server is asked, by one thread
-        self._lock = threading.Lock()  # guards what follows; never held across I/O
-        self._known = 0  # the highest seen, or wanted by a reset
-        self._agreed = False  # the servers have heard of it
-        self._lost = False  # and have forgotten it since
+        self._lost = False  # the servers have forgotten it since
         self.refusal: Refusal | None = None  # what the server said last time it would not agree
-
-    @property
-    def value(self) -> int | None:
-        """What blocks are stored and looked for under; None until it is agreed on."""
-        with self._lock:
-            return self._known if self._agreed else None
-
-    def reset(self) -> None:
-        """From now on nothing stored before counts here; `settle` tells the servers."""
-        with self._lock:
-            self._known, self._agreed = max(_now(), self._known + 1), False
-            self._forget()
-
-    def settle(self, deadline: float) -> Outcome | None:
-        """Have a value by `deadline` (time.monotonic), asking its server if need be. None, or why there is none."""
-        if self._agreed and not self._lost:
-            return None
-        if not self._asking.acquire(timeout=max(0.0, deadline - time.monotonic())):
-            return Outcome.TIMEOUT
-        try:
-            while not self._agreed or self._lost:
-                refusal = self._agree(deadline)
-                if refusal is not None:
-                    return None if self._agreed else refusal  # what the server has only forgotten serves on
-        except WireError as error:
-            return None if self._agreed else error.outcome
-        finally:
-            self._asking.release()
-        return None
 
     def learn(self, used: int, seen: RedisReply) -> bool:
         """A batch went by `used` while its server had `seen`. False if the batch is of no use any more."""
@@ -95,35 +59,31 @@ class Epoch:
         number = parse_epoch(seen)
         with self._lock:
             if number > self._known:
-                self._known, self._agreed = number, True
-                self._forget()
+                self._take(number)
             self._lost = number < self._known
             return self._agreed and self._known == used
 
-    def _agree(self, deadline: float) -> Outcome | None:
-        """Ask what stands there; write ours if it is higher, or a new one if nobody has any. WireError."""
+    def _is_settled(self) -> bool:
+        return self._agreed and not self._lost
+
+    def _agree(self, deadline: float) -> None:
+        """Write ours if it is higher than what stands there, or a new one if nobody has any."""
         get, exists = ask_epoch(self._batches.space), command(b"EXISTS", self._key)
         seen, there = self._batches.ask(self._key, [get, exists], deadline)
         answer = seen
         known, number = self._known, parse_epoch(seen)
         if number < max(known, 1) and (not isinstance(seen, Refusal) or seen.code == _NOT_OURS):
             only_new = [b"NX"] if there == 0 else []  # another process may begin at this very moment
-            write = command(b"SET", self._key, format_epoch(known or _now()), *only_new)
+            write = command(b"SET", self._key, format_epoch(known or time.time_ns() // 1000), *only_new)
             answer, seen = self._batches.ask(self._key, [write, get], deadline)
             number = parse_epoch(seen)
         if number < max(known, 1):
             self.refusal = answer if isinstance(answer, Refusal) else None
-            return Outcome.FULL if self.refusal is not None and self.refusal.code == "OOM" else Outcome.IO_ERROR
+            is_full = self.refusal is not None and self.refusal.code == "OOM"
+            raise WireError(Outcome.FULL if is_full else Outcome.IO_ERROR, "no epoch")
         with self._lock:
-            if number >= self._known:  # else reset meanwhile: once more
-                if number > self._known:
-                    self._forget()
-                self._known, self._agreed, self._lost = number, True, False
-        return None
-
-
-def _now() -> int:
-    return time.time_ns() // 1000
+            self._lost = number < self._known  # reset meanwhile: once more
+            self._take(number)
 
 
 _LOCATE_WINDOW: Final = 512  # keys asked for at once
@@ -133,41 +93,31 @@ _BAD: Final = (Outcome.CHECKSUM, Outcome.KEY_MISMATCH)
 _warned: Final[set[tuple[str, str]]] = set()  # (server, what was said of it)
 
 
-class RedisStore(Tier):
-    """A `Tier` that nodes share, over one server or a cluster. Thread-safe; raises from `open` alone.
+class RedisStore(SharedTier):
+    """Over one server or a cluster.
 
-    What it knows to be there are names: of blocks it wrote, read or located. Every batch has one deadline:
-    `config.deadline` seconds plus its bytes over `config.bandwidth`. It is one pipeline per server, all servers in
-    parallel, so a slow or dead server costs its own keys only.
-    No store is tried twice. It tells (`announcer`) of what it wrote or read.
-
-    All processes of a namespace share an epoch, a number in a key of its own that is part of every block's key. A reset
-    raises it: whatever was stored before is not found any more, by anybody, and goes when its time is up. Every batch
-    reads it along, so the others learn of it with their next one.
+    What it knows to be there are names: of blocks it wrote, read or located. A batch is one pipeline per server, all
+    servers in parallel, so a slow or dead server costs its own keys only. No store is tried twice. What a reset leaves
+    behind goes when its time is up.
     """
-
-    is_shared = True
 
     def __init__(self, config: RedisConfig, space: Keyspace, nodes: Nodes, max_value: int = MAX_VALUE) -> None:
         """Over servers already reached. Use `RedisStore.open`."""
+        super().__init__("redis", config, space.form, space.value_bytes)
         self.space = space
-        self._config = config
+        self._config: RedisConfig = config
         self._oversized = space.value_bytes > max_value
-        self._names = Names(min(config.ttl, _NAME_LIFETIME))
+        self._names = KnownNames[bool](min(config.ttl, _NAME_LIFETIME))
         self._batches = Batches(space, nodes, max(1, int(config.ttl * 1000)), config.in_flight)
-        self.announcer: SharedChanges = SharedChanges(config.ttl)
         self._expiries = LearnedExpiries(config.ttl) if config.expiry == "learned" else None
-        self._epoch = Epoch(self._batches, self._forget_all)
+        self._epoch: Epoch = Epoch(self._batches, self._forget_all)
         self._room = LastRoom(lambda: servers_room(nodes.clients()))
-        self._counts = OutcomeCounts()
-        self._life = TierLife("kvtier-redis-reset")
 
     @classmethod
     def open(cls, config: RedisConfig, fingerprint: bytes, *, slot_bytes: int, block_size: int) -> "RedisStore":
         """Reach the servers of `config.url` for the blocks of `fingerprint` (32 bytes).
 
-        Raises ConfigError for what the user has to fix: address, password, mode, certificate, too little memory.
-        Raises TierUnavailable if no server answers in time: then it is right to try again later.
+        ConfigError for what the user has to fix; TierUnavailable if no server answers in time: try again later.
         """
         require_space(fingerprint, slot_bytes, block_size)
         form = form_of("redis", config, fingerprint, slot_bytes, block_size)
@@ -188,7 +138,7 @@ class RedisStore(Tier):
         failure = store._epoch.settle(time.monotonic() + config.connect_timeout + config.deadline)
         if failure is not None:
             store.close()
-            raise no_epoch(servers, store._epoch.refusal or failure)
+            raise no_epoch(servers, store._epoch.refusal or failure.outcome)
         if config.compression != "none" and (servers.label, config.compression) not in _warned:
             _warned.add((servers.label, config.compression))
             _log.info("[redis] compression: %s, level 1, of bytes split by their place in a number", config.compression)
@@ -200,7 +150,7 @@ class RedisStore(Tier):
         return self._names.leading(hashes)
 
     def holds(self, hashes: Sequence[ChainHash]) -> list[bool]:
-        return self._names.known(hashes)
+        return [is_there is not None for is_there in self._names.of(hashes)]
 
     def locate(self, hashes: Sequence[ChainHash]) -> int | Outcome:
         deadline = self._deadline(0)
@@ -209,7 +159,7 @@ class RedisStore(Tier):
             window = hashes[found : found + _LOCATE_WINDOW]
             answers = self._batch(window, deadline, Lane.exists)
             there = next((i for i, answer in enumerate(answers) if answer is not True), len(window))
-            self._names.add(window[:there])
+            self._names.add(window[:there], True)
             found += there
             if there < len(window):
                 answer = answers[there]
@@ -231,7 +181,7 @@ class RedisStore(Tier):
         if set(map(type, answers)) == {BlockRecord}:
             return self._all_read(hashes, cast("list[BlockRecord]", answers))
         results = [answer if isinstance(answer, BlockRecord | Outcome) else Outcome.IO_ERROR for answer in answers]
-        self._names.add(h for h, result in zip(hashes, results, strict=True) if isinstance(result, BlockRecord))
+        self._names.add([h for h, result in zip(hashes, results, strict=True) if isinstance(result, BlockRecord)], True)
         self.announcer.seen(result for result in results if isinstance(result, BlockRecord))
         gone = [position for position, result in enumerate(results) if result in _GONE]
         known = self._names.forget(hashes[position] for position in gone)
@@ -246,10 +196,7 @@ class RedisStore(Tier):
         return results
 
     def write(self, records: Sequence[BlockRecord], payloads: Sequence[memoryview]) -> list[Outcome]:
-        """Store consecutive blocks of one chain; see `Tier.write`. Each payload is slot_bytes and has its checksum.
-
-        After a failure the rest of the chain is PARENT_FAILED or FULL, though some of it may have been written.
-        """
+        """As `Tier.write`. After a failure the rest is PARENT_FAILED or FULL, though some may have been written."""
         require_records(records, payloads, self.space.slot_bytes, self.space.block_size)
         hashes = [record.chain_hash for record in records]
         answers: Sequence[BlockResult | None] = [Outcome.UNSUPPORTED] * len(records)
@@ -257,7 +204,7 @@ class RedisStore(Tier):
         if not self._oversized:
             answers = self._batch(hashes, deadline, lambda lane, own, settle: lane.set(records, payloads, own, settle))
         outcomes = cut_off([answer if isinstance(answer, Outcome) else Outcome.PARENT_FAILED for answer in answers])
-        self._names.add(h for h, outcome in zip(hashes, outcomes, strict=True) if outcome is Outcome.OK)
+        self._names.add([h for h, outcome in zip(hashes, outcomes, strict=True) if outcome is Outcome.OK], True)
         self._names.forget(h for h, outcome in zip(hashes, outcomes, strict=True) if outcome is not Outcome.OK)
         self.announcer.seen(record for record, outcome in zip(records, outcomes, strict=True) if outcome is Outcome.OK)
         self._counts.add("write", outcomes)
@@ -269,18 +216,13 @@ class RedisStore(Tier):
     def ended(self, end: ClassifiedEnd) -> None:
         """The servers are told with the next writes: nobody waits for those."""
         if self._expiries is not None:
-            self._expiries.ended(end, self._names.known(end.names))
+            self._expiries.ended(end, self.holds(end.names))
 
     def discard(self, hashes: Sequence[ChainHash]) -> None:
         """Delete blocks (found bad, or asked to), for everybody. What a server does not hear of is forgotten here."""
         answers = self._discard(hashes, self._deadline(0))
-        if unsure := sum(answer is not Outcome.OK for answer in answers) * (not self._life.is_closed):
+        if unsure := sum(answer is not Outcome.OK for answer in answers) * (not self._is_closed):
             _log.warning("[redis] %d blocks may be there still: no server confirmed that it deleted them", unsure)
-
-    def reset(self) -> None:
-        """Forget every block, in all processes. Returns at once: until the servers know, everything is a miss here."""
-        self._epoch.reset()
-        self._life.tell(partial(self._epoch.settle, self._deadline(0)))
 
     # Looking after it.
 
@@ -297,7 +239,8 @@ class RedisStore(Tier):
         deadline = self._deadline(0)
         failure, epoch = self._epoch.settle(deadline), self._epoch.value
         if failure is not None or epoch is None:
-            raise TierUnavailable(f"[redis] url: {failure or 'reset at this moment'}; the Redis tier is off")
+            why = "reset at this moment" if failure is None else failure.outcome
+            raise TierUnavailable(f"[redis] url: {why}; the Redis tier is off")
         key = self.space.kv_probe_key(epoch)
         try:
             [reply] = self._batches.ask(key, [command(verb, key, *arguments)], deadline)
@@ -319,16 +262,12 @@ class RedisStore(Tier):
         return reply == b"OK" or (isinstance(reply, Refusal) and reply.code == "OOM")
 
     def stats(self) -> Mapping[str, int]:
-        """Counts since open: {read, write, locate, expire}_{outcome}, evicted; and names known now.
-
-        With compression also saved_{way}, in bytes.
-        """
-        saved = self.space.form.saved.counts() if self.space.form.saved else {}
-        return {**self._counts.counts(), **saved, "names": len(self._names)}
+        """As `SharedTier`, of verbs read, write, locate, expire; and names known now."""
+        return {**super().stats(), "names": len(self._names)}
 
     def room(self) -> Sequence[StoragePlace]:
         """The memory of each server."""
-        return () if self._life.is_closed else self._room.told()
+        return () if self._is_closed else self._room.told()
 
     def check(self) -> None:
         self._names.check()
@@ -337,19 +276,19 @@ class RedisStore(Tier):
 
     def close(self) -> None:
         """Refuse new calls; a reset still to be told is told first, within its deadline. Idempotent."""
-        if self._life.close(self._config.connect_timeout + self._config.deadline):
+        if self._close(self._config.connect_timeout + self._config.deadline):
             self._batches.close()
 
     # Inside.
 
     def _batch(self, hashes: Sequence[ChainHash], deadline: float, work: LaneWork) -> list[BlockResult | None]:
         """What became of each block under `work`, in the epoch all processes are in now. None: stopped before it."""
-        if self._life.is_closed:
+        if self._is_closed:
             return [Outcome.CLOSED] * len(hashes)
         if not hashes:
             return []
         if (failure := self._epoch.settle(deadline)) is not None:
-            return [failure] * len(hashes)
+            return [failure.outcome] * len(hashes)
         epoch = self._epoch.value
         if epoch is None:  # reset at this very moment
             return [Outcome.EPOCH] * len(hashes)
@@ -375,9 +314,9 @@ class RedisStore(Tier):
 
     def _all_read(self, hashes: Sequence[ChainHash], records: list[BlockRecord]) -> list[BlockRecord | Outcome]:
         """As nearly every batch ends: what `read` does then, in few steps."""
-        self._names.add(hashes)
+        self._names.add(hashes, True)
         self.announcer.seen(records)
-        self._counts.add_ok("read", len(records))
+        self._counts.count("read_ok", len(records))
         return list(records)
 
     def _forget_all(self) -> None:
@@ -386,10 +325,6 @@ class RedisStore(Tier):
         self.announcer.clear()
         if self._expiries is not None:
             self._expiries.clear()
-
-    def _deadline(self, num_blocks: int) -> float:
-        seconds = self._config.deadline + num_blocks * self.space.value_bytes / self._config.bandwidth
-        return time.monotonic() + seconds
 
 
 def _survey_all(client: RedisClient, label: str, value_bytes: int, *, by_expiry: bool) -> int:

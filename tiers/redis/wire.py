@@ -19,6 +19,7 @@ from redis.connection import AbstractConnection
 
 from kvtier.tiers import Outcome
 from kvtier.tiers.compiled import extension
+from kvtier.tiers.shared import StorageFailed
 
 _TWIN: Final = "kvtier.tiers.redis.turns_compiled"
 _LEAST: Final = 64 << 10  # bytes of a block; below, many of them go by one call
@@ -57,10 +58,7 @@ def make_turns(payload_bytes: int) -> MakeTurns | None:
 
 
 def depth_of(payload_bytes: int, window: int, round_trip: float) -> int:
-    """Blocks under way at once, `window` at most. `round_trip`: seconds; 0 where it is not known yet.
-
-    The bandwidth-delay product: with less under way, server and client would wait for each other.
-    """
+    """Blocks under way, `window` at most: bandwidth times `round_trip`, in seconds, 0 if not known."""
     under_way = max(_UNDER_WAY, int(round_trip * _BYTES_PER_SECOND))
     return min(window, max(2, under_way // payload_bytes))
 
@@ -72,15 +70,8 @@ _SEND_PARTS: Final = 1024  # per sendmsg; the kernel takes no more
 _TLS_BYTES: Final = 256 << 10  # per call of a TLS socket
 
 
-class WireError(Exception):
-    """The connection is of no use any more: it failed (IO_ERROR), kept silent (TIMEOUT) or talks nonsense (CHECKSUM).
-
-    Raised inside the Redis tier only, which drops the connection.
-    """
-
-    def __init__(self, outcome: Outcome, why: str) -> None:
-        super().__init__(why)
-        self.outcome = outcome
+class WireError(StorageFailed):
+    """A connection is of no use: it failed (IO_ERROR), kept silent (TIMEOUT) or talks nonsense (CHECKSUM)."""
 
 
 class TooLongError(WireError):
@@ -413,11 +404,7 @@ class Wire:
         return head if is_whole else Outcome.CHECKSUM
 
     def values(self, head_bytes: int, into: Sequence[memoryview]) -> Iterable[Head]:
-        """`value` for each buffer (all of one size), which are received together: for values that should be there.
-
-        A list if they were. If one was not, the others' bytes came into the wrong places. Nothing of them is lost:
-        they are taken back and read one by one.
-        """
+        """`value` for buffers of one size, received together: a list if all were there, else read anew, one by one."""
         return self._run(head_bytes, into) or self.one_by_one(head_bytes, into)
 
     def one_by_one(
@@ -428,10 +415,7 @@ class Wire:
             yield self.value(head_bytes, buffer, stored_bytes)
 
     def time_reply(self, asked_at: float) -> None:
-        """Wait until the next reply begins, and take in how long it took since `asked_at` (time.monotonic).
-
-        A server that was busy once makes the round trip look twice as long at most; one fast answer corrects that.
-        """
+        """Wait for the next reply, and learn the round trip since `asked_at`: at most twice the last."""
         if self._start == self._end:
             self._receive_more(1)
         took = time.monotonic() - asked_at

@@ -1,17 +1,10 @@
-from .ends import ClassifiedEnd, Hint, RequestEnd, hint_of
-from .lru_shadow import LruShadow
-from .predictor import EDGES, MOST_AHEAD, UNTOLD, ReusePredictor
-from .recent_requests import MATCH_NAMES
-
-__all__ = [
-    "EDGES",
-    "MATCH_NAMES",
-    "MOST_AHEAD",
-    "UNTOLD",
-    "ClassifiedEnd",
-    "Hint",
-    "LruShadow",
-    "RequestEnd",
-    "ReusePredictor",
-    "hint_of",
-]
+from .ends import ClassifiedEnd as ClassifiedEnd
+from .ends import Hint as Hint
+from .ends import RequestEnd as RequestEnd
+from .ends import hint_of as hint_of
+from .lru_shadow import LruShadow as LruShadow
+from .predictor import EDGES as EDGES
+from .predictor import MOST_AHEAD as MOST_AHEAD
+from .predictor import UNTOLD as UNTOLD
+from .predictor import ReusePredictor as ReusePredictor
+from .recent_requests import MATCH_NAMES as MATCH_NAMES

@@ -32,11 +32,6 @@ class RequestEnd(NamedTuple):
     num_prompt_tokens: int = 0  # 0: not known
     ttft: float = 0.0  # seconds from its arrival to its first token; 0: not known
 
-    @property
-    def match_names(self) -> Sequence[ChainHash]:
-        """By these the next turn is known: the prompt's names, or the answer's if no block of the prompt is full."""
-        return self.names[: self.num_prompt] or self.names
-
 
 class ReturnOrder(Protocol):
     """What was learned of how requests return, as tiers use it. It may be asked on any thread."""

@@ -143,10 +143,9 @@ def _drawn_to(mean: NDArray[np.float64], seen: NDArray[np.float64], waited: NDAr
 
 
 def _gittins(hazards: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The best chance of a return per second of a block's place held, over all times to give up at.
+    """Gittins' index (1979): the best chance of a return per second held, over all times to give up at.
 
-    J. C. Gittins, "Bandit Processes and Dynamic Allocation Indices", 1979. `hazards` is `[classes, ages]`, returns a
-    second; so is the result.
+    `hazards` and the result are `[classes, ages]`, returns a second.
     """
     index = np.zeros_like(hazards)
     for age in range(NUM_AGES):
@@ -242,7 +241,7 @@ class ReusePredictor:
         """A request has ended whose prompt of `num_asked` full blocks is known by `found`; `now` is by `clock`.
 
         `own`: its blocks that were here, as `LruShadow.ended` has them, of `num_blocks`; None: nobody knows.
-        `last_tags`: the tags of the last MATCH_NAMES of its `match_names`.
+        `last_tags`: of the prompt's last MATCH_NAMES names, or the answer's if no block of the prompt is full.
         """
         if self._learned_at is None:
             self._learned_at = now

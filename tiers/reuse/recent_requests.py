@@ -63,8 +63,7 @@ class RecentRequests:
     def find(self, tags: Tags, arrived: float) -> FoundRequest:
         """The newest request that a prompt of these tags, in chain order, continues.
 
-        If it had ended when the prompt `arrived`, it counts as continued. Who was continued three times is a shared
-        beginning from then on, and no conversation.
+        It counts as continued if it had ended when the prompt `arrived`; three times make it a shared beginning.
         """
         if self._next == 1:
             return _UNKNOWN
@@ -82,10 +81,9 @@ class RecentRequests:
         return FoundRequest(NOBODY, user, num_common)
 
     def turn_of(self, row: int, arrived: float, last_tags: Sequence[int]) -> tuple[int, bool]:
-        """The turn of a request that continues that one, and whether it came after that one's end.
+        """The turn of a request that continues that one, and whether it came after its end.
 
-        Else it ran beside it: another try or choice of the same turn, and if both end with the same block, that one
-        does not return.
+        Else it ran beside it; if both end with the same block, that one does not return.
         """
         if self._end[row] <= arrived:
             return self._turn[row] + 1, True

@@ -1,16 +1,12 @@
-from .changes import MAX_NAMES, SharedChanges
-from .forms import ClearForm, RecordForm, form_of, format_epoch, parse_epoch
-from .life import OutcomeCounts, TierLife, cut_off
-
-__all__ = [
-    "MAX_NAMES",
-    "ClearForm",
-    "OutcomeCounts",
-    "RecordForm",
-    "SharedChanges",
-    "TierLife",
-    "cut_off",
-    "form_of",
-    "format_epoch",
-    "parse_epoch",
-]
+from .changes import MAX_NAMES as MAX_NAMES
+from .changes import KnownNames as KnownNames
+from .forms import ClearForm as ClearForm
+from .forms import RecordForm as RecordForm
+from .forms import form_of as form_of
+from .forms import format_epoch as format_epoch
+from .forms import parse_epoch as parse_epoch
+from .life import OutcomeCounts as OutcomeCounts
+from .life import SharedEpoch as SharedEpoch
+from .life import SharedTier as SharedTier
+from .life import StorageFailed as StorageFailed
+from .life import cut_off as cut_off

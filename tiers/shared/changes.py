@@ -1,21 +1,83 @@
-"""SharedChanges: what this process knows to have come to a shared tier and gone from it. An `Announcer`."""
+"""What this process knows of a shared tier: names with an expiry, and what came and went. No I/O."""
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from threading import Lock
-from typing import Final
+from typing import Final, Generic, TypeVar
 
 from kvtier.tiers import BlockRecord, ChainHash, Changes
 
 MAX_NAMES: Final = 262_144  # blocks that a process remembers of a shared tier
 
 
-class SharedChanges:
-    """Blocks this process wrote or read are there, for as long as a server keeps what nobody reads; then, or once one
-    was missed, they are gone. Others' blocks are theirs to tell. Thread-safe.
+Where = TypeVar("Where", bound=Hashable)
 
-    Bounded: beyond `limit` blocks the one that was confirmed longest ago is told as gone.
+
+class KnownNames(Generic[Where]):
+    """Names, where each is and until when that is believed, the least recently confirmed dropped first. Thread-safe."""
+
+    def __init__(self, lifetime: float, limit: int = MAX_NAMES, clock: Callable[[], float] = time.monotonic) -> None:
+        """`lifetime`: seconds that a name is believed."""
+        self._lifetime = lifetime
+        self._limit = limit
+        self._clock = clock
+        self._lock = Lock()
+        self._known: OrderedDict[ChainHash, tuple[float, Where]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def add(self, hashes: Iterable[ChainHash], where: Where) -> None:
+        """They are there, as of now."""
+        with self._lock:
+            found = self._clock() + self._lifetime, where
+            for chain_hash in hashes:
+                self._known[chain_hash] = found
+                self._known.move_to_end(chain_hash)
+            while len(self._known) > self._limit:
+                self._known.popitem(last=False)
+
+    def forget(self, hashes: Iterable[ChainHash]) -> list[bool]:
+        """They are not there; returns which of them were known."""
+        with self._lock:
+            return [self._known.pop(chain_hash, None) is not None for chain_hash in hashes]
+
+    def forget_all(self, where: Where) -> None:
+        """Nothing is there, as far as is to be believed."""
+        with self._lock:
+            for chain_hash in [chain_hash for chain_hash, (_, there) in self._known.items() if there == where]:
+                del self._known[chain_hash]
+
+    def clear(self) -> None:
+        with self._lock:
+            self._known.clear()
+
+    def leading(self, hashes: Sequence[ChainHash]) -> int:
+        """How many leading names are known."""
+        with self._lock:
+            now, known = self._clock(), self._known
+            return next(
+                (i for i, name in enumerate(hashes) if (each := known.get(name)) is None or each[0] <= now), len(hashes)
+            )
+
+    def of(self, hashes: Sequence[ChainHash]) -> list[Where | None]:
+        """Where each is."""
+        with self._lock:
+            now, known = self._clock(), self._known
+            return [each[1] if (each := known.get(name)) is not None and each[0] > now else None for name in hashes]
+
+    def check(self) -> None:
+        with self._lock:
+            assert len(self._known) <= self._limit, f"{len(self._known)} names"
+            times = [until for until, _ in self._known.values()]
+            assert times == sorted(times), "names out of order"
+
+
+class SharedChanges:
+    """An `Announcer` of blocks that this process wrote or read. Thread-safe.
+
+    They are gone once missed, or after a server's expiry; beyond `limit` the one confirmed longest ago is told as gone.
     """
 
     def __init__(self, lifetime: float, limit: int = MAX_NAMES, clock: Callable[[], float] = time.monotonic) -> None:

@@ -1,16 +1,15 @@
 """Records of blocks where nodes share them: in the clear, sealed by a secret, or encrypted (docs/format.md)."""
 
 import hmac
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from hashlib import blake2b, sha256
-from pathlib import Path
 from struct import Struct
 from threading import Lock
-from typing import Final, Literal, Protocol
+from typing import Final
 
 import msgpack
 import numpy as np
-from pydantic import SecretStr
 
 from kvtier.tiers import (
     STAMP_BYTES,
@@ -24,6 +23,7 @@ from kvtier.tiers import (
     load_key,
     require_compression,
 )
+from kvtier.tiers.config import ObjectsConfig, RedisConfig
 
 _MAC: Final = "sha256"
 _HASH_BYTES: Final = 32
@@ -106,29 +106,83 @@ class SavedBytes:
             return {"saved_sent": self._sent, "saved_received": self._received}
 
 
-class CompressedForm:
-    """As `ClearForm`, but what stands behind the head is what `BlockCodec` made of the payload.
+class RecordForm(ABC):
+    """How the blocks of one model are named and written. Immutable.
 
-    The head says how long that is, and how it was made; its checksum is that of the payload itself. With a secret the
-    HMAC covers the stored bytes, so nothing is decompressed that nobody sealed. The name in keys is this form's own:
-    who does not compress never finds such a record, and so never deletes it as damaged.
+    A record is `head_bytes` longer than a slot. With a `codec` of slots, what stands behind the head is what that made
+    of the payload, and the head says how long that is. Such records have names of their own: who does not compress
+    never finds one, and so never deletes it as damaged.
+    """
+
+    name: str
+    """Sixteen hexadecimal digits that stand for the model, and for secret or key, in every key."""
+    head_bytes: int
+    _at: Mapping[str, slice]  # where in the head each field lies
+
+    def __init__(self, slot_bytes: int, codec: BlockCodec | None) -> None:
+        self._slot_bytes = slot_bytes
+        self._codec = codec
+        self.saved = None if codec is None else SavedBytes(slot_bytes)
+        # How many bytes a head says to stand behind it; None if it is a slot's length, always.
+        self.stored_bytes: Callable[[bytes], int] | None = None if codec is None else self._stored_bytes
+
+    @abstractmethod
+    def names(self, hashes: Iterable[ChainHash]) -> list[bytes]:
+        """What stands for each block in its key: 64 hexadecimal digits."""
+
+    @abstractmethod
+    def encode(self, record: BlockRecord, payload: memoryview, epoch: int) -> tuple[bytes, memoryview]:
+        """The head, and what is stored behind it: the payload's own memory, or bytes that stand for it, no more."""
+
+    @abstractmethod
+    def decode(
+        self, head: bytes, payload: memoryview, chain_hash: ChainHash, epoch: int, seen: int | None = None
+    ) -> BlockRecord | Outcome:
+        """The record, if head and payload are whole and this very block's; `payload` then holds the block's bytes.
+
+        `payload` is a slot that begins with what stood behind the head, and is decrypted and decompressed there.
+
+        KEY_MISMATCH if they are another block's, model's or version's; CHECKSUM if they are no record of ours,
+        and `payload` may then hold anything. A head counts only if writing its record anew gives the same bytes, so
+        nothing in it goes unchecked. `seen` is xxh3-64 of a payload in the clear, if that was computed already.
+        """
+
+    def _stored_bytes(self, head: bytes) -> int:
+        """Whatever is there, if it is no head of ours."""
+        return int.from_bytes(head[self._at["stored_len"]], "little")
+
+
+class ClearForm(RecordForm):
+    """Tokens and payload as they are, with a `HeadSeal`. Each tier has its own key of a secret: a record of one is none
+    in another.
+
+    With a `codec` the head's checksum is that of the payload itself, and the HMAC of a secret covers the stored bytes:
+    nothing is decompressed that nobody sealed.
     """
 
     def __init__(
-        self, fingerprint: bytes, slot_bytes: int, block_size: int, secret: str | None = None, tier: str = "redis"
+        self,
+        fingerprint: bytes,
+        slot_bytes: int,
+        block_size: int,
+        secret: str | None = None,
+        tier: str = "redis",
+        codec: BlockCodec | None = None,
     ) -> None:
-        self._codec = BlockCodec(slot_bytes)
-        self.saved = SavedBytes(slot_bytes)
-        self._slot_bytes = slot_bytes
-        self._seal = HeadSeal(secret, purpose(tier, "compressed record"))
-        namespace = purpose(tier, "compressed namespace") + fingerprint
-        self.name = sha256(namespace).hexdigest()[: 2 * _NAME_BYTES]
+        super().__init__(slot_bytes, codec)
+        use, kind = ("", "raw") if codec is None else ("compressed ", "zstd")
+        self._seal = HeadSeal(secret, purpose(tier, f"{use}record"))
+        namespace = purpose(tier, f"{use}namespace") + fingerprint
         if secret is not None:
-            self.name = derived(secret, namespace).hex()[: 2 * _NAME_BYTES]
-        blank, at = layout(
+            name = derived(secret, namespace)
+        else:
+            name = fingerprint if codec is None else sha256(namespace).digest()
+        self.name = name.hex()[: 2 * _NAME_BYTES]
+        how = {} if codec is None else {"split": bytes(1), "stored_len": bytes(4)}
+        blank, self._at = layout(
             {
-                "version": 2,
-                "codec": "zstd" if secret is None else "zstd+hmac-sha256",
+                "version": 1 if codec is None else 2,
+                "codec": kind if secret is None else f"{kind}+hmac-sha256",
                 "fingerprint": fingerprint,
                 "epoch": bytes(8),
                 "chain_hash": bytes(_HASH_BYTES),
@@ -136,74 +190,69 @@ class CompressedForm:
                 "num_tokens": bytes(4),
                 "tokens": bytes(4 * block_size),
                 "payload_len": slot_bytes,
-                "split": bytes(1),
-                "stored_len": bytes(4),
+                **how,
                 "xxh3": bytes(_CHECKSUM_BYTES),
                 "seal": bytes(self._seal.num_bytes),
             }
         )
         self.head_bytes = len(blank)
-        self._stored_at = at["stored_len"]
-        codes = {"epoch": "Q", "chain_hash": "32s", "parent": "32s", "num_tokens": "I"}
-        codes |= {"tokens": f"{4 * block_size}s", "split": "B", "stored_len": "I", "xxh3": "Q"}
-        self._fields, self._between = packer(blank[: -self._seal.num_bytes], at, codes)
-
-    def stored_bytes(self, head: bytes) -> int:
-        """How many bytes the head says to stand behind it: whatever is there, if it is no head of ours."""
-        return int.from_bytes(head[self._stored_at], "little")
+        codes = {"epoch": "Q", "chain_hash": "32s", "parent": "32s", "num_tokens": "I", "tokens": f"{4 * block_size}s"}
+        codes |= {name: code for name, code in (("split", "B"), ("stored_len", "I")) if name in how} | {"xxh3": "Q"}
+        self._fields, self._between = packer(blank[: -self._seal.num_bytes], self._at, codes)
 
     def names(self, hashes: Iterable[ChainHash]) -> list[bytes]:
         return [chain_hash.hex().encode() for chain_hash in hashes]
 
     def encode(self, record: BlockRecord, payload: memoryview, epoch: int) -> tuple[bytes, memoryview]:
-        """What is shorter has memory of its own; what does not shrink is sent from where it lies."""
-        split, stored = self._codec.shrink(payload)
-        self.saved.sent(stored.nbytes)
-        unsealed = self._unsealed(record, epoch, split, stored.nbytes)
-        return unsealed + self._seal.of(unsealed, stored), stored
+        """What is shorter has memory of its own; any other payload is sent from where it lies."""
+        split = 0
+        if self._codec is not None and self.saved is not None:
+            split, payload = self._codec.shrink(payload)
+            self.saved.sent(payload.nbytes)
+        unsealed = self._unsealed(record, epoch, split, payload.nbytes)
+        return unsealed + self._seal.of(unsealed, payload), payload
 
     def decode(
         self, head: bytes, payload: memoryview, chain_hash: ChainHash, epoch: int, seen: int | None = None
     ) -> BlockRecord | Outcome:
-        """Decompresses where the bytes came: `payload` is a slot that begins with them. `seen` counts for nothing."""
-        unsealed = head[: -self._seal.num_bytes]
-        num_stored = self.stored_bytes(head)
-        if num_stored > self._slot_bytes:
-            return Outcome.CHECKSUM
-        stored = payload[:num_stored]
+        unsealed, stored = head[: -self._seal.num_bytes], payload
+        if self._codec is not None:
+            if (num_stored := self._stored_bytes(head)) > self._slot_bytes:
+                return Outcome.CHECKSUM
+            stored = payload[:num_stored]
         if not hmac.compare_digest(head[-self._seal.num_bytes :], self._seal.of(unsealed, stored)):
             return Outcome.CHECKSUM
-        fields = self._fields.unpack(unsealed)
-        parent, num_tokens, tokens, split, xxh3 = fields[5], fields[7], fields[9], fields[11], fields[15]
+        fields = self._fields.unpack(unsealed)  # as `_unsealed` has them
+        parent, num_tokens, tokens, split, xxh3 = fields[5], fields[7], fields[9], fields[11], fields[-2]
         record = BlockRecord(chain_hash, parent, tokens[: 4 * num_tokens], xxh3)
-        if self._unsealed(record, epoch, split, num_stored) != unsealed:
+        if self._unsealed(record, epoch, split, stored.nbytes) != unsealed:
             return Outcome.KEY_MISMATCH
-        if not self._codec.restore(split, stored, payload):
-            return Outcome.CHECKSUM
-        if checksum(payload) != xxh3:
-            return Outcome.CHECKSUM
-        self.saved.received(num_stored)
-        return record
+        if self._codec is not None and self.saved is not None:
+            if not self._codec.restore(split, stored, payload) or checksum(payload) != xxh3:
+                return Outcome.CHECKSUM
+            self.saved.received(stored.nbytes)
+            return record
+        return record if (checksum(payload) if seen is None else seen) == xxh3 else Outcome.CHECKSUM
 
     def _unsealed(self, record: BlockRecord, epoch: int, split: int, num_stored: int) -> bytes:
         """The head but for its seal."""
-        c = self._between
-        return self._fields.pack(
-            c[0], epoch, c[1], record.chain_hash, c[2], record.parent, c[3], len(record.tokens) // 4, c[4],
-            record.tokens, c[5], split, c[6], num_stored, c[7], record.checksum, c[8],
-        )  # fmt: skip
+        c, count = self._between, len(record.tokens) // 4
+        first = (c[0], epoch, c[1], record.chain_hash, c[2], record.parent, c[3], count, c[4], record.tokens, c[5])
+        if self._codec is None:
+            return self._fields.pack(*first, record.checksum, c[6])
+        return self._fields.pack(*first, split, c[6], num_stored, c[7], record.checksum, c[8])
 
 
 _STORED: Final = Struct("<BI")  # of what is compressed: its split, and its length
 _LENGTHS: Final = 16  # what is compressed is as long as one of so many parts of a slot: lengths are not hidden
 
 
-class EncryptedForm:
+class EncryptedForm(RecordForm):
     """Tokens, payload and the blocks' names hidden by a key of KEY_BYTES; see `RecordCipher`.
 
     Head and payload are sealed each by itself, for they lie apart: a payload is received into its slot and decrypted
-    there. What the head hides is associated with the payload, so the two cannot be parted. With a `codec` of slots the
-    payload is compressed first, and padded. Such records have names and keys of their own.
+    there. What the head hides is associated with the payload, so the two cannot be parted. With a `codec` the payload
+    is compressed first, and padded; keys are others then, too.
     """
 
     def __init__(
@@ -215,32 +264,24 @@ class EncryptedForm:
         tier: str = "redis",
         codec: BlockCodec | None = None,
     ) -> None:
-        self._codec = codec
-        self.saved = None if codec is None else SavedBytes(slot_bytes)
+        super().__init__(slot_bytes, codec)
         use = "" if codec is None else "compressed "
         self._cipher = RecordCipher(key, purpose(tier, f"{use}record") + fingerprint)
         self._name_key = derive(key, purpose(tier, f"{use}name") + fingerprint)
         self.name = blake2b(key=self._name_key, digest_size=_NAME_BYTES).hexdigest()
-        self._slot_bytes = slot_bytes
         self._fields = Struct(f"<{_HASH_BYTES}sI{4 * block_size}sQ")  # parent, number of tokens, tokens, checksum
-        self._hidden_bytes = self._fields.size + (0 if codec is None else _STORED.size)
-        sealed = {"hidden": bytes(self._hidden_bytes + STAMP_BYTES), "stamp": bytes(STAMP_BYTES)}
+        hidden_bytes = self._fields.size + (0 if codec is None else _STORED.size)
         self._blank, self._at = layout(
-            {"version": 1, "codec": "aes-256-gcm", "payload_len": slot_bytes, **sealed}
-            if codec is None
-            else {
-                "version": 2,
-                "codec": "zstd+aes-256-gcm",
+            {
+                "version": 1 if codec is None else 2,
+                "codec": "aes-256-gcm" if codec is None else "zstd+aes-256-gcm",
                 "payload_len": slot_bytes,
-                "stored_len": bytes(4),
-                **sealed,
+                **({} if codec is None else {"stored_len": bytes(4)}),
+                "hidden": bytes(hidden_bytes + STAMP_BYTES),
+                "stamp": bytes(STAMP_BYTES),
             }
         )
         self.head_bytes = len(self._blank)
-
-    @property
-    def stored_bytes(self) -> Callable[[bytes], int] | None:
-        return None if self._codec is None else self._told
 
     def names(self, hashes: Iterable[ChainHash]) -> list[bytes]:
         """Keyed digests: from a chain hash, who guesses the tokens could tell that he is right."""
@@ -265,9 +306,8 @@ class EncryptedForm:
     def decode(
         self, head: bytes, payload: memoryview, chain_hash: ChainHash, epoch: int, seen: int | None = None
     ) -> BlockRecord | Outcome:
-        """Decrypts `payload` where it lies, and decompresses it there."""
         hidden, stamp = head[self._at["hidden"]], head[self._at["stamp"]]
-        num_stored = self._slot_bytes if self._codec is None else self._told(head)
+        num_stored = self._slot_bytes if self._codec is None else self._stored_bytes(head)
         fields = self._cipher.open(hidden, _named(b"head", chain_hash, epoch))
         if fields is None or num_stored > self._slot_bytes or self._head(hidden, stamp, num_stored) != head:
             return Outcome.CHECKSUM
@@ -292,10 +332,6 @@ class EncryptedForm:
         part = -(-self._slot_bytes // _LENGTHS)
         return min(self._slot_bytes, -(-num_bytes // part) * part)
 
-    def _told(self, head: bytes) -> int:
-        """How many bytes a compressed record's head says to stand behind it."""
-        return int.from_bytes(head[self._at["stored_len"]], "little")
-
     def _hidden(self, record: BlockRecord, more: bytes) -> bytes:
         return self._fields.pack(record.parent, len(record.tokens) // 4, record.tokens, record.checksum) + more
 
@@ -316,43 +352,6 @@ def _named(part: bytes, chain_hash: ChainHash, epoch: int, hidden: bytes = b"") 
 _EPOCH_END: Final = 1 << 62  # beyond it a reset could not raise it any more
 
 
-class RecordForm(Protocol):
-    """How the blocks of one model are named and written. Immutable.
-
-    A record is `head_bytes` longer than a slot, or shorter where `stored_bytes` tells how long one is.
-    """
-
-    name: str
-    """Sixteen hexadecimal digits that stand for the model, and for secret or key, in every key."""
-    head_bytes: int
-
-    @property
-    def saved(self) -> SavedBytes | None:
-        """What compression saved; None of a form without."""
-
-    @property
-    def stored_bytes(self) -> Callable[[bytes], int] | None:
-        """How many bytes a head says to stand behind it; None if it is a slot's length, always."""
-
-    def names(self, hashes: Iterable[ChainHash]) -> list[bytes]:
-        """What stands for each block in its key: 64 hexadecimal digits."""
-
-    def encode(self, record: BlockRecord, payload: memoryview, epoch: int) -> tuple[bytes, memoryview]:
-        """The head, and what is stored behind it: the payload's own memory, or bytes that stand for it, no more."""
-
-    def decode(
-        self, head: bytes, payload: memoryview, chain_hash: ChainHash, epoch: int, seen: int | None = None
-    ) -> BlockRecord | Outcome:
-        """The record, if head and payload are whole and this very block's; `payload` then holds the block's bytes.
-
-        `payload` is a slot that begins with what stood behind the head.
-
-        KEY_MISMATCH if they are another block's, model's or version's; CHECKSUM if they are no record of ours,
-        and `payload` may then hold anything. A head counts only if writing its record anew gives the same bytes, so
-        nothing in it goes unchecked. `seen` is xxh3-64 of `payload` as it is, if that was computed already.
-        """
-
-
 def format_epoch(epoch: int) -> bytes:
     """Sixteen hexadecimal digits, as in keys and in the epoch's own."""
     return b"%016x" % epoch
@@ -366,92 +365,16 @@ def parse_epoch(value: object) -> int:
     return epoch if epoch < _EPOCH_END else 0
 
 
-class FormOptions(Protocol):
-    """What a tier's section says of how its records are written."""
-
-    @property
-    def secret(self) -> SecretStr | None: ...
-
-    @property
-    def key_file(self) -> Path | None: ...
-
-    @property
-    def compression(self) -> Literal["none", "zstd"]: ...
-
-
-def form_of(tier: str, config: FormOptions, fingerprint: bytes, slot_bytes: int, block_size: int) -> RecordForm:
+def form_of(
+    tier: str, config: RedisConfig | ObjectsConfig, fingerprint: bytes, slot_bytes: int, block_size: int
+) -> RecordForm:
     """As [`tier`] secret, key_file and compression ask. ConfigError if the key file or a package cannot be used."""
-    compresses = config.compression == "zstd"
-    if compresses:
+    codec = None
+    if config.compression == "zstd":
         require_compression(f"[{tier}] compression")
+        codec = BlockCodec(slot_bytes)
     if config.key_file is not None:
         key = load_key(config.key_file, f"[{tier}] key_file")
-        codec = BlockCodec(slot_bytes) if compresses else None
         return EncryptedForm(fingerprint, slot_bytes, block_size, key, tier, codec)
     secret = config.secret.get_secret_value() if config.secret is not None else None
-    form = CompressedForm if compresses else ClearForm
-    return form(fingerprint, slot_bytes, block_size, secret, tier)
-
-
-class ClearForm:
-    """Tokens and payload as they are, with a `HeadSeal`. Each tier has its own key of a secret: a record of one is none
-    in another.
-    """
-
-    stored_bytes = None
-    saved = None
-
-    def __init__(
-        self, fingerprint: bytes, slot_bytes: int, block_size: int, secret: str | None = None, tier: str = "redis"
-    ) -> None:
-        self._seal = HeadSeal(secret, purpose(tier, "record"))
-        self.name = fingerprint.hex()[: 2 * _NAME_BYTES]
-        if secret is not None:
-            self.name = derived(secret, purpose(tier, "namespace") + fingerprint).hex()[: 2 * _NAME_BYTES]
-        blank, at = layout(
-            {
-                "version": 1,
-                "codec": "raw" if secret is None else "raw+hmac-sha256",
-                "fingerprint": fingerprint,
-                "epoch": bytes(8),
-                "chain_hash": bytes(_HASH_BYTES),
-                "parent": bytes(_HASH_BYTES),
-                "num_tokens": bytes(4),
-                "tokens": bytes(4 * block_size),
-                "payload_len": slot_bytes,
-                "xxh3": bytes(_CHECKSUM_BYTES),
-                "seal": bytes(self._seal.num_bytes),
-            }
-        )
-        self.head_bytes = len(blank)
-        codes = {"epoch": "Q", "chain_hash": "32s", "parent": "32s", "num_tokens": "I"}
-        codes |= {"tokens": f"{4 * block_size}s", "xxh3": "Q"}
-        self._fields, self._between = packer(blank[: -self._seal.num_bytes], at, codes)
-
-    def names(self, hashes: Iterable[ChainHash]) -> list[bytes]:
-        return [chain_hash.hex().encode() for chain_hash in hashes]
-
-    def encode(self, record: BlockRecord, payload: memoryview, epoch: int) -> tuple[bytes, memoryview]:
-        """The payload is sent from where it lies."""
-        unsealed = self._unsealed(record, epoch)
-        return unsealed + self._seal.of(unsealed, payload), payload
-
-    def decode(
-        self, head: bytes, payload: memoryview, chain_hash: ChainHash, epoch: int, seen: int | None = None
-    ) -> BlockRecord | Outcome:
-        unsealed = head[: -self._seal.num_bytes]
-        if not hmac.compare_digest(head[-self._seal.num_bytes :], self._seal.of(unsealed, payload)):
-            return Outcome.CHECKSUM
-        _, _, _, _, _, parent, _, num_tokens, _, tokens, _, xxh3, _ = self._fields.unpack(unsealed)
-        record = BlockRecord(chain_hash, parent, tokens[: 4 * num_tokens], xxh3)
-        if self._unsealed(record, epoch) != unsealed:
-            return Outcome.KEY_MISMATCH
-        return record if (checksum(payload) if seen is None else seen) == xxh3 else Outcome.CHECKSUM
-
-    def _unsealed(self, record: BlockRecord, epoch: int) -> bytes:
-        """The head but for its seal."""
-        c = self._between
-        return self._fields.pack(
-            c[0], epoch, c[1], record.chain_hash, c[2], record.parent, c[3], len(record.tokens) // 4, c[4],
-            record.tokens, c[5], record.checksum, c[6],
-        )  # fmt: skip
+    return ClearForm(fingerprint, slot_bytes, block_size, secret, tier, codec)

@@ -1,46 +1,93 @@
-"""A shared tier from its opening to its closing, and what became of blocks there, counted."""
+"""What every tier that nodes share has: an epoch, counts of outcomes, and a closing that loses no reset."""
 
 import threading
+import time
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from threading import Lock
+from typing import ClassVar
 
-from kvtier.tiers import BlockRecord, Outcome
+from kvtier.tiers import BlockRecord, Outcome, Tier
+from kvtier.tiers.config import ObjectsConfig, RedisConfig
+from kvtier.tiers.shared.changes import SharedChanges
+from kvtier.tiers.shared.forms import RecordForm
 
 
-class TierLife:
-    """Whether a tier is closed. Thread-safe. No reset is lost by closing: that waits until it is told."""
+class StorageFailed(Exception):
+    """The storage gave no answer, or none that is of use; `code` says more where there is a word for it."""
 
-    def __init__(self, name: str) -> None:
-        """`name` is that of the thread."""
-        self._name = name
+    def __init__(self, outcome: Outcome, why: str, code: str = "") -> None:
+        super().__init__(why)
+        self.outcome = outcome
+        self.code = code
+
+
+class SharedEpoch(ABC):
+    """A number that is part of the key of every block stored under it. Thread-safe.
+
+    It is the time somebody began the namespace or last reset it, in microseconds; the highest one counts. A reset
+    raises it: nothing stored before is found any more, by anybody. Nobody goes back: whoever knows a higher one than
+    stands in the storage writes it again. `forget` is called whenever it changes.
+    """
+
+    serves_on: ClassVar[bool]
+    """Whether what was agreed on once serves until another is known, even if the storage cannot be asked."""
+
+    def __init__(self, forget: Callable[[], None]) -> None:
+        self._forget = forget
+        self._asking = threading.Lock()  # held while the storage is asked, by one thread
         self._lock = threading.Lock()  # guards what follows; never held across I/O
-        self._telling: threading.Thread | None = None
-        self.is_closed = False
+        self._known = 0  # the highest seen, or wanted by a reset
+        self._agreed = False  # the storage has heard of it
 
-    def tell(self, reset: Callable[[], object]) -> None:
-        """Call `reset`, which has a deadline of its own, in a thread. Nothing if the tier is closed."""
+    @property
+    def value(self) -> int | None:
+        """What blocks are stored and looked for under; None until it is agreed on."""
         with self._lock:
-            if not self.is_closed:
-                self._telling = threading.Thread(target=reset, name=self._name, daemon=True)
-                self._telling.start()
+            return self._known if self._agreed else None
 
-    def close(self, timeout: float) -> bool:
-        """Wait for the last reset, `timeout` seconds at most. False if the tier was closed before."""
+    def reset(self) -> None:
+        """From now on nothing stored before counts here; `settle` tells the others."""
         with self._lock:
-            if self.is_closed:
-                return False
-            self.is_closed = True
-        if self._telling is not None:
-            self._telling.join(timeout)
-        return True
+            self._known, self._agreed = max(time.time_ns() // 1000, self._known + 1), False
+            self._forget()
+
+    def settle(self, deadline: float) -> StorageFailed | None:
+        """Have a value by `deadline` (time.monotonic), asking the storage if need be. None, or why there is none."""
+        if self._is_settled():
+            return None
+        if not self._asking.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            return StorageFailed(Outcome.TIMEOUT, "no epoch in time")
+        try:
+            while not self._is_settled():
+                self._agree(deadline)
+        except StorageFailed as failed:
+            return None if self.serves_on and self._agreed else failed
+        finally:
+            self._asking.release()
+        return None
+
+    @abstractmethod
+    def _is_settled(self) -> bool:
+        """Whether the storage need not be asked now."""
+
+    @abstractmethod
+    def _agree(self, deadline: float) -> None:
+        """Look what stands there, write ours if it is higher, and `_take` what stands there then. StorageFailed."""
+
+    def _take(self, number: int) -> None:
+        """The storage has this one now; one that is lower than a reset's meanwhile does not count. Under `_lock`."""
+        if number >= self._known:
+            if number > self._known:
+                self._forget()
+            self._known, self._agreed = number, True
 
 
 class OutcomeCounts:
     """How many blocks had which outcome, by verb. Thread-safe."""
 
     def __init__(self) -> None:
-        self._lock = Lock()  # guards what follows
+        self._lock = threading.Lock()  # guards what follows
         self._counts: Counter[str] = Counter()
 
     def add(self, verb: str, results: Sequence[BlockRecord | Outcome]) -> None:
@@ -49,15 +96,59 @@ class OutcomeCounts:
         with self._lock:
             self._counts.update(f"{verb}_{outcome}" for outcome in outcomes)
 
-    def add_ok(self, verb: str, num_blocks: int) -> None:
-        """The same of blocks that were all OK."""
+    def count(self, name: str, number: int) -> None:
+        """So many more of one count."""
         with self._lock:
-            self._counts[f"{verb}_{Outcome.OK}"] += num_blocks
+            self._counts[name] += number
 
     def counts(self) -> Mapping[str, int]:
         """Since the start: `{verb}_{outcome}`, and `evicted`, what was gone when it was read."""
         with self._lock:
             return {**self._counts, "evicted": self._counts[f"read_{Outcome.EVICTED}"]}
+
+
+class SharedTier(Tier):
+    """A `Tier` that nodes share. Thread-safe. A batch has `config.deadline` seconds, and its bytes over `bandwidth`."""
+
+    is_shared = True
+    _epoch: SharedEpoch
+
+    def __init__(self, name: str, config: RedisConfig | ObjectsConfig, form: RecordForm, record_bytes: int) -> None:
+        """`record_bytes`: those of a record at the most."""
+        self.announcer: SharedChanges = SharedChanges(config.ttl)
+        self._is_closed = False
+        self._counts = OutcomeCounts()
+        self._saved = form.saved
+        self._config, self._record_bytes = config, record_bytes
+        self._name = name
+        self._closing = threading.Lock()  # guards what follows, and `_is_closed`; never held across I/O
+        self._resetting: threading.Thread | None = None
+
+    def reset(self) -> None:
+        """Forget every block, in all processes. Returns at once: until the storage knows, everything is a miss here."""
+        self._epoch.reset()
+        with self._closing:
+            if not self._is_closed:
+                name, deadline = f"kvtier-{self._name}-reset", self._deadline(0)
+                self._resetting = threading.Thread(target=self._epoch.settle, args=(deadline,), name=name, daemon=True)
+                self._resetting.start()
+
+    def stats(self) -> Mapping[str, int]:
+        """Counts since open: {verb}_{outcome}, evicted; with compression also saved_{way}, in bytes."""
+        return {**self._counts.counts(), **(self._saved.counts() if self._saved is not None else {})}
+
+    def _close(self, timeout: float) -> bool:
+        """Wait for the last reset, `timeout` seconds at most: none is lost. False if the tier was closed before."""
+        with self._closing:
+            if self._is_closed:
+                return False
+            self._is_closed = True
+        if self._resetting is not None:
+            self._resetting.join(timeout)
+        return True
+
+    def _deadline(self, num_blocks: int) -> float:
+        return time.monotonic() + self._config.deadline + num_blocks * self._record_bytes / self._config.bandwidth
 
 
 def cut_off(outcomes: list[Outcome]) -> list[Outcome]:

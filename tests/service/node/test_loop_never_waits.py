@@ -13,7 +13,7 @@ from service_rig import FINGERPRINT, Attach, DaemonThread, ask, load, store, sto
 
 from kvtier.service.node.operators import Pins
 from kvtier.service.node.status import MemoryUse, exposition, status
-from kvtier.tiers import room
+from kvtier.tiers import tier as tier_module
 from kvtier.tiers.file import file_io, slab_rows
 from kvtier.tiers.file.file_io import FileIO
 from kvtier.tiers.naming.chain import TokenChain, root_hash
@@ -87,7 +87,7 @@ def test_no_verb_of_a_client_has_the_loop_wait_for_the_disk(
         seen.locks.append(namespace.hierarchy._lock)
         pins = Pins(daemon.daemon)
         for _ in range(2):  # whatever is old is looked at again
-            monkeypatch.setattr(room, "_EVERY", 0.0)
+            monkeypatch.setattr(tier_module, "_EVERY", 0.0)
             exposition(daemon.daemon, pins, MemoryUse())
             status(daemon.daemon, pins)
         store(one, prompt(98, 98))

@@ -117,7 +117,7 @@ def test_groups_have_block_tables_of_their_own(tensors: list[torch.Tensor], regi
 def test_cancelled_between_batches(
     tensors: list[torch.Tensor], region: HostRegion, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(block_copier, "_BATCH_BYTES", SLOT)
+    monkeypatch.setattr(block_copier.memory, "COPY_PIECE", SLOT)
     asked: list[bool] = []
 
     def cancelled() -> bool:

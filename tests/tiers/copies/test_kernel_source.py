@@ -20,10 +20,10 @@ from typing import Any, Final
 import numpy as np
 import pytest
 from extent import brief
-from layout_reference import gather_reference, scatter_reference
+from layout_reference import gather_reference, geometry_of, scatter_reference
 
 from kvtier.tiers.copies.copy_ways import MAX_GRID
-from kvtier.tiers.copies.kernels import SOURCE, UNIT_TYPES, Canonical, Geometry, LayoutKernels
+from kvtier.tiers.copies.kernels import SOURCE, UNIT_TYPES, Canonical, LayoutKernels
 from kvtier.tiers.naming.identity import KVLayout, KVShape
 
 RIG: Final = Path(__file__).parents[2] / "rigs" / "sanitized_kernels.cpp"
@@ -120,7 +120,7 @@ class Launch:
         cupy = SimpleNamespace(
             cuda=SimpleNamespace(Stream=stream), asarray=lambda array, blocking: upload, RawKernel=kernel
         )
-        kernels = LayoutKernels(Geometry.of(layout, self.shape), cupy)
+        kernels = LayoutKernels(geometry_of(layout, self.shape), cupy)
         kernels.grid = grid
         launch = kernels.gather if self.is_gather else kernels.scatter
         launch(0, 0, len(self.blocks), Canonical((1 << 40) + self.askew[1], slot_stride), 0)

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cpu_cupy import CpuKernel, FakeCupy
-from layout_reference import gather_reference, scatter_reference
+from layout_reference import gather_reference, geometry_of, scatter_reference
 from numpy.typing import NDArray
 
 from kvtier.tiers.copies.kernels import Canonical, Geometry, LayoutKernels
@@ -77,7 +77,7 @@ def test_gather_equals_the_reference(engine: Memory, cupy: FakeCupy) -> None:
     blocks, slots = np.array([5, 0, 2], np.int64), np.array([1, 3, 0], np.int64)
     stride = SHAPE.block_bytes + 64
     canonical = np.zeros((5, stride), np.uint8)
-    kernels = LayoutKernels(Geometry.of(engine.layout, SHAPE), cupy)
+    kernels = LayoutKernels(geometry_of(engine.layout, SHAPE), cupy)
     kernels.gather(blocks.ctypes.data, slots.ctypes.data, 3, Canonical(canonical.ctypes.data, stride), 77)
     expected = np.zeros_like(canonical)
     rows = np.zeros((3, SHAPE.block_bytes), np.uint8)
@@ -96,7 +96,7 @@ def test_scatter_equals_the_reference(engine: Memory, cupy: FakeCupy, layers: tu
     expected = [layer.copy() for layer in engine.layers]
     for layer, original in zip(engine.layers, before, strict=True):
         layer[:] = original
-    kernels = LayoutKernels(Geometry.of(engine.layout, SHAPE), cupy)
+    kernels = LayoutKernels(geometry_of(engine.layout, SHAPE), cupy)
     target = Canonical(canonical.ctypes.data, SHAPE.block_bytes, layers)
     kernels.scatter(blocks.ctypes.data, slots.ctypes.data, 2, target, 0)
     for number, (layer, wanted, original) in enumerate(zip(engine.layers, expected, before, strict=True)):
@@ -117,10 +117,10 @@ def test_block_first_l1_is_one_run_per_layer(cupy: FakeCupy) -> None:
 
 
 def test_contiguous_dimensions_merge_into_runs() -> None:
-    merged = {dims: Geometry.of(Memory(dims, padding).layout, SHAPE).run_bytes for dims, padding in LAYOUTS[:4]}
+    merged = {dims: geometry_of(Memory(dims, padding).layout, SHAPE).run_bytes for dims, padding in LAYOUTS[:4]}
     layer_bytes = SHAPE.layer_bytes
     assert merged == {"bkth": layer_bytes, "kbth": layer_bytes // 2, "bhtk": HEAD_BYTES, "kbht": HEAD_BYTES}
-    assert Geometry.of(Memory("bkth", 8).layout, SHAPE).run_bytes == HEAD_BYTES  # padding keeps heads apart
+    assert geometry_of(Memory("bkth", 8).layout, SHAPE).run_bytes == HEAD_BYTES  # padding keeps heads apart
 
 
 @pytest.mark.parametrize(("offset", "unit"), [(0, 16), (8, 8), (4, 4), (2, 2), (1, 1)])
@@ -165,7 +165,7 @@ def test_a_latent_is_there_once_not_as_keys_and_values() -> None:
     assert shape.block_bytes == 2 * 4 * 6 * 4
     pool = np.random.default_rng(0).integers(0, 256, (2, 5, 4, 24), dtype=np.uint8)  # [layers, blocks, tokens, bytes]
     layout = KVLayout([pool[layer].ctypes.data for layer in range(2)], pool.strides[1], 0, pool.strides[2], 24)
-    assert Geometry.of(layout, shape).run_bytes == shape.layer_bytes
+    assert geometry_of(layout, shape).run_bytes == shape.layer_bytes
     slots = np.zeros((2, shape.block_bytes), np.uint8)
     gather_reference(layout, shape, [3, 1], slots)
     assert np.array_equal(slots[0], pool[:, 3].reshape(-1))

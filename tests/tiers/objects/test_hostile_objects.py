@@ -19,9 +19,10 @@ from scripted_s3 import S3Script, ScriptedS3, refusal, reply, scripted_s3
 from kvtier.tiers.checksum import checksum
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.errors import ConfigError, TierUnavailable
-from kvtier.tiers.objects.bucket import BROKE_OFF, Bucket, BucketError, ObjectRange
+from kvtier.tiers.objects.bucket import BROKE_OFF, Bucket, ObjectRange
 from kvtier.tiers.objects.opening import answers, checked
 from kvtier.tiers.objects.store import ObjectStore
+from kvtier.tiers.shared.life import StorageFailed
 from kvtier.tiers.tier import Outcome
 
 pytest.importorskip("obstore")
@@ -168,7 +169,7 @@ def test_the_bucket_is_named_in_the_path_or_in_the_host(
         monkeypatch.delenv("no_proxy", raising=False)
         monkeypatch.delenv("NO_PROXY", raising=False)
         bucket = Bucket.connect(options(endpoint, virtual_hosted=virtual_hosted, **QUICK), 0)
-        with pytest.raises(BucketError):
+        with pytest.raises(StorageFailed):
             bucket.get(ObjectRange("a", 0, 1), time.monotonic() + 20)
         bucket.close()
         assert proxy.asked == [("GET", asked)]
@@ -178,7 +179,7 @@ def test_what_a_store_says_cannot_steer_a_terminal() -> None:
     body = refusal("Odd", "\x1b[2J\r\nall is well")
     with scripted_s3(lambda connection, *_: reply(connection, "400 Bad Request", body)) as server:
         bucket = Bucket.connect(options(server.endpoint, **QUICK), 0)
-        with pytest.raises(BucketError) as told:
+        with pytest.raises(StorageFailed) as told:
             bucket.put("a", [b"x"])
         assert str(told.value).isprintable()
         bucket.close()
@@ -255,7 +256,7 @@ def test_credentials_that_no_request_can_carry_turn_the_tier_off(monkeypatch: py
     bucket = Bucket.connect(config, 0)
     asked: list[Callable[[], None]] = [lambda: bucket.put("a", [b"x"]), lambda: bucket.delete(["a"])]
     for ask in asked:
-        with pytest.raises(BucketError) as failed:
+        with pytest.raises(StorageFailed) as failed:
             ask()
         assert (failed.value.code, failed.value.outcome) == (BROKE_OFF, Outcome.IO_ERROR)
     assert bucket.counts() == {"requests_put": 1, "requests_delete": 1}
@@ -306,7 +307,7 @@ def test_a_bucket_in_another_region_is_named_so() -> None:
 def test_why_nobody_answers_is_told() -> None:
     for endpoint, why in (("http://127.0.0.1:1", "Connection refused"), ("http://none.invalid", "lookup")):
         bucket = Bucket.connect(options(endpoint, **QUICK), 0)
-        with pytest.raises(BucketError, match=why):
+        with pytest.raises(StorageFailed, match=why):
             bucket.put("a", [b"x"])
         bucket.close()
 

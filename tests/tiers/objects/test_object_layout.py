@@ -8,9 +8,10 @@ import pytest
 import xxhash
 from doubles import FakeClock, chain_of, payload_of, record_of
 
+from kvtier.tiers.compression import BlockCodec
 from kvtier.tiers.objects.index import ObjectIndex
 from kvtier.tiers.objects.layout import MAX_BLOCKS, TABLE_BYTES, Edges, ObjectSpace
-from kvtier.tiers.shared.forms import ClearForm, CompressedForm, EncryptedForm
+from kvtier.tiers.shared.forms import ClearForm, EncryptedForm
 from kvtier.tiers.tier import BlockRecord, Outcome
 
 MODEL = bytes(range(32))
@@ -19,7 +20,7 @@ NAMES = CHAIN.hashes
 
 
 EQUAL = ObjectSpace("kvtier", ClearForm(MODEL, 4096, 4, tier="objects"), 4096, 4)
-OWN_LENGTHS = ObjectSpace("kvtier", CompressedForm(MODEL, 4096, 4, tier="objects"), 4096, 4)
+OWN_LENGTHS = ObjectSpace("kvtier", ClearForm(MODEL, 4096, 4, tier="objects", codec=BlockCodec(4096)), 4096, 4)
 
 
 def lengths_of(space: ObjectSpace) -> list[int]:

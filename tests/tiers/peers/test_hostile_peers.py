@@ -10,11 +10,12 @@ import pytest
 from doubles import chain_of, store
 from peers_rig import Node, Script, ScriptedPeer, borrowing, buffers, key_file, peers_config
 
+from kvtier.tiers.breaker import Breaker
 from kvtier.tiers.peers import store as tiers_store
 from kvtier.tiers.peers import wire
 from kvtier.tiers.peers.link import IsMyself, PeerLink
 from kvtier.tiers.peers.opening import examine
-from kvtier.tiers.peers.peer import OtherNode, breaker_of
+from kvtier.tiers.peers.peer import OtherNode
 from kvtier.tiers.peers.stream import PeerFailed
 from kvtier.tiers.tier import BlockRecord, Outcome
 
@@ -126,7 +127,7 @@ def test_an_address_that_becomes_this_processs_own_is_a_failure_and_no_exception
     def connect(address: tuple[str, int], seconds: float) -> PeerLink:
         raise IsMyself
 
-    node = OtherNode(("127.0.0.1", 1), connect, breaker_of(5, 1.0))
+    node = OtherNode(("127.0.0.1", 1), connect, Breaker(5, 1.0, time.monotonic))
     with pytest.raises(PeerFailed):
         node.borrow(time.monotonic() + 60.0)
     node.tend()

@@ -52,7 +52,7 @@ def test_lru_evicts_the_oldest_chain_tail_first(pool_of: PoolOf, chain: Chain) -
     store(pool, new)
     store(pool, chain(21))
     assert (pool.lookup(old), pool.lookup(new)) == (2, 3)
-    pool.touch(old)  # now the new chain is the older one
+    pool.lease(old).release()  # now the new chain is the older one
     store(pool, chain(31, 32))
     assert (pool.lookup(old), pool.lookup(new)) == (2, 1)
     with pool.lease(new):  # a lease is a use as well

@@ -35,15 +35,14 @@ from redis_stories import (
     written,
 )
 
-from kvtier.tiers import compression_worth
+from kvtier.tiers import compression
 from kvtier.tiers.checksum import checksum
-from kvtier.tiers.compression import AS_IS, BlockCodec
-from kvtier.tiers.compression_worth import CodecRates, made_up_kv, rates_of
+from kvtier.tiers.compression import AS_IS, BlockCodec, CodecRates, made_up_kv, rates_of
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.errors import ConfigError
 from kvtier.tiers.redis import opening
 from kvtier.tiers.redis.opening import check_compression
-from kvtier.tiers.shared.forms import CompressedForm, EncryptedForm
+from kvtier.tiers.shared.forms import ClearForm, EncryptedForm
 from kvtier.tiers.tier import BlockRecord, Outcome
 
 on_a_server = pytest.mark.skipif(NO_REDIS is not None, reason=str(NO_REDIS))
@@ -53,8 +52,8 @@ HASH, PARENT = hashlib.sha256(b"block").digest(), hashlib.sha256(b"before").dige
 PAYLOAD = kv_of(HASH)
 RECORD = BlockRecord(HASH, PARENT, b"\1\0\0\0\2\0\0\0\3\0\0\0\4\0\0\0", checksum(memoryview(PAYLOAD)))
 FORMS = {
-    "in the clear": CompressedForm(FINGERPRINT, SLOT_BYTES, 4),
-    "sealed": CompressedForm(FINGERPRINT, SLOT_BYTES, 4, SECRET),
+    "in the clear": ClearForm(FINGERPRINT, SLOT_BYTES, 4, codec=BlockCodec(SLOT_BYTES)),
+    "sealed": ClearForm(FINGERPRINT, SLOT_BYTES, 4, SECRET, codec=BlockCodec(SLOT_BYTES)),
 }
 
 noise_of = doubles.payload_of
@@ -62,14 +61,15 @@ noise_of = doubles.payload_of
 every_form = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 
 
-def put(form: CompressedForm, payload: bytes = PAYLOAD) -> bytes:
+def put(form: ClearForm, payload: bytes = PAYLOAD) -> bytes:
     """A whole value, as a server holds it."""
     head, stored = form.encode(replace(RECORD, checksum=checksum(memoryview(payload))), memoryview(payload), EPOCH)
+    assert form.stored_bytes is not None
     assert (len(head), form.stored_bytes(head)) == (form.head_bytes, stored.nbytes)
     return head + bytes(stored)
 
 
-def taken(form: CompressedForm, value: bytes, chain_hash: bytes = HASH) -> BlockRecord | Outcome:
+def taken(form: ClearForm, value: bytes, chain_hash: bytes = HASH) -> BlockRecord | Outcome:
     """What a reader makes of a value; if it is a block, the slot then has its bytes."""
     slot = memoryview(bytearray(value[form.head_bytes :].ljust(SLOT_BYTES, b"\xee")[:SLOT_BYTES]))
     result = form.decode(value[: form.head_bytes], slot, chain_hash, EPOCH)
@@ -78,7 +78,7 @@ def taken(form: CompressedForm, value: bytes, chain_hash: bytes = HASH) -> Block
 
 
 @every_form
-def test_a_block_comes_back_and_no_other(form: CompressedForm) -> None:
+def test_a_block_comes_back_and_no_other(form: ClearForm) -> None:
     value = put(form)
     assert len(value) < form.head_bytes + SLOT_BYTES * 0.9
     assert taken(form, value) == RECORD
@@ -395,7 +395,7 @@ def test_the_doctor_says_whether_it_would_pay_and_leaves_nothing(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for restore, told in ((1e12, "compression would pay: "), (1.0, "compression would not pay: ")):
-        monkeypatch.setattr(compression_worth, "rates_of", lambda _, restore=restore: CodecRates(1.5, 1e9, restore))
+        monkeypatch.setattr(compression, "rates_of", lambda _, restore=restore: CodecRates(1.5, 1e9, restore))
         (finding,) = check_compression(Config.load(redis={"url": server.url}).redis)
         assert finding.check == "redis compression"
         assert finding.found.startswith(told)
@@ -411,7 +411,7 @@ def test_the_doctor_says_whether_it_would_pay_and_leaves_nothing(
 
 @on_a_server
 def test_the_doctor_says_it_of_a_cluster_too_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compression_worth, "rates_of", lambda _: CodecRates(1.5, 1e9, 1e12))
+    monkeypatch.setattr(compression, "rates_of", lambda _: CodecRates(1.5, 1e9, 1e12))
     with cluster() as nodes:
         (finding,) = check_compression(Config.load(redis={"url": nodes.url, "mode": "cluster"}).redis)
         assert finding.found.startswith("compression would pay: ")
