@@ -283,7 +283,7 @@ def test_what_is_sent_together_does_what_it_did_apart(operations: list[Any]) -> 
 @pytest.mark.parametrize(
     ("num_wanted", "num_slots", "why"),
     [
-        ([2, 3], 6, "nobody asked for"),
+        ([2, 3], 6, "not requested"),
         ([2, 2], 6, "not all in"),
         ([3, 3], 5, "not all in"),
         ([3], 6, "grants for 2, 1 are wanted"),
