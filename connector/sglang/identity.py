@@ -41,7 +41,7 @@ _OF_EACH_RANK: Final = "MambaPoolHost"  # for a model whose KV every rank has in
 
 
 def model_identity(storage: Any, args: Any, pool: Any, pages: PoolPages, slot_bytes: int, epoch: int) -> ModelIdentity:
-    """The identity of the pages of SGLang's first pool; `args`: the server's. ConfigError if the weights have no name."""
+    """The identity of the pages of SGLang's first pool; `args`: the server's. ConfigError for unnamed weights."""
     if args.load_format == "dummy":
         raise ConfigError("--load-format dummy: random weights have no name to store after; save them, serve those")
     directory = _checkpoint(args.model_path, args.revision, args.download_dir)

@@ -129,14 +129,14 @@ class _Rag:
     def _ask(self, child: EngineProcess, kind: str, manner: _Manner, questions: list[RagQuestion]) -> RagResult:
         arguments: dict[str, Any] = {"kind": kind, "asked": [each.texts for each in questions], **manner._asdict()}
         reply = child.call("answer", arguments, f"{manner.name}, {self._model_of(kind)}", len(questions))
-        told = [each.answer for each in questions]
-        right = sum(found == answer for found, answer in zip(reply["answers"], told, strict=True))
+        expected = [each.answer for each in questions]
+        right = sum(found == answer for found, answer in zip(reply["answers"], expected, strict=True))
         return RagResult(
             name=manner.name,
             num_questions=len(questions),
             prompt_tokens=sum(reply["sources"].values()),
             sources=reply["sources"],
-            right=None if None in told else right,
+            right=None if None in expected else right,
             ttft_ms=median(reply["ttft_ms"]),
             named_behind=reply["named_behind"],
             segments_loaded=reply["segments_loaded"],

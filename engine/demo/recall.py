@@ -1,9 +1,8 @@
 """Documents whose meaning depends on those before them: made from a seed, with the right answer to every question.
 
-A document states of names which value they have ("Ada: red") or that they have another's ("Ben: as Ada"). Whoever reads
-several documents keeps what was said last. So the same documents in another order give other answers, and the KV of
-"Ben: as Ada" is worth nothing unless it knows the documents before it. `recall-model` was trained to answer, by
-benchmarks/_train_recall.py.
+A document states for names which value they have ("Ada: red") or that they have another's ("Ben: as Ada"). The last
+statement in a text counts. So the same documents in another order give other answers, and the KV of "Ben: as Ada" is
+useless without the documents before it. `recall-model` was trained to answer, by benchmarks/_train_recall.py.
 """
 
 from pathlib import Path
