@@ -87,7 +87,7 @@ class SchedulerSide:
         self._behind: dict[int, GroupCopy] = {}  # copies of overlapped loads
         self.released: list[int] = []  # L1 blocks that the next update names
         self._finished: list[RequestEnd] = []  # not reported to the tiers yet
-        self._asked = False  # since the last plan: lookups go out as one message
+        self._has_lookups = False  # since the last plan: lookups go out as one message
         self._lost = False  # the worker's device is lost: no more loads or stores
 
     def admit(self, request: Request) -> None:
@@ -285,9 +285,9 @@ class SchedulerSide:
         stores = self._reserved() if self._wanted else []
         if self._finished:
             self._report_finished()
-        if (self._asked or self.overlapped) and not stores and self.tiers.sends_later:
+        if (self._has_lookups or self.overlapped) and not stores and self.tiers.sends_later:
             self.tiers.tick()  # no `reserve` has sent the lookups
-        self._asked = False
+        self._has_lookups = False
         loads, self._planned = tuple(self._planned), []
         if not (loads or stores):
             return StepPlan(next(self._steps), 0)
@@ -408,7 +408,7 @@ class SchedulerSide:
         hashes = hashes if usable == len(hashes) else hashes[:usable]  # `ask` copies it
         ends = Ends.BOTH if self.computes_alone else Ends.FRONT
         known.claim = self.tiers.ask(hashes, chain.root, num_l1, block_size=chain.block_size, ends=ends)
-        self._asked |= known.claim.promised is None
+        self._has_lookups |= known.claim.promised is None
 
     def _answer(self, known: ConnectedRequest, least: int, *, is_fresh: bool = False) -> int | None:
         """How many leading tokens L1 and the promise cover, 0 without a promise; None: pending.
@@ -468,7 +468,10 @@ class SchedulerSide:
         if best is None or not pays(num_found, best[1], size, in_l1=known.asked, least=least):
             return False
         self.tiers.cancel(claim)
-        known.view, self._asked = PartialView([*chain.hashes[:num_found], best[0].chain_hash], best[1], size), True
+        known.view, self._has_lookups = (
+            PartialView([*chain.hashes[:num_found], best[0].chain_hash], best[1], size),
+            True,
+        )
         known.claim = self.tiers.ask(known.view.hashes, known.request.chain.root, claim.num_l1, block_size=size)
         return True
 
@@ -526,7 +529,7 @@ class SchedulerSide:
             self.tiers.cancel(claim)
 
     def _reserved(self) -> list[CopyOp]:
-        """Reserve slots for everything that is to be stored, in one call; returns the copies."""
+        """Reserve slots for all wanted stores in one call; returns the copies."""
         wanted, self._wanted = self._wanted, {}
         stores = list(wanted.values())
         if self._lost or {store.epoch for store in stores} != {self.tiers.epoch}:

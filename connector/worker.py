@@ -215,7 +215,7 @@ class WorkerSide:
         return WorkerReport(report.finished, (*report.failed, *left), (*report.lost, *left))
 
     def connect(self, region: int) -> CopyStream:
-        """The stream to a region, made anew if it is not the last one's; copies of the old stream end first."""
+        """The stream to a region, a new one if it is not the last one's; copies of the old stream end first."""
         if self._follow is not None and (self._stream is None or region != self._region):
             stream = self._follow(region)
             if self._stream is not None:

@@ -83,7 +83,7 @@ class Admission:
 
         `room_to_grow`: free blocks that are left to others.
         """
-        if (cached := self._hold(candidate)) is None:
+        if (cached := self._reference(candidate)) is None:
             return False
         sequence = candidate.sequence
         num_fresh = -(-sequence.num_tokens // self._config.block_size) - len(cached.matched)
@@ -122,7 +122,7 @@ class Admission:
         sequence.num_passed_over = self._config.max_passed_over
         insort(self.waiting, sequence, key=lambda sequence: sequence.order)
 
-    def _hold(self, candidate: Admissible) -> CachedBlocks | None:
+    def _reference(self, candidate: Admissible) -> CachedBlocks | None:
         """Reference its blocks in L1 and determine what can be loaded. None: retry in the next step."""
         sequence, usable, num_l1, num_external, child = candidate
         block_size = self._config.block_size

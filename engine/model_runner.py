@@ -221,7 +221,7 @@ class OwnCacheRunner(ModelRunner):
         sequence = chunk.sequence
         own: OwnCache | None = sequence.cache
         if own is None or own.num_tokens != chunk.start:  # its blocks were loaded, or are another sequence's
-            assert self._form.states is None or not chunk.start, "behind a border `go_on` makes the cache"
+            assert self._form.states is None or not chunk.start, "after a border `go_on` makes the cache"
             own = sequence.cache = OwnCache(self._filled(sequence.block_table, chunk.start), chunk.start)
         tokens = torch.tensor([sequence.token_ids[chunk.start : chunk.end]], device=self.model.device)
         output = feed(self.model.module, own.cache, tokens, chunk.start, self._at_once(chunk))

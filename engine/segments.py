@@ -102,14 +102,14 @@ class SegmentReuse:
         If both do not fit, the request's own take precedence, and the remaining segments are reused. A request whose
         segments are still loading leaves room for them.
         """
-        self._hold()
+        self._reference()
         coming = [child for child in self.children if child.state is SequenceState.WAITING]
         leaving += sum(-(-child.num_tokens // self.block_size) for child in coming)
         fresh = self.pool.allocate(num_blocks, leaving=leaving)
         if fresh is None and not self.is_waiting and any(wanted.blocks for wanted in self.wanted):
             self.release()
             if (fresh := self.pool.allocate(num_blocks, leaving=leaving)) is not None:
-                self._hold()
+                self._reference()
         if fresh is None:
             self.release()
         return fresh
@@ -158,7 +158,7 @@ class SegmentReuse:
         self.release_sources()
         self.blend, self._parts, self._awaits = None, [], False
 
-    def _hold(self) -> None:
+    def _reference(self) -> None:
         """Reference the blocks in L1; those of loading segments only once they are complete."""
         for wanted in self.wanted:
             wanted.blocks = None if wanted.is_coming else self.pool.match(wanted.hashes)
@@ -199,7 +199,7 @@ class SegmentRequests:
         if (kind := model.kind) not in _BLENDED:
             known = ", ".join(_BLENDED)
             raise ConfigError(
-                f'segments "on": model kind {kind!r}: a blend knows the layers of {known}; set them "off"'
+                f'segments "on": model kind {kind!r}: a blend supports the layers of {known}; set them "off"'
             )
         self._blender = Blender(model.module, pool.tensor, require_rotatable(model.module), config.token_budget)
         self._children: dict[str, Sequence] = {}

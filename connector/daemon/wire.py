@@ -639,4 +639,4 @@ def check_children(children: Sequence[ChildBlock]) -> None:
         if len(name) != _HASH_BYTES or len(tokens) % 4 or len(tokens) > 4 * MAX_BLOCK_SIZE:
             raise FormatError("children: not names and the tokens of a block")
     if len({name for name, _ in children}) < len(children) or not all(tokens for _, tokens in children):
-        raise FormatError("children: one comes twice, or has no tokens")
+        raise FormatError("children: one is repeated, or has no tokens")

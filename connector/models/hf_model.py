@@ -36,7 +36,7 @@ def identity_of(
     ConfigError for unknown RoPE, and as `weights_of`.
 
     A model that equals its checkpoint directory is named after that, the same in every engine. Any other is named after
-    its own weights. `exact_rows` is for the engine's exact mode, whose KV differs in the last bits.
+    its own weights. `exact_rows`: the engine's exact mode, whose KV differs in the last bits.
     """
     live = model if isinstance(model, LiveModel) else live_model(model)
     revision, digest = live.weights_name

@@ -124,7 +124,7 @@ def _unheeded(model: PreTrainedModel) -> str | None:
             return f"a layer {layer} whose attention takes {odd[0]}"
         expected = window if kind == "sliding_attention" else None
         if kind == "chunked_attention" or used.get("sliding_window") != expected:
-            return f"a layer {layer} of kind {kind}, whose window only a mask tells"
+            return f"a layer {layer} of kind {kind}, whose window is only in a mask"
     return None
 
 

@@ -81,7 +81,7 @@ class VllmOptions:
         shared = (self.config.redis.url, self.config.objects.bucket, self.config.service.socket)
         if not stores and shared == (None, None, None):
             _log.warning(
-                'kv_role "kv_consumer": this vLLM only loads, and nobody else fills its tiers; name a [redis] url, '
+                'kv_role "kv_consumer": this vLLM only loads, and nothing else fills its tiers; name a [redis] url, '
                 'an [objects] bucket or a [service] socket that the prefill node has as well, or use "kv_both"'
             )
         if "block_size" in cache.model_fields_set and cache.block_size != block_size:

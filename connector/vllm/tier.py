@@ -240,7 +240,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
         """The publisher of chunk events; None, after a warning, if vLLM publishes no events."""
         if not spec.kv_events_config.enable_kv_cache_events:
             _log.warning(
-                "secondary tier %s, enable_kv_events: vLLM publishes no KV events, so nothing is told; start it with "
+                "secondary tier %s, enable_kv_events: vLLM publishes no KV events, nor does kvtier; start it with "
                 "--kv-events-config '{\"enable_kv_cache_events\": true}'",
                 self.tier_type,
             )

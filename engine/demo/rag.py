@@ -1,4 +1,4 @@
-"""`kvtier demo rag`: a handful of documents, asked about in different orders, answered in four ways side by side.
+"""`kvtier demo rag`: questions about a few documents in different orders, answered in four ways side by side.
 
 This process only directs. A child computes the documents and ends. Another, which has only what the first left on the
 slab, answers: with a full prefill, from prefixes alone, and from segments without and with repair.
@@ -60,7 +60,7 @@ class RagOptions:
 
 
 class _Manner(NamedTuple):
-    """A way to answer: what the engine may reuse, what of it is computed anew, and the bound of its deviation."""
+    """A way to answer: what the engine may reuse, the share it recomputes, and the bound of the deviation."""
 
     name: str
     way: str
@@ -87,7 +87,7 @@ def rag_demo(options: RagOptions) -> int:
 
 
 class _Rag:
-    """Two models asked in every way, over one directory that the first process leaves to the second."""
+    """Runs two models in every way, over one directory that the first process leaves to the second."""
 
     def __init__(self, home: Path, options: RagOptions, progress: Progress) -> None:
         self._home = home

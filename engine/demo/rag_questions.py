@@ -27,7 +27,7 @@ _QUESTION_TOKENS: Final = 24
 
 @dataclass(frozen=True, slots=True)
 class RagQuestion:
-    """What is asked over which documents, in their order, and the token that answers it."""
+    """A question over documents, in their order, and the token that answers it."""
 
     documents: list[list[int]]
     question: list[int]

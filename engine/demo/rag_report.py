@@ -35,7 +35,7 @@ class RagResult:
     sources: dict[str, int]
     right: int | None  # None: it was only timed
     ttft_ms: float  # median
-    named_behind: int  # blocks behind the exact prefix that a tier has under the prompts' own names
+    named_behind: int  # blocks after the exact prefix that a tier has under the prompts' own names
     segments_loaded: int  # from the slab, whole
     segments_computed: int  # no tier had them
     blends_in_full: int  # requests whose deviation was too high

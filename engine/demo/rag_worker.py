@@ -125,7 +125,7 @@ def _settled(engine: Engine) -> bool:
 
 
 def _named_behind(engine: Engine, texts: list[list[int]], found: Completion) -> int:
-    """How many blocks behind the first document, which is an ordinary prefix, any tier has under the prompt's names."""
+    """How many blocks after the first document, an ordinary prefix, are in any tier under the prompt's names."""
     chain = engine.prompt([*(token for text in texts for token in text), *found.token_ids]).chain
     assert chain is not None
     assert isinstance(engine.connector, LocalConnector)
@@ -147,15 +147,15 @@ def main(home: Path, model_dir: Path | None) -> None:
                 continue
             assert engines is not None
             if request["verb"] == "precompute":
-                _reply(engines.precompute(request["kind"], request["documents"], _tell))
+                _reply(engines.precompute(request["kind"], request["documents"], _report))
             else:
                 repair = Repair(request["rule"], request["share"], max_deviation=request["bound"])
-                _reply(engines.answer(request["kind"], request["way"], repair, request["asked"], _tell))
+                _reply(engines.answer(request["kind"], request["way"], repair, request["asked"], _report))
         except KVTierError as error:
             _reply({"error": str(error), "is_usage": isinstance(error, ConfigError)})
 
 
-def _tell(done: int) -> None:
+def _report(done: int) -> None:
     _reply({"done": done})
 
 

@@ -22,7 +22,7 @@ _STATEMENTS: Final = 4  # of a document, about different names; the rest is fill
 _LINKS: Final = 0.45  # how likely a statement refers to another name
 _FILLERS: Final = 24
 
-# A token each: a document's begin, the word "ask", the answer "unknown", names that are asked for, values, statements.
+# A token each: a document's begin, the word "ask", the answer "unknown", names in questions, values, statements.
 _DOCUMENT, _ASK, _UNKNOWN = 1, 2, 3
 _FIRST_NAME: Final = 4
 _FIRST_VALUE: Final = _FIRST_NAME + len(NAMES)
@@ -50,7 +50,7 @@ def make_documents(rng: np.random.Generator, *shape: int) -> TokenArray:
 
 
 def read(texts: TokenArray) -> tuple[TokenArray, TokenArray]:
-    """What a reader knows in the end, and what each statement says where it stands: the tokens that answer.
+    """The final value of each name, and the value of each statement at its position: the tokens that answer.
 
     `[texts, names]`, -1 for a name that no document states; and `[texts, tokens]`, -1 where nothing is stated.
     """
@@ -76,7 +76,7 @@ def linked_names(documents: TokenArray) -> TokenArray:
 
 
 def questions(names: TokenArray) -> TokenArray:
-    """The word "ask", and the names that are asked for: what follows the documents, along the last axis."""
+    """The word "ask" and the names in question, which follow the documents, along the last axis."""
     return np.concatenate([np.full((*names.shape[:-1], 1), _ASK), _FIRST_NAME + names], -1)
 
 

@@ -90,7 +90,7 @@ class Claim:
     # Set together with `found`: compute up to there, and claim the rest with `Ends.BACK`. Then this claim covers only
     # the leading blocks in L2, and has no `children`. None: everything to load is claimed.
     meeting: Meeting | None = None
-    promised: int | None = None  # what `poll` would return, if `ask` knows it
+    promised: int | None = None  # the result of `poll`, if known at `ask`
     told: bool = False  # a poll has returned the answer, or the caller read `promised`
     # Set together with `found`: finds `children` that begin with these tokens. Most callers never do.
     behind: LooksBehind | None = field(default=None, init=False, repr=False)

@@ -44,7 +44,7 @@ _LOST: Final = (
 _NOT_WRITTEN: Final = "%s: %d blocks of host memory were not written before the end: %s"
 _TOO_LATE: Final = "a longer time to close writes more"
 _AWAY: Final = "it does not answer; a longer time to close waits longer for it"
-_REFUSED: Final = "it fails to take them; kvtier_store_dropped_total tells why"
+_REFUSED: Final = "it fails to store them; kvtier_store_dropped_total has the reasons"
 _LOST_WHILE_OFF: Final = "%s is off for now: %d blocks left host memory unwritten. A larger [host] size keeps more"
 BlocksEnded = Callable[[Sequence[ChainHash], Sequence[Outcome]], None]
 
@@ -165,7 +165,7 @@ class Demoter:
     def owe(self, hashes: Sequence[ChainHash]) -> None:
         """Put blocks into the backlog that another tier has and this one lacks."""
         self._line.add(hashes)
-        if not self._num_waiting:  # else some of them may be on their way here
+        if not self._num_waiting:  # else some of them may be in the queue
             self.sweep_soon()
 
     def settle(self, job: "_WriteJob", outcomes: Sequence[Outcome]) -> None:
@@ -357,7 +357,7 @@ class Demoter:
         (self._again if job.is_repeated else self._line).add(job.hashes)
 
     def _admitted(self, hashes: Sequence[ChainHash], admission: "TierAdmission") -> Sequence[ChainHash]:
-        """The leading blocks of a chain just sealed that are to be written now; the others are counted as dropped.
+        """The leading blocks of a chain just sealed to write now; the others are counted as dropped.
 
         Those are offered when a later block continues them, or when they are sealed again: they then count as seen.
         """

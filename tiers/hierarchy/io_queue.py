@@ -245,7 +245,7 @@ class IoQueue:
             return batch
 
     def _wake_one(self) -> None:
-        """Unless a thread is on its way: that one wakes the next if it leaves jobs."""
+        """Unless a thread is about to check the queues: that one wakes the next if it leaves jobs."""
         if self._num_waiting and not self._num_coming:
             self._num_waiting -= 1
             self._num_coming += 1

@@ -173,7 +173,7 @@ class Promoter:
         self._line: dict[LocalClaim, None] = {}  # of these: claims that wait for room, in order of arrival
         self._short: dict[LocalClaim, None] = {}  # of these: claims whose last read found no slot
         self._next_piece: tuple[ChainHash, int, float] | None = None  # its first block, room kept for it, until when
-        self._held = WaitedBlocks(host.pool.num_slots)  # blocks leased to or awaited by active claims
+        self._waited = WaitedBlocks(host.pool.num_slots)  # blocks leased to or awaited by active claims
         self._checking = IoQueue("verify", 1, _MAX_CHECKS, clock) if host.verify else None
 
     # a claim's life
@@ -188,7 +188,7 @@ class Promoter:
         with self._lock:
             is_reserved = self._next_piece is not None
             is_next, most = is_reserved and self._is_next(run), self._most(run) if is_reserved else self._max_waiting
-            if (self._line and not is_next) or self._held.at_most + len(run) > most:
+            if (self._line and not is_next) or self._waited.at_most + len(run) > most:
                 return None
             lease = self.host.pool.lease_whole(run)
             if isinstance(lease, Places):
@@ -197,7 +197,7 @@ class Promoter:
                 self._next_piece = None
             claim.run, claim.end, claim.next, claim.leases = run, len(run), len(run), [lease]
             claim.done = True
-            claim.held, claim.promised, claim.polled_at = self._held.hold(run, lease.slots), len(run), self.clock()
+            claim.held, claim.promised, claim.polled_at = self._waited.hold(run, lease.slots), len(run), self.clock()
             self.active.add(claim)
         return None
 
@@ -223,8 +223,8 @@ class Promoter:
             claim.polled_at, claim.room_until = now, now + for_room
             self.active.add(claim)
             room, is_next = len(run), False
-            if self._next_piece is not None or self._held.at_most + room > self._max_waiting:
-                room, is_next = self._held.room(run, places.slots, self._most(run)), self._is_next(run)
+            if self._next_piece is not None or self._waited.at_most + room > self._max_waiting:
+                room, is_next = self._waited.room(run, places.slots, self._most(run)), self._is_next(run)
             if is_next:
                 self._next_piece = None
             if for_room > 0 and ((self._line and not is_next) or room < min(claim.end, self._max_waiting)):
@@ -265,7 +265,7 @@ class Promoter:
                     self._next_piece = claim.run[self._max_waiting], min(rest, self._max_waiting), until
                 if claim.held is not None and not (self._line or self._short):
                     self.active.remove(claim)
-                    self._held.drop(claim.held)
+                    self._waited.drop(claim.held)
                 else:
                     self._leave(claim)
             return claim.leases.pop() if claim.leases else self.host.pool.lease([])
@@ -314,9 +314,9 @@ class Promoter:
                     raise AssertionError("a waiter does not list its read")
             if any(claim not in self.active or claim.leases or claim.reads or claim.held for claim in self._line):
                 raise AssertionError("a claim in the line has leases or reads")
-            self._held.check()
-            if not self.active and len(self._held):
-                raise AssertionError(f"no claim is active, but {len(self._held)} blocks are counted as waited for")
+            self._waited.check()
+            if not self.active and len(self._waited):
+                raise AssertionError(f"no claim is active, but {len(self._waited)} blocks are counted as waited for")
 
     def close(self, timeout: float) -> None:
         """Stop verification: blocks that wait for it are misses."""
@@ -344,7 +344,7 @@ class Promoter:
             try:
                 if len(records) < len(results):
                     pool.abandon(read.reservation, [at for at in read.positions if at not in records])
-                self._tell_waiters(read, results)
+                self._notify_waiters(read, results)
             finally:
                 lease.release()
 
@@ -355,7 +355,7 @@ class Promoter:
             for chain_hash in read.hashes:
                 del self._reads[chain_hash]
             self.host.pool.quarantine(read.reservation, read.positions)
-            self._tell_waiters(read, [Outcome.TIMEOUT] * len(read.positions))
+            self._notify_waiters(read, [Outcome.TIMEOUT] * len(read.positions))
 
     def checked(self, check: HostCheck, num_whole: int, outcome: Outcome) -> None:
         """Blocks in L2 were verified: a damaged one is evicted and ends the run."""
@@ -380,7 +380,7 @@ class Promoter:
         self._line.pop(claim, None)
         self._short.pop(claim, None)
         if claim.held is not None:
-            self._held.drop(claim.held)
+            self._waited.drop(claim.held)
         if self._line:
             self._call_up()
 
@@ -388,7 +388,7 @@ class Promoter:
         """Start the claims in the line, oldest first, until one does not get the room it needs."""
         while claim := next(iter(self._line), None):
             places = self.host.pool.places(claim.run)
-            room = self._held.room(claim.run, places.slots, self._most(claim.run))
+            room = self._waited.room(claim.run, places.slots, self._most(claim.run))
             if room < min(claim.end, self._max_waiting):  # it waits for no more than the limit
                 return
             del self._line[claim]
@@ -399,7 +399,7 @@ class Promoter:
         """Take a claim out of the line; it gets what room there is."""
         del self._line[claim]
         places = self.host.pool.places(claim.run)
-        self._begin(claim, places, self._held.room(claim.run, places.slots, self._most(claim.run)))
+        self._begin(claim, places, self._waited.room(claim.run, places.slots, self._most(claim.run)))
 
     def _is_next(self, run: Sequence[ChainHash]) -> bool:
         """Whether the run is the next piece of the request that took one."""
@@ -425,14 +425,14 @@ class Promoter:
             self._shorten(claim, room, Outcome.NO_SLOT)
         wanted = run if claim.end == len(run) else run[: claim.end]
         if not (num_held := len(places.slots)):
-            claim.held = self._held.hold(wanted, [])
+            claim.held = self._waited.hold(wanted, [])
             self._advance(claim)
             return
         if num_held < len(wanted):
             first = self.host.pool.lease(wanted[:num_held], places)
         else:
             first = self.host.pool.lease(wanted, places if num_held == len(wanted) else None)
-        claim.held = self._held.hold(wanted, first.slots)
+        claim.held = self._waited.hold(wanted, first.slots)
         if self._checking is None and len(first.slots) == claim.end:  # L2 has all of it
             claim.leases.append(first)
             claim.next, claim.done = claim.end, True
@@ -454,7 +454,7 @@ class Promoter:
         self._shorten(claim, 0, reason, keep_arrived=True)
         self._finish(claim)
 
-    def _tell_waiters(self, read: TierRead, results: Sequence[BlockRecord | Outcome]) -> None:
+    def _notify_waiters(self, read: TierRead, results: Sequence[BlockRecord | Outcome]) -> None:
         """Lease what landed to each waiter, up to its first hole; that waiter's run ends there.
 
         After a timeout of a shared tier it is read once more, if computing would take longer.
@@ -565,7 +565,7 @@ class Promoter:
         parent = claim.run[claim.next - 1] if claim.next else claim.run_parent
         after = claim.next + len(rest)
         behind = [h for h in claim.run[after : after + 1] if pool.holds([h])[0]]
-        reservation = pool.reserve([*rest, *behind], parent)  # links the block behind the gap to its parent again
+        reservation = pool.reserve([*rest, *behind], parent)  # links the block after the gap to its parent again
         if reservation is None:  # perhaps only its own ancestors could be evicted
             reservation = pool.reserve(rest, None)
         while reservation is None and len(rest) > 1:  # the head matters more than the tail

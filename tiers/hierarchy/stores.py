@@ -387,7 +387,7 @@ class StoreQueue:
         return True
 
     def _admitted(self, wanted: Sequence[Wanted]) -> list[int]:
-        """How many leading blocks of each chain are to be stored; the others are counted as dropped."""
+        """How many leading blocks of each chain to store; the others are counted as dropped."""
         heads = self._seen_enough(wanted)
         refused = [name for each, head in zip(wanted, heads, strict=True) for name in each.hashes[head:]]
         self._dropped(refused, Outcome.NOT_ADMITTED)
@@ -443,7 +443,7 @@ class StoreQueue:
 
     @property
     def _num_unwritten(self) -> int:
-        """Blocks that are to be written below and are neither queued nor being written."""
+        """Blocks without a lower tier's copy that are neither queued nor being written."""
         return self._num_dirty + sum(demoter.num_in_line for demoter in self._demoters)
 
     @property
