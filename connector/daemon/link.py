@@ -149,11 +149,6 @@ class Link:
             self.close()
             raise
 
-    @property
-    def late_since(self) -> float | None:
-        """When the first of the answers that are still due timed out."""
-        return next(iter(self.overdue.values()), None)
-
     def is_silent(self, now: float, seconds: float) -> bool:
         """Whether an answer has been due for so long. The daemon confirms a lookup at once."""
         late, unheard = next(iter(self.overdue.values()), None), self.unheard_since

@@ -53,11 +53,11 @@ class Demoter:
     """Copies blocks one tier down. One per lower tier. Thread-safe.
 
     At most `store_queue` bytes wait here (and a quarter of L2, since queued blocks are leased). A block that finds the
-    queue full enters the backlog, unleased, as long as L2 has it; the oldest are queued when the queue is half empty. A
-    block that fails takes its descendants with it (`PARENT_FAILED`): without their parent they cannot be reached.
-    Failed blocks have a backlog of their own, which is retried later, at first one batch. With `admit_after = "auto"` a
-    tier that falls behind is offered only blocks that were seen before. Lock: `_lock` guards the counter, the failed
-    set and the pacing; never held across I/O or another lock.
+    queue full enters the backlog, unleased, as long as L2 has it; the oldest are queued once the queue is half empty.
+    The descendants of a failed block fail, too (`PARENT_FAILED`), as they could not be reached. Failed blocks have a
+    backlog of their own, which is retried later, at first one batch. With `admit_after = "auto"` a tier that falls
+    behind is offered only blocks that were seen before.
+    Lock: `_lock` guards the counter, the failed set and the pacing; never held across I/O or another lock.
     """
 
     def __init__(

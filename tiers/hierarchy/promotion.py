@@ -143,10 +143,11 @@ class Promoter:
     """All promotions of one hierarchy: one read per block, windows of at most a quarter of L2 per request.
 
     Lock: `lock` (the hierarchy's) guards this bookkeeping; inside it the pool's, a port's, a queue's or a tier's index
-    lock may be taken, never the other way round; never held across I/O. A request larger than the whole limit is loaded
-    in pieces. The room for its next piece is reserved: it may keep L1 from all others, so a request that waits for L1
-    with that room would deadlock. Law (`check`): every read under way is in the index, every waiter of a read lists it;
-    at idle there are none. A claim in the line has neither leases nor reads.
+    lock may be taken, never the other way round; never held across I/O.
+    A request larger than the whole limit is loaded in pieces. The room for its next piece is reserved: the request may
+    keep L1 from all others, so one that waited for L1 with that room would deadlock.
+    Law (`check`): every read under way is in the index, every waiter of a read lists it; at idle there are none. A
+    claim in the line has neither leases nor reads.
     """
 
     def __init__(

@@ -386,7 +386,7 @@ def test_a_slow_look_into_other_tiers_costs_a_look_and_not_the_link(
         assert not tiers.drain(1.0)  # has time, and waits for the other one to end
         assert clock.now - expired == pytest.approx(1.5, abs=0.1)
     # Its other answers are not late for that, and the link is the same.
-    assert (tiers._attachment.link, link.late_since) == (link, None)
+    assert (tiers._attachment.link, link.overdue) == (link, {})
     daemon.say(pack_reply(1, 0, [pack_found(Attribution(4, miss=4))], []))
     wait_until(lambda: (tiers.tick(), not link.overdue_aside)[1])
     daemon.say(pack_reply(2, 0, [pack_found(found := Attribution(4, l2=4))], []))
