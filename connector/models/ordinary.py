@@ -52,29 +52,29 @@ class OrdinaryModel:
 
     def difference(self, modules: Mapping[str, torch.nn.Module]) -> str | None:
         """xxh3-128 (hex) over all differences of these modules from the ordinary ones. None: no difference."""
-        configs, told = _Configs(), [f"no {path}" for path in self._modules.keys() - modules.keys()]
+        configs, differences = _Configs(), [f"no {path}" for path in self._modules.keys() - modules.keys()]
         for path, module in modules.items():
             made = self._modules.get(path)
             if made is None or made.kind is not type(module):
-                told.append(f"{path} is {_named(type(module))}")
+                differences.append(f"{path} is {_named(type(module))}")
                 made = _Made(type(None), dict.fromkeys(self._settings(module, configs), ""))
             now = vars(module)
             for name, value in made.settings.items():
-                if (is_now := _told(now.get(name), configs)) != value:
-                    told.append(f"{path}.{name} {is_now}")
+                if (is_now := _text_of(now.get(name), configs)) != value:
+                    differences.append(f"{path}.{name} {is_now}")
             hidden = _hidden(module)
-            told += [f"no {path}.{name}" for name in made.hidden.keys() - hidden.keys()]
+            differences += [f"no {path}.{name}" for name in made.hidden.keys() - hidden.keys()]
             for name, buffer in hidden.items():
                 if name not in made.hidden or not _same(buffer, made.hidden[name]):
-                    told.append(f"{path}.{name} {buffer.dtype} {xxhash.xxh3_128_hexdigest(bytes_of(buffer))}")
-        return xxhash.xxh3_128_hexdigest("\n".join(sorted(told)).encode()) if told else None
+                    differences.append(f"{path}.{name} {buffer.dtype} {xxhash.xxh3_128_hexdigest(bytes_of(buffer))}")
+        return xxhash.xxh3_128_hexdigest("\n".join(sorted(differences)).encode()) if differences else None
 
     def _made(self, module: torch.nn.Module, configs: "_Configs") -> _Made:
         return _Made(type(module), self._settings(module, configs), _hidden(module))
 
     def _settings(self, module: torch.nn.Module, configs: "_Configs") -> dict[str, str]:
         names = vars(module).keys() - _NO_SETTINGS - frozenset(self._settled)
-        return {name: _told(vars(module)[name], configs) for name in names if not name.startswith("_")}
+        return {name: _text_of(vars(module)[name], configs) for name in names if not name.startswith("_")}
 
 
 class _Configs:
@@ -134,19 +134,19 @@ def _same(buffer: torch.Tensor, made: torch.Tensor) -> bool:
     )
 
 
-def _told(value: Any, configs: _Configs) -> str:
+def _text_of(value: Any, configs: _Configs) -> str:
     """A value as text; of anything but plain values the class. A tensor is ignored: some are state of the last text."""
     if value is None or isinstance(value, torch.Tensor):
         return ""
     if isinstance(value, bool | int | float | str | torch.dtype):
         return repr(value)
     if isinstance(value, Mapping):
-        return repr([(str(key), _told(each, configs)) for key, each in value.items()])
+        return repr([(str(key), _text_of(each, configs)) for key, each in value.items()])
     if isinstance(value, list | tuple | set | frozenset):
-        told = [_told(each, configs) for each in value]
-        return repr(sorted(told) if isinstance(value, set | frozenset) else told)
+        items = [_text_of(each, configs) for each in value]
+        return repr(sorted(items) if isinstance(value, set | frozenset) else items)
     if isinstance(value, functools.partial):
-        return f"{_told(value.func, configs)} of {_told([value.args, value.keywords], configs)}"
+        return f"{_text_of(value.func, configs)} of {_text_of([value.args, value.keywords], configs)}"
     if isinstance(value, FunctionType | BuiltinFunctionType | MethodType | type):
         return _named(value)
     return configs.digest(value) if hasattr(value, "to_dict") and hasattr(value, "model_type") else _named(type(value))

@@ -135,21 +135,21 @@ class PageStore:
         return count
 
     def _store(self, names: Sequence[ChainHash], pages: NDArray[np.int64], parent: ChainHash, epoch: int) -> list[bool]:
-        region, held = self.tiers.region, self.tiers.holds(names)
+        region, present = self.tiers.region, self.tiers.holds(names)
         [reservation] = self.tiers.reserve([Wanted(names, self._linked(parent), self._root)])
         if reservation is None:
-            return held
+            return present
         if reservation.hashes:
             copies = BlockCopies(pages[reservation.indices], np.array(reservation.slots, np.int64))
             if self._copy("store", copies, region):
                 self.tiers.abandon(reservation, Outcome.COPY_FAILED)
-                return held
+                return present
             parents = [parent, *names]
             records = [BlockRecord(names[i], parents[i], b"", 0) for i in reservation.indices]
             self.tiers.seal(reservation, records, epoch)
             self._moved("store", len(records), 0.0)
         end = reservation.indices[-1] + 1 if reservation.hashes else 0  # missing pages before it are others' stores
-        return [i < end or is_held for i, is_held in enumerate(held)]
+        return [i < end or is_held for i, is_held in enumerate(present)]
 
     @property
     def _batch(self) -> int:

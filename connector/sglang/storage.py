@@ -167,15 +167,15 @@ class KVTierStorage(_OlderCalls):
 
     def batch_exists_v2(self, keys: list[str], pool_transfers: Any = None, extra_info: Any = None) -> Any:
         """How many leading pages are in the tiers with everything that other pools need for them, by SGLang's rules."""
-        held = self.batch_exists(keys)
-        names = self._names.of(keys[:held]) or []
+        num_found = self.batch_exists(keys)
+        names = self._names.of(keys[:num_found]) or []
         needed = [
             (str(transfer.name), str(transfer.hit_policy.value), len(transfer.keys or [None]))
             for transfer in pool_transfers or []
         ]
         stores = {name: kept.store for name, kept in self._kept.items()}
         ends, by_pool = hit_ends(names, needed, stores, every=self._storage_config.tp_size > 1)
-        found = {_KV: held, **by_pool} if held else by_pool
+        found = {_KV: num_found, **by_pool} if num_found else by_pool
         return PoolTransferResult(ends[-1] if ends else 0, {PoolName(name): end for name, end in found.items()}, ends)
 
     def batch_get_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:

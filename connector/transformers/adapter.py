@@ -333,11 +333,11 @@ class KVTier:
         Nothing is stored if tokens stand for images. `hint`: whether these conversations continue; RequestError if it
         is unknown.
         """
-        said = None if hint is None else hint_of(hint)
+        known_hint = None if hint is None else hint_of(hint)
         with self._my_turn():
-            self._keep(input_ids, cache, said)
+            self._keep(input_ids, cache, known_hint)
 
-    def _keep(self, input_ids: torch.Tensor, cache: DynamicCache, said: Hint | None) -> None:
+    def _keep(self, input_ids: torch.Tensor, cache: DynamicCache, known_hint: Hint | None) -> None:
         if self._can_hold(input_ids):
             rows = self._rows(input_ids)
             if (shown := self._carried.shown) is not None:
@@ -351,7 +351,7 @@ class KVTier:
                 for row in rows:
                     row.num_exact = cache.num_exact if isinstance(cache, BlendedCache) else None
                 self._store(rows, input_ids, cache)
-            report_finished(self._tiers, rows, [0] * len(rows), said, 0.0)
+            report_finished(self._tiers, rows, [0] * len(rows), known_hint, 0.0)
 
     def stats(self) -> dict[str, float]:
         """Every counter and gauge of the tiers by its exposition name; segments' counters as in `Engine.stats`."""

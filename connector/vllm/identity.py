@@ -47,8 +47,8 @@ def rope_factor(model: Any, digest: str) -> float | None:
     if not digest.startswith(_LENGTH_ROPE):
         return None
     if model.using_transformers_backend():
-        said = "RoPE that depends on the text's length, in transformers' own code, follows each batch"
-        raise ConfigError(f"model {model.model!r}: {said}; start with --model-impl vllm")
+        problem = "RoPE that depends on the text's length, in transformers' own code, follows each batch"
+        raise ConfigError(f"model {model.model!r}: {problem}; start with --model-impl vllm")
     return float(model.max_model_len)
 
 

@@ -70,8 +70,8 @@ class ChunkEvents:
             events.append(OffloadingEvent(keys=[key for _, key in self._new], removed=False, **self._about))
             self._new = []
         checked = list(islice(self._published, _CHECKED))
-        held = self._hold(checked) if checked else None
-        gone = [name for name, is_held in zip(checked, held or (), strict=held is not None) if not is_held]
+        present = self._hold(checked) if checked else None
+        gone = [name for name, is_held in zip(checked, present or (), strict=present is not None) if not is_held]
         for name in checked:
             self._published.move_to_end(name)
         gone += list(islice(self._published, max(0, len(self._published) - _MOST)))

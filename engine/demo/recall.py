@@ -55,7 +55,7 @@ def read(texts: TokenArray) -> tuple[TokenArray, TokenArray]:
     `[texts, names]`, -1 for a name that no document states; and `[texts, tokens]`, -1 where nothing is stated.
     """
     known = np.full((len(texts), len(NAMES)), -1)
-    said = np.full(texts.shape, -1)
+    stated = np.full(texts.shape, -1)
     rows = np.arange(len(texts))
     for place in range(texts.shape[1]):
         token = texts[:, place]
@@ -65,8 +65,8 @@ def read(texts: TokenArray) -> tuple[TokenArray, TokenArray]:
         other = known[rows, np.where(is_link, (token - _FIRST_LINK) % len(NAMES), 0)]
         value = np.where(other < 0, _UNKNOWN, other)
         value = np.where(is_link, value, _FIRST_VALUE + (token - _FIRST_FACT) % len(VALUES))
-        known[rows[states], name[states]] = said[states, place] = value[states]
-    return known, said
+        known[rows[states], name[states]] = stated[states, place] = value[states]
+    return known, stated
 
 
 def linked_names(documents: TokenArray) -> TokenArray:

@@ -311,11 +311,11 @@ class Hierarchy:
 
         One pass over all tiers, even if the run changes tiers.
         """
-        held = {L2: self.host.pool.holds(rest), **{port.name: port.holds(rest) for port in self.ports}}
-        owners = np.array(list(held.values())).argmax(axis=0)
-        anywhere = [any(where) for where in zip(*held.values(), strict=True)]
+        present = {L2: self.host.pool.holds(rest), **{port.name: port.holds(rest) for port in self.ports}}
+        owners = np.array(list(present.values())).argmax(axis=0)
+        anywhere = [any(where) for where in zip(*present.values(), strict=True)]
         end = anywhere.index(False) if False in anywhere else len(rest)
-        for name, num_blocks in zip(held, np.bincount(owners[:end], minlength=len(held)).tolist(), strict=True):
+        for name, num_blocks in zip(present, np.bincount(owners[:end], minlength=len(present)).tolist(), strict=True):
             found[name] = found.get(name, 0) + num_blocks
         return end
 
@@ -449,11 +449,11 @@ def evict_everywhere(hierarchy: Hierarchy, hashes: Sequence[ChainHash], timeout:
         port.queue.drain(max(0.0, deadline - time.monotonic()))  # writes under way still have leases on their blocks
         tier = port.tier  # a probe may detach it meanwhile
         if tier is not None:
-            held = [name for name, is_held in zip(hashes, tier.holds(hashes), strict=True) if is_held]
-            gone[port.name] = len(held)
+            removed = [name for name, is_held in zip(hashes, tier.holds(hashes), strict=True) if is_held]
+            gone[port.name] = len(removed)
             tier.discard(hashes)
             if port.is_shared:  # other tiers log it themselves
-                port.not_stored(held, REMOVED)
+                port.not_stored(removed, REMOVED)
     pool.evict(hashes)  # blocks that were loaded meanwhile from a tier
     return gone
 

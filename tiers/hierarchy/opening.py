@@ -257,5 +257,5 @@ class ProbedOpening:
 def require_alike(kept: KVProbe, probe: KVProbe, place: str) -> None:
     """KVMismatch if two models' KV of the same tokens differ by more than rounding."""
     if (distance := kept.distance(probe)) > probe.tolerance:
-        said = f"{place}: the KV kept under this model's name was computed otherwise"
-        raise KVMismatch(f"{said} ({distance:.2g} apart, where rounding makes {probe.tolerance:g}), {_CAUSE}")
+        problem = f"{place}: the KV kept under this model's name was computed otherwise"
+        raise KVMismatch(f"{problem} ({distance:.2g} apart, where rounding makes {probe.tolerance:g}), {_CAUSE}")

@@ -664,31 +664,31 @@ class WaitedBlocks:
 
     def hold(self, run: Sequence[ChainHash], slots: list[int]) -> Holding:
         """Add a request's run; `slots`: of its leading blocks."""
-        held = Holding(run, slots)
-        self._uncounted[held] = None
+        holding = Holding(run, slots)
+        self._uncounted[holding] = None
         self._num_uncounted += len(run)
         self.at_most += len(run)
-        return held
+        return holding
 
-    def drop(self, held: Holding) -> None:
+    def drop(self, holding: Holding) -> None:
         """Remove a request's run."""
-        if held in self._uncounted:
-            del self._uncounted[held]
-            self._num_uncounted -= len(held.run)
-            self.at_most -= len(held.run)
+        if holding in self._uncounted:
+            del self._uncounted[holding]
+            self._num_uncounted -= len(holding.run)
+            self.at_most -= len(holding.run)
             return
-        for slot in held.slots:
+        for slot in holding.slots:
             self._count[slot] -= 1
             self._num_slots -= not self._count[slot]
         names = self._by_name
-        left = list(map(names.pop, held.names, repeat(0)))  # in C
+        left = list(map(names.pop, holding.names, repeat(0)))  # in C
         if sum(left) > len(left):  # usually no other request has any
-            names.update({h: count - 1 for h, count in zip(held.names, left, strict=True) if count > 1})
+            names.update({h: count - 1 for h, count in zip(holding.names, left, strict=True) if count > 1})
         self.at_most = self._num_uncounted + self._num_slots + len(names)
 
     def check(self) -> None:
         """Raise AssertionError if the counts are inconsistent."""
-        assert self._num_uncounted == sum(len(held.run) for held in self._uncounted), "blocks not counted one by one"
+        assert self._num_uncounted == sum(len(each.run) for each in self._uncounted), "blocks not counted one by one"
         assert self.at_most == self._num_uncounted + self._num_slots + len(self._by_name), "blocks at most"
         assert self._num_slots == np.count_nonzero(self._by_slot), "slots in use"
         assert (self._by_slot >= 0).all(), "a negative count"
@@ -696,18 +696,18 @@ class WaitedBlocks:
 
     def _count_all(self) -> None:
         """Count block by block the runs that are not counted yet."""
-        for held in self._uncounted:
-            run, slots = held.run, held.slots
+        for holding in self._uncounted:
+            run, slots = holding.run, holding.slots
             names = run[len(slots) :]
             if self._by_name and not self._by_name.keys().isdisjoint(run[: len(slots)]):
                 known = [name in self._by_name for name in run[: len(slots)]]
                 names = [*(name for name, is_known in zip(run, known, strict=False) if is_known), *names]
-                slots = held.slots = [slot for slot, is_known in zip(slots, known, strict=True) if not is_known]
+                slots = holding.slots = [slot for slot, is_known in zip(slots, known, strict=True) if not is_known]
             for slot in slots:
                 self._num_slots += not self._count[slot]
                 self._count[slot] += 1
             self._by_name.update(names)
-            held.names = names
+            holding.names = names
         self._uncounted.clear()
         self._num_uncounted, self.at_most = 0, self._num_slots + len(self._by_name)
 

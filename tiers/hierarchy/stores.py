@@ -468,8 +468,8 @@ class StoreQueue:
         pool = self._host.pool
         hashes = hashes[: max(0, pool.num_slots // _DIRTY_SHARE - pool.counts().dirty)]
         pool.mark_dirty(hashes)
-        held = zip(*(demoter.port.holds(hashes) for demoter in self._demoters), strict=True)
-        if written := [h for h, where in zip(hashes, held, strict=True) if any(where)]:  # written meanwhile
+        present = zip(*(demoter.port.holds(hashes) for demoter in self._demoters), strict=True)
+        if written := [h for h, where in zip(hashes, present, strict=True) if any(where)]:  # written meanwhile
             pool.mark_clean(written)
 
     def _demote_dirty(self, num_blocks: int) -> None:
