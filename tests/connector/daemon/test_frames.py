@@ -169,7 +169,7 @@ def test_children_come_out_as_they_went_in(children: list[ChildBlock]) -> None:
         ([[b"n" * 32, [1]]], "Expected `bytes`"),
         ([[b"n" * 32, bytes(4 << 20) + bytes(4)]], "not names and the tokens of a block"),
         ([[b"n" * 32, b""]], "no tokens"),
-        ([[b"n" * 32, b"\1\0\0\0"], [b"n" * 32, b"\2\0\0\0"]], "twice"),
+        ([[b"n" * 32, b"\1\0\0\0"], [b"n" * 32, b"\2\0\0\0"]], "repeated"),
         ([[b"n" * 32]], "length 2"),
         ([[b"n" * 32, b"\1\0\0\0", 1]], "length 2"),
         ([7], "Expected `array`"),
