@@ -119,8 +119,7 @@ class LocalConnector:
     ) -> None:
         self._pid = os.getpid()
         self.identity: ModelIdentity | None = None
-        """The identity in the blocks' names: the one given, or a namespace of it (`open_apart`). None: none was given.
-        """
+        """The identity in the blocks' names: the one given, or a namespace of it (`open_apart`). None: not given."""
         if named is None:
             self.tiers = open_tiers(config, fingerprint, shape, takes_parts=partial_blocks)
         else:

@@ -468,10 +468,8 @@ class SchedulerSide:
         if best is None or not pays(num_found, best[1], size, in_l1=known.asked, least=least):
             return False
         self.tiers.cancel(claim)
-        known.view, self._has_lookups = (
-            PartialView([*chain.hashes[:num_found], best[0].chain_hash], best[1], size),
-            True,
-        )
+        known.view = PartialView([*chain.hashes[:num_found], best[0].chain_hash], best[1], size)
+        self._has_lookups = True
         known.claim = self.tiers.ask(known.view.hashes, known.request.chain.root, claim.num_l1, block_size=size)
         return True
 

@@ -162,9 +162,7 @@ class Admission:
     def _enter(
         self, sequence: Sequence, num_l1: int, num_present: int, loading: int, *, layerwise: bool = False
     ) -> None:
-        """Admit the request with `num_present` tokens, of which `num_l1` blocks are L1's, while so many more are
-        loaded.
-        """
+        """Admit the request with `num_present` tokens (`num_l1` blocks are L1's) and so many more that are loading."""
         self.waiting.remove(sequence)
         for other in self.waiting:
             if other.order > sequence.order:

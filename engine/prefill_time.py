@@ -97,9 +97,7 @@ class _Stopwatch:
         return PromptTimes(length, fastest.pop("compute"), fastest)
 
     def times_of(self, prompt: Sequence[int]) -> dict[str, float]:
-        """Seconds to its first token: "compute", and by each tier that had all of it. Its blocks are dropped
-        afterwards.
-        """
+        """Seconds to its first token: "compute", and by each tier that had all of it. Then its blocks are dropped."""
         engine = self._engine
         names = self._names(prompt)
         taken = {"compute": self._first_token(prompt)[0]}

@@ -574,8 +574,7 @@ class RemoteTiers:
     ) -> tuple[Link | None, list[Raw] | None]:
         """Send, and wait for the answer: (the link it was sent on, the answers). None: no answer in time.
 
-        `alone`: the operation waits in the daemon, which runs one of these at a time: none is sent while another is
-        due.
+        `alone`: the operation waits in the daemon, which runs one at a time: none is sent while another is due.
         """
         end = self._clock() + timeout
         with self._lock:

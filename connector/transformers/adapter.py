@@ -221,8 +221,7 @@ class KVTier:
     def chat(
         self, tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None, **options: Any
     ) -> torch.Tensor:
-        """A chat's prompt ([1, tokens]) for `generate`, by the tokenizer's template, with `[chat]` applied to the
-        messages.
+        """A chat's prompt ([1, tokens]) for `generate`, by the tokenizer's template, with `[chat]` applied.
 
         `options` are those of `apply_chat_template`.
         """
@@ -364,12 +363,10 @@ class KVTier:
             return self._opened is None or self._blocks.drain(timeout)
 
     def reset(self) -> None:
-        """Drop every block from every tier, and name new ones apart, since the weights may have changed. Reads no
-        weights.
+        """Drop every block from every tier, and name new ones apart, since the weights may have changed.
 
-        For training loops, after each step: else the next call reads all weights to name them. Blocks stored from then
-        on are found only by this `KVTier`, until its weights change again. Other users of a shared tier lose their
-        blocks, too.
+        For training loops, after each step: else the next call reads all weights to name them. New blocks are
+        found only by this `KVTier`, until its weights change again. Other users of a shared tier lose theirs, too.
         """
         with self._my_turn():
             if self._opened is not None:

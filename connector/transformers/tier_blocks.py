@@ -168,8 +168,7 @@ class TierBlocks:
     def store_chain(self, chain: BlockChain, run: range, blocks: Blocks, epoch: int) -> None:
         """`store` for any chain, of what was computed in the tiers' epoch `epoch`.
 
-        A run larger than L2 is stored in pieces, each once the previous ones are in a lower tier, up to a prompt's
-        deadline.
+        A run larger than L2 is stored in pieces, each once the previous ones are below, up to a prompt's deadline.
         """
         tiers, size, deadline = self.tiers, len(run), self.deadline
         if 0 < tiers.num_slots < len(run) and tiers.has_lower:

@@ -151,8 +151,7 @@ class Demoter:
     def offer(self, hashes: Sequence[ChainHash], ended: BlocksEnded) -> int:
         """Queue consecutive blocks for writing; returns how many leading ones were accepted.
 
-        `ended` is called, on an I/O thread, with the outcome of every accepted block. The caller offers the others
-        again.
+        `ended` is called, on an I/O thread, with the outcome of every accepted block. The caller retries the others.
         """
         epoch = self.port.epoch
         taken = self._take_room(len(hashes))

@@ -39,8 +39,7 @@ class TierModule(Protocol):
     """The interface of a lower tier's module, which only the table of tiers (`kinds.py`) names."""
 
     def configured(self, config: Config, fingerprint: bytes, shape: BlockShape) -> ConfiguredTier | None:
-        """The tier for one model's blocks, or None if it is off. Opens nothing. ConfigError if the user has to fix
-        something.
+        """The tier for one model's blocks, or None if it is off. Opens nothing. ConfigError for a user's error.
 
         `fingerprint` is `ModelIdentity.fingerprint`, 32 bytes: blocks with another fingerprint must not be found.
         """

@@ -350,8 +350,7 @@ class StoreQueue:
         return any(port.holds([name])[0] for port in self._ports)
 
     def _described(self, stores: Sequence[Filled], places: list[int], sums: list[int]) -> list[Outcome]:
-        """Under the lock: write the records of these stores' slots. A store whose outcome is not OK must not be
-        published.
+        """Under the lock: write the records of these stores' slots. Not OK: that store must not be published.
 
         `sums`: empty if they were not hashed. An error in one store does not affect the others.
         """
